@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 # Two workers that take whole files, so that what a file captures or starts is kept for all its tests;
-# in the order of tests/long_tests.py.
+# in the order of tests/support/long_tests.py.
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # One thread for each worker; compiled test files are kept for the next run, whatever the shell says.

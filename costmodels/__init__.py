@@ -20,13 +20,13 @@ from msgspec import UNSET
 
 from fxpart.errors import error
 
-from .measured import Measured
-from .opkeys import op_key
+from .op_keys import op_key
+from .profile_cost_model import ProfileCostModel
+from .profile_match import HERE
 from .roofline import Roofline
-from .settings import HERE
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 COST_MODELS: dict[str, type[CostModel]] = {
@@ -47,7 +47,7 @@ def find(name: str | Path, cluster: Cluster | None = None, *, torch: str = "") -
     """
     path = Path(name)
     if path.suffix in SUFFIXES or path.is_file():
-        return Measured.load(path, cluster, _made(COST_MODELS[AUTO], cluster), torch)
+        return ProfileCostModel.load(path, cluster, _made(COST_MODELS[AUTO], cluster), torch)
     wanted = AUTO if name == "auto" else str(name)
     if wanted in COST_MODELS:
         return _made(COST_MODELS[wanted], cluster)
@@ -70,4 +70,4 @@ def _made(kind: type[CostModel], cluster: Cluster | None) -> CostModel:
     return Roofline(curves) if kind is Roofline and curves is not UNSET else kind()
 
 
-__all__ = ["AUTO", "COST_MODELS", "HERE", "Measured", "find", "op_key"]
+__all__ = ["AUTO", "COST_MODELS", "HERE", "ProfileCostModel", "find", "op_key"]

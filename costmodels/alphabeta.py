@@ -15,11 +15,11 @@ from fxpart.costs import Cost
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Link
+    from fxpart.cluster.model import Link
 
 
 @dataclass(frozen=True)
-class Alpha:
+class AlphaCosts:
     """Seconds: a collective's start, a hop in a machine, one between machines, a switch."""
 
     base: float = 8.4e-6
@@ -28,12 +28,12 @@ class Alpha:
     switch: float = 10e-6
 
 
-RING = Alpha()
-TREE = Alpha(base=0.0, intra=28e-6, inter=28e-6)
+RING = AlphaCosts()
+TREE = AlphaCosts(base=0.0, intra=28e-6, inter=28e-6)
 
 
 def ring_all_reduce(
-    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
     """Seconds to sum ``size`` bytes over all ranks, the sum left on each, around a ring."""
     steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
@@ -41,7 +41,7 @@ def ring_all_reduce(
 
 
 def tree_all_reduce(
-    n: int, m: int, size: float, beta: float, alpha: Alpha = TREE, hops: int = 0
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = TREE, hops: int = 0
 ) -> float:
     """Seconds to sum ``size`` bytes over all ranks, the sum left on each, along a tree."""
     steps = 2 * (n / m - 1) * alpha.intra + log2(m) * (alpha.inter + hops * alpha.switch)
@@ -49,7 +49,7 @@ def tree_all_reduce(
 
 
 def all_gather(
-    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
     """Seconds until each rank has all ``size`` bytes, of which each had an n-th."""
     steps = (n - m) * alpha.intra + (m - 1) * (alpha.inter + hops * alpha.switch)
@@ -57,20 +57,22 @@ def all_gather(
 
 
 def reduce_scatter(
-    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
     """Seconds until each rank has the sum of its n-th of ``size`` bytes."""
     return all_gather(n, m, size, beta, alpha, hops)
 
 
 def all_to_all(
-    n: int, m: int, size: float, beta: float, alpha: Alpha = RING, hops: int = 0
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
     """Seconds until each rank has given every other its part of its n-th of ``size``."""
     return all_gather(n, m, size / n, beta, alpha, hops)
 
 
-def send(size: float, beta: float, alpha: Alpha = RING, *, inter: bool, hops: int = 0) -> float:
+def send(
+    size: float, beta: float, alpha: AlphaCosts = RING, *, inter: bool, hops: int = 0
+) -> float:
     """Seconds to send ``size`` bytes from one rank to another, or to broadcast them."""
     hop = alpha.inter + hops * alpha.switch if inter else alpha.intra
     return alpha.base + hop + size * beta
@@ -133,9 +135,10 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
 def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
     """How many times as much crosses between hosts as around a ring, where CPUs share a card.
 
-    Ranks of CPUs send each other their pieces directly (:mod:`fxpart.collectives.group`): from a
-    host with k = n / m of n ranks k (n - k) pieces go out, around a ring n - 1. Where every rank
-    has a card of its own it takes no longer than the ring.
+    Ranks of CPUs send each other their pieces directly
+    (:mod:`fxpart.collectives.group_communicator`): from a host with k = n / m of n ranks k (n - k)
+    pieces go out, around a ring n - 1. Where every rank has a card of its own it takes no longer
+    than the ring.
     """
     if m == 1 or not any(link.kind == "shm" for link in links):
         return 1.0
@@ -145,9 +148,9 @@ def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
     return k * (n - k) / (n - 1)
 
 
-def _latencies(links: tuple[Link, ...]) -> Alpha:
+def _latencies(links: tuple[Link, ...]) -> AlphaCosts:
     """The links' latencies as start plus hop: NCCL's start, or less where a link is faster."""
     base = min(RING.base, *(link.latency for link in links))
     near = [link.latency - base for link in links if link.kind != "net"]
     far = [link.latency - base for link in links if link.kind == "net"]
-    return Alpha(base, max(near, default=0.0), max(far, default=0.0), 0.0)
+    return AlphaCosts(base, max(near, default=0.0), max(far, default=0.0), 0.0)

@@ -1,8 +1,9 @@
 """Transfers and changes of placement as measured where they were, by formula elsewhere.
 
-A link's own curve replaces its latency and bandwidth. A :class:`fxpart.cluster.Curve` replaces
-the formula of a collective: directly for a group of as many ranks, and scaled by the formula for
-others, which the cost's source says. Groups that cross hosts use curves of such groups alone.
+A link's own curve replaces its latency and bandwidth. A :class:`fxpart.cluster.CollectiveCurve`
+replaces the formula of a collective: directly for a group of as many ranks, and scaled by the
+formula for others, which the cost's source says. Groups that cross hosts use curves of such groups
+alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fxpart.costs import Cost
 from . import alphabeta
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Curve, Link
+    from fxpart.cluster.model import CollectiveCurve, Link
 
 Points = tuple[tuple[float, float], ...]
 
@@ -41,7 +42,7 @@ def reshard(
     target: str,
     size: float,
     links: tuple[Link, ...],
-    curves: Sequence[Curve] = (),
+    curves: Sequence[CollectiveCurve] = (),
 ) -> Cost:
     """A change of placement, as :func:`fxpart.costmodels.alphabeta.reshard` takes it.
 
@@ -64,7 +65,9 @@ def reshard(
     return Cost(seconds, cost.bytes, source=COLLECTIVE + note)
 
 
-def closest(curves: Sequence[Curve], operation: str, ranks: int, hosts: int) -> Curve | None:
+def closest(
+    curves: Sequence[CollectiveCurve], operation: str, ranks: int, hosts: int
+) -> CollectiveCurve | None:
     """The curve of the operation whose group is most like one of ``ranks`` ranks on ``hosts``.
 
     None where no group was measured that, like this one, stays on a host or crosses hosts.
@@ -82,7 +85,7 @@ def closest(curves: Sequence[Curve], operation: str, ranks: int, hosts: int) -> 
 
 
 @lru_cache(maxsize=512)
-def scaled(curve: Curve, ranks: int, hosts: int) -> tuple[Points, float, float]:
+def scaled(curve: CollectiveCurve, ranks: int, hosts: int) -> tuple[Points, float, float]:
     """A curve's points, latency and seconds a byte, for a group of other size.
 
     The latency grows with the number of steps and the rest with the bytes that a rank moves, both

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .sizes import elements, product
+from .tensor_sizes import elements, product
 
 if TYPE_CHECKING:
     from fxpart.costs import OpSpec, Size

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 from fxpart.costs import Cost
 
 from . import communication
-from .sizes import is_floating
-from .symbolic import flops, is_free, is_known, traffic
+from .op_work import flops, is_free, is_known, traffic
+from .tensor_sizes import is_floating
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Curve, Device, Link
+    from fxpart.cluster.model import CollectiveCurve, Device, Link
     from fxpart.costs import OpSpec
 
 SOURCE = "roofline"
@@ -31,7 +31,7 @@ class Roofline:
     """
 
     name: ClassVar[str] = SOURCE
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[CollectiveCurve, ...] = ()
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op, its shapes numbers, on the device. Views, and backwards of none, are free."""

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fxpart import capture
     from fxpart.annotations import annotate
     from fxpart.api import Program, compile, propose
-    from fxpart.cluster import Cluster, Device, Link
+    from fxpart.capture.workload import Workload
+    from fxpart.cluster.model import Cluster, Device, Link
     from fxpart.errors import FxpartError, Problem
-    from fxpart.plan import Plan
-    from fxpart.target import Workload
+    from fxpart.plan.model import Plan
 
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
 if not Path(__file__).with_name("passes").is_dir():
@@ -35,7 +35,7 @@ _LAZY = {
     "Plan": "fxpart.plan",
     "Problem": "fxpart.errors",
     "Program": "fxpart.api",
-    "Workload": "fxpart.target",
+    "Workload": "fxpart.capture.workload",
     "annotate": "fxpart.annotations",
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",

@@ -11,29 +11,49 @@ from msgspec.structs import replace
 from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
-from fxpart.capture import Captured
-from fxpart.choosing import best_of_all, costed
-from fxpart.cluster import Cluster
-from fxpart.constraints import captured_so, check_trainable, with_coupling, with_numbers
+from fxpart.capture import CapturedModel
+from fxpart.cluster.model import Cluster
+from fxpart.codegen.generated_program import (
+    GeneratedProgram,
+    apply_plan,
+    fields_of,
+    write_program,
+)
+from fxpart.codegen.mesh_programs.rank_programs import MeshRankPrograms
+from fxpart.codegen.mesh_programs.row_dependence import (
+    couplings,
+    resolve_microbatches,
+    with_equivalence,
+)
+from fxpart.codegen.mesh_programs.sharding_decision import given_annotations
 from fxpart.errors import error
-from fxpart.front import Asked, Front, asked_for, make_front, of_model
-from fxpart.modes import ASYNC, with_mode
-from fxpart.parts import Parts, apply_plan, fields_of, write
 from fxpart.passes.objective import ADDED_KEY
-from fxpart.plan import Plan
-from fxpart.plan_io.runnable import require
-from fxpart.planned.constraint_check import check_plan
-from fxpart.planned.scheduled import plan_schedule
-from fxpart.pricing.joint_space import Space
-from fxpart.program import ProgramSpec
-from fxpart.requests import Request, find_cluster, make_request
-from fxpart.runtime.ambient import compiles
-from fxpart.runtime.one_plan import plan_of_all, several_ranks
+from fxpart.plan.model import Plan
+from fxpart.plan.runtime_support import require
+from fxpart.plan.schedule import plan_schedule
+from fxpart.planner.constraint_check import check_plan
+from fxpart.planner.constraints import (
+    check_trainable,
+    match_capture_precision,
+    with_coupling,
+    with_numbers,
+)
+from fxpart.planner.degrees import build_joint_problem, plan_best_choice
+from fxpart.planner.execution_mode import ASYNC, with_mode
+from fxpart.planner.mode_selection import request_of, select_mode
+from fxpart.planner.plan_agreement import agree_on_plan, is_multi_rank_job
+from fxpart.planner.prepared_model import (
+    PlanningArguments,
+    PreparedModel,
+    describe_request,
+    prepare_model,
+    with_model_profile,
+)
+from fxpart.planner.request import PlanRequest, find_cluster, make_request
+from fxpart.pricing.joint_space import SearchSpace
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.torch_modes import guard_compile
 from fxpart.schedule.action import Schedule
-from fxpart.sharded.coupling import couplings, settled_microbatches, with_equivalence
-from fxpart.sharded.decide import given_annotations
-from fxpart.sharded.programs import Lanes
-from fxpart.weighing import request_of, weigh
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
@@ -41,10 +61,10 @@ if TYPE_CHECKING:
     from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
-    from fxpart.verify import Verification
+    from fxpart.verification.comparison import Verification
 
 
-@compiles
+@guard_compile
 def compile(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -105,12 +125,12 @@ def compile(
     plan, FXP4xx for the cluster.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    front = make_front(
+    front = prepare_model(
         model,
         cluster,
         chosen,
         (example_inputs, example_kwargs),
-        Asked(
+        PlanningArguments(
             batch_size, microbatches, optimizer, cost_model,
             with_coupling(
                 with_mode(
@@ -128,7 +148,9 @@ def compile(
         require(chosen, f"plan for {chosen.model.name}")
         check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
         _settled(front, chosen.microbatches, chosen)
-        if not (several_ranks() and chosen.check is not None and chosen.check.status == "passed"):
+        if not (
+            is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
+        ):
             front.compare()
         parts = apply_plan(front.captured, front.graph, front.info, chosen)
         return Program(chosen, request=front.request, **fields_of(parts))
@@ -136,7 +158,7 @@ def compile(
     return _solve(front, microbatches, progress)
 
 
-@compiles
+@guard_compile
 def propose(
     model: nn.Module,
     cluster: Cluster | str | Path = "auto",
@@ -158,7 +180,7 @@ def propose(
     check: str = "auto",
     batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | None = None,
-) -> Proposed:
+) -> PlanProposal:
     """The best plan of all that the planner knows, also those that this version does not train.
 
     Beyond what :func:`compile` chooses from, stages may differ in their degrees and recompute, and
@@ -166,12 +188,12 @@ def propose(
     lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`; the
     mode "queue" is refused (FXP109), as its stages are of one rank and those of :func:`compile`.
     """
-    front = make_front(
+    front = prepare_model(
         model,
         cluster,
         None,
         (example_inputs, example_kwargs),
-        Asked(
+        PlanningArguments(
             batch_size, microbatches, optimizer, cost_model,
             with_coupling(
                 with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
@@ -184,16 +206,18 @@ def propose(
     )  # fmt: skip
     checked = front.compare()
     microbatches = _settled(front, microbatches)
-    problem, provenance = costed(front.graph, front.captured, front.request, microbatches, Space())
-    plan = best_of_all(
+    problem, provenance = build_joint_problem(
+        front.graph, front.captured, front.request, microbatches, SearchSpace()
+    )
+    plan = plan_best_choice(
         problem, provenance, front.request, front.captured, front.graph, front.info, progress
     )
     check_plan(plan, front.request.constraints, front.blocks)
-    return Proposed(replace(plan, check=checked), problem)
+    return PlanProposal(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
-class Proposed:
+class PlanProposal:
     """A plan, and the costed problem that it was chosen from."""
 
     plan: Plan
@@ -214,11 +238,11 @@ class Program:
     plan: Plan
     spec: ProgramSpec
     sources: tuple[str, ...]
-    captured: Captured
+    captured: CapturedModel
     prepared: fx.GraphModule
     graph: fx.GraphModule
-    request: Request
-    lanes: Lanes | None = None
+    request: PlanRequest
+    lanes: MeshRankPrograms | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
     problem: JointProblem | None = None
 
@@ -234,7 +258,7 @@ class Program:
         """
         if self.problem is not None:
             return self.problem
-        return costed(self.prepared, self.captured, self.request, None)[0]
+        return build_joint_problem(self.prepared, self.captured, self.request, None)[0]
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """The program of one lane of every stage, and the text of its stages; made when asked."""
@@ -259,7 +283,7 @@ class Program:
         whole = self.lanes.sharded.whole
         return dump_annotations(whole, suffix, without=whole.meta.get(ADDED_KEY, ()))
 
-    @compiles
+    @guard_compile
     def replan(
         self,
         cluster: Cluster | str | Path,
@@ -272,7 +296,7 @@ class Program:
 
         The granularity of the blocks stays as it was; arguments and errors are those of compile().
         """
-        checked = captured_so(dict(constraints or {}), self.captured.precision)
+        checked = match_capture_precision(dict(constraints or {}), self.captured.precision)
         granularity = self.plan.constraints.get("granularity", "block")
         if checked.get("granularity", granularity) != granularity:
             raise error(
@@ -289,8 +313,8 @@ class Program:
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
         said = {**self.annotations, **given_annotations(request)}
-        request = of_model(request, self.plan.model)
-        front = Front(
+        request = with_model_profile(request, self.plan.model)
+        front = PreparedModel(
             request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
         )
         return _solve(front, microbatches)
@@ -306,12 +330,14 @@ class Program:
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
         """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
-        return write(self.plan, self.parts, directory)
+        return write_program(self.plan, self.parts, directory)
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> GeneratedProgram:
         """What follows from the plan's cuts and mesh."""
-        return Parts(self.captured, self.prepared, self.graph, self.spec, self.sources, self.lanes)
+        return GeneratedProgram(
+            self.captured, self.prepared, self.graph, self.spec, self.sources, self.lanes
+        )
 
     def trainer(
         self,
@@ -327,9 +353,9 @@ class Program:
         """A trainer of this process's ranks: all of them, or under torchrun its own.
 
         A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or a
-        ``weight_mode`` is given, a :class:`~fxpart.runtime.stream.StreamTrainer`; or, with
+        ``weight_mode`` is given, a :class:`~fxpart.runtime.asynchronous.StreamTrainer`; or, with
         ``routing="queue"`` or a plan of the mode "queue", a
-        :class:`~fxpart.runtime.queued.trainer.QueueTrainer`.
+        :class:`~fxpart.runtime.queues.trainer.QueueTrainer`.
 
         optimizer: a torch optimizer's class, factory or instance; by default what compile() was
         given. clip_norm: largest global gradient norm. weights: where they come from if not from
@@ -338,12 +364,13 @@ class Program:
         ``strict=False`` leaves out what the model does not have. weight_mode: or its name
         ("spectrain"), in place of the plan's (:mod:`fxpart.schedule.weight_modes`).
         timeout: seconds that any wait between ranks may take, by default many of the steps that
-        were predicted and then measured (:mod:`fxpart.runtime.deadline`). need_loss: refuse a
-        model without a loss (FXP106) rather than train it on the mean square of its outputs.
-        options: further fields of :class:`fxpart.runtime.options.Options`; ``routing="queue"`` and
-        fields of :class:`fxpart.runtime.queued.options.QueueOptions`, such as ``staleness``.
+        were predicted and then measured (:mod:`fxpart.runtime.transport.deadline`). need_loss:
+        refuse a model without a loss (FXP106) rather than train it on the mean square of its
+        outputs. options: further fields of :class:`fxpart.runtime.trainer_options.TrainerOptions`;
+        ``routing="queue"`` and fields of :class:`fxpart.runtime.queues.options.QueueOptions`, such
+        as ``staleness``.
         """
-        from fxpart.running import make_trainer
+        from fxpart.training.trainer_factory import make_trainer
 
         if need_loss:
             self._require_loss()
@@ -402,20 +429,22 @@ class Program:
                 "that its numbers are others",
                 fix='plan with mode="sync" to compare; `fxpart emulate` says what asynchrony does',
             )
-        from fxpart.verify import verify
+        from fxpart.verification.comparison import verify
 
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
-def _settled(front: Front, microbatches: int | None, plan: Plan | None = None) -> int | None:
+def _settled(
+    front: PreparedModel, microbatches: int | None, plan: Plan | None = None
+) -> int | None:
     """The number of microbatches that the model's couplings allow; FXP114 for another one."""
     constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
     found = couplings(front.graph, front.captured)
-    return settled_microbatches(found, constraints, microbatches)
+    return resolve_microbatches(found, constraints, microbatches)
 
 
 def _solve(
-    front: Front,
+    front: PreparedModel,
     microbatches: int | None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Program:
@@ -425,11 +454,11 @@ def _solve(
     """
     made: list[Program] = []
     found_couplings = couplings(front.graph, front.captured)
-    microbatches = settled_microbatches(found_couplings, front.request.constraints, microbatches)
+    microbatches = resolve_microbatches(found_couplings, front.request.constraints, microbatches)
 
     def search() -> Plan:
         checked = front.compare()
-        answer = weigh(front, microbatches, progress)
+        answer = select_mode(front, microbatches, progress)
         found = answer.decided
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
@@ -443,7 +472,7 @@ def _solve(
         return program.plan
 
     devices = len(front.request.cluster.devices)
-    plan = plan_of_all(asked_for(front, microbatches), search, devices)
+    plan = agree_on_plan(describe_request(front, microbatches), search, devices)
     if made:
         return made[0]
     parts = apply_plan(front.captured, front.graph, front.info, plan)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     import sympy
 
-    from fxpart.cluster import Device, Link
+    from fxpart.cluster.model import Device, Link
 
     Size: TypeAlias = int | sympy.Expr
 

@@ -222,7 +222,7 @@ _launched = False
 
 
 def launcher() -> int | None:
-    """The process that started this one as a rank (:mod:`fxpart.launching`), if it is one's.
+    """The process that started this one as a rank (:mod:`fxpart.launch`), if it is one's.
 
     Told once: what this process starts is not the launcher's.
     """

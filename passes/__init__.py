@@ -17,34 +17,34 @@ from typing import Any
 
 from fxpart.errors import error
 
-from .annotate import Annotate
-from .assign import Assign
-from .drop_asserts import DropAsserts
-from .group_blocks import GroupBlocks
-from .group_experts import GroupExperts
-from .inline_regions import InlineRegions
-from .key_random import KeyRandom
-from .lower import Lower
-from .mark_gradients import MarkGradients
-from .place import Place
-from .propagate import Propagate
-from .remove_inplace import RemoveInplace
-from .simplify import Simplify
+from .annotate import AnnotatePass
+from .assign import AssignPass
+from .drop_asserts import DropAssertsPass
+from .group_blocks import GroupBlocksPass
+from .group_experts import GroupExpertsPass
+from .inline_regions import InlineRegionsPass
+from .key_random import KeyRandomPass
+from .lower import LowerPass
+from .mark_gradients import MarkGradientsPass
+from .place import PlacePass
+from .propagate import PropagatePass
+from .remove_inplace import RemoveInplacePass
+from .simplify import SimplifyPass
 
 PASSES: dict[str, type[Any]] = {
-    "annotate": Annotate,
-    "assign": Assign,
-    "drop_asserts": DropAsserts,
-    "group_blocks": GroupBlocks,
-    "group_experts": GroupExperts,
-    "inline_regions": InlineRegions,
-    "key_random": KeyRandom,
-    "lower": Lower,
-    "mark_gradients": MarkGradients,
-    "place": Place,
-    "propagate": Propagate,
-    "remove_inplace": RemoveInplace,
-    "simplify": Simplify,
+    "annotate": AnnotatePass,
+    "assign": AssignPass,
+    "drop_asserts": DropAssertsPass,
+    "group_blocks": GroupBlocksPass,
+    "group_experts": GroupExpertsPass,
+    "inline_regions": InlineRegionsPass,
+    "key_random": KeyRandomPass,
+    "lower": LowerPass,
+    "mark_gradients": MarkGradientsPass,
+    "place": PlacePass,
+    "propagate": PropagatePass,
+    "remove_inplace": RemoveInplacePass,
+    "simplify": SimplifyPass,
 }
 
 PREPARE = (

@@ -9,23 +9,29 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpart.annotations.entries import FIX, Key, read_placements, read_strategies, text_problems
-from fxpart.annotations.model import misfit
-from fxpart.annotations.origin import annotated
-from fxpart.annotations.values import results
+from fxpart.annotations.entry_syntax import (
+    FIX,
+    AnnotationKey,
+    read_placements,
+    read_strategies,
+    text_problems,
+)
+from fxpart.annotations.graph_values import list_result_tensors
+from fxpart.annotations.model import explain_invalid_placement
+from fxpart.annotations.placement_origin import make_annotation_origin
+from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.node_annotation import MESH_KEY, Level, NodeSharding
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.pipeline.annotation import MESH_KEY, Level, NodeSharding
-from fxpart.pipeline.edit import annotate
 from fxpart.sharding import Mesh, Placement
 
+from .propagation.annotation_targets import AnnotationTarget, AnnotationTargets
+from .propagation.axis_placements import fits, to_whole
+from .propagation.axis_rules import GraphRules
 from .propagation.conflicts import conflicts
-from .propagation.positions import fits, to_whole
-from .propagation.ruled import Rules
-from .propagation.targets import Target, Targets
 
 
 @dataclass(frozen=True)
-class Annotate:
+class AnnotatePass:
     """Give the graph its mesh and each node a sharding, open but where a seed says more.
 
     mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/annotations.md). aliases: JSON of
@@ -47,8 +53,8 @@ class Annotate:
         problems = text_problems(seeds)
         if problems:
             raise FxpartError(problems)
-        said = _Said(mesh)
-        targets = Targets(graph_module.graph, aliases)
+        said = _SeedPlacements(mesh)
+        targets = AnnotationTargets(graph_module.graph, aliases)
         for text, placements in seeds.items():
             said.add(text, placements, targets)
         said.check()
@@ -57,7 +63,7 @@ class Annotate:
         for node in graph_module.graph.nodes:
             annotate(node, sharding=said.sharding(node))
         graph_module.meta[MESH_KEY] = mesh
-        problems = conflicts(graph_module.graph, Rules(mesh))
+        problems = conflicts(graph_module.graph, GraphRules(mesh))
         if problems:
             raise FxpartError(problems)
         return graph_module
@@ -75,17 +81,17 @@ def _table(text: str, what: str) -> Mapping[str, Any]:
     return held
 
 
-class _Said:
+class _SeedPlacements:
     """What the seeds say of each target, axis by axis, and what is wrong with it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.problems: list[Problem] = []
-        self._words: dict[Target, dict[int, tuple[Any, str]]] = {}
+        self._words: dict[AnnotationTarget, dict[int, tuple[Any, str]]] = {}
 
-    def add(self, text: str, placements: str, targets: Targets) -> None:
+    def add(self, text: str, placements: str, targets: AnnotationTargets) -> None:
         """One seed on all that it names."""
-        key = Key.parse(text)
+        key = AnnotationKey.parse(text)
         found = targets.of(key)
         where = f"annotation {text!r}"
         if found is None:
@@ -105,7 +111,7 @@ class _Said:
             for target in found:
                 self._set(target, self.mesh.index(axis), word, text)
 
-    def _set(self, target: Target, axis: int, word: Any, text: str) -> None:
+    def _set(self, target: AnnotationTarget, axis: int, word: Any, text: str) -> None:
         """One word, unless another seed says otherwise or the tensor cannot lie so."""
         before, by = self._words.setdefault(target, {}).setdefault(axis, (word, text))
         name = self.mesh.names[axis]
@@ -115,14 +121,16 @@ class _Said:
             self.problems.append(Problem("FXP112", _called(target), why, fix))
         elif target.index >= 0 and by == text:
             state = target.node.op != "call_function"
-            why = misfit(word, target.tensor.shape, self.mesh.shape[axis], state=state)
+            why = explain_invalid_placement(
+                word, target.tensor.shape, self.mesh.shape[axis], state=state
+            )
             if why:
                 where = f"annotation {text!r}, {_called(target)}, {name}:{word}"
                 self.problems.append(Problem("FXP111", where, why, FIX))
 
     def check(self) -> None:
         """Axes that are each fine by themselves may cut too much together; factors must exist."""
-        rules = Rules(self.mesh)
+        rules = GraphRules(self.mesh)
         for target, words in self._words.items():
             if target.index < 0:
                 ruled = rules.of(target.node)
@@ -135,7 +143,7 @@ class _Said:
             elif len(words) > 1 and not self.problems:
                 self._together(target, words)
 
-    def _together(self, target: Target, words: Mapping[int, tuple[Any, str]]) -> None:
+    def _together(self, target: AnnotationTarget, words: Mapping[int, tuple[Any, str]]) -> None:
         placements = tuple(words.get(a, (None, ""))[0] for a in range(len(self.mesh.axes)))
         if not fits(to_whole(placements, self.mesh), target.tensor.shape, self.mesh):
             keys = " and ".join(sorted({repr(text) for _, text in words.values()}))
@@ -145,16 +153,16 @@ class _Said:
 
     def sharding(self, node: fx.Node) -> NodeSharding | None:
         """A node's sharding as the seeds have it; None for one without tensors."""
-        given = results(node)
+        given = list_result_tensors(node)
         if not given:
             return None
         axes = range(len(self.mesh.axes))
-        of = [self._words.get(Target(node, index), {}) for index in range(-1, len(given))]
+        of = [self._words.get(AnnotationTarget(node, index), {}) for index in range(-1, len(given))]
         none: Any = "" if node.op != "call_function" else None
         origins = []
         for axis in axes:
             texts = [words[axis][1] for words in of if axis in words]
-            origins.append(annotated(texts[-1]) if texts else "")
+            origins.append(make_annotation_origin(texts[-1]) if texts else "")
         return NodeSharding(
             strategy=tuple(of[0].get(axis, (none, ""))[0] for axis in axes),
             results=tuple(
@@ -164,7 +172,7 @@ class _Said:
         )
 
 
-def _called(target: Target) -> str:
+def _called(target: AnnotationTarget) -> str:
     """The name of a target for a person."""
     node = target.node
     name = str(node.target) if node.op == "get_attr" else node.name

@@ -10,13 +10,13 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.graph_edit import annotate, annotation
+from fxpart.compiler.node_annotation import BLOCKS_KEY, NO_CUT_KEY, Level
 from fxpart.errors import FxpartError, Problem
-from fxpart.pipeline.annotation import BLOCKS_KEY, NO_CUT_KEY, Level
-from fxpart.pipeline.edit import annotate, annotation
 
 
 @dataclass(frozen=True)
-class Assign:
+class AssignPass:
     """Stage k gets the blocks from ``starts[k]`` up to the next start.
 
     starts: first block of each stage, "0,5,9". order: all blocks in the order that starts count

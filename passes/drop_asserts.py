@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpart.pipeline.annotation import Level
-from fxpart.pipeline.effects import is_assert
-from fxpart.pipeline.verify import is_size
+from fxpart.compiler.effects import is_assert
+from fxpart.compiler.graph_verifier import is_size
+from fxpart.compiler.node_annotation import Level
 
 
 @dataclass(frozen=True)
-class DropAsserts:
+class DropAssertsPass:
     """Erase ``_assert_tensor_metadata``, ``_assert_scalar``, ``sym_constrain_range`` and the like.
 
     The size computations that only these used go too; every other op stays.

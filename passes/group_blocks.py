@@ -10,14 +10,14 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.block_identity import identity
+from fxpart.compiler.block_names import block_names
+from fxpart.compiler.graph_cuts import closed_cuts, crossing, operations
+from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.node_annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
+from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.work_estimate import is_heavy, work
 from fxpart.errors import error
-from fxpart.pipeline.annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
-from fxpart.pipeline.behaviour import BEHAVIOURS_KEY
-from fxpart.pipeline.block_names import block_names
-from fxpart.pipeline.cuts import closed_cuts, crossing, operations
-from fxpart.pipeline.edit import annotate
-from fxpart.pipeline.identity import identity
-from fxpart.pipeline.work import is_heavy, work
 
 # A cut is left out when cheaper ones stand within this many heavy ops on both sides of it ...
 _WINDOW = 8
@@ -30,7 +30,7 @@ _LAYER = 6
 
 
 @dataclass(frozen=True)
-class GroupBlocks:
+class GroupBlocksPass:
     """Cut the graph's order where few bytes cross.
 
     granularity: "block" cuts between heavy ops where crossing bytes are locally small (in a

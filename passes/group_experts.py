@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from fxpart.collectives.experts import GROUPED, HALVES, LOOP, PAIRS, WHOLE
-from fxpart.pipeline.annotation import Level
-from fxpart.pipeline.edit import add_call, fake_mode, value
-from fxpart.pipeline.effects import argument, is_random, packet_name
+from fxpart.compiler.effects import argument, is_random, packet_name
+from fxpart.compiler.graph_edit import add_call, fake_mode, value
+from fxpart.compiler.node_annotation import Level
 
 _PRODUCTS = {
     "transformers.grouped_mm_fallback": LOOP,
@@ -24,7 +24,7 @@ _RESHAPES = ("aten.reshape", "aten.view", "aten.flatten", "aten._unsafe_view")
 
 
 @dataclass(frozen=True)
-class GroupExperts:
+class GroupExpertsPass:
     """Replace each mixture of experts by one call of ``torch.ops.fxpart.experts``.
 
     A mixture is known by what it computes: pairs of token and expert sorted by expert, rows
@@ -44,10 +44,10 @@ class GroupExperts:
         for node in list(graph.nodes):
             if not _calls(node, *_PRODUCTS):
                 continue
-            found = _Mixture(node, position)
+            found = _ExpertMixture(node, position)
             try:
                 arguments = found.read()
-            except _DifferentError:
+            except _NotAMixtureError:
                 continue
             with graph.inserting_before(found.result):
                 new = add_call(
@@ -65,11 +65,11 @@ class GroupExperts:
         return graph_module
 
 
-class _DifferentError(Exception):
+class _NotAMixtureError(Exception):
     """The ops are not those of a mixture, or not surely so."""
 
 
-class _Mixture:
+class _ExpertMixture:
     """The ops around a second product; ``region`` collects what one op replaces."""
 
     def __init__(self, down: fx.Node, position: dict[fx.Node, int]) -> None:
@@ -262,7 +262,7 @@ class _Mixture:
 def _check(fact: bool) -> None:
     """Go on where the fact holds."""
     if not fact:
-        raise _DifferentError
+        raise _NotAMixtureError
 
 
 def _calls(node: Any, *names: str) -> bool:

@@ -11,19 +11,25 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpart.compiler.autocast_region import WHOLE_KEY, AutocastRegion, conversions
+from fxpart.compiler.effects import is_op, list_written_nodes, packet_name
+from fxpart.compiler.functional_ops import METADATA_OPS
+from fxpart.compiler.graph_edit import add_call, annotation, fake_mode, value
+from fxpart.compiler.higher_order_ops import (
+    AUTOCAST,
+    GRAD,
+    refused_region,
+    region_name,
+    region_place,
+)
+from fxpart.compiler.node_annotation import KEY, Level
 from fxpart.errors import error
-from fxpart.pipeline.annotation import KEY, Level
-from fxpart.pipeline.autocast import WHOLE_KEY, Autocast, conversions
-from fxpart.pipeline.edit import add_call, annotation, fake_mode, value
-from fxpart.pipeline.effects import is_op, packet_name, written
-from fxpart.pipeline.functional import METADATA_OPS
-from fxpart.pipeline.regions import AUTOCAST, GRAD, refused_region, region_name, region_place
 
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 
 
 @dataclass(frozen=True)
-class InlineRegions:
+class InlineRegionsPass:
     """Replace region calls by their bodies.
 
     In a region without gradient, every outer value that could carry one is detached on the way in,
@@ -59,11 +65,11 @@ def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Around:
+class _RegionContext:
     """What holds inside a region: gradients on or off, autocast or none."""
 
     grad: bool = True
-    autocast: Autocast | None = None
+    autocast: AutocastRegion | None = None
 
 
 @dataclass
@@ -84,7 +90,7 @@ class _Inliner:
 
     def inline(self) -> None:
         """Replace the call and the getitems on it."""
-        results = self._region(self.call, self.call.args, _Around())
+        results = self._region(self.call, self.call.args, _RegionContext())
         for user in list(self.call.users):
             index = user.args[1] if len(user.args) > 1 else None
             assert isinstance(index, int), "a region's results are taken one by one"
@@ -92,7 +98,7 @@ class _Inliner:
             user.graph.erase_node(user)
         self.call.graph.erase_node(self.call)
 
-    def _region(self, call: fx.Node, args: Sequence[Any], around: _Around) -> list[Any]:
+    def _region(self, call: fx.Node, args: Sequence[Any], around: _RegionContext) -> list[Any]:
         """The region's results as outer nodes; args: the call's arguments as outer nodes."""
         kind = region_name(call)
         if kind == GRAD:
@@ -109,15 +115,15 @@ class _Inliner:
             raise _refuse(call, f"the region {kind} has no graph")
         return self._body(module, path, operands, around)
 
-    def _autocast(self, device: Any, dtype: Any, enabled: Any, cache: Any) -> Autocast | None:
+    def _autocast(self, device: Any, dtype: Any, enabled: Any, cache: Any) -> AutocastRegion | None:
         """The region's autocast; None where it is off."""
         if not enabled:
             return None
         chosen = torch.get_autocast_dtype(str(device)) if dtype is None else dtype
-        return Autocast(str(device), chosen, cache is None or bool(cache))
+        return AutocastRegion(str(device), chosen, cache is None or bool(cache))
 
     def _body(
-        self, module: fx.GraphModule, path: str, operands: Sequence[Any], around: _Around
+        self, module: fx.GraphModule, path: str, operands: Sequence[Any], around: _RegionContext
     ) -> list[Any]:
         """Copy a region's graph out; env maps its nodes to outer ones."""
         env: dict[fx.Node, Any] = {}
@@ -139,7 +145,7 @@ class _Inliner:
                 env[node] = self._copy(node, env, around)
         raise AssertionError("a region's graph has an output")
 
-    def _copy(self, node: fx.Node, env: dict[fx.Node, Any], around: _Around) -> fx.Node:
+    def _copy(self, node: fx.Node, env: dict[fx.Node, Any], around: _RegionContext) -> fx.Node:
         """One op of the region, on detached and converted operands where that is so."""
 
         def outer(source: fx.Node) -> Any:
@@ -157,7 +163,7 @@ class _Inliner:
             self.ungraded.add(new)
         return new
 
-    def _convert(self, node: fx.Node, region: Autocast) -> None:
+    def _convert(self, node: fx.Node, region: AutocastRegion) -> None:
         """Write out the conversions of the node's operands under autocast."""
         given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
         assert callable(node.target), "an op is a callable"
@@ -220,7 +226,7 @@ def _written_object(node: fx.Node) -> fx.Node:
     Outside of the region it is the same tensor as before, with its gradient.
     """
     while is_op(node.target) and packet_name(node.target) not in METADATA_OPS:
-        targets = written(node)
+        targets = list_written_nodes(node)
         if len(targets) != 1 or node.args[:1] != targets or "out" in node.kwargs:
             break
         node = targets[0]

@@ -7,19 +7,19 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.effects import is_random
+from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.node_annotation import KEY, RNG_KEY, Level, NodeAnnotation
 from fxpart.errors import error
-from fxpart.pipeline.annotation import KEY, RNG_KEY, Annotation, Level
-from fxpart.pipeline.edit import annotate
-from fxpart.pipeline.effects import is_random
 from fxpart.rng import seeded
 
 
 @dataclass(frozen=True)
-class KeyRandom:
+class KeyRandomPass:
     """Add the first input ``rng_key`` (an int), and call each random op through ``seeded``.
 
     The call is ``fxpart.rng.seeded(rng_key, index, op, *args, **kwargs)``; index counts the random
-    ops in graph order and is kept as ``Annotation.random``. An op that its arguments switch off
+    ops in graph order and is kept as ``NodeAnnotation.random``. An op that its arguments switch off
     (dropout in evaluation, or with p=0) is not random.
     """
 
@@ -62,5 +62,5 @@ def _key_input(graph: fx.Graph) -> fx.Node:
         key = graph.placeholder(RNG_KEY)
     key.name = RNG_KEY  # torch.fx would number a name that an erased node had
     key.meta["val"] = 0
-    key.meta[KEY] = Annotation()
+    key.meta[KEY] = NodeAnnotation()
     return key

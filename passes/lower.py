@@ -7,19 +7,19 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.block_identity import identity
+from fxpart.compiler.graph_edit import annotation
+from fxpart.compiler.node_annotation import BLOCKS_KEY, MESH_KEY, Level
+from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
 from fxpart.errors import error
-from fxpart.pipeline.annotation import BLOCKS_KEY, MESH_KEY, Level
-from fxpart.pipeline.behaviour import BEHAVIOURS_KEY
-from fxpart.pipeline.edit import annotation
-from fxpart.pipeline.identity import identity
 
-from .lowering.build import Builder
-from .lowering.demands import analyse
-from .mark_gradients import MarkGradients
+from .lowering.local_graph import LocalGraphBuilder
+from .lowering.placement_requirements import analyse
+from .mark_gradients import MarkGradientsPass
 
 
 @dataclass(frozen=True)
-class Lower:
+class LowerPass:
     """The ops on one lane's part of every value, and every reshard as explicit collectives.
 
     lane: the lane whose shapes to take; graphs of different lanes differ only where cuts are
@@ -49,7 +49,7 @@ class Lower:
                 fix=f"give a number from 0 to {mesh.size - 1}",
             )
         demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
-        result = MarkGradients().run(Builder(graph_module, demands, lane).build())
+        result = MarkGradientsPass().run(LocalGraphBuilder(graph_module, demands, lane).build())
         result.meta.pop(BEHAVIOURS_KEY, None)
         blocks: dict[int, list[fx.Node]] = {}
         for node in result.graph.nodes:

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpart.pipeline.annotation import Level, Saved
-from fxpart.pipeline.behaviour import Walk
-from fxpart.pipeline.edit import annotate, fake_mode
+from fxpart.compiler.graph_edit import annotate, fake_mode
+from fxpart.compiler.node_annotation import Level, SavedTensor
+from fxpart.compiler.op_behavior import StorageAnalysis
 
 
 @dataclass(frozen=True)
-class MarkGradients:
+class MarkGradientsPass:
     """Set ``Annotation.requires_grad`` on every value, ``saved`` and ``working`` on every op.
 
     Each distinct op (same arguments, shapes, strides and gradients) runs once on fake tensors under
@@ -28,7 +28,7 @@ class MarkGradients:
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Annotate all nodes in one walk."""
-        walk = Walk(graph_module, fake_mode(graph_module.graph))
+        walk = StorageAnalysis(graph_module, fake_mode(graph_module.graph))
         for node in graph_module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 walk.start(node)
@@ -36,7 +36,7 @@ class MarkGradients:
                 kept = [home for home in walk.call(node) if not home.state]
                 annotate(
                     node,
-                    saved=tuple(Saved(h.number, h.size, h.source) for h in kept),
+                    saved=tuple(SavedTensor(h.number, h.size, h.source) for h in kept),
                     working=walk.working(node),
                 )
             if node.op != "output":

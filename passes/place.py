@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.graph_edit import annotate, annotation, value
+from fxpart.compiler.node_annotation import MESH_KEY, Level, NodeSharding
+from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.pipeline.annotation import MESH_KEY, Level, NodeSharding
-from fxpart.pipeline.edit import annotate, annotation, value
-from fxpart.pipeline.sizes import tensors
 from fxpart.sharding import REPLICATE, Mesh, Placements, parse_placements
 
 from .rules import REPLICATED, layout, rule_of
@@ -22,7 +22,7 @@ _FIX = 'write choice="linear=b|n;weight=dp:R,tp:S(0)", or let choose_placements(
 
 
 @dataclass(frozen=True)
-class Place:
+class PlacePass:
     """Decide every open axis of the nodes that the choice names.
 
     choice: ``node=strategy|strategy;...``, one strategy for each axis of the mesh, for ops; and
@@ -47,12 +47,12 @@ class Place:
             node = nodes.get(name)
             try:
                 if node is None or not equals or node.op == "output":
-                    raise _Wrong("the graph has no such node")
+                    raise _InvalidChoiceError("the graph has no such node")
                 if node.op == "call_function":
                     _op(node, text.split("|"), mesh)
                 else:
                     _source(node, parse_placements(text, mesh))
-            except _Wrong as fault:
+            except _InvalidChoiceError as fault:
                 where = f"pass place, {entry[:80]!r}"
                 problems.append(Problem("FXP109", where, str(fault), _FIX))
             except FxpartError as fault:
@@ -62,19 +62,21 @@ class Place:
         return graph_module
 
 
-class _Wrong(Exception):  # noqa: N818  (it never leaves this file)
+class _InvalidChoiceError(Exception):
     """Why an entry of the choice cannot be taken."""
 
 
 def _op(node: fx.Node, chosen: Sequence[str], mesh: Mesh) -> None:
     if len(chosen) != len(mesh.axes):
-        raise _Wrong(f"{len(chosen)} strategies, and the mesh has {len(mesh.axes)} axes")
+        raise _InvalidChoiceError(
+            f"{len(chosen)} strategies, and the mesh has {len(mesh.axes)} axes"
+        )
     old = annotation(node).sharding
     before = old.strategy if old is not None else (None,) * len(chosen)
     strategy = tuple(new if had is None else had for had, new in zip(before, chosen, strict=True))
     results = _results(node, strategy, mesh)
     if results is None:
-        raise _Wrong(f"its op has no such strategy: {strategy}")
+        raise _InvalidChoiceError(f"its op has no such strategy: {strategy}")
     _write(node, strategy, results)
 
 
@@ -90,7 +92,7 @@ def _results(node: fx.Node, strategy: tuple[str, ...], mesh: Mesh) -> tuple[Plac
 
 def _source(node: fx.Node, placements: Placements) -> None:
     if None in placements:
-        raise _Wrong("an axis of the mesh is left out")
+        raise _InvalidChoiceError("an axis of the mesh is left out")
     _write(node, (REPLICATED,) * len(placements), (placements,))
 
 

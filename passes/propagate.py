@@ -7,18 +7,18 @@ from typing import ClassVar
 
 from torch import fx
 
+from fxpart.compiler.node_annotation import MESH_KEY, Level
 from fxpart.errors import error
-from fxpart.pipeline.annotation import MESH_KEY, Level
 from fxpart.sharding import Mesh
 
-from .propagation.finish import settle, write
-from .propagation.ruled import Rules
-from .propagation.spread import spread
-from .propagation.values import read
+from .propagation.axis_propagation import propagate_axes
+from .propagation.axis_rules import GraphRules
+from .propagation.finalization import decide_forced, write
+from .propagation.propagation_graph import build_propagation_graph
 
 
 @dataclass(frozen=True)
-class Propagate:
+class PropagatePass:
     """Carry placements forward and backward along the factors of the ops' rules.
 
     Each axis by itself, the major one first; from annotated inputs first; ops that hand cuts on
@@ -40,9 +40,9 @@ class Propagate:
             why = "the graph has no mesh"
             fix = 'run annotate{mesh="dp=2,tp=2",seeds="{}"} first'
             raise error("FXP109", where="pass propagate", why=why, fix=fix)
-        rules = Rules(mesh)
-        ops = read(graph_module, rules)
-        spread(ops, range(len(mesh.axes)), rules)
-        settle(ops, len(mesh.axes), close=self.close)
+        rules = GraphRules(mesh)
+        ops = build_propagation_graph(graph_module, rules)
+        propagate_axes(ops, range(len(mesh.axes)), rules)
+        decide_forced(ops, len(mesh.axes), close=self.close)
         write(ops, mesh)
         return graph_module

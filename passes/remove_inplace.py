@@ -9,19 +9,24 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpart.compiler.effects import (
+    list_written_nodes,
+    packet_name,
+    remove_dead_nodes,
+    tensors_in,
+)
+from fxpart.compiler.functional_ops import FILLING, METADATA_OPS, functional_form
+from fxpart.compiler.graph_edit import add_call, describe_node, fake_mode, value
+from fxpart.compiler.node_annotation import Level
+from fxpart.compiler.op_behavior import StorageAnalysis, operand_nodes
+from fxpart.compiler.state_writes import followed_state
+from fxpart.compiler.tensor_sizes import expression
+from fxpart.compiler.view_inverse import invert_view, scatter
 from fxpart.errors import FxpartError, error
-from fxpart.pipeline.annotation import Level
-from fxpart.pipeline.behaviour import Walk, operand_nodes
-from fxpart.pipeline.edit import add_call, fake_mode, place, value
-from fxpart.pipeline.effects import packet_name, sweep, tensors_in, written
-from fxpart.pipeline.functional import FILLING, METADATA_OPS, functional_form
-from fxpart.pipeline.sizes import expression
-from fxpart.pipeline.state_writes import followed_state
-from fxpart.pipeline.view_inverse import put_back, scatter
 
 
 @dataclass(frozen=True)
-class RemoveInplace:
+class RemoveInplacePass:
     """Functional ops instead of in-place ones, with the aliasing that eager execution has.
 
     A write through a view (``x[:, 0] = 1``, ``x.t().add_(y)``) becomes a new value of the view's
@@ -38,15 +43,15 @@ class RemoveInplace:
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Rewrite the graph in one walk."""
         graph = graph_module.graph
-        if any(written(n) for n in graph.nodes):
-            walk = Walk(graph_module, fake_mode(graph))
+        if any(list_written_nodes(n) for n in graph.nodes):
+            walk = StorageAnalysis(graph_module, fake_mode(graph))
             _Rewriter(graph_module, walk, followed_state(graph_module)).rewrite()
-            sweep(graph)
+            remove_dead_nodes(graph)
         return graph_module
 
 
 @dataclass
-class _Storage:
+class _StorageVersion:
     """One storage that values share: its first value and what that value has become.
 
     version: number of writes so far. state: it is a parameter's or buffer's, whose writes stay.
@@ -61,7 +66,7 @@ class _Storage:
 
 
 @dataclass
-class _Recipe:
+class _ViewRecipe:
     """How to take a view anew: its op and arguments, in terms of nodes of the given graph."""
 
     target: Any
@@ -82,11 +87,11 @@ class _Rewriter:
     """
 
     root: fx.GraphModule
-    walk: Walk
+    walk: StorageAnalysis
     followed: frozenset[str] = frozenset()
-    storages: dict[int, _Storage] = field(default_factory=dict)
-    homes: dict[fx.Node, _Storage] = field(default_factory=dict)
-    recipes: dict[fx.Node, _Recipe] = field(default_factory=dict)
+    storages: dict[int, _StorageVersion] = field(default_factory=dict)
+    homes: dict[fx.Node, _StorageVersion] = field(default_factory=dict)
+    recipes: dict[fx.Node, _ViewRecipe] = field(default_factory=dict)
     detached: set[fx.Node] = field(default_factory=set)
     renamed: dict[fx.Node, fx.Node] = field(default_factory=dict)
     replaced: list[fx.Node] = field(default_factory=list)
@@ -114,7 +119,7 @@ class _Rewriter:
         if node.op == "output":
             node.args = fx.node.map_arg(args, self.now)
             return
-        targets = written(node)
+        targets = list_written_nodes(node)
         inner = [n for n in targets if not self._is_state(n)]
         if inner and len(targets) > 1:
             raise _refuse(node, "it writes several values at once, and not all of them are state")
@@ -155,11 +160,11 @@ class _Rewriter:
         if known is None:
             if isinstance(value(node), torch.Tensor):
                 state = node.op == "get_attr" and str(node.target) not in self.followed
-                known = _Storage(node, node, state)
+                known = _StorageVersion(node, node, state)
                 self.storages[number] = self.homes[node] = known
             return
         self.homes[node] = known
-        self.recipes[node] = _Recipe(node.target, args, kwargs, node, known.version)
+        self.recipes[node] = _ViewRecipe(node.target, args, kwargs, node, known.version)
         through = [n for n in tensors_in(args) if self.homes.get(n) is known]
         cuts = packet_name(node.target) == "aten.detach"
         if cuts or any(n in self.detached for n in through):
@@ -295,7 +300,7 @@ class _Rewriter:
 
         while current is not home.base:
             recipe = self.recipes[current]
-            parent, inverse = put_back(recipe.target, recipe.args, recipe.kwargs, self.recipes)
+            parent, inverse = invert_view(recipe.target, recipe.args, recipe.kwargs, self.recipes)
             if inverse is None or not isinstance(parent, fx.Node):
                 raise _refuse(like, f"it writes through {recipe.target}, which cannot be undone")
             if packet_name(recipe.target) == "aten.detach" and self.walk.parts[parent][0].grad:
@@ -310,7 +315,7 @@ class _Rewriter:
         home.now, home.last = new, like
         home.version += 1
 
-    def _carry_gradient(self, home: _Storage) -> None:
+    def _carry_gradient(self, home: _StorageVersion) -> None:
         """After a write of a value with a gradient, all its views have one, but detached ones."""
         for node, other in self.homes.items():
             if other is home and node not in self.detached:
@@ -334,7 +339,7 @@ def _refuse(node: fx.Node, why: str) -> FxpartError:
     """FXP108 at the node's source line."""
     return error(
         "FXP108",
-        where=place(node),
+        where=describe_node(node),
         why=f"{node.target}: {why}",
         fix="write the new value to a new tensor instead (y = x * 2, torch.where, torch.cat); "
         "for state, compute the new value under torch.no_grad()",

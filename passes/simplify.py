@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fxpart.pipeline.annotation import Level
-from fxpart.pipeline.edit import value
-from fxpart.pipeline.effects import argument, is_random, packet_name, sweep
+from fxpart.compiler.effects import argument, is_random, packet_name, remove_dead_nodes
+from fxpart.compiler.graph_edit import value
+from fxpart.compiler.node_annotation import Level
 
 
 @dataclass(frozen=True)
-class Simplify:
+class SimplifyPass:
     """Dead code elimination that respects effects, and removal of ops that return their input.
 
     Removed: conversions to the dtype and device that the tensor has, dropout that is off,
@@ -40,7 +40,7 @@ class Simplify:
             if isinstance(source, fx.Node) and _same_tensor(node, source):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
-        sweep(graph)
+        remove_dead_nodes(graph)
         return graph_module
 
 

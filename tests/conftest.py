@@ -31,7 +31,7 @@ settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the longest cases, and begin with the longest files; see tests/long_tests.py."""
+    """Mark the longest cases, and begin with the longest files; see tests/support/long_tests.py."""
     for item in items:
         if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)
@@ -53,7 +53,7 @@ def what_others_left() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Up to four rank processes over gloo, kept for the whole run; see tests/ranks.py."""
+    """Up to four rank processes over gloo, kept for the whole run; see tests/support/ranks.py."""
     made = Pool()
     yield made
     made.close()

@@ -6,11 +6,15 @@ See docs/annotations.md.
 
 from __future__ import annotations
 
-from fxpart.annotations.completed import dump_annotations, sharding_text
-from fxpart.annotations.dtensors import annotations_of_batch, whole_batch, whole_model
+from fxpart.annotations.annotation_dump import dump_annotations, sharding_text
+from fxpart.annotations.dtensor_annotations import (
+    annotations_of_batch,
+    gather_batch_dtensors,
+    gather_model_dtensors,
+)
 from fxpart.annotations.files import load_annotations
 from fxpart.annotations.model import annotate, annotations_of, annotations_of_inputs
-from fxpart.annotations.origin import why
+from fxpart.annotations.placement_origin import why
 
 __all__ = [
     "annotate",
@@ -18,9 +22,9 @@ __all__ = [
     "annotations_of_batch",
     "annotations_of_inputs",
     "dump_annotations",
+    "gather_batch_dtensors",
+    "gather_model_dtensors",
     "load_annotations",
     "sharding_text",
-    "whole_batch",
-    "whole_model",
     "why",
 ]

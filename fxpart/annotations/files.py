@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fxpart.annotations.entries import (
-    Key,
+from fxpart.annotations.entry_syntax import (
+    AnnotationKey,
     read_placements,
     read_strategies,
     text_problems,
 )
-from fxpart.bounded import from_json, read_bytes, toml
 from fxpart.errors import FxpartError, Problem, error, quoted
+from fxpart.files import from_json, read_bytes, toml
 from fxpart.sharding import Mesh
 
 FORMAT = "fxpart annotations 1"
@@ -70,7 +70,7 @@ def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Probl
         return [Problem("FXP111", f"{where}, mesh", cause.problems[0].why, cause.problems[0].fix)]
     found = []
     for key, text in entries.items():
-        axes = (read_strategies if Key.parse(key).kind == "op" else read_placements)(text)
+        axes = (read_strategies if AnnotationKey.parse(key).kind == "op" else read_placements)(text)
         for axis in axes:
             if axis not in names:
                 why = f"the mesh has {', '.join(names) or 'no axes'}, not {quoted(axis)}"

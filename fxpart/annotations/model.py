@@ -10,9 +10,16 @@ import torch
 from torch import nn
 from torch.distributed import tensor as distributed
 
-from fxpart.annotations.entries import FIX, STATE, Key, merged, read_placements, text_problems
+from fxpart.annotations.entry_syntax import (
+    FIX,
+    STATE,
+    AnnotationKey,
+    merge_annotations,
+    read_placements,
+    text_problems,
+)
 from fxpart.annotations.files import load_annotations
-from fxpart.compat import uncompiled, unwrapped
+from fxpart.compat import unwrap_compiled, unwrapped
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.sharding import PARTIAL, REPLICATE, Placement, Shard
 
@@ -34,13 +41,13 @@ def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model
         raise error("FXP111", where="annotate(model, ...)", why=why, fix="give a torch.nn.Module")
     given = load_annotations(annotations) if isinstance(annotations, (str, Path)) else annotations
     plain = unwrapped(model)
-    with uncompiled(plain):
+    with unwrap_compiled(plain):
         problems = text_problems(given)
         if not problems:
             problems = [p for key, text in given.items() for p in _misfits(plain, key, text)]
         if problems:
             raise FxpartError(problems)
-        own = merged(getattr(plain, ATTRIBUTE, {}), given)
+        own = merge_annotations(getattr(plain, ATTRIBUTE, {}), given)
         problems = contradictions(own, _state_names(plain))
     if problems:
         raise FxpartError(problems)
@@ -52,7 +59,7 @@ def annotations_of(model: nn.Module) -> dict[str, str]:
     """What :func:`annotate` was told and what DTensor parameters say; FXP111, FXP112."""
     plain = unwrapped(model)
     own: dict[str, str] = getattr(plain, ATTRIBUTE, {})
-    with uncompiled(plain):
+    with unwrap_compiled(plain):
         state: dict[str, torch.Tensor] = {
             **dict(plain.named_parameters(remove_duplicate=False)),
             **dict(plain.named_buffers(remove_duplicate=False)),
@@ -62,7 +69,7 @@ def annotations_of(model: nn.Module) -> dict[str, str]:
         for name, tensor in state.items()
         if isinstance(tensor, distributed.DTensor)
     }
-    together = merged(own, held)
+    together = merge_annotations(own, held)
     problems = contradictions(together, list(state))
     if problems:
         raise FxpartError(problems)
@@ -84,7 +91,7 @@ def contradictions(entries: Mapping[str, str], names: Sequence[str]) -> list[Pro
     problems: list[Problem] = []
     known = dict.fromkeys(names)
     for text in entries:
-        key = Key.parse(text)
+        key = AnnotationKey.parse(text)
         if key.kind != STATE:
             continue
         for axis, placement in read_placements(entries[text]).items():
@@ -107,7 +114,7 @@ def _misfits(model: nn.Module, text: str, placements: str) -> list[Problem]:
 
     Inputs and nodes are known after the capture only, sizes of axes with the mesh.
     """
-    key = Key.parse(text)
+    key = AnnotationKey.parse(text)
     where = f"annotation {text!r}"
     if key.kind == "module":
         if key.select(dict.fromkeys(n for n, _ in model.named_modules(remove_duplicate=False))):
@@ -126,13 +133,13 @@ def _misfits(model: nn.Module, text: str, placements: str) -> list[Problem]:
     found = []
     for axis, placement in read_placements(placements).items():
         for name in names:
-            why = misfit(placement, tuple(tensors[name].shape), 1, state=True)
+            why = explain_invalid_placement(placement, tuple(tensors[name].shape), 1, state=True)
             if why:
                 found.append(Problem("FXP111", f"{where}, {name}, {axis}:{placement}", why, FIX))
     return found
 
 
-def misfit(
+def explain_invalid_placement(
     placement: Placement, shape: Sequence[int | torch.SymInt], parts: int, *, state: bool
 ) -> str:
     """Why a tensor of this shape cannot lie so along an axis of ``parts``; "" if it can.

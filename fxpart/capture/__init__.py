@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fxpart.capture.captured import Captured
-from fxpart.capture.capturing import capture
-from fxpart.capture.doctor import Diagnosis, diagnose
+from fxpart.capture.api import capture
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.diagnosis import Diagnosis, diagnose
 
-__all__ = ["Captured", "Diagnosis", "capture", "diagnose"]
+__all__ = ["CapturedModel", "Diagnosis", "capture", "diagnose"]

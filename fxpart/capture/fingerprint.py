@@ -16,13 +16,13 @@ import sympy
 import torch
 from torch import fx
 
-from fxpart.pipeline import Annotation
-from fxpart.pipeline.edit import annotation, place, value
-from fxpart.pipeline.effects import is_op
+from fxpart.compiler import NodeAnnotation
+from fxpart.compiler.effects import is_op
+from fxpart.compiler.graph_edit import annotation, describe_node, value
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """The first node at which two graphs differ: its number, its place in each, and both lines.
 
     A graph that ends before has "" for its place and line.
@@ -44,24 +44,24 @@ def fingerprint(graph_module: fx.GraphModule) -> str:
 
 def canonical_lines(graph_module: fx.GraphModule) -> Iterator[str]:
     """One line of text for each node, in order."""
-    writer = _Writer(graph_module)
+    writer = _CanonicalGraphWriter(graph_module)
     for node in graph_module.graph.nodes:
         yield writer.line(node)
 
 
-def describe_difference(a: fx.GraphModule, b: fx.GraphModule) -> Difference | None:
+def describe_difference(a: fx.GraphModule, b: fx.GraphModule) -> GraphDifference | None:
     """Where two graphs first differ; None if their fingerprints are equal."""
     sides = [list(zip(g.graph.nodes, canonical_lines(g), strict=True)) for g in (a, b)]
     for index in range(max(map(len, sides))):
         pair = [side[index] if index < len(side) else (None, "") for side in sides]
         if pair[0][1] != pair[1][1]:
-            places = tuple("" if node is None else place(node) for node, _ in pair)
-            return Difference(index, (places[0], places[1]), (pair[0][1], pair[1][1]))
+            places = tuple("" if node is None else describe_node(node) for node, _ in pair)
+            return GraphDifference(index, (places[0], places[1]), (pair[0][1], pair[1][1]))
     return None
 
 
 @dataclass
-class _Writer:
+class _CanonicalGraphWriter:
     """Numbers nodes and symbols in order of appearance."""
 
     root: torch.nn.Module
@@ -71,7 +71,7 @@ class _Writer:
     def line(self, node: fx.Node) -> str:
         """op, target, arguments -> value, gradient, block."""
         self.numbers[node] = len(self.numbers)
-        known: Annotation = annotation(node)
+        known: NodeAnnotation = annotation(node)
         parts = [node.op, self._target(node)]
         if node.op in ("call_function", "output"):
             parts += [self._text(node.args), self._text(dict(node.kwargs))]

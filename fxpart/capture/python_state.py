@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpart.capture.sources import is_users
+from fxpart.capture.source_locations import is_users
 from fxpart.compat import is_fake
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -38,9 +38,9 @@ class PythonState:
     That is: class and attributes of every submodule; the content of containers and the attributes
     of the user's own objects in these; global variables, closures and lru_caches that the code
     names; and the values of small tensors, which fake modes may write for real (``n += 1``). Larger
-    tensors are kept by identity: :func:`fxpart.capture.modes.kept_tensors` is for these. Caches of
-    functools are only ever emptied. seen keeps a reference to each object, so that an id stays the
-    object's.
+    tensors are kept by identity: :func:`fxpart.capture.context_managers.preserve_tensors` is for
+    these. Caches of functools are only ever emptied. seen keeps a reference to each object, so that
+    an id stays the object's.
     """
 
     seen: dict[int, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class PythonState:
         state = cls()
         for root in roots:
             state._add(root)
-        state.values = copies(t for t in state.tensors if t.numel() <= _SMALL)
+        state.values = copy_tensors(t for t in state.tensors if t.numel() <= _SMALL)
         return state
 
     @contextmanager
@@ -192,7 +192,7 @@ class PythonState:
             cell.cell_contents = value
         for item, slot, value in self.slots:
             put_in_slot(item, slot, value)
-        put_back(self.values)
+        restore_tensors(self.values)
         self._empty_caches()
 
 
@@ -202,13 +202,13 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def copies(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def copy_tensors(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tensors with copies of their values; those without values of their own are left out."""
     with torch.no_grad():
         return [(t, t.detach().clone()) for t in tensors if _has_values(t)]
 
 
-def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def restore_tensors(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write copied values back; only where they changed: a tensor may be mapped from a file."""
     with torch.no_grad():
         for tensor, value in values:

@@ -1,4 +1,6 @@
-"""From a request to a :class:`Captured`: trace in the first way that works, describe the result."""
+"""From a request to a :class:`CapturedModel`: trace in the first way that works, describe the
+result.
+"""
 
 from __future__ import annotations
 
@@ -11,32 +13,43 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from fxpart.capture.batch import Parts, look_up, put_together
-from fxpart.capture.calling import Call
-from fxpart.capture.captured import Captured
-from fxpart.capture.causes import problems_of, summary_of
-from fxpart.capture.dims import Inferred, resize
-from fxpart.capture.fakes import as_meta, faked, stand_in
-from fxpart.capture.fxtrace import name_state, symbolic_trace
-from fxpart.capture.modes import ModuleModes, cache_off, prepared, training_mode
-from fxpart.capture.outputs import Form
+from fxpart.capture.batch_dims import BatchDimInference, resize
+from fxpart.capture.call_arguments import CallArguments
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.context_managers import (
+    ModuleModes,
+    cache_off,
+    prepare_capture,
+    training_mode,
+)
+from fxpart.capture.failure_causes import problems_of, summarize_exception
+from fxpart.capture.fake_tensors import as_meta, make_fake, replace_with_fakes
+from fxpart.capture.flat_batch import FlatBatch, look_up, unflatten_batch
+from fxpart.capture.fx_trace import name_state, symbolic_trace
+from fxpart.capture.layer_replay import LayerReplay
+from fxpart.capture.model_outputs import Form
+from fxpart.capture.model_tensors import ModelTensors, loss_prefix, slots_of, state_of
+from fxpart.capture.model_with_loss import ModelWithLoss
 from fxpart.capture.precision import autocast_dtype
-from fxpart.capture.pretrained import config_text
 from fxpart.capture.python_state import PythonState
-from fxpart.capture.replay import Repeats
-from fxpart.capture.state import State, loss_prefix, slots_of, state_of
-from fxpart.capture.trace import WAYS, NoWayError, Way, first_that_works, run_export
-from fxpart.capture.unlift import Unlifted, unlift
-from fxpart.capture.whole import Whole
-from fxpart.compat import size_hint, symbol_names, uncompiled
+from fxpart.capture.trace_methods import (
+    WAYS,
+    AllTraceMethodsFailedError,
+    TraceMethod,
+    run_export,
+    run_first_successful,
+)
+from fxpart.capture.transformers_config import config_text
+from fxpart.capture.unlift import UnliftedGraph, unlift
+from fxpart.compat import size_hint, symbol_names, unwrap_compiled
+from fxpart.compiler.autocast_region import WHOLE_KEY
+from fxpart.compiler.higher_order_ops import check_regions
 from fxpart.errors import FxpartError
-from fxpart.pipeline.autocast import WHOLE_KEY
-from fxpart.pipeline.regions import check_regions
-from fxpart.program import InputSpec
+from fxpart.program.spec import InputSpec
 
 
 @dataclass(frozen=True)
-class Request:
+class CaptureRequest:
     """One call of :func:`~fxpart.capture.capture`, its example inputs taken apart.
 
     floating: the names of the floating outputs, and form: the structure that the model returns,
@@ -47,10 +60,10 @@ class Request:
 
     model: nn.Module
     loss: Callable[..., Any] | None
-    parts: Parts
-    call: Call
+    parts: FlatBatch
+    call: CallArguments
     names: tuple[str, ...]
-    inferred: Inferred
+    inferred: BatchDimInference
     batch_size: int
     microbatch_size: int | None
     training: bool
@@ -76,33 +89,33 @@ class Request:
         return [resize(t, d, rows) for t, d in pairs]
 
 
-def run(request: Request) -> Captured:
+def trace_request(request: CaptureRequest) -> CapturedModel:
     """Trace one request in the first way that works and assemble the result."""
-    with uncompiled(request.model, request.loss):
+    with unwrap_compiled(request.model, request.loss):
         return _run(request)
 
 
-def _run(request: Request) -> Captured:
+def _run(request: CaptureRequest) -> CapturedModel:
     start = time.perf_counter()
     model = request.model
     prefix = loss_prefix(model)
     state = state_of(model, request.loss, prefix)
-    whole = Whole(model, request.loss, request.call, request.autocast)
+    whole = ModelWithLoss(model, request.loss, request.call, request.autocast)
     whole.floating, whole.loss_name = request.floating, request.loss_name
     whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
-    with prepared(model, request.training, request.loss), faked(model) as mode:
+    with prepare_capture(model, request.training, request.loss), replace_with_fakes(model) as mode:
         python = PythonState.of(model, request.loss)
 
-        def attempt(way: Way) -> Unlifted:
+        def attempt(way: TraceMethod) -> UnliftedGraph:
             tensors = request.resized(max(size, 2) if way.symbolic else size)
             if way.method == "symbolic-trace":
                 with python.unchanged():
                     traced = symbolic_trace(whole, tensors)
                 return name_state(traced, request.names, state, prefix)
             if mode is not None:
-                tensors = [stand_in(mode, t) for t in tensors]
+                tensors = [make_fake(mode, t) for t in tensors]
             exported = _export(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
@@ -110,15 +123,15 @@ def _run(request: Request) -> Captured:
         runs = mode is None and request.autocast is None
         ways = [way for way in WAYS if _possible(way, has_rows=has_rows, runs=runs)]
         try:
-            way, unlifted, failures = first_that_works(ways, attempt)
-        except NoWayError as none:
+            way, unlifted, failures = run_first_successful(ways, attempt)
+        except AllTraceMethodsFailedError as none:
             raise FxpartError(
                 problems_of([(way.label, failure) for way, failure in none.failures])
             ) from none
     check_regions(unlifted.graph.graph)
     if request.autocast is not None:
         unlifted.graph.meta[WHOLE_KEY] = True
-    tried = tuple(f"{way.label}: {summary_of(failure)}" for way, failure in failures)
+    tried = tuple(f"{way.label}: {summarize_exception(failure)}" for way, failure in failures)
     if request.inferred.note:
         tried = (request.inferred.note, *tried)
     result = _assemble(request, way, unlifted, state, tried)
@@ -126,15 +139,15 @@ def _run(request: Request) -> Captured:
 
 
 def _export(
-    whole: Whole,
+    whole: ModelWithLoss,
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
-    way: Way,
+    way: TraceMethod,
     python: PythonState,
 ) -> ExportedProgram:
     """torch.export in one way, equal layers traced once; in full where that does not work."""
     if not way.strict:
-        repeats = Repeats(whole)
+        repeats = LayerReplay(whole)
         try:
             with repeats.watching():
                 return run_export(whole, tensors, batch_dims, way, python)
@@ -144,16 +157,20 @@ def _export(
     return run_export(whole, tensors, batch_dims, way, python)
 
 
-def _possible(way: Way, *, has_rows: bool, runs: bool) -> bool:
+def _possible(way: TraceMethod, *, has_rows: bool, runs: bool) -> bool:
     """Symbols need a batch dim; torch.fx's way runs the model on data, as it is."""
     return (has_rows or not way.symbolic) and (runs or way.method != "symbolic-trace")
 
 
 def _assemble(
-    request: Request, way: Way, unlifted: Unlifted, state: State, tried: tuple[str, ...]
-) -> Captured:
+    request: CaptureRequest,
+    way: TraceMethod,
+    unlifted: UnliftedGraph,
+    state: ModelTensors,
+    tried: tuple[str, ...],
+) -> CapturedModel:
     inputs, symbols, hints = _describe(unlifted, request)
-    return Captured(
+    return CapturedModel(
         graph=unlifted.graph,
         inputs=inputs,
         constants=request.parts.constants,
@@ -175,7 +192,7 @@ def _assemble(
         training=request.training,
         precision=request.precision,
         tried=tried,
-        again=lambda training, size=request.microbatch_size: run(
+        again=lambda training, size=request.microbatch_size: trace_request(
             replace(request, training=training, microbatch_size=size)
         ),
         eager=lambda batch: run_eagerly(request, batch),
@@ -188,7 +205,7 @@ def _assemble(
 
 
 def _describe(
-    unlifted: Unlifted, request: Request
+    unlifted: UnliftedGraph, request: CaptureRequest
 ) -> tuple[tuple[InputSpec, ...], dict[str, tuple[str, int]], dict[str, int]]:
     """The input specs, where each symbol is read from, and the size it had when traced."""
     values = {n.name: n.meta["val"] for n in unlifted.graph.graph.nodes if n.op == "placeholder"}
@@ -211,17 +228,17 @@ def _describe(
     return tuple(inputs), symbols, hints
 
 
-def _example(request: Request) -> Any:
+def _example(request: CaptureRequest) -> Any:
     """The example as a global batch: its rows cut or repeated to the batch size."""
-    return put_together(request.parts.tree, request.resized(request.batch_size))
+    return unflatten_batch(request.parts.tree, request.resized(request.batch_size))
 
 
-def run_eagerly(request: Request, batch: Any) -> tuple[torch.Tensor, ...]:
+def run_eagerly(request: CaptureRequest, batch: Any) -> tuple[torch.Tensor, ...]:
     """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
-    whole = Whole(request.model, request.loss, request.call, request.autocast)
+    whole = ModelWithLoss(request.model, request.loss, request.call, request.autocast)
     whole.loss_name = request.loss_name
-    plain = uncompiled(request.model, request.loss)
+    plain = unwrap_compiled(request.model, request.loss)
     with plain, cache_off(request.model), training_mode(request.model, request.training):
         returned = whole(tensors)
     loss = next(v for k, v in returned.items() if k.startswith("loss/"))

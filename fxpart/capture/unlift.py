@@ -16,16 +16,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from fxpart.capture.datasizes import refuse_data_sizes, refuse_transforms
-from fxpart.capture.sources import annotate
-from fxpart.capture.state import State
+from fxpart.capture.data_dependent_sizes import refuse_data_sizes, refuse_transforms
+from fxpart.capture.model_tensors import ModelTensors
+from fxpart.capture.source_locations import annotate
 from fxpart.compat import detach_constant, unflatten_output
+from fxpart.compiler import LEVEL_KEY, Level
 from fxpart.errors import error
-from fxpart.pipeline import LEVEL_KEY, Level
 
 
 @dataclass(frozen=True)
-class Unlifted:
+class UnliftedGraph:
     """The graph, its placeholder names in input order, output names, constants and loss kind."""
 
     graph: fx.GraphModule
@@ -39,7 +39,9 @@ _STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 def original_name(name: str, loss_prefix: str) -> str:
-    """A name inside the :class:`~fxpart.capture.whole.Whole` module as the user knows it."""
+    """A name inside the :class:`~fxpart.capture.model_with_loss.ModelWithLoss` module as the user
+    knows it.
+    """
     first, _, rest = name.partition(".")
     if rest and first == "model":
         return rest
@@ -49,8 +51,8 @@ def original_name(name: str, loss_prefix: str) -> str:
 
 
 def unlift(
-    exported: ExportedProgram, names: Sequence[str], state: State, loss_prefix: str
-) -> Unlifted:
+    exported: ExportedProgram, names: Sequence[str], state: ModelTensors, loss_prefix: str
+) -> UnliftedGraph:
     """Build the GraphModule of level CAPTURED; ``names`` are the wanted placeholder names."""
     source = exported.graph_module
     graph = fx.Graph()
@@ -88,7 +90,7 @@ def unlift(
     module = fx.GraphModule(root, graph, class_name="Captured")
     module.meta[LEVEL_KEY] = Level.CAPTURED
     annotate(module, loss_prefix)
-    return Unlifted(module, placeholders, outputs, constants, kind)
+    return UnliftedGraph(module, placeholders, outputs, constants, kind)
 
 
 def _copy_body(

@@ -33,7 +33,7 @@ def itemsize(dtype: str) -> int:
     return DTYPES[dtype][0]
 
 
-def stored(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def to_header_entry(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """What a safetensors header says of an array of that dtype and shape."""
     size, word = DTYPES[dtype]
     return (word, sizes) if word is not None else ("U8", (*sizes, size))

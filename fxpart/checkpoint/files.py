@@ -29,14 +29,14 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def shown(key: str) -> str:
+def format_key(key: str) -> str:
     """A tensor's key as it may be printed, whatever a file says it is."""
     text = key if key.isprintable() else ascii(key)[1:-1]
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+def open_for_reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """A regular file, opened to read, and its bytes; OSError for anything else, links too.
 
     A pipe or a device could block for ever or never end, and a link could lead anywhere.
@@ -50,7 +50,7 @@ def reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 @contextmanager
-def creating(path: Path, *, lasting: bool = True) -> Iterator[BinaryIO]:
+def create_file(path: Path, *, lasting: bool = True) -> Iterator[BinaryIO]:
     """A file to be written anew; removed where that fails. lasting: on the disk at the end."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -88,7 +88,7 @@ def fill(file: BinaryIO, target: memoryview, at: int) -> None:
         target, at = target[got:], at + got
 
 
-def keep(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Bring a folder's entries to the disk: what was made, renamed and removed in it."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -98,7 +98,7 @@ def keep(folder: Path) -> None:
 
 
 @contextmanager
-def saving(where: str) -> Iterator[None]:
+def convert_save_errors(where: str) -> Iterator[None]:
     """What fails inside is FXP513 with its place."""
     try:
         yield
@@ -107,7 +107,7 @@ def saving(where: str) -> Iterator[None]:
         raise error("FXP513", where=where, why=cause.strerror or str(cause), fix=fix) from cause
 
 
-def damage(folder: Path, what: str, why: str) -> Problem:
+def make_damage_problem(folder: Path, what: str, why: str) -> Problem:
     """FXP510 about a file or tensor of a checkpoint."""
     return Problem("FXP510", f"{folder}, {what}", why, _fix(folder))
 

@@ -12,8 +12,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from fxpart.checkpoint import encoding, files
-from fxpart.checkpoint.manifest import NAME, Manifest
+from fxpart.checkpoint import files, manifest_codec
+from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint, Progress
 from fxpart.errors import FxpartError, Problem, error
 
@@ -37,14 +37,14 @@ def step_of(path: Path) -> int:
 def begin(root: Path, step: int, generation: int) -> Path:
     """The folder that the ranks write into; any may make it. FXP513."""
     partial = root / f".partial-g{generation}-{step_name(step)}"
-    with files.saving(str(root)):
+    with files.convert_save_errors(str(root)):
         partial.mkdir(parents=True, exist_ok=True)
         if partial.is_symlink():  # ranks would write wherever it leads
             raise OSError(0, f"{partial.name} is a link")
     return partial
 
 
-def commit(partial: Path, manifest: Manifest) -> Path:
+def commit(partial: Path, manifest: CheckpointManifest) -> Path:
     """Make a checkpoint complete: its manifest, then one rename; its folder. By one rank.
 
     All ranks' files have to be there, which is looked at. Where the step has a checkpoint that is
@@ -52,14 +52,14 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     """
     root = partial.parent
     final = root / step_name(manifest.step)
-    with files.saving(str(root)):
+    with files.convert_save_errors(str(root)):
         data = _encoded(manifest, root)
-        with files.creating(partial / NAME) as file:
+        with files.create_file(partial / NAME) as file:
             files.write(file, data)
         for path in partial.iterdir():  # what ranks told each other is in the manifest now
             if path.name != NAME and path.name not in manifest.files:
                 path.unlink()
-        files.keep(partial)
+        files.sync_folder(partial)
         _check(partial)
         if final.is_dir():
             if _is_whole(final):
@@ -67,7 +67,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
                 return final
             _aside(final, "damaged")
         partial.rename(final)
-        files.keep(root)
+        files.sync_folder(root)
     return final
 
 
@@ -76,7 +76,7 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def complete(root: Path) -> list[Path]:
+def list_complete(root: Path) -> list[Path]:
     """The complete checkpoints, newest first; whether they are whole is not asked."""
     try:
         found = [path for path in root.iterdir() if step_of(path) >= 0 and path.is_dir()]
@@ -85,11 +85,11 @@ def complete(root: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def found(path: Path) -> list[Path]:
+def find_checkpoints(path: Path) -> list[Path]:
     """The checkpoints that a path means, newest first: itself, those in it, or a run's. FXP511."""
     if (path / NAME).exists():
         return [path]
-    there = complete(path) or complete(path / "checkpoints")
+    there = list_complete(path) or list_complete(path / "checkpoints")
     if not there:
         why = "there is none" if path.is_dir() else "there is no such folder"
         fix = "give a run's folder, its checkpoints folder, or one of those in it"
@@ -104,7 +104,7 @@ def newest(root: Path, *, verify: bool = True, progress: Progress | None = None)
     with every problem.
     """
     skipped: list[Problem] = []
-    there = complete(root)
+    there = list_complete(root)
     for path in there:
         try:
             checkpoint = Checkpoint.open(path)
@@ -140,9 +140,9 @@ def prune(
     """
     assert keep >= FEWEST, f"at least {FEWEST} are kept"
     dropped: list[Path] = []
-    with files.saving(str(root)):
+    with files.convert_save_errors(str(root)):
         kept = 0
-        for path in complete(root):
+        for path in list_complete(root):
             if kept >= keep:
                 dropped.append(path)
             elif step is not None and step_of(path) > step:
@@ -158,11 +158,11 @@ def prune(
         for path in leftover:
             _remove(path)
         if dropped or leftover:
-            files.keep(root)
+            files.sync_folder(root)
     return dropped + leftover
 
 
-def unfinished(root: Path) -> list[Path]:
+def list_unfinished(root: Path) -> list[Path]:
     """What saves have begun and not completed, of any generation."""
     try:
         return sorted(path for path in root.iterdir() if _PARTIAL.fullmatch(path.name))
@@ -172,7 +172,7 @@ def unfinished(root: Path) -> list[Path]:
 
 def _leftover(root: Path, generation: int) -> list[Path]:
     """Unfinished ones of earlier generations, and what was moved aside before the oldest kept."""
-    steps = [step_of(path) for path in complete(root)]
+    steps = [step_of(path) for path in list_complete(root)]
     found = []
     for path in root.iterdir():
         partial, aside = _PARTIAL.fullmatch(path.name), _ASIDE.fullmatch(path.name)
@@ -226,10 +226,10 @@ def _check(partial: Path) -> None:
         raise error("FXP513", where=first.where, why=first.why, fix=fix) from fault
 
 
-def _encoded(manifest: Manifest, root: Path) -> bytes:
+def _encoded(manifest: CheckpointManifest, root: Path) -> bytes:
     """The manifest's bytes; FXP513 for what JSON cannot hold."""
     try:
-        return encoding.encode(manifest)
+        return manifest_codec.encode(manifest)
     except (TypeError, ValueError, RecursionError, OverflowError) as cause:
         fix = "what a run adds has to be numbers, texts, lists, tuples and dicts"
         raise error("FXP513", where=str(root), why=str(cause), fix=fix) from cause

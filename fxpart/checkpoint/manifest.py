@@ -13,7 +13,7 @@ NAME = "manifest.json"
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Part(msgspec.Struct, frozen=True):
+class ManifestPart(msgspec.Struct, frozen=True):
     """A part of a tensor, in one file.
 
     file: its name in the folder. name: of the tensor in that file. ranges: per dim of the whole
@@ -29,22 +29,22 @@ class Part(msgspec.Struct, frozen=True):
     flat: tuple[int, int] | None = None
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class ManifestTensor(msgspec.Struct, frozen=True):
     """A whole tensor: dtype as torch names it ("float32"), shape, and parts that cover it once."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ManifestPart, ...]
 
 
-class File(msgspec.Struct, frozen=True):
+class ManifestFile(msgspec.Struct, frozen=True):
     """A file: its bytes, and the digest of its header (length field included)."""
 
     size: int
     header: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The whole checkpoint.
 
     step: updates done. calls: batches begun, which random ops are seeded by. seed: theirs.
@@ -67,8 +67,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     generation: int
     weights: str = "flush"
-    files: dict[str, File]
-    tensors: dict[str, Tensor]
+    files: dict[str, ManifestFile]
+    tensors: dict[str, ManifestTensor]
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}

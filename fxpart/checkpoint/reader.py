@@ -11,10 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from fxpart.checkpoint import check, cover, dtypes, encoding, files, headers
-from fxpart.checkpoint.headers import Place
-from fxpart.checkpoint.manifest import NAME, File, Manifest, Part, Tensor
-from fxpart.checkpoint.regions import Bytes, Region, copy_overlap, overlap, whole
+from fxpart.checkpoint import (
+    coverage,
+    dtypes,
+    files,
+    manifest_check,
+    manifest_codec,
+    safetensors_header,
+)
+from fxpart.checkpoint.manifest import (
+    NAME,
+    CheckpointManifest,
+    ManifestFile,
+    ManifestPart,
+    ManifestTensor,
+)
+from fxpart.checkpoint.regions import (
+    Bytes,
+    TensorRegion,
+    copy_overlap,
+    make_full_region,
+    overlap,
+)
+from fxpart.checkpoint.safetensors_header import SafetensorsEntry
 from fxpart.checkpoint.writer import PLAN
 from fxpart.errors import FxpartError, Problem, error
 
@@ -31,8 +50,8 @@ class Checkpoint:
     """
 
     path: Path
-    manifest: Manifest
-    places: dict[str, dict[str, Place]]
+    manifest: CheckpointManifest
+    places: dict[str, dict[str, SafetensorsEntry]]
     skipped: tuple[Problem, ...] = ()
 
     @classmethod
@@ -43,21 +62,23 @@ class Checkpoint:
         """
         folder = Path(path)
         manifest = _manifest(folder)
-        problems = list(islice(check.manifest_problems(manifest, folder), MOST))
+        problems = list(islice(manifest_check.manifest_problems(manifest, folder), MOST))
         named = re.fullmatch(r"step-(\d{1,18})", folder.name)
         if named is not None and int(named[1]) != manifest.step:
             why = f"it is of step {manifest.step}"
-            problems.append(files.damage(folder, NAME, why))
+            problems.append(files.make_damage_problem(folder, NAME, why))
         if problems:
             raise FxpartError(problems)
-        places: dict[str, dict[str, Place]] = {}
+        places: dict[str, dict[str, SafetensorsEntry]] = {}
         for name, entry in manifest.files.items():
             try:
                 places[name] = _header(folder / name, entry)
             except (OSError, ValueError) as cause:
                 why = (isinstance(cause, OSError) and cause.strerror) or str(cause)
-                problems.append(files.damage(folder, _concerned(name, manifest), why))
-        problems = problems or list(islice(check.header_problems(manifest, folder, places), MOST))
+                problems.append(files.make_damage_problem(folder, _concerned(name, manifest), why))
+        problems = problems or list(
+            islice(manifest_check.header_problems(manifest, folder, places), MOST)
+        )
         if problems:
             raise FxpartError(problems[:MOST])
         return cls(folder, manifest, places)
@@ -67,15 +88,20 @@ class Checkpoint:
         """Bytes of all its files."""
         return sum(entry.size for entry in self.manifest.files.values())
 
-    def tensor(self, key: str) -> Tensor:
+    def tensor(self, key: str) -> ManifestTensor:
         """What the manifest says of a tensor; FXP512 where it has none of that key."""
         try:
             return self.manifest.tensors[key]
         except KeyError:
-            why, fix = f"it does not hold {files.shown(key)}", "the model that the run began with"
+            why, fix = (
+                f"it does not hold {files.format_key(key)}",
+                "the model that the run began with",
+            )
             raise error("FXP512", where=str(self.path), why=why, fix=fix) from None
 
-    def read(self, key: str, wanted: Region | None = None, *, into: Bytes | None = None) -> Bytes:
+    def read(
+        self, key: str, wanted: TensorRegion | None = None, *, into: Bytes | None = None
+    ) -> Bytes:
         """The bytes of a region (None: the whole): [*wanted.sizes, bytes of an element].
 
         Every part that holds something of it is read once and whole, one at a time, and its digest
@@ -83,16 +109,16 @@ class Checkpoint:
         be used where this raises. FXP510 with tensor and file.
         """
         tensor = self.tensor(key)
-        wanted = whole(tensor.shape) if wanted is None else wanted
+        wanted = make_full_region(tensor.shape) if wanted is None else wanted
         assert not wanted.fault(tensor.shape), f"{key}: {wanted.fault(tensor.shape)}"
-        why = cover.fault(tensor)
+        why = coverage.find_coverage_fault(tensor)
         if why:
-            raise FxpartError(files.damage(self.path, files.shown(key), why))
+            raise FxpartError(files.make_damage_problem(self.path, files.format_key(key), why))
         size = dtypes.itemsize(tensor.dtype)
         target: Bytes = np.empty((*wanted.sizes, size), np.uint8) if into is None else into
         assert target.shape == (*wanted.sizes, size), f"{key}: {target.shape}"
         for part in tensor.parts:
-            held = Region(part.ranges, part.flat)
+            held = TensorRegion(part.ranges, part.flat)
             if held == wanted:
                 self._load(key, part, target)
                 return target
@@ -105,14 +131,14 @@ class Checkpoint:
         if PLAN not in self.manifest.files:
             return ""
         try:
-            with files.reading(self.path / PLAN) as (file, size):
+            with files.open_for_reading(self.path / PLAN) as (file, size):
                 data = files.read(file, size)
-            if encoding.digest(data).hexdigest() == self.manifest.files[PLAN].header:
+            if manifest_codec.digest(data).hexdigest() == self.manifest.files[PLAN].header:
                 return data.decode()
             why = "its bytes are not those that were written"
         except (OSError, ValueError) as cause:
             why = str(cause)
-        raise FxpartError(files.damage(self.path, PLAN, why))
+        raise FxpartError(files.make_damage_problem(self.path, PLAN, why))
 
     def verify(
         self, progress: Progress | None = None, *, share: tuple[int, int] = (0, 1)
@@ -124,9 +150,9 @@ class Checkpoint:
         """
         found = []
         for key, tensor in self.manifest.tensors.items() if share[0] == 0 else ():
-            why = cover.fault(tensor)
+            why = coverage.find_coverage_fault(tensor)
             if why:
-                found.append(files.damage(self.path, files.shown(key), why))
+                found.append(files.make_damage_problem(self.path, files.format_key(key), why))
         mine = list(self._share(*share))
         done, total = 0, sum(self._place(part).size for _, part in mine)
         buffer = np.empty(files.CHUNK, np.uint8)
@@ -140,7 +166,7 @@ class Checkpoint:
                 progress(done, total)
         return found
 
-    def _share(self, which: int, of: int) -> Iterator[tuple[str, Part]]:
+    def _share(self, which: int, of: int) -> Iterator[tuple[str, ManifestPart]]:
         """The parts that one of several processes compares: neighbours, in the order of files."""
         parts = [(key, p) for key, t in self.manifest.tensors.items() for p in t.parts]
         parts.sort(key=lambda item: (item[1].file, self._place(item[1]).start))
@@ -152,25 +178,25 @@ class Checkpoint:
                 yield key, part
             done += self._place(part).size
 
-    def _place(self, part: Part) -> Place:
+    def _place(self, part: ManifestPart) -> SafetensorsEntry:
         return self.places[part.file][part.name]
 
-    def _copy(self, key: str, part: Part, wanted: Region, target: Bytes) -> None:
+    def _copy(self, key: str, part: ManifestPart, wanted: TensorRegion, target: Bytes) -> None:
         """Read a part and copy what it holds of a region."""
-        held = Region(part.ranges, part.flat)
+        held = TensorRegion(part.ranges, part.flat)
         source: Bytes = np.empty((*held.sizes, target.shape[-1]), np.uint8)
         self._load(key, part, source)
         copy_overlap(target, wanted, source, held)
 
-    def _load(self, key: str, part: Part, target: Bytes, *, keep: bool = True) -> None:
+    def _load(self, key: str, part: ManifestPart, target: Bytes, *, keep: bool = True) -> None:
         """Read a part and compare its digest; FXP510.
 
         target: what it fills; where it is not kept, room for CHUNK bytes.
         """
         buffer = target.reshape(-1)
-        place, running = self._place(part), encoding.digest()
+        place, running = self._place(part), manifest_codec.digest()
         try:
-            with files.reading(self.path / part.file) as (file, _):
+            with files.open_for_reading(self.path / part.file) as (file, _):
                 for at in range(place.start, place.stop, files.CHUNK):
                     start = at - place.start if keep else 0
                     held: Any = buffer[start : start + min(files.CHUNK, place.stop - at)]
@@ -182,43 +208,45 @@ class Checkpoint:
                 return
         except (OSError, ValueError) as cause:
             why = (isinstance(cause, OSError) and cause.strerror) or str(cause)
-        raise FxpartError(files.damage(self.path, check.place(key, part), why))
+        raise FxpartError(
+            files.make_damage_problem(self.path, manifest_check.place(key, part), why)
+        )
 
 
-def _manifest(folder: Path) -> Manifest:
+def _manifest(folder: Path) -> CheckpointManifest:
     """The decoded manifest; FXP510."""
     try:
-        with files.reading(folder / NAME) as (file, size):
-            if size > encoding.LARGEST:
-                raise encoding.DamagedError(f"it has {size} bytes")
+        with files.open_for_reading(folder / NAME) as (file, size):
+            if size > manifest_codec.LARGEST:
+                raise manifest_codec.CorruptManifestError(f"it has {size} bytes")
             data = files.read(file, size)
-        return encoding.decode(data)
-    except (OSError, encoding.DamagedError) as cause:
+        return manifest_codec.decode(data)
+    except (OSError, manifest_codec.CorruptManifestError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else ""
         why = why or str(cause)
-        raise FxpartError(files.damage(folder, NAME, why)) from cause
+        raise FxpartError(files.make_damage_problem(folder, NAME, why)) from cause
 
 
-def _header(path: Path, entry: File) -> dict[str, Place]:
+def _header(path: Path, entry: ManifestFile) -> dict[str, SafetensorsEntry]:
     """The tensors of a file as large as its entry says; of another file only its digest."""
-    with files.reading(path) as (file, size):
+    with files.open_for_reading(path) as (file, size):
         if size != entry.size:
             raise ValueError(f"it has {size} bytes, not {entry.size}")
         safetensors = path.name.endswith(".safetensors")
         first = files.read(file, 8) if safetensors else b""
         length = int.from_bytes(first, "little") if safetensors else size
-        if length > min(headers.LARGEST, size - len(first)):
+        if length > min(safetensors_header.LARGEST, size - len(first)):
             raise ValueError("its header is not that which was written")
         data = first + files.read(file, length)
-    if encoding.digest(data).hexdigest() != entry.header:
+    if manifest_codec.digest(data).hexdigest() != entry.header:
         raise ValueError("its header is not that which was written")
-    return headers.decode(data, size) if safetensors else {}
+    return safetensors_header.decode(data, size) if safetensors else {}
 
 
-def _concerned(name: str, manifest: Manifest) -> str:
+def _concerned(name: str, manifest: CheckpointManifest) -> str:
     """A file, and the tensors that are lost with it."""
     keys = [k for k, t in manifest.tensors.items() if any(p.file == name for p in t.parts)]
     if not keys:
         return name
     more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{files.shown(keys[0])}{more} in {name}"
+    return f"{files.format_key(keys[0])}{more} in {name}"

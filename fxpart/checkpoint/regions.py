@@ -28,7 +28,7 @@ _MOST_SLICES = 256
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """Some elements of a tensor.
 
     ranges: per dim of the whole tensor the ranges [start, stop) of the box, ascending. flat: where
@@ -68,12 +68,12 @@ class Region:
         return ""
 
 
-def whole(shape: tuple[int, ...]) -> Region:
+def make_full_region(shape: tuple[int, ...]) -> TensorRegion:
     """All of a tensor."""
-    return Region(tuple(((0, size),) for size in shape))
+    return TensorRegion(tuple(((0, size),) for size in shape))
 
 
-def overlap(wanted: Region, held: Region) -> int:
+def overlap(wanted: TensorRegion, held: TensorRegion) -> int:
     """How many elements two regions of a tensor have in common."""
     return sum(
         math.prod(sum(length for *_, length in dim) for dim in _runs(mine.ranges, theirs.ranges))
@@ -82,7 +82,7 @@ def overlap(wanted: Region, held: Region) -> int:
     )
 
 
-def copy_overlap(target: Bytes, wanted: Region, source: Bytes, held: Region) -> int:
+def copy_overlap(target: Bytes, wanted: TensorRegion, source: Bytes, held: TensorRegion) -> int:
     """Copy what two regions of a tensor have in common; how many elements that was.
 
     target, source: bytes, [*region.sizes, bytes of an element]; contiguous where their region is
@@ -101,7 +101,7 @@ def copy_overlap(target: Bytes, wanted: Region, source: Bytes, held: Region) -> 
 
 
 @dataclass(frozen=True)
-class _Box:
+class _RegionBox:
     """A box of ranges, and where its elements stand in a flat region; None: it is the region."""
 
     ranges: tuple[Ranges, ...]
@@ -117,15 +117,15 @@ class _Box:
         return part
 
 
-def _boxes(region: Region) -> Iterator[_Box]:
+def _boxes(region: TensorRegion) -> Iterator[_RegionBox]:
     """The boxes that a region is made of: one, or of a flat one at most two to a dim."""
     if region.flat is None:
-        yield _Box(region.ranges)
+        yield _RegionBox(region.ranges)
         return
     first, last = region.flat
     for at, bounds in _cut(region.shape, first, last):
         dims = zip(region.ranges, bounds, strict=True)
-        yield _Box(tuple(_within(dim, *bound) for dim, bound in dims), at - first)
+        yield _RegionBox(tuple(_within(dim, *bound) for dim, bound in dims), at - first)
 
 
 def _cut(

@@ -9,23 +9,23 @@ from typing import Any
 
 import msgspec
 
-from fxpart.bounded import from_json
-from fxpart.checkpoint import dtypes, files, headers, values
-from fxpart.checkpoint.encoding import digest
-from fxpart.checkpoint.manifest import File, Part, Ranges, Tensor
-from fxpart.checkpoint.regions import Bytes, Region
+from fxpart.checkpoint import dtypes, files, safetensors_header, value_codec
+from fxpart.checkpoint.manifest import ManifestFile, ManifestPart, ManifestTensor, Ranges
+from fxpart.checkpoint.manifest_codec import digest
+from fxpart.checkpoint.regions import Bytes, TensorRegion
 from fxpart.errors import error
+from fxpart.files import from_json
 
 PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointShard:
     """What a rank holds of one tensor.
 
-    key: see :class:`~fxpart.checkpoint.manifest.Manifest`. dtype: by torch's name. shape: of the
-    whole tensor. ranges, flat: see :class:`~fxpart.checkpoint.regions.Region`. data: the region's
-    bytes, contiguous.
+    key: see :class:`~fxpart.checkpoint.manifest.CheckpointManifest`. dtype: by torch's name. shape:
+    of the whole tensor. ranges, flat: see :class:`~fxpart.checkpoint.regions.TensorRegion`. data:
+    the region's bytes, contiguous.
     """
 
     key: str
@@ -36,12 +36,12 @@ class Piece:
     data: Bytes | memoryview | bytes
 
     @property
-    def region(self) -> Region:
+    def region(self) -> TensorRegion:
         """The elements that it holds."""
-        return Region(self.ranges, self.flat)
+        return TensorRegion(self.ranges, self.flat)
 
 
-class Written(msgspec.Struct, frozen=True):
+class RankManifest(msgspec.Struct, frozen=True):
     """What a rank has written: its share of the manifest.
 
     file: the name; about: its entry. tensors: by key, each with this rank's parts only. values:
@@ -50,8 +50,8 @@ class Written(msgspec.Struct, frozen=True):
 
     rank: int
     file: str
-    about: File
-    tensors: dict[str, Tensor]
+    about: ManifestFile
+    tensors: dict[str, ManifestTensor]
     values: dict[str, Any] = {}
     more: dict[str, Any] = {}
 
@@ -61,7 +61,7 @@ def data_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def told_name(rank: int) -> str:
+def rank_manifest_name(rank: int) -> str:
     """``rank-00003.json``: there once the rank's data is on the disk."""
     return f"rank-{rank:05d}.json"
 
@@ -69,51 +69,51 @@ def told_name(rank: int) -> str:
 def write_rank(
     folder: Path,
     rank: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[CheckpointShard],
     *,
     values: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
-) -> Written:
+) -> RankManifest:
     """Write ``rank-NNNNN.safetensors``, then beside it and renamed what other ranks look for.
 
     Nothing is copied; hashing and writing let other threads run. values: of the same keys as
-    tensors have; more: see :class:`Written`. FXP513 where it cannot be written: no file of this
-    rank is left then.
+    tensors have; more: see :class:`RankManifest`. FXP513 where it cannot be written: no file of
+    this rank is left then.
     """
     # In the order of their elements' sizes each tensor begins at a multiple of its own.
     pieces = sorted(pieces, key=lambda piece: -_size(piece))
     names = _names(pieces)
-    with files.saving(f"{folder.parent}, rank {rank}"):
-        (folder / told_name(rank)).unlink(missing_ok=True)
+    with files.convert_save_errors(f"{folder.parent}, rank {rank}"):
+        (folder / rank_manifest_name(rank)).unlink(missing_ok=True)
         about, digests = _write(folder, rank, pieces, names)
-        written = Written(
+        written = RankManifest(
             rank, data_name(rank), about, _tensors(data_name(rank), pieces, names, digests),
             dict(values or {}), dict(more or {}),
         )  # fmt: skip
         text = encode(written)
-        beside = folder / f".{told_name(rank)}.new"
-        with files.creating(beside, lasting=False) as file:
+        beside = folder / f".{rank_manifest_name(rank)}.new"
+        with files.create_file(beside, lasting=False) as file:
             files.write(file, text)
-        beside.rename(folder / told_name(rank))
+        beside.rename(folder / rank_manifest_name(rank))
     return written
 
 
-def write_text(folder: Path, name: str, text: str) -> File:
+def write_text(folder: Path, name: str, text: str) -> ManifestFile:
     """Write a file that is no tensors, such as the plan; its entry for the manifest. FXP513."""
     assert files.is_name(name) and not name.endswith(".safetensors"), name
     data = text.encode()
-    with files.saving(str(folder.parent)), files.creating(folder / name) as file:
+    with files.convert_save_errors(str(folder.parent)), files.create_file(folder / name) as file:
         files.write(file, data)
-    return File(len(data), digest(data).hexdigest())
+    return ManifestFile(len(data), digest(data).hexdigest())
 
 
-def encode(written: Written) -> bytes:
+def encode(written: RankManifest) -> bytes:
     """Its JSON; FXP513 for values that it cannot hold."""
     try:
         plain = msgspec.structs.replace(
             written,
-            values=values.stored(written.values, "values"),
-            more=values.stored(written.more, "more"),
+            values=value_codec.to_json_value(written.values, "values"),
+            more=value_codec.to_json_value(written.more, "more"),
         )
     except (TypeError, RecursionError) as cause:
         why = str(cause)
@@ -122,25 +122,25 @@ def encode(written: Written) -> bytes:
     return msgspec.json.encode(plain)
 
 
-def decode(data: bytes) -> Written:
+def decode(data: bytes) -> RankManifest:
     """What :func:`encode` made; msgspec.MsgspecError or ValueError where it is not that."""
-    found = from_json(data, Written)
-    held, more = values.restored(found.values), values.restored(found.more)
+    found = from_json(data, RankManifest)
+    held, more = value_codec.from_json_value(found.values), value_codec.from_json_value(found.more)
     return msgspec.structs.replace(found, values=held, more=more)
 
 
 def _write(
-    folder: Path, rank: int, pieces: Sequence[Piece], names: Sequence[str]
-) -> tuple[File, list[str]]:
+    folder: Path, rank: int, pieces: Sequence[CheckpointShard], names: Sequence[str]
+) -> tuple[ManifestFile, list[str]]:
     """The data file; its entry, and the digest of each piece."""
     entries = []
     for name, piece in zip(names, pieces, strict=True):
-        kind, sizes = dtypes.stored(piece.dtype, piece.region.sizes)
+        kind, sizes = dtypes.to_header_entry(piece.dtype, piece.region.sizes)
         entries.append((name, kind, sizes, piece.region.elements * _size(piece)))
     # With the rank and step in it, exchanged files are found by their headers.
-    header = headers.encode(entries, {"rank": str(rank), "folder": folder.name})
+    header = safetensors_header.encode(entries, {"rank": str(rank), "folder": folder.name})
     size, digests = len(header), []
-    with files.creating(folder / data_name(rank)) as file:
+    with files.create_file(folder / data_name(rank)) as file:
         files.write(file, header)
         for piece, (*_, length) in zip(pieces, entries, strict=True):
             held: Any = piece.data  # an array is a buffer, which its type says from 3.12 on
@@ -153,22 +153,22 @@ def _write(
                 files.write(file, data[at : at + files.CHUNK])
             digests.append(running.hexdigest())
             size += length
-    return File(size, digest(header).hexdigest()), digests
+    return ManifestFile(size, digest(header).hexdigest()), digests
 
 
 def _tensors(
-    file: str, pieces: Sequence[Piece], names: Sequence[str], digests: Sequence[str]
-) -> dict[str, Tensor]:
+    file: str, pieces: Sequence[CheckpointShard], names: Sequence[str], digests: Sequence[str]
+) -> dict[str, ManifestTensor]:
     """The rank's share of the manifest's tensors."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, ManifestTensor] = {}
     for piece, name, made in zip(pieces, names, digests, strict=True):
-        part = Part(file, name, piece.ranges, made, piece.flat)
+        part = ManifestPart(file, name, piece.ranges, made, piece.flat)
         parts = found[piece.key].parts if piece.key in found else ()
-        found[piece.key] = Tensor(piece.dtype, piece.shape, (*parts, part))
+        found[piece.key] = ManifestTensor(piece.dtype, piece.shape, (*parts, part))
     return found
 
 
-def _names(pieces: Sequence[Piece]) -> list[str]:
+def _names(pieces: Sequence[CheckpointShard]) -> list[str]:
     """Names in the file: the keys, and a number behind the second of the same."""
     taken: set[str] = {piece.key for piece in pieces}
     found, seen = [], set()
@@ -184,7 +184,7 @@ def _names(pieces: Sequence[Piece]) -> list[str]:
     return found
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: CheckpointShard) -> int:
     """Bytes of an element; FXP513 for a dtype that no checkpoint holds."""
     try:
         return dtypes.itemsize(piece.dtype)

@@ -44,7 +44,7 @@ VERBS = {
 }
 
 
-class Verbs(click.Group):
+class TopLevelCommands(click.Group):
     """A group whose verbs are modules of this package, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -66,7 +66,7 @@ class Verbs(click.Group):
 
 
 @click.group(
-    cls=Verbs,
+    cls=TopLevelCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="TARGET is file.py:function or package.module:function; the function returns the "
     "model, (model, example inputs), or a fxpart.Workload. "
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parent = launcher()
     if parent is not None:
-        from fxpart.launching import die_with_parent
+        from fxpart.launch import die_with_parent
 
         die_with_parent(parent)
     status = run(sys.argv[1:] if arguments is None else list(arguments))

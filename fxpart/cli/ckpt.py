@@ -15,11 +15,11 @@ from fxpart.cli.options import json_option
 from fxpart.errors import FxpartError, Problem, error
 
 if TYPE_CHECKING:
-    from fxpart.checkpoint.manifest import Manifest
+    from fxpart.checkpoint.manifest import CheckpointManifest
     from fxpart.checkpoint.reader import Checkpoint
 
 
-class Verbs(click.Group):
+class CheckpointCommands(click.Group):
     """The verbs of this file, and `convert`, which is loaded when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -35,7 +35,7 @@ class Verbs(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
-@click.group(cls=Verbs)
+@click.group(cls=CheckpointCommands)
 def command() -> None:
     """Look at checkpoints, compare their digests, convert them, drop old ones.
 
@@ -58,7 +58,7 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
 
     opened: dict[Path, Checkpoint] = {}
     problems: list[Problem] = []
-    there = folder.found(Path(run))
+    there = folder.find_checkpoints(Path(run))
     for path in there:
         try:
             opened[path] = Checkpoint.open(path)
@@ -69,7 +69,7 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
         output.data({
             "checkpoints": [_summary(path, opened.get(path)) for path in there],
             "newest": _details(shown, tensors) if shown is not None else None,
-            "unfinished": [path.name for path in folder.unfinished(there[0].parent)],
+            "unfinished": [path.name for path in folder.list_unfinished(there[0].parent)],
             "problems": output.problems(FxpartError(problems)) if problems else [],
         })  # fmt: skip
     else:
@@ -92,11 +92,11 @@ def verify(run: str, as_json: bool) -> int:
     """
     from fxpart.checkpoint import folder
     from fxpart.checkpoint.reader import Checkpoint
-    from fxpart.report.units import size
+    from fxpart.units import size
 
     problems: list[Problem] = []
     told: list[dict[str, Any]] = []
-    for path in folder.found(Path(run)):
+    for path in folder.find_checkpoints(Path(run)):
         held: int | None = None
         try:
             checkpoint = Checkpoint.open(path)
@@ -137,7 +137,7 @@ def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -
     """
     from fxpart.checkpoint import folder
 
-    there = folder.found(Path(run))
+    there = folder.find_checkpoints(Path(run))
     if there == [Path(run)]:
         fix = f"fxpart ckpt prune {there[0].parent}"
         raise error("FXP109", where=run, why="it is one checkpoint, not a folder of them", fix=fix)
@@ -147,7 +147,7 @@ def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -
     )
     names = [path.name for path in removed]
     if as_json:
-        output.data({"removed": names, "kept": [p.name for p in folder.complete(root)]})
+        output.data({"removed": names, "kept": [p.name for p in folder.list_complete(root)]})
     else:
         word = "would go" if dry_run else "removed"
         output.text("\n".join(f"{name} {word}" for name in names) or "nothing to remove")
@@ -160,7 +160,7 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with output.told(f"comparing {name}", True) as tell:
+    with output.show_messages(f"comparing {name}", True) as tell:
         assert tell is not None
         yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")
 
@@ -179,7 +179,7 @@ def _summary(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
 
 def _line(path: Path, checkpoint: Checkpoint | None) -> str:
     """The same for a person."""
-    from fxpart.report.units import plural, size
+    from fxpart.units import plural, size
 
     if checkpoint is None:
         return f"{path.name}  damaged"
@@ -200,7 +200,7 @@ def _details(checkpoint: Checkpoint, tensors: bool) -> dict[str, Any]:
     return found
 
 
-def _kinds(held: Manifest) -> dict[str, dict[str, int]]:
+def _kinds(held: CheckpointManifest) -> dict[str, dict[str, int]]:
     """Tensors and bytes by the first word of their keys."""
     from math import prod
 
@@ -217,7 +217,7 @@ def _kinds(held: Manifest) -> dict[str, dict[str, int]]:
 
 def _described(checkpoint: Checkpoint, tensors: bool) -> list[str]:
     """One checkpoint in detail."""
-    from fxpart.report.units import plural, size
+    from fxpart.units import plural, size
 
     held = checkpoint.manifest
     lines = [

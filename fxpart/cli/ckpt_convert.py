@@ -72,14 +72,14 @@ def convert(
     One tensor is in memory at a time. Nothing that is pickled is read. `fxpart explain checkpoints`
     says what is where.
     """
-    from fxpart.checkpoint.exchange import convert as exchange
-    from fxpart.checkpoint.exchange.huggingface import Prefixes
+    from fxpart.checkpoint.exchange import conversion as exchange
+    from fxpart.checkpoint.exchange.huggingface import KeyPrefixes
     from fxpart.checkpoint.exchange.paddle_files import read_strategies
-    from fxpart.report.units import plural, size
+    from fxpart.units import plural, size
 
-    options = exchange.Options(
+    options = exchange.ConversionOptions(
         model_only=model_only,
-        prefixes=Prefixes(model_prefix, optimizer_prefix),
+        prefixes=KeyPrefixes(model_prefix, optimizer_prefix),
         strategies={} if strategy is None else read_strategies(Path(strategy)),
         config=None if config is None else Path(config),
         file_bytes=file_bytes,
@@ -110,6 +110,6 @@ def _progress(words: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with output.told(words, True) as tell:
+    with output.show_messages(words, True) as tell:
         assert tell is not None
         yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")

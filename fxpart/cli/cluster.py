@@ -13,14 +13,14 @@ from fxpart.cli.options import json_option
 from fxpart.errors import FxpartError
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.facts import Facts, Found
+    from fxpart.cluster.importers.source_facts import ImportedCluster, ImportOptions
+    from fxpart.cluster.model import Cluster
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FORMATS = ("auto", "paddle", "topo", "nccl-tests", "slurm")
 
 
-class Verbs(click.Group):
+class ClusterCommands(click.Group):
     """The verbs of this file, and `bench`, which needs torch and is loaded when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -36,7 +36,7 @@ class Verbs(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
-@click.group(cls=Verbs)
+@click.group(cls=ClusterCommands)
 def command() -> None:
     """Find out what a cluster is, write it to a file, look at it.
 
@@ -79,7 +79,7 @@ def detect(out: str | None, as_json: bool, **given: Any) -> int:
     GPUs and how they are connected come from nvidia-smi, cores and memory from the system, hosts
     from WORLD_SIZE or SLURM_JOB_NODELIST. What is not known is said, and left out.
     """
-    from fxpart.cluster_io.here import detect as found_here
+    from fxpart.cluster.job_detection import detect as found_here
 
     _done(found_here(_facts(**given)), out, as_json)
     return 0
@@ -112,13 +112,13 @@ def import_(
     A topology and measurements go onto the devices of --into; without it, --device says what
     the devices are.
     """
-    from fxpart.cluster_io import importers
-    from fxpart.cluster_io.facts import Found
-    from fxpart.cluster_io.paddle_ranks import ordered
+    from fxpart.cluster.importers import registry
+    from fxpart.cluster.importers.paddle_rank_map import reorder_devices
+    from fxpart.cluster.importers.source_facts import ImportedCluster
 
-    found = importers.load(Path(file), form, _facts(**given))
+    found = registry.load(Path(file), form, _facts(**given))
     if mapping is not None:
-        found = Found(ordered(found.cluster, _text(mapping)), found.notes)
+        found = ImportedCluster(reorder_devices(found.cluster, _text(mapping)), found.notes)
     _done(found, out, as_json)
     return 0
 
@@ -137,9 +137,9 @@ def export(
 
     A cluster that was imported from it comes out as it was, with what has changed since.
     """
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.paddle_export import document_of
-    from fxpart.cluster_io.paddle_ranks import mapping_of
+    from fxpart.cluster.importers.paddle_export import document_of
+    from fxpart.cluster.importers.paddle_rank_map import mapping_of
+    from fxpart.cluster.model import Cluster
 
     given = Cluster.parse(cluster)
     document = document_of(given)
@@ -160,17 +160,17 @@ def export(
 @json_option
 def show(cluster: str, as_json: bool) -> int:
     """Show devices, hosts, links and measurements; what is alike on one line."""
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.files import to_builtins
-    from fxpart.cluster_io.missing import missing_facts
-    from fxpart.report.cluster import shown
+    from fxpart.cluster.completeness import missing_facts
+    from fxpart.cluster.files import to_builtins
+    from fxpart.cluster.model import Cluster
+    from fxpart.report.cluster import format_cluster
 
     given = Cluster.parse(cluster)
     missing = missing_facts(given)
     if as_json:
         output.data({"cluster": to_builtins(given), "hash": given.hash, "missing": missing})
     else:
-        output.text("\n".join(shown(given, missing)))
+        output.text("\n".join(format_cluster(given, missing)))
     return 0
 
 
@@ -182,8 +182,8 @@ def validate(clusters: tuple[str, ...], as_json: bool) -> int:
 
     Exit status 2 where one has a fault.
     """
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.missing import missing_facts, missing_links, misspelt
+    from fxpart.cluster.completeness import find_misspelled_keys, missing_facts, missing_links
+    from fxpart.cluster.model import Cluster
 
     status, answers = 0, []
     for name in clusters:
@@ -193,7 +193,7 @@ def validate(clusters: tuple[str, ...], as_json: bool) -> int:
             if faults := missing_links(found):
                 raise FxpartError(faults)
             answer["missing"] = missing_facts(found)
-            answer["misspelt"] = misspelt(found)
+            answer["misspelt"] = find_misspelled_keys(found)
         except FxpartError as fault:
             status = fault.exit_code
             answer["problems"] = output.problems(fault)
@@ -220,15 +220,15 @@ def _facts(
     memory_gbs: float | None = None,
     into: str | None = None,
     **rest: Any,
-) -> Facts:
+) -> ImportOptions:
     """The options, in bytes/s and seconds."""
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.facts import Facts
+    from fxpart.cluster.importers.source_facts import ImportOptions
+    from fxpart.cluster.model import Cluster
 
     def scaled(value: float | None) -> float | None:
         return None if value is None else value * 1e9
 
-    return Facts(
+    return ImportOptions(
         into=None if into is None else Cluster.parse(into),
         pcie=scaled(pcie_gbs),
         nvlink=scaled(nvlink_gbs),
@@ -239,9 +239,9 @@ def _facts(
     )
 
 
-def _done(found: Found, out: str | None, as_json: bool) -> None:
+def _done(found: ImportedCluster, out: str | None, as_json: bool) -> None:
     """Write or print a cluster that was found, and say what a person should know of it."""
-    from fxpart.cluster_io.files import to_builtins, to_toml
+    from fxpart.cluster.files import to_builtins, to_toml
 
     for note in found.notes:
         output.note(f"note: {note}")
@@ -257,7 +257,7 @@ def _done(found: Found, out: str | None, as_json: bool) -> None:
 def _ranks(plan: str, cluster: Cluster) -> list[str]:
     """The devices of a plan's ranks, in order; FXP305 where the cluster is another one."""
     from fxpart.errors import error
-    from fxpart.plan import Plan
+    from fxpart.plan.model import Plan
 
     found = Plan.load(plan)
     places = found.devices or range(len(found.cluster.devices))
@@ -272,8 +272,8 @@ def _ranks(plan: str, cluster: Cluster) -> list[str]:
 
 def _text(path: str) -> str:
     """A file's text; FXP401."""
-    from fxpart.bounded import read_bytes
     from fxpart.errors import error
+    from fxpart.files import read_bytes
 
     try:
         return read_bytes(path).decode("utf-8")

@@ -16,8 +16,8 @@ from fxpart.environment import launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.measuring.bench import Benched
-    from fxpart.measuring.collectives import Measured
+    from fxpart.profiling.cluster_benchmark import ClusterBenchmarkResult
+    from fxpart.profiling.collectives import CollectiveMeasurement
 
 _BYTES = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 _LARGEST = 1 << 32
@@ -35,16 +35,16 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
     One host is measured on processes started for it. Several: under torchrun, a rank for each
     device. The file that it writes goes to --cluster of other verbs; use an idle machine.
     """
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.bench import bench as measure
-    from fxpart.measuring.collectives import SIZES
+    from fxpart.cluster.model import Cluster
+    from fxpart.profiling.cluster_benchmark import bench as measure
+    from fxpart.profiling.collectives import SIZES
 
     given = Cluster.parse(cluster)
     chosen = SIZES if sizes is None else _sizes(sizes)
     first = (job := launch()) is None or job.rank == 0
     if first:
         _warn_of_load()
-    with output.told(f"measuring {given.name}", first) as show:
+    with output.show_messages(f"measuring {given.name}", first) as show:
         found = measure(
             given,
             sizes=chosen,
@@ -64,7 +64,7 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
     return 0
 
 
-def as_data(found: Benched) -> dict[str, Any]:
+def as_data(found: ClusterBenchmarkResult) -> dict[str, Any]:
     """What was measured, for a machine."""
     return {
         "cluster": found.cluster,
@@ -86,10 +86,10 @@ def as_data(found: Benched) -> dict[str, Any]:
     }
 
 
-def described(found: Benched) -> list[str]:
+def described(found: ClusterBenchmarkResult) -> list[str]:
     """What was measured, for a person."""
     from fxpart.report.table import table
-    from fxpart.report.units import seconds
+    from fxpart.units import seconds
 
     lines = [f"{found.cluster.name}: measured in {seconds(found.seconds)}"]
     if found.measured:
@@ -110,8 +110,8 @@ def described(found: Benched) -> list[str]:
     return lines
 
 
-def _row(each: Measured) -> tuple[str, ...]:
-    from fxpart.report.units import percent, seconds
+def _row(each: CollectiveMeasurement) -> tuple[str, ...]:
+    from fxpart.units import percent, seconds
 
     ranks = (" -> " if each.operation == "send" else ",").join(map(str, each.ranks))
     slope = each.fit.inverse_bandwidth
@@ -124,7 +124,7 @@ def _row(each: Measured) -> tuple[str, ...]:
 
 def _warn_of_load() -> None:
     """Others that compute here at the same time make all figures too slow."""
-    from fxpart.cluster_io.detect import cores
+    from fxpart.cluster.host_detection import cores
 
     try:
         load = os.getloadavg()[0]

@@ -9,10 +9,10 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import EXIT_DIFFERENCE
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 
 if TYPE_CHECKING:
-    from fxpart.plan_io.diff import Change
+    from fxpart.plan.diff import PlanChange
 
 _TITLES = {"given": "Given", "decision": "Decided", "prediction": "Predicted"}
 
@@ -26,7 +26,7 @@ def command(old: str, new: str, as_json: bool) -> int:
 
     Exit status 1 where there is any.
     """
-    from fxpart.plan_io.diff import diff
+    from fxpart.plan.diff import diff
 
     changes = diff(Plan.load(old), Plan.load(new))
     if as_json:
@@ -38,7 +38,7 @@ def command(old: str, new: str, as_json: bool) -> int:
     return EXIT_DIFFERENCE if changes else 0
 
 
-def _lines(changes: tuple[Change, ...]) -> list[str]:
+def _lines(changes: tuple[PlanChange, ...]) -> list[str]:
     """A line for each change, under headings where they are of several kinds."""
     several, lines, kind = len({change.kind for change in changes}) > 1, [], ""
     for change in changes:
@@ -51,7 +51,7 @@ def _lines(changes: tuple[Change, ...]) -> list[str]:
     return lines
 
 
-def _relative(change: Change) -> str:
+def _relative(change: PlanChange) -> str:
     """By how much a predicted number differs, as " (+3.1 %)"."""
     ends = (change.old, change.new)
     if change.kind != "prediction" or not all(type(x) in (int, float) for x in ends):

@@ -10,8 +10,8 @@ from fxpart.cli import output
 from fxpart.cli.options import check_option, json_option
 
 if TYPE_CHECKING:
-    from fxpart.capture import Captured
-    from fxpart.target import Workload
+    from fxpart.capture import CapturedModel
+    from fxpart.capture.workload import Workload
 
 
 @click.command()
@@ -24,7 +24,7 @@ def command(target: str, batch_size: int | None, check: str, as_json: bool) -> i
 
     What stands in the way is shown as errors, each with the line of your source and a fix.
     """
-    from fxpart.target import load_target
+    from fxpart.capture.workload import load_target
 
     found = examine(load_target(target), batch_size, target, check)
     if as_json:
@@ -44,12 +44,12 @@ def examine(
     from msgspec import to_builtins
 
     from fxpart.capture import capture
-    from fxpart.capture.doctor import describe as diagnosis
+    from fxpart.capture.diagnosis import build_diagnosis as diagnosis
+    from fxpart.compiler import PassManager
     from fxpart.passes import PREPARE
-    from fxpart.pipeline import PassManager
     from fxpart.verification import check_module
 
-    with output.busy(f"capturing {target}"):
+    with output.show_activity(f"capturing {target}"):
         captured = capture(
             workload.model,
             workload.example,
@@ -84,7 +84,7 @@ def examine(
     }
 
 
-def _inputs(captured: Captured) -> list[dict[str, Any]]:
+def _inputs(captured: CapturedModel) -> list[dict[str, Any]]:
     return [
         {"name": i.name, "dtype": i.dtype, "shape": list(i.shape), "batch_dim": i.batch_dim}
         for i in captured.inputs
@@ -111,8 +111,8 @@ LOSSES = {
 
 def describe(found: dict[str, Any]) -> list[str]:
     """The examination for a person."""
-    from fxpart.report import units
-    from fxpart.report.explain import check_text
+    from fxpart import units
+    from fxpart.report.explanation_text import check_text
 
     whole = [i["name"] for i in found["inputs"] if i["batch_dim"] is None]
     size = "any batch size" if found["batch"] == "symbolic" else "one microbatch size"

@@ -18,8 +18,8 @@ from fxpart.errors import FxpartError, error
 from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
 
 if TYPE_CHECKING:
-    from fxpart.emulate import Emulation, Emulator
-    from fxpart.target import Workload
+    from fxpart.capture.workload import Workload
+    from fxpart.emulator import EmulationResult, Emulator
 
 SYNC = "sync"
 _NADAM_BETAS = (0.99, 0.999)  # what the method prescribes (arXiv 2505.01099)
@@ -74,7 +74,7 @@ def command(
     given rate where that is one for an Adam.
     """
     names, every = _modes(weights)
-    emulation = _Emulating(target, stages, steps, range(seed, seed + seeds), options)
+    emulation = _EmulationRuns(target, stages, steps, range(seed, seed + seeds), options)
     found = emulation.go(names, every=every)
     svg = None
     if out is not None:
@@ -94,10 +94,12 @@ def command(
         return 0
     for line in _table(found, seeds):
         output.text(line)
-    from fxpart.runtime.stream.report import too_far
+    from fxpart.runtime.asynchronous.stage_report import describe_inaccurate_predictions
 
     for name, runs in found.items():
-        warning = too_far([_mean(rhos) for rhos in zip(*(run.rho for run in runs), strict=True)])
+        warning = describe_inaccurate_predictions(
+            [_mean(rhos) for rhos in zip(*(run.rho for run in runs), strict=True)]
+        )
         if warning:
             output.note(f"warning, {name}: {warning}")
     if svg is not None:
@@ -130,7 +132,7 @@ def _mode(name: str) -> WeightMode:
 
 
 @dataclass(frozen=True)
-class _Emulating:
+class _EmulationRuns:
     """All runs: of each mode one for each seed."""
 
     target: str
@@ -139,10 +141,10 @@ class _Emulating:
     seeds: range
     options: dict[str, Any]
 
-    def go(self, names: list[str], *, every: bool) -> dict[str, list[Emulation]]:
+    def go(self, names: list[str], *, every: bool) -> dict[str, list[EmulationResult]]:
         """By mode the runs in the order of the seeds; every: leave out those that cannot be."""
 
-        found: dict[str, list[Emulation]] = {}
+        found: dict[str, list[EmulationResult]] = {}
         emulator: Emulator | None = None
         for seed in self.seeds:
             workload = self._workload(seed)
@@ -172,14 +174,14 @@ class _Emulating:
         return True
 
     def _workload(self, seed: int) -> Workload:
-        from fxpart.target import load_target
+        from fxpart.capture.workload import load_target
 
         return load_target(self.target, seed)
 
     def _emulator(self, workload: Workload) -> Emulator:
-        from fxpart.emulate import Emulator
+        from fxpart.emulator import Emulator
 
-        with output.busy(f"cutting {self.target} into {self.stages} stages"):
+        with output.show_activity(f"cutting {self.target} into {self.stages} stages"):
             return Emulator(
                 workload.model,
                 stages=self.stages,
@@ -193,7 +195,7 @@ class _Emulating:
 
     def _run(
         self, emulator: Emulator, workload: Workload, name: str, seed: int, initial: dict[str, Any]
-    ) -> Emulation:
+    ) -> EmulationResult:
         with _progress(f"{name}, seed {seed}", self.steps) as progress:
             return emulator.run(
                 _batches(emulator, workload, self.target),
@@ -209,7 +211,7 @@ class _Emulating:
 
     def _optimizer(self, workload: Workload, mode: WeightMode) -> Any:
         """As asked for; the one that a method prescribes takes its place. FXP109."""
-        from fxpart.optimizers import choose
+        from fxpart.compat.optimizer_choice import choose
 
         given: dict[str, Any] = {}
         for key in ("lr", "momentum"):
@@ -241,7 +243,7 @@ def _try(make: Any, given: dict[str, Any]) -> None:
 @contextmanager
 def _progress(words: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """On a terminal the newest loss; elsewhere one line for a run."""
-    with output.told(words, first=True) as tell:
+    with output.show_messages(words, first=True) as tell:
 
         def show(update: int, loss: float) -> None:
             if tell is not None:
@@ -252,7 +254,7 @@ def _progress(words: str, steps: int) -> Iterator[Callable[[int, float], None]]:
 
 def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[], Iterator[Any]]:
     """What gives the batches from the data's start; the user's own faults as such."""
-    from fxpart.target import users_fault
+    from fxpart.capture.workload import make_user_error
 
     def batches() -> Iterator[Any]:
         if workload.data is None:
@@ -266,7 +268,7 @@ def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[]
             except FxpartError:
                 raise
             except Exception as fault:
-                raise users_fault(fault, None, target, "while the data was read") from fault
+                raise make_user_error(fault, None, target, "while the data was read") from fault
             if batch is None:
                 return
             yield batch
@@ -274,7 +276,9 @@ def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[]
     return batches
 
 
-def _summary(name: str, runs: list[Emulation], sync: list[Emulation] | None) -> dict[str, Any]:
+def _summary(
+    name: str, runs: list[EmulationResult], sync: list[EmulationResult] | None
+) -> dict[str, Any]:
     """A mode's numbers over its seeds: finite ones or None."""
     finals = [run.final() for run in runs]
     mean = fmean(finals)
@@ -290,7 +294,7 @@ def _summary(name: str, runs: list[Emulation], sync: list[Emulation] | None) -> 
     }
 
 
-def _table(found: dict[str, list[Emulation]], seeds: int) -> list[str]:
+def _table(found: dict[str, list[EmulationResult]], seeds: int) -> list[str]:
     """A line for each mode: final loss, what it is above sync, staleness, copies, rho."""
     head = ["weights", "final loss", "to sync", "staleness", "copies", "rho"]
     if seeds > 1:
@@ -332,15 +336,17 @@ def _range(counts: tuple[int, ...]) -> str:
     return str(first) if first == last else f"{first}..{last}"
 
 
-def _ended(runs: list[Emulation]) -> str:
+def _ended(runs: list[EmulationResult]) -> str:
     update = min(run.diverged for run in runs if run.diverged is not None)
     return f"diverged at {update}"
 
 
-def _draw(found: dict[str, list[Emulation]], title: str, path: str, smooth: int | None) -> str:
+def _draw(
+    found: dict[str, list[EmulationResult]], title: str, path: str, smooth: int | None
+) -> str:
     """Write the picture: of each mode the mean over seeds; the path."""
     from fxpart.cli.report import write
-    from fxpart.emulate.plot import losses_svg, mean_curve
+    from fxpart.emulator.loss_plot import losses_svg, mean_curve
 
     curves = [mean_curve(name, [run.losses for run in runs]) for name, runs in found.items()]
     write(path, losses_svg(curves, title, window=smooth))

@@ -10,7 +10,7 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 
 PAGES = (
     "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "failures", "glossary",
@@ -45,18 +45,18 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     if name is not None:
         return _why(plan, name, as_json)
     if as_json:
-        from fxpart.report.figures import explanation
+        from fxpart.report.explanation_builder import explanation
 
         output.data(explanation(plan))
         return 0
-    from fxpart.report.explain import explain
+    from fxpart.report.explanation_text import explain
 
     output.text(explain(plan).rstrip("\n"))
     return 0
 
 
 def _memory(plan: Plan, as_json: bool) -> int:
-    from fxpart.report.largest import largest
+    from fxpart.report.largest_tensors import largest
 
     words = largest(plan)
     if as_json:
@@ -68,9 +68,9 @@ def _memory(plan: Plan, as_json: bool) -> int:
 
 
 def _why(plan: Plan, name: str, as_json: bool) -> int:
-    from fxpart.report.sharding import why
+    from fxpart.report.sharding import explain_placement
 
-    words = why(plan, name)
+    words = explain_placement(plan, name)
     if as_json:
         assert plan.sharding is not None, "else there was an error"
         output.data([entry for entry in plan.sharding.placed if name in entry.names])

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.cli.options import CommandLineRequest, compile_options, json_option
 
 
 @click.command()
@@ -18,7 +18,7 @@ from fxpart.cli.options import Request, compile_options, json_option
 @json_option
 def command(path: str, as_json: bool, **options: Any) -> int:
     """Write plan.json, the manifest and each rank's stages and actions into a folder."""
-    request = Request(**options)
+    request = CommandLineRequest(**options)
     program = request.compile(request.workload())
     program.export(path)
     files = sorted(p for p in Path(path).rglob("*") if p.is_file())

@@ -12,13 +12,13 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import error
-from fxpart.modes import NAMES, STREAMS, WEIGHTS
+from fxpart.planner.execution_mode import NAMES, STREAMS, WEIGHTS
 from fxpart.schedule.weight_modes import QUEUED
 
 if TYPE_CHECKING:
-    from fxpart.api import Program, Proposed
-    from fxpart.plan import Plan
-    from fxpart.target import Workload
+    from fxpart.api import PlanProposal, Program
+    from fxpart.capture.workload import Workload
+    from fxpart.plan.model import Plan
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -26,7 +26,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Answer as JS
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLineRequest:
     """What is to be compiled, from the command line."""
 
     target: str
@@ -55,7 +55,7 @@ class Request:
 
     def workload(self) -> Workload:
         """The target, loaded."""
-        from fxpart.target import load_target
+        from fxpart.capture.workload import load_target
 
         return load_target(self.target)
 
@@ -74,7 +74,7 @@ class Request:
         given = {key: value for key, value in own.items() if value is not None}
         return {**(parse_constraints((*self.constraint, *self.fix)) or {}), **given}
 
-    def on_ranks(self, ranks: int, option: str) -> Request:
+    def on_ranks(self, ranks: int, option: str) -> CommandLineRequest:
         """The same for this many ranks; FXP502 where the mesh does not fit."""
         from fxpart.sharding.mesh import Mesh
 
@@ -123,11 +123,11 @@ class Request:
                 found += [name, str(value)]
         return [*found, "--json"] if as_json else found
 
-    def propose(self, workload: Workload) -> Proposed:
+    def propose(self, workload: Workload) -> PlanProposal:
         """The best plan of all that the planner knows, trainable or not."""
         from fxpart.api import propose
 
-        with output.watched(f"planning {self.target}") as progress:
+        with output.show_solver_progress(f"planning {self.target}") as progress:
             return propose(**self._arguments(workload), progress=progress)
 
     def _arguments(self, workload: Workload) -> dict[str, Any]:
@@ -156,7 +156,9 @@ class Request:
         from fxpart.api import compile
 
         doing = f"{'applying the plan to' if self.plan else 'planning'} {self.target}"
-        with nullcontext(output.ignore) if quiet else output.watched(doing) as progress:
+        with (
+            nullcontext(output.ignore) if quiet else output.show_solver_progress(doing) as progress
+        ):
             return compile(**self._arguments(workload), plan=self.plan, progress=progress)
 
 
@@ -184,7 +186,9 @@ _MODES = (
 
 
 def compile_options(command: Command) -> Command:
-    """Add the options that say what is compiled; they arrive as keywords of :class:`Request`."""
+    """Add the options that say what is compiled; they arrive as keywords of
+    :class:`CommandLineRequest`.
+    """
     for option in reversed(
         (
             click.argument("target"),

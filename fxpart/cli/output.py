@@ -61,7 +61,7 @@ def problems(fault: FxpartError) -> list[dict[str, str]]:
 
 
 @contextmanager
-def busy(words: str) -> Iterator[None]:
+def show_activity(words: str) -> Iterator[None]:
     """Say on stderr what is being done: a spinner on a terminal, a line elsewhere."""
     if not sys.stderr.isatty():
         note(f"{words} ...")
@@ -74,7 +74,7 @@ def busy(words: str) -> Iterator[None]:
 
 
 @contextmanager
-def told(words: str, first: bool) -> Iterator[Callable[[str], None] | None]:
+def show_messages(words: str, first: bool) -> Iterator[Callable[[str], None] | None]:
     """On a terminal what is done now, as it is told; elsewhere one line; nothing on other ranks."""
     if not first:
         yield None
@@ -90,15 +90,15 @@ def told(words: str, first: bool) -> Iterator[Callable[[str], None] | None]:
 
 
 @contextmanager
-def watched(words: str) -> Iterator[Callable[[Progress], None]]:
-    """As :func:`busy`; what is given takes a solver's progress and shows it on a terminal."""
+def show_solver_progress(words: str) -> Iterator[Callable[[Progress], None]]:
+    """As :func:`show_activity`; yield a function that shows a solver's progress on a terminal."""
     if not sys.stderr.isatty():
         note(f"{words} ...")
         yield ignore
         return
     from rich.console import Console
 
-    from fxpart.report.units import percent, seconds
+    from fxpart.units import percent, seconds
 
     with Console(stderr=True).status(words) as status:
 

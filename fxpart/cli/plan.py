@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.cli.options import CommandLineRequest, compile_options, json_option
 from fxpart.errors import EXIT_INFEASIBLE, error
 
 if TYPE_CHECKING:
-    from fxpart.plan import Plan
+    from fxpart.plan.model import Plan
     from fxpart.solver.joint.problem import JointProblem
 
 
@@ -48,7 +48,7 @@ def command(
     MIN:MAX --run DIR a plan for each of these numbers of ranks is made for the run in DIR, where
     `fxpart train` finds them when ranks go or come back.
     """
-    request = Request(**options)
+    request = CommandLineRequest(**options)
     if nproc is not None or run is not None:
         return _ahead(request, nproc, run, as_json)
     if dump is not None and not dump.endswith((".toml", ".json")):
@@ -71,19 +71,19 @@ def command(
     return 0
 
 
-def _ahead(request: Request, nproc: str | None, run: str | None, as_json: bool) -> int:
+def _ahead(request: CommandLineRequest, nproc: str | None, run: str | None, as_json: bool) -> int:
     """Plans for a run's numbers of ranks; status 3 where there is none for some."""
-    from fxpart.cli.supervised import plan_ahead
-    from fxpart.elastic.bounds import Bounds
-    from fxpart.rundir import RunDir
+    from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.cli.elastic_run import plan_ahead
+    from fxpart.elastic.rank_bounds import RankBounds
 
     if nproc is None or run is None:
         given, missing = ("--nproc", "--run DIR") if run is None else ("--run", "--nproc MIN:MAX")
         fix = f"give {missing} too"
         raise error("FXP109", where=given, why="one is nothing without the other", fix=fix)
     folder = RunDir(Path(run))
-    with output.busy(f"planning {request.target} for {nproc} ranks"):
-        refused = plan_ahead(request, Bounds.parse(nproc), folder)
+    with output.show_activity(f"planning {request.target} for {nproc} ranks"):
+        refused = plan_ahead(request, RankBounds.parse(nproc), folder)
     if as_json:
         output.data({"plans": str(folder.plans), "refused": refused})
     for ranks, why in refused.items():
@@ -95,14 +95,14 @@ def _ahead(request: Request, nproc: str | None, run: str | None, as_json: bool) 
 
 def _write(plan: Plan, problem: JointProblem | None, path: str | None, as_json: bool) -> None:
     """The plan and its problem to files, or the plan to stdout; the explanation beside it."""
-    from fxpart.report.explain import explain
-    from fxpart.solver.joint.archive import beside, save
+    from fxpart.report.explanation_text import explain
+    from fxpart.solver.joint.archive import get_problem_path, save
 
     if path is not None:
         assert problem is not None, "it is costed where it is written"
         plan.dump(path)
-        save(problem, beside(path))
-        output.note(f"wrote {path} and {beside(path)}")
+        save(problem, get_problem_path(path))
+        output.note(f"wrote {path} and {get_problem_path(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))
     (output.note if as_json or path is None else output.text)(explain(plan).rstrip("\n"))

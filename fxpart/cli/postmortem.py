@@ -10,7 +10,7 @@ from fxpart.cli import output
 from fxpart.cli.options import json_option
 
 if TYPE_CHECKING:
-    from fxpart.events.postmortem import Postmortem
+    from fxpart.diagnostics.postmortem import Postmortem
 
 _SHOWN = 16  # ranks of which a person wants to see the last events
 
@@ -30,7 +30,7 @@ def command(run_dir: str, generation: int | None, last: int, as_json: bool) -> N
 
     RUN_DIR is the folder that `fxpart train --run` was given. Nothing of it is changed.
     """
-    from fxpart.events.postmortem import examine
+    from fxpart.diagnostics.postmortem import examine
 
     found = examine(run_dir, generation)
     if as_json:
@@ -40,20 +40,20 @@ def command(run_dir: str, generation: int | None, last: int, as_json: bool) -> N
 
 
 def _head(run: str, found: Postmortem) -> list[str]:
-    from fxpart.events import verdict
+    from fxpart.diagnostics import postmortem_text
 
     many = len(found.ranks)
     lines = [
         f"{run}, generation {found.generation} of {found.generations[-1]}: "
         f"{many} rank{'' if many == 1 else 's'}",
-        verdict.headline(found),
+        postmortem_text.headline(found),
     ]
     for rank in found.first[:1]:
         votes = found.votes.get(rank, 0)
         traces = found.ranks.get(rank)
         if traces is not None:
-            lines.append(f"  it did    {verdict.did(traces)}")
-            lines.append(f"  at        {verdict.moment(traces.time)}")
+            lines.append(f"  it did    {postmortem_text.format_last_event(traces)}")
+            lines.append(f"  at        {postmortem_text.moment(traces.time)}")
         lines.append(f"  told by   what {votes} of {many} ranks left")
     for traces in found.ranks.values():
         lines += [f"  not read  {problem}" for problem in traces.problems]
@@ -62,7 +62,7 @@ def _head(run: str, found: Postmortem) -> list[str]:
 
 def _ranks(found: Postmortem) -> list[str]:
     """A row for each rank."""
-    from fxpart.events import verdict
+    from fxpart.diagnostics import postmortem_text
     from fxpart.report.table import shortened, table
 
     heads = ("rank", "process", "seconds", "ended", "did last", "waited for")
@@ -76,9 +76,9 @@ def _ranks(found: Postmortem) -> list[str]:
                 str(rank),
                 "" if process is None else str(process),
                 f"{(traces.time - found.since) / 1e9:+.3f}" if traces.time else "",
-                verdict.ended(traces),
-                shortened(verdict.did(traces), 60),
-                verdict.awaited(traces),
+                postmortem_text.format_end(traces),
+                shortened(postmortem_text.format_last_event(traces), 60),
+                postmortem_text.format_awaited_rank(traces),
             )
         )
     return ["", *table(heads, ">>><<<", rows)]
@@ -99,22 +99,22 @@ def _events(found: Postmortem, last: int) -> list[str]:
 
 
 def _data(found: Postmortem, last: int) -> dict[str, Any]:
-    from fxpart.events import verdict
+    from fxpart.diagnostics import postmortem_text
 
     return {
         "generation": found.generation,
         "generations": found.generations,
         "first": found.first,
-        "why": verdict.headline(found),
+        "why": postmortem_text.headline(found),
         "since": found.since,
         "votes": {str(rank): count for rank, count in sorted(found.votes.items())},
         "ranks": [
             {
                 "rank": rank,
                 "how": traces.how,
-                "ended": verdict.ended(traces),
-                "last": verdict.did(traces),
-                "waited_for": verdict.awaited(traces),
+                "ended": postmortem_text.format_end(traces),
+                "last": postmortem_text.format_last_event(traces),
+                "waited_for": postmortem_text.format_awaited_rank(traces),
                 "time": traces.time,
                 "failure": traces.failure,
                 "not_read": traces.problems,

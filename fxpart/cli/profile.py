@@ -15,7 +15,7 @@ from fxpart.environment import launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.measuring.profiled import Profiled
+    from fxpart.profiling.report import ProfilingReport
 
 
 @click.command()
@@ -90,15 +90,15 @@ def _measure(
     plans: tuple[str, ...],
     rehearse: bool,
     **asked: Any,
-) -> list[Profiled]:
+) -> list[ProfilingReport]:
     """One run here, or under torchrun one for each kind of device."""
-    from fxpart.cluster import Cluster
-    from fxpart.front import Asked
-    from fxpart.measuring.group import profile_group
-    from fxpart.measuring.planned import check_places
-    from fxpart.measuring.session import Profiling
-    from fxpart.plan import Plan
-    from fxpart.target import load_target
+    from fxpart.capture.workload import load_target
+    from fxpart.cluster.model import Cluster
+    from fxpart.plan.model import Plan
+    from fxpart.planner.prepared_model import PlanningArguments
+    from fxpart.profiling.device_group import profile_group
+    from fxpart.profiling.plan_stages import check_places
+    from fxpart.profiling.session import ProfilingSession
 
     seconds = parse_seconds(budget, "--budget")
     given = Cluster.parse(cluster)
@@ -107,15 +107,16 @@ def _measure(
     check_places(wanted, given.devices if started is not None else given.devices[:1])
     workload = load_target(target)
     _writable(path)
-    with output.told(f"profiling {target}", first) as show:
+    with output.show_messages(f"profiling {target}", first) as show:
         constraints = parse_constraints(constraint) or {}
-        made = Profiling.of(
-            workload, given, Asked(**asked, cost_model="roofline", constraints=constraints),
+        made = ProfilingSession.of(
+            workload, given,
+            PlanningArguments(**asked, cost_model="roofline", constraints=constraints),
             date=datetime.date.today().isoformat(), progress=_counted(show), rehearse=rehearse,
             plans=wanted,
         )  # fmt: skip
 
-        def run(place: int, where: Path, share: float) -> Profiled:
+        def run(place: int, where: Path, share: float) -> ProfilingReport:
             return made.run(where, share * seconds, place=place)
 
         if started is None:
@@ -130,8 +131,8 @@ def _writable(path: str) -> None:
         raise error("FXP603", where=path, why=f"there is no folder {folder}", fix="make it first")
 
 
-def _tell(found: list[Profiled], path: str, as_json: bool) -> None:
-    from fxpart.report.profiled import describe_run
+def _tell(found: list[ProfilingReport], path: str, as_json: bool) -> None:
+    from fxpart.report.profile import describe_run
 
     output.note(f"wrote {path}")
     if as_json:
@@ -143,7 +144,7 @@ def _tell(found: list[Profiled], path: str, as_json: bool) -> None:
 
 def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = False) -> int:
     """Other profiles into the one at ``path``; says how many measurements each gave."""
-    from fxpart.profile import Profile
+    from fxpart.profiling.store import Profile
 
     _writable(path)
     taken = {}
@@ -162,8 +163,8 @@ def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = F
 
 
 def _show(path: str, as_json: bool) -> int:
-    from fxpart.profile import Profile
-    from fxpart.report.profiled import contents, describe_profile
+    from fxpart.profiling.store import Profile
+    from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:
         if as_json:

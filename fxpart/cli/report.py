@@ -10,11 +10,11 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import error
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 
 if TYPE_CHECKING:
-    from fxpart.report.comparison import Comparison
-    from fxpart.schedule.recording import Recording
+    from fxpart.report.comparison import RecordingComparison
+    from fxpart.schedule.measured_timeline import MeasuredTimeline
 
 
 @click.command()
@@ -42,25 +42,25 @@ def command(plan: str, path: str, measured: str | None, trace: str | None, as_js
     if as_json:
         output.data({"files": written} | ({} if found is None else {"comparison": _data(found)}))
     elif found is not None:
-        from fxpart.report.comparing import told
+        from fxpart.report.comparison_text import format_comparison
 
-        output.text(told(found).rstrip("\n"))
+        output.text(format_comparison(found).rstrip("\n"))
     for name, size in written.items():
         output.note(f"wrote {name} ({size} bytes)")
     return 0
 
 
-def _compared(plan: Plan, measured: str) -> tuple[Recording, Comparison]:
+def _compared(plan: Plan, measured: str) -> tuple[MeasuredTimeline, RecordingComparison]:
     """The recording in the file and what it says of the plan; FXP109, FXP304."""
-    from fxpart.report.compared import compare
-    from fxpart.report.measured import belongs, load
+    from fxpart.report.comparison_builder import compare
+    from fxpart.report.recording_file import check_recording, load
 
     recording = load(measured)
-    belongs(recording, plan, measured)
+    check_recording(recording, plan, measured)
     return recording, compare(plan, recording)
 
 
-def _data(found: Comparison) -> dict[str, object]:
+def _data(found: RecordingComparison) -> dict[str, object]:
     """The comparison as plain data, with ratios and differences worked out."""
     from dataclasses import asdict
 

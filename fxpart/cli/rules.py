@@ -71,13 +71,13 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
     from msgspec import to_builtins
 
     from fxpart.capture import capture
+    from fxpart.capture.workload import load_target
+    from fxpart.compiler import PassManager
     from fxpart.passes import PREPARE
-    from fxpart.pipeline import PassManager
     from fxpart.pricing.rule_coverage import coverage
-    from fxpart.target import load_target
 
     workload = load_target(target)
-    with output.busy(f"capturing {target}"):
+    with output.show_activity(f"capturing {target}"):
         captured = capture(
             workload.model,
             workload.example,
@@ -113,11 +113,11 @@ def _described(target: str, found: dict[str, Any]) -> str:
 
 def _discover(name: str, arguments: str | None, as_json: bool) -> int:
     """Propose a rule, and say how to accept it."""
-    from fxpart.passes.rules.discover import discover, example
+    from fxpart.passes.rules.rule_discovery import discover, example
 
     op = _op(name)
     given = _given(arguments)
-    with output.busy(f"running {op} on cut operands"):
+    with output.show_activity(f"running {op} on cut operands"):
         found = example(op, given)
         if found is None:
             raise error(

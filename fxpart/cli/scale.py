@@ -23,10 +23,10 @@ def command(run: str, ranks: int, as_json: bool) -> int:
     number. Where there is none, the launcher says so, and nobody stops. More:
     fxpart/docs/elastic.md.
     """
-    from fxpart.elastic.wishes import ask
-    from fxpart.rundir import RunDir
+    from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.elastic.scale_request import request_rank_count
 
-    held = ask(RunDir(Path(run)), ranks)
+    held = request_rank_count(RunDir(Path(run)), ranks)
     if as_json:
         output.data({"asked": ranks, **msgspec.to_builtins(held)})
     elif ranks == held.ranks:

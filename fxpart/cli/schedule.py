@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpart.cli import output, schedules
+from fxpart.cli import output, schedule_source
 from fxpart.cli.options import json_option
-from fxpart.cli.schedules import Source, source_options
+from fxpart.cli.schedule_source import ScheduleSource, source_options
 
 if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule
@@ -43,14 +43,14 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
     from fxpart.schedule.text import to_text
     from fxpart.schedule.torch_csv import to_torch_csv
 
-    source = Source(**given)
-    with schedules.theirs(as_json):
+    source = ScheduleSource(**given)
+    with schedule_source.report_schedule_errors(as_json):
         schedule, edges = source.load()
     if as_json:
-        from fxpart.cli import versions
+        from fxpart.cli import weight_versions
 
-        data = schedules.as_data(schedule, edges) | {"ranks": schedules.lists(schedule)}
-        output.data(data | versions.as_data(schedule, source))
+        data = schedule_source.as_data(schedule, edges) | {"ranks": schedule_source.lists(schedule)}
+        output.data(data | weight_versions.as_data(schedule, source))
     elif as_csv:
         output.text(to_torch_csv(schedule).replace("\r\n", "\n").rstrip("\n"))
     elif as_text:
@@ -58,13 +58,13 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
     else:
         from fxpart.schedule.draw import draw
 
-        with schedules.theirs(as_json):
-            schedules.shaped(schedule, edges)
+        with schedule_source.report_schedule_errors(as_json):
+            schedule_source.check_schedule_shape(schedule, edges)
             picture = draw(schedule, edges)
         output.text(picture)
-        from fxpart.cli import versions
+        from fxpart.cli import weight_versions
 
-        for line in versions.lines(schedule, source):
+        for line in weight_versions.lines(schedule, source):
             output.text(line)
     return 0
 
@@ -82,30 +82,32 @@ def validate(memory: str | None, as_json: bool, **given: Any) -> int:
     from fxpart.schedule.files import edges_text
     from fxpart.schedule.simulate import simulate
 
-    source = Source(**given)
-    with schedules.theirs(as_json):
+    source = ScheduleSource(**given)
+    with schedule_source.report_schedule_errors(as_json):
         schedule, edges = source.load()
         bare = not schedule.is_lowered
-        made = schedules.ready(schedule, edges)
-        limits = None if memory is None else schedules.numbers("--memory", memory, made.stages)
+        made = schedule_source.add_transfers(schedule, edges)
+        limits = (
+            None if memory is None else schedule_source.numbers("--memory", memory, made.stages)
+        )
         whole = None if limits is None else [int(limit) for limit in limits]
-        schedules.proved(made, edges, source, whole)
+        schedule_source.verify_schedule(made, edges, source, whole)
     timeline = simulate(made, edges, [1.0] * made.stages, [2.0] * made.stages)
     if as_json:
         found = {"valid": True, "in_flight": timeline.in_flight, "bubble": timeline.bubble}
-        output.data(schedules.as_data(made, edges) | found | {"transfers_added": bare})
+        output.data(schedule_source.as_data(made, edges) | found | {"transfers_added": bare})
         return 0
-    from fxpart.report import units
+    from fxpart import units
 
     flying = ", ".join(str(count) for count in timeline.in_flight)
     added = " (transfers added)" if bare else ""
     bubble = units.percent(timeline.bubble)
     for line in (
-        f"{schedules.title(made)}: valid{added}",
+        f"{schedule_source.title(made)}: valid{added}",
         f"  stage graph {edges_text(edges) or 'without edges'}",
         "  each computation once, after what it needs, sums in the order of microbatches",
         "  each transfer sent and received once; no rank stands still when sends wait for receives",
-        *schedules.read_weights(source, made),
+        *schedule_source.read_weights(source, made),
         f"  in flight at most, by stage: {flying}",
         f"  bubble {bubble} where a forward takes 1, a backward 2 and a transfer nothing",
     ):
@@ -135,24 +137,28 @@ def simulate(
     it does between ranks of one machine: a sender copies by itself). With --weights of a stream:
     seconds of an update once the pipeline is full, and with a flush after each.
     """
-    from fxpart.cli import versions
+    from fxpart.cli import weight_versions
     from fxpart.schedule.simulate import simulate as simulated
 
-    source = Source(**given)
-    with schedules.theirs(as_json):
+    source = ScheduleSource(**given)
+    with schedule_source.report_schedule_errors(as_json):
         count = source.load()[0].stages
-    ahead = schedules.numbers("--forward", forward, count)
-    back = schedules.numbers("--backward", backward, count)
-    late = [b / 2 for b in back] if weight is None else schedules.numbers("--weight", weight, count)
+    ahead = schedule_source.numbers("--forward", forward, count)
+    back = schedule_source.numbers("--backward", backward, count)
+    late = (
+        [b / 2 for b in back]
+        if weight is None
+        else schedule_source.numbers("--weight", weight, count)
+    )
     halves = [(b - w, w) for b, w in zip(back, late, strict=True)]
-    moved = schedules.numbers("--transfer", transfer, count)
-    with schedules.theirs(as_json):
+    moved = schedule_source.numbers("--transfer", transfer, count)
+    with schedule_source.report_schedule_errors(as_json):
         schedule, edges = source.load(ahead, back)
-        made = schedules.ready(schedule, edges, ahead, back, halves)
-        schedules.proved(made, edges, source, [made.microbatches] * count)
+        made = schedule_source.add_transfers(schedule, edges, ahead, back, halves)
+        schedule_source.verify_schedule(made, edges, source, [made.microbatches] * count)
     transfers = (lambda stage, peer, kind: moved[stage]) if any(moved) else None
     found = simulated(made, edges, ahead, back, transfers, split=halves, sends=sends)
-    pace = versions.pace(made, source, edges, ahead, back, transfers, sends)
+    pace = weight_versions.pace(made, source, edges, ahead, back, transfers, sends)
     if trace is not None:
         from fxpart.cli.report import write
 
@@ -177,19 +183,25 @@ def import_(file: str, path: str | None, name: str | None, as_json: bool) -> int
     Without -o the other form is printed. What torch's form cannot say is an error: transfers that
     skip a stage, weight versions, copies of stages.
     """
-    from fxpart.schedule.files import contents, implied_edges, is_text, read, written
+    from fxpart.schedule.files import (
+        contents,
+        implied_edges,
+        is_text,
+        parse_schedule,
+        serialize_for_path,
+    )
 
     given = contents(file)
-    schedule = read(given, name)
-    text = written(schedule, path or ("other.csv" if is_text(given) else "other.txt"))
+    schedule = parse_schedule(given, name)
+    text = serialize_for_path(schedule, path or ("other.csv" if is_text(given) else "other.txt"))
     if path is not None:
         from fxpart.cli.report import write
 
         write(path, text)
-        output.note(f"wrote {path}: {schedules.title(schedule)}")
+        output.note(f"wrote {path}: {schedule_source.title(schedule)}")
     if as_json:
-        data = schedules.as_data(schedule, implied_edges(schedule))
-        output.data(data | {"ranks": schedules.lists(schedule), "output": path})
+        data = schedule_source.as_data(schedule, implied_edges(schedule))
+        output.data(data | {"ranks": schedule_source.lists(schedule), "output": path})
     elif path is None:
         output.text(text.replace("\r\n", "\n").rstrip("\n"))
     return 0
@@ -197,12 +209,12 @@ def import_(file: str, path: str | None, name: str | None, as_json: bool) -> int
 
 def _timed(schedule: Schedule, found: Timeline) -> list[str]:
     """What a person reads of a simulation."""
-    from fxpart.report import units
+    from fxpart import units
 
     step = found.step_seconds
     bubble = units.percent(found.bubble)
     lines = [
-        f"{schedules.title(schedule)}",
+        f"{schedule_source.title(schedule)}",
         f"  step {units.seconds(step)}, bubble {bubble}",
     ]
     for rank, busy in enumerate(found.busy):

@@ -8,11 +8,11 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option
-from fxpart.plan import Plan
-from fxpart.planned.streams import steady_seconds
+from fxpart.plan.model import Plan
+from fxpart.planner.prediction.steady_state import steady_seconds
 
 if TYPE_CHECKING:
-    from fxpart.schedule.steps import Steps
+    from fxpart.schedule.multi_step import SimulatedSteps
 
 
 @click.command()
@@ -67,10 +67,10 @@ def command(
     return 0
 
 
-def _lines(plan: Plan, found: Steps, alone: bool, steady: float) -> list[str]:
+def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> list[str]:
     """What a person reads. steady: seconds of a step once the pipeline is full."""
-    from fxpart.plan_io.runs import text_of
-    from fxpart.report import units
+    from fxpart import units
+    from fxpart.plan.number_ranges import text_of
     from fxpart.report.table import shortened
 
     timeline, count = found.timeline, len(found.ends)

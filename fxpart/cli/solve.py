@@ -16,7 +16,7 @@ from fxpart.cli import output
 from fxpart.cli.options import Command, json_option
 
 if TYPE_CHECKING:
-    from fxpart.solver.maxload.instance import Answer, Instance, Mode
+    from fxpart.solver.maxload.instance import Instance, MaxLoadAnswer, Mode
 
 
 def device_options(command: Command) -> Command:
@@ -95,7 +95,7 @@ def command(
     return 0
 
 
-def as_split(instance: Instance, answer: Answer) -> dict[str, Any]:
+def as_split(instance: Instance, answer: MaxLoadAnswer) -> dict[str, Any]:
     """What is written: a device for each node id, and what is proven."""
     assert answer.assignment is not None
     names = instance.devices
@@ -111,7 +111,7 @@ def as_split(instance: Instance, answer: Answer) -> dict[str, Any]:
     }
 
 
-def per_device(instance: Instance, answer: Answer) -> dict[str, Any]:
+def per_device(instance: Instance, answer: MaxLoadAnswer) -> dict[str, Any]:
     """Load, nodes and bytes of each device."""
     from fxpart.solver.maxload.instance import bytes_held, loads
 
@@ -132,9 +132,9 @@ def per_device(instance: Instance, answer: Answer) -> dict[str, Any]:
     }
 
 
-def show(instance: Instance, answer: Answer, mode: str, file: str) -> None:
+def show(instance: Instance, answer: MaxLoadAnswer, mode: str, file: str) -> None:
     """The answer for a person."""
-    from fxpart.report import units
+    from fxpart import units
 
     kinds = units.plural(instance.accelerators, "accelerator")
     kinds += f", {units.plural(instance.cpus, 'CPU core')}" if instance.cpus else ""

@@ -12,16 +12,34 @@ import click
 import msgspec
 
 from fxpart.cli import output
-from fxpart.cli.kept import bounds_of, fit, kept_of, on_ranks, planned, run_options
-from fxpart.cli.options import Request, compile_options, json_option
-from fxpart.cli.queued import on_command_line, queue_options, queued_of, tell_copies
-from fxpart.cli.tracing import Asked, asked_trace, bare_bytes, check_traced, ended
+from fxpart.cli.options import CommandLineRequest, compile_options, json_option
+from fxpart.cli.queue_options import (
+    on_command_line,
+    print_replica_counts,
+    queue_options,
+    queued_of,
+)
+from fxpart.cli.resumable_run import (
+    bounds_of,
+    fit,
+    on_ranks,
+    parse_run_options,
+    run_options,
+    with_run_plan,
+)
+from fxpart.cli.trace_options import (
+    TraceRequest,
+    asked_trace,
+    bare_bytes,
+    check_traced,
+    make_data_ended_error,
+)
 from fxpart.schedule.weight_modes import MODES, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.api import Program
-    from fxpart.plan import Plan
-    from fxpart.target import Workload
+    from fxpart.capture.workload import Workload
+    from fxpart.plan.model import Plan
 
 
 @click.command()
@@ -75,11 +93,11 @@ def command(
     from fxpart.environment import launch
 
     queued, weights = queued_of(options, weights, trace)
-    kept = kept_of(options, traced=trace is not None)
+    kept = parse_run_options(options, traced=trace is not None)
     how: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
-    request = Request(**options, weights=weights)
+    request = CommandLineRequest(**options, weights=weights)
     started = launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
     bounds = None if nproc is None else bounds_of(nproc, kept)
@@ -91,7 +109,7 @@ def command(
             more |= {"--trace": asked.path, "--trace-steps": asked.steps}
         return on_ranks(request, bounds, kept, more, steps, as_json)
     if kept is not None:
-        request = planned(request, kept, started)
+        request = with_run_plan(request, kept, started)
     workload = request.workload()
     program = request.compile(workload, quiet=started is not None)
     if asked is not None:
@@ -110,7 +128,7 @@ def command(
         if not fit(trainer, data, kept, steps, first=first, as_json=as_json):
             save = None  # the same command goes on, and writes it then
     else:
-        run = _Run(trainer, _batches(workload, program), request.target, first, as_json)
+        run = _TrainingLoop(trainer, _batches(workload, program), request.target, first, as_json)
         _traced(run, steps, asked, before, program.plan)
         run.finish()
     tell_stages(trainer, first=first, as_json=as_json)
@@ -134,7 +152,9 @@ def _save(trainer: Any, folder: str, first: bool) -> None:
         output.note(f"wrote {', '.join(file.name for file in files)} into {folder}")
 
 
-def _traced(run: _Run, steps: int, asked: Asked | None, before: int | None, plan: Plan) -> None:
+def _traced(
+    run: _TrainingLoop, steps: int, asked: TraceRequest | None, before: int | None, plan: Plan
+) -> None:
     """All steps, the last ones measured where that was asked for."""
     if asked is None:
         run.steps(1, steps)
@@ -144,13 +164,13 @@ def _traced(run: _Run, steps: int, asked: Asked | None, before: int | None, plan
     with run.trainer.record(baseline=before) as recorder:
         run.steps(warm + 1, steps)
     if run.done <= warm:
-        raise ended(run.done)
+        raise make_data_ended_error(run.done)
     if run.first:
         asked.write(recorder.recording, plan, run.as_json)
 
 
 @dataclass
-class _Run:
+class _TrainingLoop:
     """The steps, and how far they have come. first: whether this process is the one that tells.
 
     trainer: a synchronous or an asynchronous one. seconds: by call of the latter, of minibatches
@@ -210,17 +230,17 @@ class _Run:
 
 def is_stream(trainer: Any) -> bool:
     """Whether it is an asynchronous trainer."""
-    from fxpart.runtime.queued.trainer import QueueTrainer
-    from fxpart.runtime.stream import StreamTrainer
+    from fxpart.runtime.asynchronous import AsyncTrainer
+    from fxpart.runtime.queues.trainer import QueueTrainer
 
-    return isinstance(trainer, StreamTrainer | QueueTrainer)
+    return isinstance(trainer, AsyncTrainer | QueueTrainer)
 
 
 def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
     """Of an asynchronous trainer: what its stages missed and held. Every rank calls it."""
-    if not is_stream(trainer) or tell_copies(trainer, first=first, as_json=as_json):
+    if not is_stream(trainer) or print_replica_counts(trainer, first=first, as_json=as_json):
         return
-    from fxpart.runtime.stream.report import too_far
+    from fxpart.runtime.asynchronous.stage_report import describe_inaccurate_predictions
 
     stages = trainer.report()
     if not first:
@@ -234,8 +254,8 @@ def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
         text += f", {_several(stage.copies, 'set')} of weights at most"
         text += f", {_several(stage.skipped, 'update')} left out" if stage.skipped else ""
         output.note(text if rho is None else f"{text}, rho {rho:.2f}")
-    if too_far(rhos):
-        output.note(f"warning: {too_far(rhos)}")
+    if describe_inaccurate_predictions(rhos):
+        output.note(f"warning: {describe_inaccurate_predictions(rhos)}")
 
 
 def _watching(plan: Plan, steps: int) -> dict[str, Any]:
@@ -248,11 +268,11 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}" + ("s" if count != 1 else "")
 
 
-def _optimizer(request: Request, workload: Workload, lr: float | None) -> Any:
+def _optimizer(request: CommandLineRequest, workload: Workload, lr: float | None) -> Any:
     """What the trainer takes: None for what was compiled, or the same with this rate."""
     if lr is None:
         return None
-    from fxpart.optimizers import choose
+    from fxpart.compat.optimizer_choice import choose
 
     make: Any = choose(request.optimizer or workload.optimizer or "adamw").make
     return partial(make, lr=lr)
@@ -280,12 +300,12 @@ def _example(program: Program) -> Any:
 
 
 def _next(batches: Iterator[Any], target: str) -> Any:
+    from fxpart.capture.workload import make_user_error
     from fxpart.errors import FxpartError
-    from fxpart.target import users_fault
 
     try:
         return next(batches, None)
     except FxpartError:
         raise
     except Exception as fault:
-        raise users_fault(fault, None, target, "while the data was read") from fault
+        raise make_user_error(fault, None, target, "while the data was read") from fault

@@ -7,7 +7,7 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import EXIT_INPUT, FxpartError
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 
 
 @click.command()

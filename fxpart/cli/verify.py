@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import Request, compile_options, json_option
+from fxpart.cli.options import CommandLineRequest, compile_options, json_option
 from fxpart.errors import EXIT_DIFFERENCE
 
 if TYPE_CHECKING:
-    from fxpart.verify import Difference, Verification
+    from fxpart.verification.comparison import ParameterDifference, Verification
 
 SHOWN = 12
 
@@ -33,10 +33,10 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
     """
     from fxpart.environment import launch
 
-    request = Request(**options)
+    request = CommandLineRequest(**options)
     started = launch()
     if started is None and nproc is not None and nproc > 1:
-        from fxpart.cli.processes import run_on
+        from fxpart.cli.process_launch import run_on
 
         return run_on(request, nproc, "verify", {"--steps": steps}, as_json)
     if ranks is not None:
@@ -44,7 +44,7 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
     workload = request.workload()
     first = started is None or started.rank == 0
     program = request.compile(workload, quiet=started is not None)
-    with output.busy(f"training {steps} steps both ways") if first else nullcontext():
+    with output.show_activity(f"training {steps} steps both ways") if first else nullcontext():
         found = program.verify(steps)
     if not first:
         return 0
@@ -57,7 +57,7 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
 
 def describe(found: Verification) -> list[str]:
     """The comparison for a person: losses, the parameters that differ most, the verdict."""
-    from fxpart.report import units
+    from fxpart import units
     from fxpart.report.table import shortened, table
 
     head = (
@@ -112,7 +112,7 @@ def _verdict(found: Verification) -> list[str]:
 
 def _told_apart(found: Verification) -> list[str]:
     """What is above the promise and passes, because rounding makes as much of one process."""
-    from fxpart.report import units
+    from fxpart import units
 
     above = sum(d.noise and _largest(d) > found.tolerance for d in found.differences)
     if not above:
@@ -121,7 +121,7 @@ def _told_apart(found: Verification) -> list[str]:
     return [f"{units.plural(above, 'parameter')} {verb} by more, but by no more than rounding does"]
 
 
-def _largest(difference: Difference) -> float:
+def _largest(difference: ParameterDifference) -> float:
     return max(difference.gradient, difference.parameter)
 
 

@@ -11,7 +11,7 @@ from fxpart.cli.options import json_option
 from fxpart.errors import EXIT_INFEASIBLE, FxpartError, error
 
 if TYPE_CHECKING:
-    from fxpart.whatif import Answer
+    from fxpart.planner.whatif import WhatIfResult
 
 
 def _factor(_: click.Context, option: click.Parameter, text: str | None) -> float:
@@ -51,16 +51,18 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     The answer is over the costs and options of the problem that `fxpart plan` wrote beside the
     plan (plan.problem.json).
     """
-    from fxpart.plan import Plan
-    from fxpart.solver.joint.archive import beside, load
-    from fxpart.solver.joint.wishes.parse import read_wish
-    from fxpart.whatif import Change, answer
+    from fxpart.plan.model import Plan
+    from fxpart.planner.whatif import WhatIfChange, solve_whatif
+    from fxpart.solver.joint.archive import get_problem_path, load
+    from fxpart.solver.joint.constraints.parse import parse_constraint
 
     loaded = Plan.load(plan)
-    costed = load(problem or beside(plan))
-    wishes = [read_wish("fix", text) for text in given.pop("fix")]
-    wishes += [read_wish("forbid", text) for text in given.pop("forbid")]
-    found = answer(costed, loaded, Change(**given, wishes=tuple(wishes)), time_limit=time_limit)
+    costed = load(problem or get_problem_path(plan))
+    wishes = [parse_constraint("fix", text) for text in given.pop("fix")]
+    wishes += [parse_constraint("forbid", text) for text in given.pop("forbid")]
+    found = solve_whatif(
+        costed, loaded, WhatIfChange(**given, wishes=tuple(wishes)), time_limit=time_limit
+    )
     if as_json:
         output.data(_data(found))
     else:
@@ -71,15 +73,15 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     return 0
 
 
-def _explain(found: Answer) -> None:
+def _explain(found: WhatIfResult) -> None:
     from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
     output.note(str(FxpartError(explain_joint_infeasible(found.problem))))
 
 
-def _lines(found: Answer) -> list[str]:
+def _lines(found: WhatIfResult) -> list[str]:
     """The answer for a person: before, the same plan after, and planned again."""
-    from fxpart.report.units import seconds
+    from fxpart.units import seconds
 
     before = found.before.seconds
 
@@ -107,7 +109,7 @@ def _lines(found: Answer) -> list[str]:
     return lines
 
 
-def _data(found: Answer) -> dict[str, Any]:
+def _data(found: WhatIfResult) -> dict[str, Any]:
     kept, after = found.kept, found.after
     return {
         "change": str(found.change),

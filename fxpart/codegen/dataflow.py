@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.codegen.sizes import is_size
-from fxpart.pipeline.edit import annotation, place
-from fxpart.pipeline.effects import state_roots, state_written
+from fxpart.codegen.size_expressions import is_size
+from fxpart.compiler.effects import state_roots, state_written
+from fxpart.compiler.graph_edit import annotation, describe_node
 
 
-def where(node: fx.Node) -> str:
+def format_node(node: fx.Node) -> str:
     """A node for an error message: name, operation, module path and source line."""
-    return f"{place(node)}: {node.target}"
+    return f"{describe_node(node)}: {node.target}"
 
 
 def is_tuple(node: fx.Node) -> bool:
@@ -39,14 +39,14 @@ def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Writes:
+class StateWrites:
     """State that ops write in place: which ops write it, and every op that touches its storage."""
 
     writers: tuple[fx.Node, ...]
     touching: Mapping[str, tuple[fx.Node, ...]]
 
 
-def writes(graph: fx.Graph) -> Writes:
+def writes(graph: fx.Graph) -> StateWrites:
     """Find every op that writes state, and all that read what is written, through any view."""
     written = state_written(graph)
     roots = state_roots(graph)
@@ -56,10 +56,10 @@ def writes(graph: fx.Graph) -> Writes:
         if is_op(node):
             for name in {n for a in node.all_input_nodes for n in roots[a]} & names:
                 touching[name].append(node)
-    return Writes(tuple(written), {name: tuple(nodes) for name, nodes in touching.items()})
+    return StateWrites(tuple(written), {name: tuple(nodes) for name, nodes in touching.items()})
 
 
-def live(roots: Iterable[fx.Node]) -> set[fx.Node]:
+def find_live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that the roots need, themselves included."""
     todo = list(roots)
     found: set[fx.Node] = set()
@@ -71,7 +71,7 @@ def live(roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-class Gradients:
+class GradientFlow:
     """Which values a gradient of the loss flows back to, decided before anything runs."""
 
     def __init__(

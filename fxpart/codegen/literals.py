@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from fxpart import rng
-from fxpart.codegen.names import identifier, quoted
+from fxpart.codegen.identifiers import identifier, quoted
 from fxpart.compat import registering_module
+from fxpart.compiler.collective_calls import is_collective
+from fxpart.compiler.effects import is_op
 from fxpart.errors import FxpartError, error
-from fxpart.pipeline.collective import is_collective
-from fxpart.pipeline.effects import is_op
 
 INFIX: dict[Callable[..., Any], str] = {
     operator.add: "+",
@@ -59,7 +59,7 @@ MESH = "self.mesh"  # the lane's communicator
 COLLECTIVES = "fxpart.collectives"
 
 
-class Names:
+class NameScope:
     """The names of one module: operations at the top, values inside ``forward``."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ def _refuse(where: str, why: str) -> FxpartError:
     )
 
 
-def literal(value: Any, names: Names, where: str) -> str:
+def literal(value: Any, names: NameScope, where: str) -> str:
     """The Python text of one argument; node values by their local names."""
     if isinstance(value, fx.Node):
         return names.value(value)
@@ -180,7 +180,7 @@ def literal(value: Any, names: Names, where: str) -> str:
     raise _refuse(where, f"an argument is a {type(value).__name__}")
 
 
-def number(value: int | float | complex, names: Names) -> str:
+def number(value: int | float | complex, names: NameScope) -> str:
     """A number that reads back as itself: infinities, NaN and minus zero too."""
     if isinstance(value, complex):
         return f"complex({number(value.real, names)}, {number(value.imag, names)})"
@@ -201,7 +201,7 @@ def _torch_constant(value: torch.dtype | torch.layout | torch.memory_format, whe
     raise _refuse(where, f"{text} is not found in torch")
 
 
-def call(node: fx.Node, names: Names, where: str) -> str:
+def call(node: fx.Node, names: NameScope, where: str) -> str:
     """The Python expression of one ``call_function`` or ``call_method`` node."""
     args = node.args
     if node.op == "call_method":
@@ -226,13 +226,13 @@ def call(node: fx.Node, names: Names, where: str) -> str:
     return f"{names.operation(target, where)}({text})"
 
 
-def _atom(value: Any, names: Names, where: str) -> str:
+def _atom(value: Any, names: NameScope, where: str) -> str:
     """An argument as an operand: in brackets unless it is a name or a plain number."""
     text = literal(value, names, where)
     return text if text.isidentifier() or text.isdecimal() else f"({text})"
 
 
-def _arguments(args: tuple[Any, ...], node: fx.Node, names: Names, where: str) -> str:
+def _arguments(args: tuple[Any, ...], node: fx.Node, names: NameScope, where: str) -> str:
     parts = [literal(a, names, where) for a in args]
     for key, value in node.kwargs.items():
         text = DEVICE if key == "device" and value is not None else literal(value, names, where)

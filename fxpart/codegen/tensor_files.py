@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fxpart.bounded import from_json, read_bytes, reading
 from fxpart.errors import FxpartError, Problem, quoted, short
+from fxpart.files import from_json, open_regular_file, read_bytes
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -44,7 +44,7 @@ _CHUNK = 1 << 22  # bytes read at once of a tensor that is cut along an inner di
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TensorFileEntry:
     """Where one tensor lies. start: its first byte in the file."""
 
     file: Path
@@ -73,7 +73,7 @@ class TensorFiles:
             files = listed or sorted(path.glob("*.safetensors"))
         if not files:
             raise _fault(path, "the folder has no .safetensors file")
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TensorFileEntry] = {}
         self._open: dict[Path, BinaryIO] = {}
         for file in files:
             try:
@@ -131,7 +131,9 @@ class TensorFiles:
             result[at - first : at - first + count] = rows[(slice(None), *slices[1:])]
         return result
 
-    def _rows(self, entry: _Entry, start: int, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def _rows(
+        self, entry: _TensorFileEntry, start: int, count: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         """``count`` elements from the element ``start`` on."""
         tensor = torch.empty(shape, dtype=entry.dtype)
         if not count:
@@ -169,9 +171,9 @@ def _index(path: Path) -> dict[str, str]:
     return found
 
 
-def _header(path: Path) -> dict[str, _Entry]:
+def _header(path: Path) -> dict[str, _TensorFileEntry]:
     """The tensors of a file; ValueError where it is not as the format says."""
-    with reading(path) as (file, size):
+    with open_regular_file(path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_LARGEST, size - 8):
             raise ValueError("the file is shorter than its header says")
@@ -190,7 +192,7 @@ def _header(path: Path) -> dict[str, _Entry]:
             raise ValueError(f"{short(name)} lies outside of the file")
         if stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{short(name)} has not the bytes of {quoted(list(shape))}")
-        found[name] = _Entry(path, dtype, shape, 8 + length + start)
+        found[name] = _TensorFileEntry(path, dtype, shape, 8 + length + start)
     return found
 
 

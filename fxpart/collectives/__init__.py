@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fxpart.collectives.all_to_all_embedding import embedding_bag_sent, embedding_sent
 from fxpart.collectives.buckets import (
     BUCKET,
-    Pending,
+    BucketedCollective,
     all_gather_many,
     all_reduce_many,
     reduce_scatter_many,
@@ -12,28 +13,34 @@ from fxpart.collectives.buckets import (
     start_reduce_scatter,
     start_sum,
 )
-from fxpart.collectives.communicator import Axis, Communicator, Counts, Handle
-from fxpart.collectives.draws import random_shard
-from fxpart.collectives.expert_forms import experts_cut, experts_dispatched
-from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
-from fxpart.collectives.fake import FakeCommunicator
-from fxpart.collectives.forms_more import index_own_rows
-from fxpart.collectives.group import GroupCommunicator
-from fxpart.collectives.inprocess import InProcessHub
-from fxpart.collectives.lookups import (
-    embedding_bag_bags,
-    embedding_bag_bags_rows,
-    embedding_bag_rows,
-    embedding_rows,
+from fxpart.collectives.communicator import (
+    Axis,
+    CollectiveHandle,
+    CommunicationCounts,
+    Communicator,
 )
-from fxpart.collectives.lookups_sent import embedding_bag_sent, embedding_sent
-from fxpart.collectives.losses import (
+from fxpart.collectives.differentiable_ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    enter,
+    first_only,
+    leave,
+    reduce_scatter,
+    slice_shard,
+)
+from fxpart.collectives.expert_parallel import experts_cut, experts_dispatched
+from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
+from fxpart.collectives.fake_communicator import FakeCommunicator
+from fxpart.collectives.group_communicator import GroupCommunicator
+from fxpart.collectives.in_process_hub import InProcessHub
+from fxpart.collectives.parallel_losses import (
     cross_entropy_classes,
     cross_entropy_rows,
     cross_entropy_rows_classes,
     nll_loss_rows,
 )
-from fxpart.collectives.means import (
+from fxpart.collectives.parallel_means import (
     binary_cross_entropy_rows,
     binary_cross_entropy_with_logits_rows,
     hinge_embedding_loss_rows,
@@ -46,29 +53,27 @@ from fxpart.collectives.means import (
     smooth_l1_loss_rows,
     soft_margin_loss_rows,
 )
-from fxpart.collectives.norms import batch_norm_rows
-from fxpart.collectives.ops import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    enter,
-    first_only,
-    leave,
-    reduce_scatter,
-    slice_shard,
+from fxpart.collectives.random_ops import random_shard
+from fxpart.collectives.row_index import index_own_rows
+from fxpart.collectives.sync_batch_norm import batch_norm_rows
+from fxpart.collectives.vocab_parallel_embedding import (
+    embedding_bag_bags,
+    embedding_bag_bags_rows,
+    embedding_bag_rows,
+    embedding_rows,
 )
 
 __all__ = [
     "BUCKET",
     "Axis",
+    "BucketedCollective",
+    "CollectiveHandle",
+    "CommunicationCounts",
     "Communicator",
-    "Counts",
     "FakeCommunicator",
     "GroupCommunicator",
-    "Handle",
     "InProcessHub",
     "PeerLostError",
-    "Pending",
     "TransferTimeoutError",
     "all_gather",
     "all_gather_many",

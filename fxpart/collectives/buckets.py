@@ -11,13 +11,13 @@ from math import prod
 
 import torch
 
-from fxpart.collectives.communicator import Axis, Communicator, Handle, Size
-from fxpart.collectives.pieces import lengths, part, resized, take
+from fxpart.collectives.communicator import Axis, CollectiveHandle, Communicator, Size
+from fxpart.collectives.shard_buffer import lengths, part, resized, take
 
 BUCKET = 25 << 20  # bytes
 
 
-class Pending:
+class BucketedCollective:
     """Collectives over many tensors under way; the inputs may not change until ``wait`` is done."""
 
     def __init__(self, steps: Sequence[Callable[[], None]], results: list[torch.Tensor]) -> None:
@@ -35,15 +35,15 @@ class Pending:
 
 def start_sum(
     mesh: Communicator, tensors: Sequence[torch.Tensor], axes: Axis, *, bucket: int = BUCKET
-) -> Pending:
+) -> BucketedCollective:
     """Sum every tensor over the lanes of the axes, in place: the results are the tensors."""
     results = list(tensors)
     if mesh.size(axes) == 1:
-        return Pending([], results)
+        return BucketedCollective([], results)
     steps = [
         _sum_bucket(mesh, [results[i] for i in group], axes) for group in bucketed(results, bucket)
     ]
-    return Pending(steps, results)
+    return BucketedCollective(steps, results)
 
 
 def start_reduce_scatter(
@@ -53,7 +53,7 @@ def start_reduce_scatter(
     *,
     dims: Sequence[int] | None = None,
     bucket: int = BUCKET,
-) -> Pending:
+) -> BucketedCollective:
     """Sum every tensor over the axis; the results are this lane's pieces of them, new tensors.
 
     dims: per tensor, which one has at least one dim, the dim that is cut (the first by default).
@@ -61,13 +61,15 @@ def start_reduce_scatter(
     """
     cuts = [0] * len(tensors) if dims is None else list(dims)
     if mesh.size(axis) == 1:
-        return Pending([], [take(t, d, 1, 1, 0) for t, d in zip(tensors, cuts, strict=True)])
+        return BucketedCollective(
+            [], [take(t, d, 1, 1, 0) for t, d in zip(tensors, cuts, strict=True)]
+        )
     results = [torch.empty(0)] * len(tensors)
     steps = [
         _scatter_bucket(mesh, tensors, results, group, cuts, axis)
         for group in bucketed(tensors, bucket)
     ]
-    return Pending(steps, results)
+    return BucketedCollective(steps, results)
 
 
 def start_all_gather(
@@ -78,7 +80,7 @@ def start_all_gather(
     *,
     dims: Sequence[int] | None = None,
     bucket: int = BUCKET,
-) -> Pending:
+) -> BucketedCollective:
     """Fill each tensor of ``into`` with the pieces of all lanes; the results are those tensors.
 
     dims: per tensor the dim that is cut (the first by default).
@@ -90,12 +92,12 @@ def start_all_gather(
             for whole, piece in zip(results, pieces, strict=True):
                 if whole is not piece:
                     whole.copy_(piece)
-        return Pending([], results)
+        return BucketedCollective([], results)
     steps = [
         _gather_bucket(mesh, pieces, results, group, cuts, axis)
         for group in bucketed(results, bucket)
     ]
-    return Pending(steps, results)
+    return BucketedCollective(steps, results)
 
 
 def all_reduce_many(
@@ -197,7 +199,7 @@ def _scatter_bucket(
             piece = part(tensor, dim, 1, size, lane)
             flat.narrow(0, at, piece.numel()).view(piece.shape).copy_(piece)
             at += piece.numel()
-    handle: Handle = mesh.start_reduce_scatter(flat, axis, counts)
+    handle: CollectiveHandle = mesh.start_reduce_scatter(flat, axis, counts)
     shapes = [
         resized(tensor.shape, dim, size[place])
         for tensor, dim, size in zip(tensors, cut, sizes, strict=True)

@@ -1,7 +1,8 @@
 """What a lane needs to talk to the other lanes of its stage, and the part that is the same for all.
 
-A communicator moves plain tensors; gradients are the business of :mod:`fxpart.collectives.ops`.
-All lanes of a group must start the same transfers in the same order.
+A communicator moves plain tensors; gradients are the business of
+:mod:`fxpart.collectives.differentiable_ops`. All lanes of a group must start the same transfers in
+the same order.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Axis: TypeAlias = str | tuple[str, ...]
 Size: TypeAlias = int | torch.SymInt
 
 
-class Handle(Protocol):
+class CollectiveHandle(Protocol):
     """A transfer under way."""
 
     def wait(self) -> torch.Tensor:
         """Its result; TransferTimeoutError, PeerLostError."""
 
 
-Start: TypeAlias = Callable[..., Handle]
+Start: TypeAlias = Callable[..., CollectiveHandle]
 _STARTS = {
     "all_reduce": "_reduce", "all_gather": "_gather", "reduce_scatter": "_scatter",
     "all_to_all": "_exchange",
@@ -36,7 +37,7 @@ _STARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedCollective:
     """A transfer that is complete."""
 
     result: torch.Tensor
@@ -47,7 +48,7 @@ class Done:
 
 
 @dataclass
-class Counts:
+class CommunicationCounts:
     """Calls and bytes by (kind, axes joined with a comma), as this lane saw them.
 
     kind: all_reduce, all_gather, reduce_scatter or all_to_all. bytes: of the tensor that the
@@ -87,8 +88,8 @@ class Communicator(ABC):
     A backend gives ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat, contiguous
     tensors. An input may not change between a start and the end of its wait.
 
-    mesh, lane: who this is. counts: see :class:`Counts`. fake: there are no other lanes, only
-    shapes matter.
+    mesh, lane: who this is. counts: see :class:`CommunicationCounts`. fake: there are no other
+    lanes, only shapes matter.
     """
 
     fake = False
@@ -97,7 +98,7 @@ class Communicator(ABC):
         """lane: this rank's place in the mesh."""
         self.mesh = mesh
         self.lane = lane
-        self.counts = Counts()
+        self.counts = CommunicationCounts()
         self._known: dict[Axis, tuple[int, int, tuple[int, ...]]] = {}
 
     def group(self, axis: Axis) -> tuple[int, int, tuple[int, ...]]:
@@ -118,59 +119,59 @@ class Communicator(ABC):
 
     def start_all_reduce(
         self, tensor: torch.Tensor, axis: Axis, op: str = "sum", *, reuse: bool = False
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Sum ("sum") or take the largest ("max") of every lane's tensor of this shape.
 
         reuse: the result may take the tensor's place.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
-            return Done(tensor if reuse else tensor.clone())
+            return CompletedCollective(tensor if reuse else tensor.clone())
         self.counts.note("all_reduce", axis, tensor.numel() * tensor.itemsize)
         fresh = tensor.contiguous()
         return self._reduce(fresh, lanes, op, reuse or fresh is not tensor)
 
     def start_all_gather(
         self, tensor: torch.Tensor, axis: Axis, counts: Sequence[Size] | None = None
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Every lane's elements one after another, 1-D, in order of place.
 
         counts: how many each lane gives; None where that is the same for all.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
-            return Done(tensor.reshape(-1))
+            return CompletedCollective(tensor.reshape(-1))
         sizes: list[Size] = [tensor.numel()] * size if counts is None else list(counts)
         self.counts.note("all_gather", axis, sum(sizes) * tensor.itemsize)
         return self._gather(tensor.reshape(-1), lanes, sizes)
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, axis: Axis, counts: Sequence[Size]
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Sum every lane's 1-D tensor; this lane gets its own part, 1-D. counts: of the parts."""
         _, size, lanes = self.group(axis)
         if size == 1:
-            return Done(flat)
+            return CompletedCollective(flat)
         self.counts.note("reduce_scatter", axis, flat.numel() * flat.itemsize)
         return self._scatter(flat.contiguous(), lanes, list(counts))
 
     def start_all_to_all(
         self, flat: torch.Tensor, axis: Axis, give: Sequence[Size], get: Sequence[Size]
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Send the parts of a 1-D tensor, one to each lane; the received parts, 1-D, in order.
 
         give: elements of each part. get: elements that each lane sends here.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
-            return Done(flat)
+            return CompletedCollective(flat)
         self.counts.note("all_to_all", axis, flat.numel() * flat.itemsize)
         return self._exchange(flat.contiguous(), lanes, list(give), list(get))
 
     def watch(self, around: Callable[[str, Start], Start] | None) -> None:
         """Start transfers by what ``around(kind, start)`` makes of a kind's start; None: as ever.
 
-        The kinds are those of :class:`Counts`.
+        The kinds are those of :class:`CommunicationCounts`.
         """
         for kind, name in _STARTS.items():
             vars(self).pop(name, None)
@@ -214,21 +215,27 @@ class Communicator(ABC):
         return _split(self.start_all_to_all(flat, axis, give, counts).wait(), shapes, counts)
 
     @abstractmethod
-    def _reduce(self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool) -> Handle:
+    def _reduce(
+        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+    ) -> CollectiveHandle:
         """The sum or maximum over the lanes; reuse: ``tensor`` may hold it."""
 
     @abstractmethod
-    def _gather(self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]) -> Handle:
+    def _gather(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> CollectiveHandle:
         """All lanes' flat pieces, one after another; counts: elements of each."""
 
     @abstractmethod
-    def _scatter(self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]) -> Handle:
+    def _scatter(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> CollectiveHandle:
         """This lane's piece of the sum; counts: elements of each lane's."""
 
     @abstractmethod
     def _exchange(
         self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Pieces given and got, flat; give, get: elements by lane."""
 
 

@@ -19,7 +19,7 @@ HALVES, PAIRS, WHOLE = "halves", "pairs", ""  # how the first product holds gate
 LOOP, GROUPED = "loop", "grouped"  # one product for each expert, or aten._grouped_mm
 
 
-class Experts(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The experts' weights and what they compute.
 
     up: [E, 2I, H] ([E, I, H] without a gate), down: [E, H, I]; ``plain``: [E, H, 2I] and [E, I, H],
@@ -39,7 +39,7 @@ class Experts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Statement:
+class PointwiseStatement:
     """One pointwise op of a body; an argument is the number of an earlier value, or a literal."""
 
     op: Any
@@ -48,7 +48,7 @@ class Statement:
 
 
 @cache
-def statements(body: str) -> tuple[Statement, ...]:
+def statements(body: str) -> tuple[PointwiseStatement, ...]:
     """``"silu.default %0; mul.Tensor %2 %1"``: ATen's pointwise ops on what came before.
 
     %0 is the first product (its gate), %1 its up part where there is a gate, then follow the
@@ -64,7 +64,7 @@ def statements(body: str) -> tuple[Statement, ...]:
         args = [w for w in words if "=" not in w]
         kwargs = [w.partition("=") for w in words if "=" in w]
         found.append(
-            Statement(
+            PointwiseStatement(
                 op,
                 tuple(
                     (True, int(w[1:])) if w.startswith("%") else (False, ast.literal_eval(w))
@@ -134,7 +134,7 @@ grouped_product.register_autograd(_backward, setup_context=_keep)
 
 
 def _product(
-    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, experts: Experts
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     turned = weight if experts.plain else weight.transpose(-2, -1)
     result: torch.Tensor
@@ -145,8 +145,8 @@ def _product(
     return result
 
 
-def through(
-    rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, experts: Experts
+def apply_experts(
+    rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """Rows [S, H], sorted by expert, through their experts.
 
@@ -182,9 +182,9 @@ def experts(
 ) -> torch.Tensor:
     """hidden [T, H] through the experts index [T, k] (int64), weighted by weights [T, k]: [T, H].
 
-    The other arguments are those of :class:`Experts`.
+    The other arguments are those of :class:`ExpertWeights`.
     """
-    layers = Experts(up, down, up_bias, down_bias, body, parts, plain, product)
+    layers = ExpertWeights(up, down, up_bias, down_bias, body, parts, plain, product)
     chosen = index.size(1)
     ids, order = torch.sort(index.reshape(-1))
     rows = hidden[order // chosen]
@@ -193,7 +193,7 @@ def experts(
     counted = ids.float() if ids.device.type in ("cpu", "mps") else ids.int()
     counts = torch.histc(counted, bins=number, min=0, max=number - 1)
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    out = through(rows, ids, ends, layers) * weighed.unsqueeze(-1)
+    out = apply_experts(rows, ids, ends, layers) * weighed.unsqueeze(-1)
     place = torch.arange(order.size(0), device=order.device)
     back = torch.empty_like(order).index_put((order,), place)
     return out[back].view(hidden.size(0), chosen, hidden.size(1)).sum(dim=1)

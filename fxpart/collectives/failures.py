@@ -5,7 +5,7 @@ from __future__ import annotations
 NOBODY, ALL = -1, -2
 
 
-class Waiting:
+class RankWaitState:
     """Whether the thread that runs a rank's steps waits. rank: whom for; NOBODY, ALL. since: when.
 
     since: by the monotonic clock. Written where a wait begins and ends, read by the rank's watch.
@@ -19,7 +19,7 @@ class Waiting:
         self.since = 0.0
 
 
-waiting = Waiting()  # of this process
+waiting = RankWaitState()  # of this process
 
 
 class TransferTimeoutError(Exception):

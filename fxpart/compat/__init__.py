@@ -2,21 +2,9 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpart.compat.agents import telling
-from fxpart.compat.ambient_modes import (
-    active_modes,
-    default_device_of,
-    has_modes,
-    has_saved_tensor_hooks,
-)
-from fxpart.compat.autocasts import grad_modes_kept, may_convert
-from fxpart.compat.compiling import (
-    compile_counters,
-    compiler_fault,
-    is_compiled,
-    plain_name,
-    uncompiled,
-)
+from fxpart.compat.autocast import grad_modes_kept, may_convert
+from fxpart.compat.dataloader import skip_batches
+from fxpart.compat.elastic_agent import make_reporting_agent
 from fxpart.compat.foreach import (
     foreach_add,
     foreach_add_,
@@ -32,34 +20,39 @@ from fxpart.compat.foreach import (
     foreach_zero_,
 )
 from fxpart.compat.gloo_threads import share_cores, waiting_threads
-from fxpart.compat.groups import default_store
-from fxpart.compat.loading import skip_batches
+from fxpart.compat.mode_stack import (
+    active_modes,
+    default_device_of,
+    has_modes,
+    has_saved_tensor_hooks,
+)
 from fxpart.compat.modules import (
+    disable_mask_detection,
     global_module_hooks,
     has_kernel,
     has_module_hooks,
-    mask_detection_off,
+    intercept_module_calls,
     operation_schema,
     own_backward,
     registering_module,
     tensor_slots,
     unwrapped,
-    watched_calls,
 )
 from fxpart.compat.optimizers import (
     has_step_hooks,
+    make_proxy_optimizer,
+    make_proxy_scheduler,
     mark_stepped,
     optimizer_over,
-    optimizer_standing_in,
     replace_step,
-    scheduler_standing_in,
     step_of,
     steps_as_its_class,
 )
-from fxpart.compat.saved import release_saved, saved_hooks, saved_slots
-from fxpart.compat.symbols import (
+from fxpart.compat.process_groups import default_store
+from fxpart.compat.saved_tensors import release_saved, saved_hooks, saved_slots
+from fxpart.compat.symbolic_shapes import (
+    disable_guards,
     floor_division,
-    guards_off,
     has_unbacked_symbols,
     size_hint,
     symbol_facts,
@@ -70,23 +63,30 @@ from fxpart.compat.symbols import (
 from fxpart.compat.tensors import (
     detach_constant,
     fake_mode,
+    get_write_count,
     is_fake,
     is_plain_fake,
     like_fake,
-    quiet_fakes,
+    silence_fake_errors,
     storage_address,
     storage_identity,
     view_base,
-    writes,
 )
-from fxpart.compat.tracing import (
+from fxpart.compat.torch_compile import (
+    compile_counters,
+    compiler_fault,
+    is_compiled,
+    plain_name,
+    unwrap_compiled,
+)
+from fxpart.compat.tracers import (
     active_tracer,
     deferred_code,
+    pause_tracing,
     python_dispatcher,
     record_operations,
     trace_as,
     traced_node,
-    untraced,
     watch_casts,
 )
 
@@ -100,6 +100,8 @@ __all__ = [
     "default_store",
     "deferred_code",
     "detach_constant",
+    "disable_guards",
+    "disable_mask_detection",
     "fake_mode",
     "floor_division",
     "foreach_add",
@@ -114,37 +116,39 @@ __all__ = [
     "foreach_shift_",
     "foreach_sqrt",
     "foreach_zero_",
+    "get_write_count",
     "global_module_hooks",
     "grad_modes_kept",
-    "guards_off",
     "has_kernel",
     "has_modes",
     "has_module_hooks",
     "has_saved_tensor_hooks",
     "has_step_hooks",
     "has_unbacked_symbols",
+    "intercept_module_calls",
     "is_compiled",
     "is_fake",
     "is_plain_fake",
     "like_fake",
+    "make_proxy_optimizer",
+    "make_proxy_scheduler",
+    "make_reporting_agent",
     "mark_stepped",
-    "mask_detection_off",
     "may_convert",
     "operation_schema",
     "optimizer_over",
-    "optimizer_standing_in",
     "own_backward",
+    "pause_tracing",
     "plain_name",
     "python_dispatcher",
-    "quiet_fakes",
     "record_operations",
     "registering_module",
     "release_saved",
     "replace_step",
     "saved_hooks",
     "saved_slots",
-    "scheduler_standing_in",
     "share_cores",
+    "silence_fake_errors",
     "size_hint",
     "skip_batches",
     "step_of",
@@ -154,17 +158,13 @@ __all__ = [
     "symbol_facts",
     "symbol_names",
     "symbolic_input",
-    "telling",
     "tensor_slots",
     "trace_as",
     "traced_node",
-    "uncompiled",
     "unflatten_output",
-    "untraced",
+    "unwrap_compiled",
     "unwrapped",
     "view_base",
     "waiting_threads",
     "watch_casts",
-    "watched_calls",
-    "writes",
 ]

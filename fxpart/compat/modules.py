@@ -50,7 +50,7 @@ def global_module_hooks() -> list[dict[Any, Any]]:
 
 
 @contextmanager
-def mask_detection_off() -> Iterator[None]:
+def disable_mask_detection() -> Iterator[None]:
     """nn.Transformer told not to look at the values of an attention mask to see if it is causal.
 
     The look is control flow that depends on data and stops every tracer; its answer is only a hint
@@ -75,7 +75,7 @@ def mask_detection_off() -> Iterator[None]:
 
 
 @contextmanager
-def watched_calls(handler: Callable[..., Any]) -> Iterator[None]:
+def intercept_module_calls(handler: Callable[..., Any]) -> Iterator[None]:
     """Every call of an nn.Module goes through ``handler(module, call, args, kwargs)``.
 
     ``call(module, *args, **kwargs)`` is what torch would do. Patches the private

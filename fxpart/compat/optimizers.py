@@ -16,7 +16,7 @@ _NOT_TAKEN = ("state", "param_groups", "step")
 _HOOKS = "_hooks"
 
 
-def scheduler_standing_in(scheduler: LRScheduler) -> tuple[LRScheduler, torch.optim.Optimizer]:
+def make_proxy_scheduler(scheduler: LRScheduler) -> tuple[LRScheduler, torch.optim.Optimizer]:
     """A copy of the scheduler, and the optimizer without parameters whose options it sets.
 
     The copy goes through ``copy.deepcopy``, in which the optimizer is replaced; so do those of
@@ -43,7 +43,7 @@ def scheduler_standing_in(scheduler: LRScheduler) -> tuple[LRScheduler, torch.op
     return copy.deepcopy(scheduler, {id(real): stand_in}), stand_in
 
 
-def optimizer_standing_in(
+def make_proxy_optimizer(
     real: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class, without state, for other parameters in the same groups.

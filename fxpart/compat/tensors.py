@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fxpart.compat.tracing import untraced
+from fxpart.compat.tracers import pause_tracing
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -41,7 +41,7 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
-def writes(tensor: torch.Tensor) -> int:
+def get_write_count(tensor: torch.Tensor) -> int:
     """How often the tensor, or another view of its storage, was written (``_version``)."""
     return tensor._version
 
@@ -88,7 +88,7 @@ def like_fake(fake: Any) -> torch.Tensor:
 
     With a gradient it is no leaf, as the result of an op is none. Not recorded by tracers.
     """
-    with untraced(), fake.fake_mode:
+    with pause_tracing(), fake.fake_mode:
         made = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
         if fake.requires_grad:
             made.requires_grad_()
@@ -97,7 +97,7 @@ def like_fake(fake: Any) -> torch.Tensor:
 
 
 @contextmanager
-def quiet_fakes() -> Iterator[None]:
+def silence_fake_errors() -> Iterator[None]:
     """Failing fake kernels raise as ever, but torch does not also log a stack trace for each.
 
     For a first try that another follows. Filters the private logger ``torch._subclasses.

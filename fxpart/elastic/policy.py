@@ -8,7 +8,7 @@ from math import fsum, inf
 
 
 @dataclass(frozen=True)
-class Situation:
+class RankLossScenario:
     """What is known when ranks were lost.
 
     steps: updates that are left. full, small: seconds of a step with all ranks and with those that
@@ -25,7 +25,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Decision:
+class WaitDecision:
     """How long to wait before going on with fewer, and what is expected.
 
     wait: seconds; 0 to go on with fewer at once, ``inf`` to wait however long it takes. seconds:
@@ -42,12 +42,12 @@ class Decision:
         return self.wait == 0.0
 
 
-def alone(it: Situation) -> float:
+def alone(it: RankLossScenario) -> float:
     """Seconds to the end with fewer ranks that stay fewer: ``change + steps * small``."""
     return it.change + it.steps * it.small
 
 
-def grown(it: Situation, back: float) -> float:
+def grown(it: RankLossScenario, back: float) -> float:
     """Seconds to the end that go on with fewer at once, and with all when they are back.
 
     back: seconds from now. With c for ``change``, the small run has done ``(back - c) / small``
@@ -62,7 +62,7 @@ def grown(it: Situation, back: float) -> float:
     return min(stay, max(back, it.change) + it.change + (it.steps - done) * it.full)
 
 
-def expected(it: Situation, wait: float) -> float:
+def expected(it: RankLossScenario, wait: float) -> float:
     """Expected seconds to the end, waiting at most ``wait`` seconds before going on with fewer.
 
     Over the arrivals ``(p, w)`` the sum of ``p`` times ``w + change + steps * full`` where ``w`` is
@@ -79,7 +79,7 @@ def expected(it: Situation, wait: float) -> float:
     return fsum(parts)
 
 
-def decide(it: Situation) -> Decision:
+def decide(it: RankLossScenario) -> WaitDecision:
     """The wait with the least expected time; of equal ones the shortest.
 
     Waiting pays off at an arrival only, so that the best wait is 0 or one of them: between two
@@ -94,10 +94,10 @@ def decide(it: Situation) -> Decision:
             words += f", {_time(other)} if waited {_time(max(waits))} for the lost"
     else:
         words = f"waiting up to {_time(wait)}: done in {_time(seconds)}, {_time(other)} with fewer"
-    return Decision(wait, seconds, words)
+    return WaitDecision(wait, seconds, words)
 
 
-def measured(predicted: tuple[float, float], seen: float) -> tuple[float, float]:
+def calibrate_step_seconds(predicted: tuple[float, float], seen: float) -> tuple[float, float]:
     """Step seconds with all and with fewer ranks, predicted, corrected by what was ``seen`` of all.
 
     Predictions err alike on one machine, so that both are scaled by ``seen`` over the first; 0 for

@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from fxpart.bounded import from_json, reading
-from fxpart.rundir import RunDir
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.files import from_json, open_regular_file
 
 _STEP = re.compile(r"step-(\d{10})")
 _TAIL = 1 << 16  # bytes
 _LOOK = 1.0  # seconds
 
 
-def saved(run: RunDir) -> int:
+def read_checkpoint_step(run: RunDir) -> int:
     """Updates that the run's newest checkpoint has; 0 where there is none."""
     try:
         found = [_STEP.fullmatch(path.name) for path in run.checkpoints.iterdir()]
@@ -27,7 +27,7 @@ def saved(run: RunDir) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def reached(run: RunDir) -> int:
+def read_ledger_step(run: RunDir) -> int:
     """The farthest update among the last lines of the run's ledger; 0 where there is none."""
     steps = [line.get("step") for line in _last_lines(run.ledger) if line.get("line") == "update"]
     return max((step for step in steps if type(step) is int), default=0)
@@ -51,7 +51,7 @@ def finished(run: RunDir) -> bool:
     return how in ("steps", "epochs", "data", "early stopping")
 
 
-class Pace:
+class GenerationTimer:
     """How fast a generation goes, by its ledger, looked at once a second."""
 
     def __init__(self, run: RunDir, farthest: int, clock: Callable[[], float] = time.monotonic):
@@ -66,7 +66,7 @@ class Pace:
         now = self._clock()
         if now - self._looked < _LOOK:
             return
-        self._looked, step = now, reached(self._run)
+        self._looked, step = now, read_ledger_step(self._run)
         if step > (self._before if self._last is None else self._last[1]):
             self._last = now, step
             self._first = self._first or self._last
@@ -87,7 +87,7 @@ class Pace:
 def _last_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in the last lines of a file of JSON lines; what is none is left out."""
     try:
-        with reading(path) as (file, size):
+        with open_regular_file(path) as (file, size):
             file.seek(max(0, size - _TAIL))
             raw = file.read(_TAIL)
     except OSError:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.cluster import Cluster, Device
+from fxpart.cluster.model import Cluster, Device
 from fxpart.errors import error
-from fxpart.plan import Plan
-from fxpart.prediction import RankPrediction, busy_by_rank
+from fxpart.plan.model import Plan
+from fxpart.plan.prediction import RankPrediction, busy_by_rank
 from fxpart.report.timeline import plan_steps
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _STEPS = (
 
 
 @dataclass(frozen=True)
-class Rebalanced:
+class RebalanceResult:
     """A plan that is faster where devices have become slow.
 
     program: of the new plan. slow: by rank of the old plan, how many times slower its device is.
@@ -60,9 +60,10 @@ def slower(
     """By rank how many times slower its device is than it was; only those that are slow.
 
     seconds: of computation a step, by rank, as measured
-    (:meth:`fxpart.runtime.slow.Pace.seconds`). before: the same earlier
-    (:attr:`fxpart.runtime.slow.Pace.past`); None: as the plan predicts. What has become slower on
-    half of the ranks or more is no device. In quarters. FXP109 where a rank is missing.
+    (:meth:`fxpart.runtime.monitor.straggler_detector.StragglerDetector.seconds`). before: the same
+    earlier (:attr:`fxpart.runtime.monitor.straggler_detector.StragglerDetector.past`); None: as the
+    plan predicts. What has become slower on half of the ranks or more is no device. In quarters.
+    FXP109 where a rank is missing.
     """
     base = planned(plan) if before is None else before
     missing = [r for r in range(plan.world) if not (seconds.get(r, 0) > 0 and base.get(r, 0) > 0)]
@@ -109,7 +110,7 @@ def rebalance(
     *,
     least: float = LEAST,
     cost_model: str | Path | CostModel = "auto",
-) -> Rebalanced | None:
+) -> RebalanceResult | None:
     """The program's model planned again for its devices as they are, on as many ranks.
 
     seconds, before: see :func:`slower`. None where no device is slow, or where the new plan is not
@@ -127,7 +128,7 @@ def rebalance(
     )  # fmt: skip
     unit = median_low(seconds[rank] / each for rank, each in planned(plan).items())
     now, then = unit * _step(with_slow(plan, slow)), unit * _step(found.plan)
-    return Rebalanced(found, slow, now, then) if now >= least * then else None
+    return RebalanceResult(found, slow, now, then) if now >= least * then else None
 
 
 def with_slow(plan: Plan, slow: Mapping[int, float]) -> Plan:

@@ -10,15 +10,20 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from fxpart.elastic.bounds import Bounds
-from fxpart.elastic.moves import Seated, seat
-from fxpart.elastic.policy import Situation, decide, measured
-from fxpart.elastic.progress import Pace, finished, reached, saved
-from fxpart.elastic.wishes import Holder, holding
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.elastic.device_reassignment import DeviceReassignment, reassign_devices
+from fxpart.elastic.policy import RankLossScenario, calibrate_step_seconds, decide
+from fxpart.elastic.progress import (
+    GenerationTimer,
+    finished,
+    read_checkpoint_step,
+    read_ledger_step,
+)
+from fxpart.elastic.rank_bounds import RankBounds
+from fxpart.elastic.scale_request import RunLock, lock_run
 from fxpart.errors import EXIT_INFEASIBLE, EXIT_RUN, FxpartError, error
-from fxpart.launching import Ended, Failed, Running, start
-from fxpart.plan import Plan
-from fxpart.rundir import RunDir
+from fxpart.launch import JobExit, RankFailure, RankProcesses, start
+from fxpart.plan.model import Plan
 
 RESTARTS = 3  # without a step more, and it stops
 TWICE = 2  # a device that loses its rank so often without a step more is taken for lost
@@ -26,7 +31,7 @@ _TOO_MANY_RANKS = ("FXP502", "FXP519")
 
 
 @dataclass(frozen=True)
-class Job:
+class ElasticJob:
     """What is supervised.
 
     steps: updates at which the run is done, as far as that is known. plan: for so many ranks of the
@@ -39,7 +44,7 @@ class Job:
     again.
     """
 
-    bounds: Bounds
+    bounds: RankBounds
     run: RunDir
     steps: int
     plan: Callable[[int, frozenset[str]], tuple[Plan, bool]]
@@ -47,12 +52,12 @@ class Job:
     tell: Callable[[str], None]
     advance: Callable[[Iterable[int]], None] = lambda numbers: None
     slower: Callable[[Plan], tuple[Plan, str] | None] = lambda plan: None
-    start: Callable[..., Ended] = start
+    start: Callable[..., JobExit] = start
     change: float = 10.0
     retry: float = 600.0
 
 
-def supervise(job: Job) -> int:
+def supervise(job: ElasticJob) -> int:
     """Run the job to its end; the exit status: 0 where it is done, or was stopped with all saved.
 
     A rank that ends otherwise than by a mistake of the user is replaced: all ranks start again
@@ -64,7 +69,7 @@ def supervise(job: Job) -> int:
     Raises FXP517 after three restarts without a step more, FXP519 where fewer ranks are left than
     the least, FXP109 where another launcher runs the run, and what planning raises.
     """
-    with holding(job.run, job.bounds) as holder:
+    with lock_run(job.run, job.bounds) as holder:
         return _Supervisor(job, holder).run()
 
 
@@ -78,8 +83,8 @@ class _Supervisor:
     planned for its number of ranks. pace: of the generation that runs, or ran last.
     """
 
-    job: Job
-    holder: Holder
+    job: ElasticJob
+    holder: RunLock
     wanted: int = 0
     wish: int | None = None
     failures: int = 0
@@ -89,7 +94,7 @@ class _Supervisor:
     plan: Plan | None = None
     better: Plan | None = None
     farthest: int = 0
-    pace: Pace | None = None
+    pace: GenerationTimer | None = None
 
     def run(self) -> int:
         """All generations."""
@@ -99,14 +104,16 @@ class _Supervisor:
             self.plan, self.wish = plan, None
             self.holder.tell(plan.world)
             self.job.advance(self._neighbours(plan.world))
-            before = saved(self.job.run)
+            before = read_checkpoint_step(self.job.run)
             self.job.tell(f"starting {plan.world} processes from step {before}")
-            farthest = max(before, reached(self.job.run), self.farthest)
-            self.pace = Pace(self.job.run, farthest)
+            farthest = max(before, read_ledger_step(self.job.run), self.farthest)
+            self.pace = GenerationTimer(self.job.run, farthest)
             ended = self.job.start(
                 self.job.arguments(self.job.run.plan), plan.world, on_tick=self._tick
             )
-            self.farthest = max(saved(self.job.run), reached(self.job.run), farthest)
+            self.farthest = max(
+                read_checkpoint_step(self.job.run), read_ledger_step(self.job.run), farthest
+            )
             status = self._judge(ended, plan, self.farthest > farthest)
             if status is not None:
                 return status
@@ -117,7 +124,7 @@ class _Supervisor:
         """The next generation's plan, its seats chosen, written where the ranks read it."""
         began = time.perf_counter()
         plan, found = self._feasible()
-        seated = seat(plan, self.plan)
+        seated = reassign_devices(plan, self.plan)
         seated.plan.dump(self.job.run.plan)
         if self.plan is not None and plan.world != self.plan.world:
             self.job.tell(_change(self.plan, seated, found, time.perf_counter() - began))
@@ -162,7 +169,7 @@ class _Supervisor:
 
     # -- while they run --------------------------------------------------------------------------
 
-    def _tick(self, running: Running) -> None:
+    def _tick(self, running: RankProcesses) -> None:
         """Ask the ranks to save and stop where another number of them is wished for."""
         assert self.plan is not None and self.pace is not None
         self.pace.look()
@@ -191,13 +198,13 @@ class _Supervisor:
             return False
         return True
 
-    def _change(self, running: Running, ranks: int) -> None:
+    def _change(self, running: RankProcesses, ranks: int) -> None:
         self.wish = ranks
         running.send(signal.SIGUSR1)
 
     # -- after they ended ------------------------------------------------------------------------
 
-    def _judge(self, ended: Ended, plan: Plan, further: bool) -> int | None:
+    def _judge(self, ended: JobExit, plan: Plan, further: bool) -> int | None:
         """The exit status, or None to go on. further: whether a step more was done."""
         if ended.asked is not None:
             self._leave(signal.Signals(ended.asked).name)
@@ -226,15 +233,16 @@ class _Supervisor:
     def _leave(self, why: str) -> None:
         """Say how to go on, where something is left to do."""
         if not finished(self.job.run):
-            done = saved(self.job.run)
+            done = read_checkpoint_step(self.job.run)
             self.job.tell(f"{why}: {done} steps are saved; the same command goes on")
 
-    def _lost(self, failed: Failed, plan: Plan) -> None:
+    def _lost(self, failed: RankFailure, plan: Plan) -> None:
         """Replace the rank, or go on without its device."""
         name = plan.device(failed.rank).name if failed.rank < plan.world else ""
         self.losses[name] += not failed.told
         self.job.tell(
-            f"rank {failed.rank} ({name}) ended with {failed.how}; {saved(self.job.run)} steps are "
+            f"rank {failed.rank} ({name}) ended with {failed.how}; "
+            f"{read_checkpoint_step(self.job.run)} steps are "
             "saved"
         )
         if self.losses[name] < TWICE or self.wanted <= self.job.bounds.least:
@@ -246,11 +254,11 @@ class _Supervisor:
             return  # there is no plan for fewer: it is tried with all again
         assert self.pace is not None, "it has just run"
         predicted = plan.prediction.step_seconds, smaller.prediction.step_seconds
-        full, small = measured(predicted, self.pace.step_seconds)
-        left = max(1, self.job.steps - saved(self.job.run))
+        full, small = calibrate_step_seconds(predicted, self.pace.step_seconds)
+        left = max(1, self.job.steps - read_checkpoint_step(self.job.run))
         arrivals = ((0.5, self.job.retry), (0.5, inf))
         change = self.pace.start_seconds or self.job.change
-        decision = decide(Situation(left, full, small, change, arrivals))
+        decision = decide(RankLossScenario(left, full, small, change, arrivals))
         self.job.tell(f"{name} lost its rank {self.losses[name]} times: {decision.words}")
         if not decision.smaller:
             time.sleep(min(decision.wait, self.job.retry))
@@ -258,7 +266,7 @@ class _Supervisor:
         self.lost, self.wanted = lost, plan.world - 1
         self.back = time.monotonic() + self.job.retry
 
-    def _no_progress(self, failed: Failed) -> FxpartError:
+    def _no_progress(self, failed: RankFailure) -> FxpartError:
         return error(
             "FXP517",
             where=str(self.job.run.path),
@@ -268,7 +276,7 @@ class _Supervisor:
         )
 
 
-def _change(old: Plan, seated: Seated, found: bool, seconds: float) -> str:
+def _change(old: Plan, seated: DeviceReassignment, found: bool, seconds: float) -> str:
     """A change of ranks in words."""
     plan = seated.plan
     share = seated.moved / max(1.0, 12.0 * sum(s.parameters for s in plan.stages))

@@ -1,5 +1,5 @@
 """fxpart's stages for other people's runtimes."""
 
-from fxpart.interop.pipelining import PipelineStages, pipeline_stages
+from fxpart.interop.torch_pipeline import PipelineStages, pipeline_stages
 
 __all__ = ["PipelineStages", "pipeline_stages"]

@@ -1,9 +1,9 @@
 """Price an annotated graph on a cluster for every way to run a stage: the joint problem.
 
 Blocks that cost the same are priced once. With one rank for each replica the numbers are those of
-:func:`fxpart.price.price` at the same microbatch size; d replicas take ceil(batch / (m * d)) rows
-each. The gradients' sum over microbatches is counted wherever a replica's microbatch is not the
-whole batch, since a ``Work`` knows its rows and not m.
+:func:`fxpart.pricing.partition.price` at the same microbatch size; d replicas take ceil(batch / (m
+* d)) rows each. The gradients' sum over microbatches is counted wherever a replica's microbatch is
+not the whole batch, since a ``Work`` knows its rows and not m.
 
 What is left out because it cannot be better: ZeRO 1 where 2 may be chosen (the same seconds, less
 memory), levels above the least for one replica, modes of recomputation that free nothing, tensor
@@ -19,30 +19,30 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from fxpart import costmodels
+from fxpart.compat.optimizer_choice import choose
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.errors import error
-from fxpart.optimizers import choose
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.pricing.joint_layouts import Layouts, Model
-from fxpart.pricing.joint_links import Lines, device_pools
-from fxpart.pricing.joint_options import Options
-from fxpart.pricing.joint_rows import Rows
-from fxpart.pricing.joint_space import Space
-from fxpart.pricing.joint_works import Works
+from fxpart.pricing.device_limits import RESERVE
+from fxpart.pricing.joint_device_pools import ReplicaCollectiveTimes, device_pools
+from fxpart.pricing.joint_layouts import ModelBlocks, ModelLayouts
+from fxpart.pricing.joint_microbatch_costs import MicrobatchCosts
+from fxpart.pricing.joint_microbatches import MicrobatchRows
+from fxpart.pricing.joint_options import StageOptionEnumerator
+from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.memory import crossing
-from fxpart.pricing.own import Own
-from fxpart.pricing.places import RESERVE
-from fxpart.solver.joint.problem import Boundary, JointProblem, ScheduleName
-from fxpart.solver.joint.schedules import SYNCHRONOUS
+from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.solver.joint.problem import JointProblem, ScheduleName, StageBoundary
+from fxpart.solver.joint.schedule_costs import SYNCHRONOUS
 
 if TYPE_CHECKING:
-    from fxpart.capture.captured import Captured
-    from fxpart.cluster import Cluster
+    from fxpart.capture.captured_model import CapturedModel
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 
 def joint_problem(
     graph: fx.GraphModule,
-    captured: Captured,
+    captured: CapturedModel,
     cluster: Cluster,
     *,
     cost_model: str | CostModel = "auto",
@@ -51,18 +51,17 @@ def joint_problem(
     optimizer: object = "adamw",
     schedules: Sequence[ScheduleName] = ("1f1b",),
     weights: str = "stash",
-    space: Space | None = None,
+    space: SearchSpace | None = None,
     transfer_dtype: str = "",
 ) -> tuple[JointProblem, dict[str, str]]:
     """The joint problem of an annotated graph on a cluster, and where its numbers come from.
 
     graph: with blocks and what autograd saves (level ANNOTATED), of one process: not sharded.
     batch_size: rows of one step. microbatches: a number, or None to let the solver choose.
-    optimizer: as :func:`fxpart.optimizers.choose` takes it. weights: the weight mode of the
-    schedule "async". space: what may be chosen. transfer_dtype: what float32 is sent as from stage
-    to stage, "" as it is.
-    Raises FXP105 (the batch cannot be cut), FXP109 (an argument), FXP201 (no blocks) and FXP403 (no
-    link).
+    optimizer: as :func:`fxpart.compat.optimizer_choice.choose` takes it. weights: the weight mode
+    of the schedule "async". space: what may be chosen. transfer_dtype: what float32 is sent as from
+    stage to stage, "" as it is. Raises FXP105 (the batch cannot be cut), FXP109 (an argument),
+    FXP201 (no blocks) and FXP403 (no link).
     """
     costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     if not graph.meta.get(BLOCKS_KEY):
@@ -73,15 +72,17 @@ def joint_problem(
             fix="run the passes of fxpart.passes.PREPARE on it first",
         )
     choice = choose(optimizer)
-    allowed, pools = space or Space(), device_pools(cluster, costs)
+    allowed, pools = space or SearchSpace(), device_pools(cluster, costs)
     devices, blocks = sum(p.pool.devices for p in pools), graph.meta[BLOCKS_KEY]
     stages = max(1, min(devices, len(blocks), allowed.max_stages or devices))
-    rows = Rows(captured, batch_size, microbatches, allowed, stages)
-    model = Model(graph, captured, choice)
-    lines = Lines(costs, max(Own.of(costs, pool.sample).copying for pool in pools))
-    layouts = Layouts(model, costs, pools, lines, rows, allowed)
-    works = Works(layouts)
-    options = Options(layouts, works, allowed).all()
+    rows = MicrobatchRows(captured, batch_size, microbatches, allowed, stages)
+    model = ModelBlocks(graph, captured, choice)
+    lines = ReplicaCollectiveTimes(
+        costs, max(NonOpCosts.of(costs, pool.sample).copying for pool in pools)
+    )
+    layouts = ModelLayouts(model, costs, pools, lines, rows, allowed)
+    works = MicrobatchCosts(layouts)
+    options = StageOptionEnumerator(layouts, works, allowed).all()
     problem = JointProblem(
         blocks=tuple(block.name for block in blocks),
         kinds=model.kinds.of,
@@ -116,7 +117,9 @@ def _schedules(names: Sequence[ScheduleName]) -> tuple[ScheduleName, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _boundaries(model: Model, rows: Rows, transfer_dtype: str) -> tuple[Boundary, ...]:
+def _boundaries(
+    model: ModelBlocks, rows: MicrobatchRows, transfer_dtype: str
+) -> tuple[StageBoundary, ...]:
     """Values between blocks, as lines in rows: exact where sizes are, else from above."""
     values, amounts = crossing(model.graph.graph, model.specs, transfer_dtype)
     low = rows.fixed or 1
@@ -126,7 +129,7 @@ def _boundaries(model: Model, rows: Rows, transfer_dtype: str) -> tuple[Boundary
         small, large = (rows.at(r).number(amount) for r in (low, high))
         slope = -(-(large - small) // (high - low)) if high > low else 0
         found.append(
-            Boundary(
+            StageBoundary(
                 producer=value.producer,
                 consumers=value.consumers,
                 row_bytes=max(0, slope),
@@ -139,7 +142,7 @@ def _boundaries(model: Model, rows: Rows, transfer_dtype: str) -> tuple[Boundary
     return tuple(found)
 
 
-def _provenance(cluster: Cluster, layouts: Layouts) -> dict[str, str]:
+def _provenance(cluster: Cluster, layouts: ModelLayouts) -> dict[str, str]:
     """Where each kind of number comes from, for the plan."""
     captured, name = layouts.model.captured, layouts.prices.model.name
     optimizer = layouts.model.optimizer.name

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.joint_kinds import Kinds, Storage
-from fxpart.pricing.joint_sheet import Message, Whole
-from fxpart.pricing.specs import op_name, unwrapped
+from fxpart.pricing.joint_block_kinds import BlockKinds, SavedStorage
+from fxpart.pricing.joint_cost_sheet import BlockCollective, BlockLayout
+from fxpart.pricing.specs import op_name, unwrap_seeded_call
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
@@ -29,7 +29,7 @@ _LAYERS = range(3, 7)  # up, down and their biases among the op's arguments
 
 
 @dataclass(frozen=True)
-class Mixtures:
+class ExpertMixtures:
     """nodes: by op of a mixture its kind of block. weights: its parameters by name. number: of
     experts, the greatest common to all; 0 where there are no mixtures."""
 
@@ -38,14 +38,14 @@ class Mixtures:
     numbers: tuple[int, ...]
 
 
-def find_mixtures(kinds: Kinds) -> Mixtures:
+def find_mixtures(kinds: BlockKinds) -> ExpertMixtures:
     """The mixtures of all kinds of blocks; parameters are those that their ops take directly."""
     nodes: dict[fx.Node, int] = {}
     names: set[str] = set()
     numbers = []
     for kind, block in enumerate(kinds.samples):
         for node in block.nodes:
-            target, args, _ = unwrapped(node)
+            target, args, _ = unwrap_seeded_call(node)
             if op_name(target) != _NAME:
                 continue
             layers = [args[i] for i in _LAYERS if i < len(args) and isinstance(args[i], fx.Node)]
@@ -54,25 +54,27 @@ def find_mixtures(kinds: Kinds) -> Mixtures:
                 nodes[node] = kind
                 names |= {str(layer.target) for layer in layers}
                 numbers.append(number)
-    return Mixtures(nodes, frozenset(names), tuple(numbers))
+    return ExpertMixtures(nodes, frozenset(names), tuple(numbers))
 
 
-class Dealt(Whole):
+class ExpertParallelLayout(BlockLayout):
     """What a cut leaves to each of ``degree`` replicas that share the experts."""
 
-    def __init__(self, inner: Whole, degree: int, mixtures: Mixtures, specs: Specs) -> None:
+    def __init__(
+        self, inner: BlockLayout, degree: int, mixtures: ExpertMixtures, specs: Specs
+    ) -> None:
         """Two all-to-all each way for each mixture, of all rows that travel together."""
         self.parts, self._inner = inner.parts * degree, inner
         self._degree, self._mixtures = degree, mixtures
         turns = []
         for node, kind in mixtures.nodes.items():
-            _, args, _ = unwrapped(node)
+            _, args, _ = unwrap_seeded_call(node)
             (hidden,), (index,) = (specs.tensors(a) for a in args[:2])
             size = tensor_bytes(hidden) * index.shape[1] * degree
             back = specs.op(node)
             ways = (False, False, True, True) if back is None or back.gradients else (False, False)
             turns += [
-                Message(kind, "shard(0)", "shard(1)", size, way, node, node, "expert")
+                BlockCollective(kind, "shard(0)", "shard(1)", size, way, node, node, "expert")
                 for way in ways
             ]
         self.messages = (*inner.messages, *turns)
@@ -95,7 +97,7 @@ class Dealt(Whole):
             return tuple(map(self._part, found))
         return found
 
-    def storage(self, storage: Storage) -> Size:
+    def storage(self, storage: SavedStorage) -> Size:
         """Bytes that the rank keeps of a storage."""
         return self._inner.storage(storage)
 

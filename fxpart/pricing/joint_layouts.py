@@ -9,36 +9,40 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.pricing.joint_experts import Dealt, find_mixtures
-from fxpart.pricing.joint_kinds import find_kinds
-from fxpart.pricing.joint_links import DevicePool, Lines
+from fxpart.pricing.joint_block_kinds import find_kinds
+from fxpart.pricing.joint_cost_sheet import BlockCostSheet, BlockLayout, SampleOps
+from fxpart.pricing.joint_device_pools import DevicePool, ReplicaCollectiveTimes
+from fxpart.pricing.joint_experts import ExpertParallelLayout, find_mixtures
+from fxpart.pricing.joint_microbatches import MicrobatchRows
 from fxpart.pricing.joint_ops import OpPrices
-from fxpart.pricing.joint_recompute import Again, selected
-from fxpart.pricing.joint_rows import Rows
-from fxpart.pricing.joint_samples import samples
-from fxpart.pricing.joint_sheet import SampleOps, Sheet, Whole
-from fxpart.pricing.joint_space import Space, expert_degrees, tensor_degrees
-from fxpart.pricing.joint_tensor import Cut, Cutter, Situation
-from fxpart.pricing.own import Own
+from fxpart.pricing.joint_recompute import BlockRecompute, select_recomputed_ops
+from fxpart.pricing.joint_sample_graph import samples
+from fxpart.pricing.joint_space import SearchSpace, expert_degrees, tensor_degrees
+from fxpart.pricing.joint_tensor import (
+    TensorLayoutContext,
+    TensorLayoutSolver,
+    TensorParallelLayout,
+)
+from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.placements import state_costs
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.solver.joint.problem import Layout, State, Tie
+from fxpart.solver.joint.problem import JointTiedParameter, ParallelLayout, ParameterFootprint
 
 if TYPE_CHECKING:
-    from fxpart.capture.captured import Captured
+    from fxpart.capture.captured_model import CapturedModel
+    from fxpart.compat.optimizer_choice import OptimizerChoice
     from fxpart.costs import CostModel
-    from fxpart.optimizers import OptimizerChoice
     from fxpart.solver.problem import Weight
 
 _STEP = 32  # microbatches of a step, at most, for which placements are chosen
 
 
-class Model:
+class ModelBlocks:
     """One graph's kinds of blocks, with its parameters."""
 
     def __init__(
-        self, graph: fx.GraphModule, captured: Captured, optimizer: OptimizerChoice
+        self, graph: fx.GraphModule, captured: CapturedModel, optimizer: OptimizerChoice
     ) -> None:
         """Find kinds and ties."""
         self.graph, self.captured, self.optimizer = graph, captured, optimizer
@@ -47,21 +51,21 @@ class Model:
         found = weights(graph.graph, captured, self.trained, optimizer)
         self.kinds = find_kinds(graph, self.specs, found)
         self.tied = tuple(w for w in found if len(w.blocks) > 1)
-        self.ties = tuple(Tie(name=w.name, blocks=w.blocks) for w in self.tied)
+        self.ties = tuple(JointTiedParameter(name=w.name, blocks=w.blocks) for w in self.tied)
         self.mixtures = find_mixtures(self.kinds)
 
 
-class Layouts:
+class ModelLayouts:
     """One model under all degrees. sheets: by (tensor, expert)."""
 
     def __init__(
         self,
-        model: Model,
+        model: ModelBlocks,
         costs: CostModel,
         pools: tuple[DevicePool, ...],
-        lines: Lines,
-        rows: Rows,
-        space: Space,
+        lines: ReplicaCollectiveTimes,
+        rows: MicrobatchRows,
+        space: SearchSpace,
     ) -> None:
         """Choose placements for each tensor degree, deal experts out for each expert degree."""
         self.model, self.pools, self.lines = model, pools, lines
@@ -70,25 +74,28 @@ class Layouts:
         self.prices = OpPrices(costs)
         self._ops = SampleOps.of(model.graph, self.kinds, model.specs)
         again = self._again()
-        cuts: dict[int, Whole] = {1: Whole()}
+        cuts: dict[int, BlockLayout] = {1: BlockLayout()}
         for tensor in self._tensor_degrees():
             cut = self._cut(tensor)
             if cut.cuts:
                 cuts[tensor] = cut
-        self.sheets: dict[tuple[int, int], Sheet] = {
+        self.sheets: dict[tuple[int, int], BlockCostSheet] = {
             (tensor, expert): self._sheet(
-                cut if expert == 1 else Dealt(cut, expert, model.mixtures, model.specs), again
+                cut
+                if expert == 1
+                else ExpertParallelLayout(cut, expert, model.mixtures, model.specs),
+                again,
             )
             for tensor, cut in cuts.items()
             for expert in self._expert_degrees()
         }
 
     @cached_property
-    def all(self) -> tuple[Layout, ...]:
+    def all(self) -> tuple[ParallelLayout, ...]:
         """Bytes of parameters, by layout."""
         return tuple(self._layout(*degrees) for degrees in sorted(self.sheets))
 
-    def sheet(self, layout: int) -> Sheet:
+    def sheet(self, layout: int) -> BlockCostSheet:
         """The costs of a layout."""
         return self.sheets[self.all[layout].tensor, self.all[layout].expert]
 
@@ -124,21 +131,21 @@ class Layouts:
             else "no degree above 1 cuts anything"
         )
 
-    def _sheet(self, cut: Whole, again: Sequence[Again]) -> Sheet:
-        return Sheet(self._ops, self.prices, cut, again)
+    def _sheet(self, cut: BlockLayout, again: Sequence[BlockRecompute]) -> BlockCostSheet:
+        return BlockCostSheet(self._ops, self.prices, cut, again)
 
-    def _again(self) -> tuple[Again, ...]:
+    def _again(self) -> tuple[BlockRecompute, ...]:
         """By kind what the selective mode makes again, decided for whole blocks."""
         if "selective" not in self.space.recompute:
             return ()
         sizes, device = self.rows.reference, self.pools[0].sample
-        plain = self._sheet(Whole(), ())
+        plain = self._sheet(BlockLayout(), ())
         each = plain.forward_of(sizes, device)
-        found: list[Again] = []
+        found: list[BlockRecompute] = []
         for kind, block in enumerate(self.kinds.samples):
             whole, handed = plain.kept(kind, sizes)
             found.append(
-                selected(
+                select_recomputed_ops(
                     block,
                     lambda node: each.get(node, 0.0),
                     float(whole - handed),
@@ -148,12 +155,12 @@ class Layouts:
             )
         return tuple(found)
 
-    def _cut(self, tensor: int) -> Cut:
+    def _cut(self, tensor: int) -> TensorParallelLayout:
         """The placements on ``tensor`` ranks, chosen for the first pool that has them."""
         place = next(p for p in self.pools if p.pool.devices >= tensor)
         rows = self._rows_of_cuts
         count = max(1, min(_STEP, self.rows.batch // rows))
-        situation = Situation(
+        situation = TensorLayoutContext(
             self.prices.model, self.model.specs, self.rows.at(rows), place.sample,
             self.lines.ring(place, tensor, 1), count,
             state_costs(
@@ -169,7 +176,7 @@ class Layouts:
 
         Large microbatches are what ranks share work for; on small ones latencies would rule.
         """
-        sheet, limit = self._sheet(Whole(), ()), self.pools[0].pool.memory
+        sheet, limit = self._sheet(BlockLayout(), ()), self.pools[0].pool.memory
         for rows in reversed(self.rows.needed()):
             memory = sheet.bytes(self.rows.at(rows))
             pairs = zip(memory.activation["none"], memory.workspace["none"], strict=True)
@@ -178,10 +185,10 @@ class Layouts:
         return self.rows.needed()[0]
 
     @cached_property
-    def _cutter(self) -> Cutter:
-        return Cutter(samples(self.kinds))
+    def _cutter(self) -> TensorLayoutSolver:
+        return TensorLayoutSolver(samples(self.kinds))
 
-    def _layout(self, tensor: int, expert: int) -> Layout:
+    def _layout(self, tensor: int, expert: int) -> ParallelLayout:
         """Bytes on a rank; the experts' apart where they are dealt out."""
         cut = self.sheets[tensor, expert].cut
         apart = self.model.mixtures.weights if expert > 1 else frozenset()
@@ -189,7 +196,7 @@ class Layouts:
         def parts(weight: Weight, size: int) -> int:
             return -(-size // cut.weight(weight))
 
-        return Layout(
+        return ParallelLayout(
             tensor=tensor,
             expert=expert,
             dense=self._state(tensor, expert, lambda w: w.name not in apart),
@@ -202,7 +209,7 @@ class Layouts:
             tie_optimizer=tuple(parts(w, w.optimizer) for w in self.model.tied),
         )
 
-    def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> State:
+    def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> ParameterFootprint:
         """Those parameters, by kind of block; tied ones in the step of their first block alone."""
         cut = self.sheets[tensor, expert].cut
         rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
@@ -217,7 +224,7 @@ class Layouts:
         for place in self.pools:
             ring = self.lines.ring(place, tensor, 1)
             line = self.lines.line("partial", "replicate", ring)
-            own = Own.of(self.prices.model, place.sample)
+            own = NonOpCosts.of(self.prices.model, place.sample)
             seconds = []
             for block in self.kinds.samples:
                 held_ = [w for w in (*block.own, *block.first) if of(w)]
@@ -225,13 +232,13 @@ class Layouts:
                 stepped = own.updates(self._local(held_, cut), 1)
                 seconds.append(sum(stepped) + line(waiting))
             step.append(tuple(seconds))
-        return State(
+        return ParameterFootprint(
             weight=tuple(rows["weight"]), gradient=tuple(rows["gradient"]),
             optimizer=tuple(rows["optimizer"]), step=tuple(step),
             unsent=tuple(unsent) if any(unsent) else (),
         )  # fmt: skip
 
-    def _local(self, held: Sequence[Weight], cut: Whole) -> tuple[Weight, ...]:
+    def _local(self, held: Sequence[Weight], cut: BlockLayout) -> tuple[Weight, ...]:
         """Parameters as one rank holds them, all in one block."""
         return tuple(
             type(w)(

@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpart.pricing.joint_layouts import Layouts
-from fxpart.pricing.joint_space import Space, data_degrees, odd
-from fxpart.pricing.joint_works import Works
-from fxpart.solver.joint.problem import Layout, Line, Option, Recompute
+from fxpart.pricing.joint_layouts import ModelLayouts
+from fxpart.pricing.joint_microbatch_costs import MicrobatchCosts
+from fxpart.pricing.joint_space import SearchSpace, data_degrees, odd
+from fxpart.solver.joint.problem import LinearCost, ParallelLayout, ParallelOption, Recompute
 
 
 @dataclass
-class Options:
+class StageOptionEnumerator:
     """The options that a space allows and that are not dominated by construction."""
 
-    layouts: Layouts
-    works: Works
-    space: Space
+    layouts: ModelLayouts
+    works: MicrobatchCosts
+    space: SearchSpace
 
     def __post_init__(self) -> None:
         """Pools, rows and lines are those of the layouts."""
         self.pools, self.rows = self.layouts.pools, self.layouts.rows
         self.lines = self.layouts.lines
 
-    def all(self) -> tuple[Option, ...]:
+    def all(self) -> tuple[ParallelOption, ...]:
         """Every way to run a stage, in the order of pools, layouts, data degrees, ZeRO, modes."""
         found = [
             option
@@ -43,7 +43,7 @@ class Options:
                 found = [o for o in found if o.data in keep]
         return tuple(found)
 
-    def _holds(self, option: Option) -> bool:
+    def _holds(self, option: ParallelOption) -> bool:
         """Whether some block alone fits with this option, at the smallest microbatch."""
         rows = min({self.rows.of(m, option.data) for m in self.rows.counts} - {0})
         layout, memory = self.layouts.all[option.layout], self.works.memory(option.layout, rows)
@@ -61,7 +61,7 @@ class Options:
                 return True
         return False
 
-    def _data(self, pool: int, layout: Layout) -> list[int]:
+    def _data(self, pool: int, layout: ParallelLayout) -> list[int]:
         """Data degrees that the pool has devices and the batch has rows for."""
         most = self.pools[pool].pool.devices // layout.tensor
         degrees = self.space.data or data_degrees(self.pools[pool].pool.devices)
@@ -85,7 +85,9 @@ class Options:
         found = tuple(mode for mode in useful if mode in self.space.recompute)
         return found or self.space.recompute[:1]
 
-    def _option(self, pool: int, index: int, layout: Layout, data: int, zero: int) -> list[Option]:
+    def _option(
+        self, pool: int, index: int, layout: ParallelLayout, data: int, zero: int
+    ) -> list[ParallelOption]:
         """One option for each mode of recomputation."""
         place, t, e = self.pools[pool], layout.tensor, layout.expert
         dense = self.lines.ring(place, data, t)
@@ -94,10 +96,11 @@ class Options:
         rings = (dense, apart)
         reduce = [self.lines.line("partial", to, ring) for ring in rings]
         gather = [
-            self.lines.line("shard(0)", "replicate", ring) if zero else Line() for ring in rings
+            self.lines.line("shard(0)", "replicate", ring) if zero else LinearCost()
+            for ring in rings
         ]
         return [
-            Option(
+            ParallelOption(
                 pool=pool, layout=index, data=data, zero=zero, recompute=mode,  # type: ignore[arg-type]
                 reduce=reduce[0], gather=gather[0],
                 reduce_experts=reduce[1], gather_experts=gather[1],

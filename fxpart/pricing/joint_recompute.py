@@ -20,31 +20,31 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpart.pricing.joint_kinds import Block, Storage
+from fxpart.pricing.joint_block_kinds import BlockKind, SavedStorage
 from fxpart.pricing.specs import tensors_of
 
 WORTH = 2.0
 
 
 @dataclass(frozen=True)
-class Again:
+class BlockRecompute:
     """What is made again in one block: numbers of storages, and the ops that make them."""
 
     dropped: frozenset[int] = frozenset()
     ops: tuple[fx.Node, ...] = ()
 
 
-def selected(
-    block: Block, seconds: Callable[[fx.Node], float], freed: float, forward: float,
-    bytes_of: Callable[[Storage], int],
-) -> Again:  # fmt: skip
+def select_recomputed_ops(
+    block: BlockKind, seconds: Callable[[fx.Node], float], freed: float, forward: float,
+    bytes_of: Callable[[SavedStorage], int],
+) -> BlockRecompute:  # fmt: skip
     """What the selective mode makes again.
 
     seconds: of an op's forward. freed, forward: the bytes that full recomputation frees, and the
     seconds of the block's forward.
     """
     if freed <= 0 or forward <= 0:
-        return Again()
+        return BlockRecompute()
     order = {node: i for i, node in enumerate(block.nodes)}
     kept = {s.maker for s in block.storages if s.maker is not None}
     made = {m.node for m in block.made}
@@ -64,16 +64,16 @@ def selected(
         if all(s.number in dropped for s in block.storages if s.maker is maker):
             kept.discard(maker)
     ops_ = tuple(sorted(again, key=order.__getitem__))
-    return Again(frozenset(dropped), ops_)
+    return BlockRecompute(frozenset(dropped), ops_)
 
 
-def _maker(storage: Storage) -> fx.Node:
+def _maker(storage: SavedStorage) -> fx.Node:
     assert storage.maker is not None, "only those with a maker are asked for"
     return storage.maker
 
 
 def _closure(
-    block: Block,
+    block: BlockKind,
     maker: fx.Node,
     order: Mapping[fx.Node, int],
     kept: Container[fx.Node],
@@ -96,7 +96,7 @@ def _closure(
     return sorted(found, key=order.__getitem__)
 
 
-def _there(block: Block, node: fx.Node) -> bool:
+def _there(block: BlockKind, node: fx.Node) -> bool:
     """Whether a value from outside the block is at hand in its backward."""
     if node.op != "call_function" or node in block.received:
         return True

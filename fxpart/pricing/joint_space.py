@@ -11,7 +11,7 @@ from fxpart.errors import error
 from fxpart.pricing.variants import splits
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
     from fxpart.solver.joint.problem import Recompute
 
 SMALL = 16  # devices up to which every data degree is tried
@@ -20,7 +20,7 @@ ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What may be chosen; None means the planner's default for the cluster and the model.
 
     tensor: ranks that share each block. data: replicas of a stage. expert: replicas among which the

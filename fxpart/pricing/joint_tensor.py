@@ -1,6 +1,6 @@
 """What a tensor degree does to each kind of block: placements chosen by the solver, and their cost.
 
-For one block of each kind the machinery of placements (:mod:`fxpart.pricing.placement_build`)
+For one block of each kind the machinery of placements (:mod:`fxpart.pricing.placement_builder`)
 chooses every op's strategy on a mesh of ``tensor`` ranks, at one microbatch size, with all values
 that enter or leave a block whole on every rank, and the rows of the batch never cut (that is what
 data replicas do). The choice minimises seconds of a step. At every size the chosen strategies are
@@ -18,23 +18,23 @@ import sympy
 from torch import fx
 
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.joint_kinds import Storage
-from fxpart.pricing.joint_messages import Messages, port_of
-from fxpart.pricing.joint_samples import AXIS, Samples
-from fxpart.pricing.joint_sheet import Message, Whole
-from fxpart.pricing.own import Own
-from fxpart.pricing.placement_build import Builder
-from fxpart.pricing.placement_built import Built, StateCosts
-from fxpart.pricing.placement_edges import Port, Reshards
-from fxpart.pricing.placement_graph import Flow, fused, read
-from fxpart.pricing.placement_options import Families, Option, positions
+from fxpart.pricing.joint_block_kinds import SavedStorage
+from fxpart.pricing.joint_collectives import PlacementCollectives, port_of
+from fxpart.pricing.joint_cost_sheet import BlockCollective, BlockLayout
+from fxpart.pricing.joint_sample_graph import AXIS, SampleGraph
+from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.placement_builder import PlacementProblemBuilder
+from fxpart.pricing.placement_edges import Port, ReshardCosts
+from fxpart.pricing.placement_graph import GraphDataflow, find_fused_strategies, read_dataflow
+from fxpart.pricing.placement_mapping import PlacementMapping, StateCosts
+from fxpart.pricing.placement_options import OpFamilies, OpOption, positions
+from fxpart.pricing.sparse_gradients import find_large_embedding_tables
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.touched import heavy_tables
 from fxpart.sharding import PARTIAL, Mesh, Placements, Shard
-from fxpart.solver.placement import evaluate, solve_placement
+from fxpart.solver.placement.portfolio import evaluate, solve_placement
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Device, Link
+    from fxpart.cluster.model import Device, Link
     from fxpart.costs import CostModel, Size
     from fxpart.pricing.variants import Sizes
     from fxpart.solver.problem import Weight
@@ -43,7 +43,7 @@ _AMPLE = 1e18  # bytes: the cheapest choice in seconds is wanted, whatever it ne
 
 
 @dataclass(frozen=True)
-class Situation:
+class TensorLayoutContext:
     """At what the placements are chosen: sizes, device, ring of the ranks, microbatches a step."""
 
     model: CostModel
@@ -55,17 +55,17 @@ class Situation:
     state: Mapping[str, StateCosts]
 
 
-class Cut(Whole):
+class TensorParallelLayout(BlockLayout):
     """Blocks shared by ``parts`` ranks: by copy of an op its option, by state where it lies."""
 
     def __init__(
         self,
         parts: int,
-        samples: Samples,
-        flow: Flow,
-        chosen: Mapping[fx.Node, Option],
+        samples: SampleGraph,
+        flow: GraphDataflow,
+        chosen: Mapping[fx.Node, OpOption],
         lies: Mapping[str, Port],
-        messages: tuple[Message, ...],
+        messages: tuple[BlockCollective, ...],
     ) -> None:
         """Note by op and storage which of its tensors the storage is cut like."""
         self.parts, self.messages = parts, messages
@@ -87,7 +87,7 @@ class Cut(Whole):
     def lean(self) -> bool:
         """Whether some parameter is cut, and every table that is a large part of all state."""
         held = {name: _is_cut(place) for name, (place, _) in self._lies.items()}
-        heavy = heavy_tables(self._samples.graph)
+        heavy = find_large_embedding_tables(self._samples.graph)
         return any(held.values()) and all(held.get(name, True) for name in heavy)
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
@@ -126,13 +126,13 @@ class Cut(Whole):
             return whole
         return tuple(self._local(t, port[0]) for t, port in zip(whole, ports, strict=True))
 
-    def storage(self, storage: Storage) -> Size:
+    def storage(self, storage: SavedStorage) -> Size:
         """Bytes that the rank keeps: a part where every op that keeps it has it cut."""
         if id(storage) not in self._stored:
             self._stored[id(storage)] = self._storage(storage)
         return self._stored[id(storage)]
 
-    def _storage(self, storage: Storage) -> Size:
+    def _storage(self, storage: SavedStorage) -> Size:
         copies = [self._samples.of.get(node) for node in storage.savers]
         shared = storage.shared and storage.maker not in self._samples.free
         if shared or not all(c is not None and self._part(c, storage.number) for c in copies):
@@ -168,16 +168,18 @@ class Cut(Whole):
         return TensorSpec(tuple(shape), tensor.dtype, tensor.layout)
 
 
-class Cutter:
+class TensorLayoutSolver:
     """Chooses placements for one graph of samples, for one tensor degree after another."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleGraph) -> None:
         """What the degrees have in common is found with the first of them."""
         self._samples = samples
-        self._families: Families | None = None
-        self._flow: Flow | None = None
+        self._families: OpFamilies | None = None
+        self._flow: GraphDataflow | None = None
 
-    def __call__(self, tensor: int, at: Situation, time_limit: float = 10.0) -> Cut:
+    def __call__(
+        self, tensor: int, at: TensorLayoutContext, time_limit: float = 10.0
+    ) -> TensorParallelLayout:
         """The cheapest placements of every kind of block on ``tensor`` ranks.
 
         Where these leave all parameters whole on each rank (small blocks, slow links), the cheapest
@@ -186,25 +188,31 @@ class Cutter:
         builder = self._builder(tensor, at)
         return self._solved(tensor, builder.build(_AMPLE), builder, time_limit)
 
-    def _builder(self, tensor: int, at: Situation) -> Builder:
+    def _builder(self, tensor: int, at: TensorLayoutContext) -> PlacementProblemBuilder:
         mesh = Mesh(((AXIS, tensor),))
-        copying = Own.of(at.model, at.device).copying
-        reshards = Reshards(mesh, at.model, lambda _: at.ring, copying)
-        families = Families(
+        copying = NonOpCosts.of(at.model, at.device).copying
+        reshards = ReshardCosts(mesh, at.model, lambda _: at.ring, copying)
+        families = OpFamilies(
             mesh, at.model, at.device, reshards, at.sizes, at.specs, at.microbatches, frozenset(),
             self._families,
         )  # fmt: skip
         if self._flow is None:
-            self._flow = read(self._samples.graph, at.specs, at.sizes)
-            fused(self._flow, families)
+            self._flow = read_dataflow(self._samples.graph, at.specs, at.sizes)
+            find_fused_strategies(self._flow, families)
             self._families = families
-        return Builder(
+        return PlacementProblemBuilder(
             mesh=mesh, flow=self._flow, families=families, reshards=reshards, specs=at.specs,
             sizes=at.sizes, state=at.state, microbatches=at.microbatches,
             bandwidth=at.device.bandwidth, launch=at.device.launch,
         )  # fmt: skip
 
-    def _solved(self, tensor: int, built: Built, builder: Builder, time_limit: float) -> Cut:
+    def _solved(
+        self,
+        tensor: int,
+        built: PlacementMapping,
+        builder: PlacementProblemBuilder,
+        time_limit: float,
+    ) -> TensorParallelLayout:
         problem = built.problem
         choice = solve_placement(problem, time_limit=time_limit).choice
         assert choice is not None, "without a budget there is a choice"
@@ -216,16 +224,22 @@ class Cutter:
         other = solve_placement(tight, time_limit=time_limit, solver="elimination").choice
         return found if other is None else self._cut(tensor, built, builder, other)
 
-    def _cut(self, tensor: int, built: Built, builder: Builder, choice: Sequence[int]) -> Cut:
-        chosen: dict[fx.Node, Option] = {}
+    def _cut(
+        self,
+        tensor: int,
+        built: PlacementMapping,
+        builder: PlacementProblemBuilder,
+        choice: Sequence[int],
+    ) -> TensorParallelLayout:
+        chosen: dict[fx.Node, OpOption] = {}
         for node, placed in built.ops.items():
             option = placed.options[placed.at(choice[placed.root])]
-            assert isinstance(option, Option), "ops have options"
+            assert isinstance(option, OpOption), "ops have options"
             chosen[node] = option
         ports = {n: port_of(p, 0, choice) for n, p in built.sources.items()}
         lies = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
-        messages = tuple(Messages(self._samples, builder, choice, chosen, ports).all())
-        return Cut(tensor, self._samples, builder.flow, chosen, lies, messages)
+        messages = tuple(PlacementCollectives(self._samples, builder, choice, chosen, ports).all())
+        return TensorParallelLayout(tensor, self._samples, builder.flow, chosen, lies, messages)
 
 
 def _is_cut(placements: Placements) -> bool:

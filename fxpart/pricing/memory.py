@@ -12,21 +12,21 @@ import sympy
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpart.costmodels.sizes import is_floating, item_bytes, tensor_bytes
-from fxpart.costmodels.traffic import VIEWS
-from fxpart.pipeline.annotation import Saved
-from fxpart.pipeline.effects import state_written
-from fxpart.pipeline.sizes import expression, tensors
-from fxpart.plan_io.precision import wire_dtype
-from fxpart.pricing.specs import Specs, annotation, op_name, unwrapped
+from fxpart.compiler.effects import state_written
+from fxpart.compiler.node_annotation import SavedTensor
+from fxpart.compiler.tensor_sizes import expression, tensors
+from fxpart.costmodels.memory_traffic import VIEWS
+from fxpart.costmodels.tensor_sizes import is_floating, item_bytes, tensor_bytes
+from fxpart.plan.precision import wire_dtype
+from fxpart.pricing.specs import Specs, annotation, op_name, unwrap_seeded_call
 from fxpart.pricing.variants import Sizes
-from fxpart.solver.problem import Value
+from fxpart.solver.problem import BlockValue
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
 
 
-def needed(graph: fx.Graph) -> frozenset[fx.Node]:
+def find_needed_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
     """The nodes that a stage's program has: what the loss and writes to state need.
 
     What only leads to other results is left out of programs that train. All nodes where the graph
@@ -55,7 +55,7 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
     """
     home = {node.name: annotation(node).block for node in graph.nodes}
     found: dict[int, tuple[Size, str, set[int]]] = {}
-    alive = needed(graph)
+    alive = find_needed_nodes(graph)
     for node in graph.nodes:
         notes = annotation(node)
         if node in alive and notes.block is not None:
@@ -77,9 +77,9 @@ def crossing_nodes(
 ) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...]]]:
     """Nodes whose values later blocks use: the node, the node whose memory it is, those blocks."""
     roots: dict[fx.Node, fx.Node] = {}
-    alive = needed(graph)
+    alive = find_needed_nodes(graph)
     for node in graph.nodes:
-        roots[node] = roots[unwrapped(node)[1][0]] if _is_view(node, roots) else node
+        roots[node] = roots[unwrap_seeded_call(node)[1][0]] if _is_view(node, roots) else node
         block = annotation(node).block
         if block is None or not specs.tensors(node):
             continue
@@ -91,13 +91,15 @@ def crossing_nodes(
 
 def crossing(
     graph: fx.Graph, specs: Specs, transfer_dtype: str = ""
-) -> tuple[tuple[Value, ...], tuple[Size, ...]]:
+) -> tuple[tuple[BlockValue, ...], tuple[Size, ...]]:
     """Values that later blocks use, and their bytes as they are sent.
 
     transfer_dtype: what float32 travels as, "" as it is; it is kept as float32 all the same.
     """
-    sources = {saved.source for node in needed(graph) for saved in annotation(node).saved}
-    values: list[Value] = []
+    sources = {
+        saved.source for node in find_needed_nodes(graph) for saved in annotation(node).saved
+    }
+    values: list[BlockValue] = []
     amounts: list[Size] = []
     for node, root, later in crossing_nodes(graph, specs):
         block, tensors = annotation(node).block, specs.tensors(node)
@@ -108,7 +110,7 @@ def crossing(
         widened = max(
             item_bytes(t.dtype) // item_bytes(w) for t, w in zip(tensors, wire, strict=True)
         )
-        values.append(Value(
+        values.append(BlockValue(
             producer=block, consumers=later, gradient=gradient, saved=saved, widened=widened,
         ))  # fmt: skip
         sent = [replace(t, dtype=w) for t, w in zip(tensors, wire, strict=True)]
@@ -120,7 +122,7 @@ def _is_view(node: fx.Node, known: Container[fx.Node]) -> bool:
     """Whether the node's value lies in the memory of its first argument's."""
     if node.op != "call_function":
         return False
-    target, args, _ = unwrapped(node)
+    target, args, _ = unwrap_seeded_call(node)
     view = target is operator.getitem or op_name(target).split(".")[1] in VIEWS
     return view and bool(args) and args[0] in known
 
@@ -133,23 +135,23 @@ def _sum(sizes: Iterable[Size]) -> Size:
 
 
 @dataclass(frozen=True)
-class Scope:
+class BlockScope:
     """Nodes of the blocks of interest, and the names of all nodes whose values autograd keeps."""
 
     nodes: tuple[fx.Node, ...]
     kept: frozenset[str]
 
     @staticmethod
-    def of(graph: fx.Graph, only: Container[int] | None = None) -> Scope:
+    def of(graph: fx.Graph, only: Container[int] | None = None) -> BlockScope:
         """Those of a graph. only: blocks of interest, by default all."""
         nodes = [n for n in graph.nodes if annotation(n).block is not None]
         kept = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
         wanted = nodes if only is None else [n for n in nodes if annotation(n).block in only]
-        return Scope(tuple(wanted), kept)
+        return BlockScope(tuple(wanted), kept)
 
 
 @dataclass(frozen=True)
-class _Span:
+class _StorageLifetime:
     """A storage that lives from op ``start`` up to op ``end``, both included."""
 
     start: int
@@ -169,13 +171,13 @@ class Workspace:
     """
 
     def __init__(
-        self, graph: fx.Graph | Scope, specs: Specs, blocks: int, *, whole: bool = False
+        self, graph: fx.Graph | BlockScope, specs: Specs, blocks: int, *, whole: bool = False
     ) -> None:
         """Find each storage's span of life; sizes stay expressions.
 
         whole: the scope is one stretch, as if it were one block.
         """
-        scope = graph if isinstance(graph, Scope) else Scope.of(graph)
+        scope = graph if isinstance(graph, BlockScope) else BlockScope.of(graph)
         self._blocks, self._nodes = blocks, scope.nodes
         self._order = {node: index for index, node in enumerate(self._nodes)}
         self._of = {n: 0 if whole else annotation(n).block for n in self._nodes}
@@ -187,7 +189,7 @@ class Workspace:
         self._freed = self._dropped(specs)
         self._inside = [_inside(node, specs) for node in self._nodes]
 
-    def _results(self, kept: frozenset[str], specs: Specs) -> list[_Span]:
+    def _results(self, kept: frozenset[str], specs: Specs) -> list[_StorageLifetime]:
         """The storages that ops make and autograd does not keep."""
         order, base, last = self._order, dict[fx.Node, fx.Node](), dict[fx.Node, int]()
         held: set[fx.Node] = set()
@@ -198,12 +200,12 @@ class Workspace:
             if node.name in kept:
                 held.add(root)
         return [
-            _Span(order[node], last[node], _amount(node, specs), node)
+            _StorageLifetime(order[node], last[node], _amount(node, specs), node)
             for node in self._nodes
             if base[node] is node and node not in held
         ]
 
-    def _gradients(self, specs: Specs) -> list[_Span]:
+    def _gradients(self, specs: Specs) -> list[_StorageLifetime]:
         """The gradients that wait for the backward of the op whose result they belong to.
 
         While the last user runs, they are among what it takes.
@@ -225,11 +227,13 @@ class Workspace:
             start, end = found.get(top, (order[node], first))
             found[top] = min(start, order[node]), max(end, first)
             size.setdefault(top, _amount(node, specs))
-        return [_Span(start, end - 1, size[top], top) for top, (start, end) in found.items()]
+        return [
+            _StorageLifetime(start, end - 1, size[top], top) for top, (start, end) in found.items()
+        ]
 
-    def _dropped(self, specs: Specs) -> list[_Span]:
+    def _dropped(self, specs: Specs) -> list[_StorageLifetime]:
         """What a block makes and keeps for itself alone, where its backward has freed it."""
-        order, found = self._order, dict[int, tuple[int, Saved, set[int | None]]]()
+        order, found = self._order, dict[int, tuple[int, SavedTensor, set[int | None]]]()
         start: dict[int | None, int] = {}
         for node, index in order.items():
             notes = annotation(node)
@@ -248,7 +252,9 @@ class Workspace:
             ):
                 continue
             # freed once the first op that keeps it has run its backward
-            spans.append(_Span(start[block], first - 1, saved.size * _part(saver, specs)))
+            spans.append(
+                _StorageLifetime(start[block], first - 1, saved.size * _part(saver, specs))
+            )
         return spans
 
     def bytes(self, sizes: Sizes) -> tuple[int, ...]:
@@ -285,11 +291,11 @@ class Workspace:
     def _base(self, node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
         """The node of the same block whose memory this one's value is."""
         if _is_view(node, base):
-            root = base[unwrapped(node)[1][0]]
+            root = base[unwrap_seeded_call(node)[1][0]]
             return root if self._same(root, node) else node
         return node
 
-    def _live(self, spans: Iterable[_Span], sizes: Sizes) -> NDArray[np.int64]:
+    def _live(self, spans: Iterable[_StorageLifetime], sizes: Sizes) -> NDArray[np.int64]:
         """Bytes alive at each op."""
         change = np.zeros(len(self._nodes) + 1, dtype=np.int64)
         for span in spans:

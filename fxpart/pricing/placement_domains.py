@@ -8,10 +8,10 @@ from itertools import product
 
 from torch import fx
 
-from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.pricing.placement_edges import Port
-from fxpart.pricing.placement_graph import Flow, Value
-from fxpart.pricing.placement_options import Family
+from fxpart.pricing.placement_graph import GraphDataflow, TensorValue
+from fxpart.pricing.placement_options import OpFamily
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
@@ -20,17 +20,17 @@ Side = tuple[Placement, Placement]  # a value and its gradient along one axis
 
 
 @dataclass(frozen=True)
-class Domains:
+class PortDomains:
     """Made of what givers give and users take, axis by axis. families: of every op."""
 
     mesh: Mesh
-    flow: Flow
-    families: Mapping[fx.Node, Family]
+    flow: GraphDataflow
+    families: Mapping[fx.Node, OpFamily]
     specs: Specs
     sizes: Sizes
     _known: dict[tuple[Port, ...], tuple[Port, ...]] = field(default_factory=dict)
 
-    def of_conversion(self, value: Value, given: Sequence[Port]) -> tuple[Port, ...]:
+    def of_conversion(self, value: TensorValue, given: Sequence[Port]) -> tuple[Port, ...]:
         """Of what several users share: as it is given, or as one of them takes it."""
         takes = self._taken(value)
         columns = [
@@ -40,7 +40,7 @@ class Domains:
         return self._product(value, columns)
 
     def of_source(
-        self, value: Value, fixed: Placements | None, *, trained: bool
+        self, value: TensorValue, fixed: Placements | None, *, trained: bool
     ) -> tuple[Port, ...]:
         """Of an input or state: whole, cut as a user takes it, or cut evenly along any dim.
 
@@ -65,17 +65,19 @@ class Domains:
             columns.append(found)
         return self._product(value, columns)
 
-    def shape(self, value: Value) -> tuple[int, ...]:
+    def shape(self, value: TensorValue) -> tuple[int, ...]:
         """The whole value's dims."""
         tensor = self.specs.tensors(value.node)[value.index]
         return tuple(self.sizes.number(d) for d in tensor.shape)
 
-    def bytes(self, value: Value) -> float:
+    def bytes(self, value: TensorValue) -> float:
         """The whole value's bytes."""
         tensor = self.specs.tensors(value.node)[value.index]
         return float(self.sizes.number(tensor_bytes(tensor)))
 
-    def _product(self, value: Value, columns: Sequence[Mapping[Side, None]]) -> tuple[Port, ...]:
+    def _product(
+        self, value: TensorValue, columns: Sequence[Mapping[Side, None]]
+    ) -> tuple[Port, ...]:
         """Every combination that the value's dims allow; equal results are one object."""
         ports = tuple(
             (tuple(place for place, _ in each), tuple(back for _, back in each))
@@ -84,7 +86,7 @@ class Domains:
         found = tuple(port for port in ports if self._fits(value, port[0])) or ports
         return self._known.setdefault(found, found)
 
-    def _taken(self, value: Value) -> list[Port]:
+    def _taken(self, value: TensorValue) -> list[Port]:
         """Every port in which a user may take the value."""
         found: dict[Port, None] = {}
         seen: set[tuple[int, int]] = set()
@@ -95,7 +97,7 @@ class Domains:
                 found.update(dict.fromkeys(o.takes[position] for o in family.options))
         return list(found)
 
-    def _fits(self, value: Value, placements: Placements) -> bool:
+    def _fits(self, value: TensorValue, placements: Placements) -> bool:
         """Whether the dims that are cut have as many equal pieces as all axes ask for.
 
         One axis alone may cut unevenly, if there is something for each place.

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.passes.lowering.steps import Step, steps
-from fxpart.pricing.moved import packs
+from fxpart.passes.lowering.reshard_steps import ReshardStep, steps
+from fxpart.pricing.collective_traffic import packs
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Link
+    from fxpart.cluster.model import Link
     from fxpart.costs import CostModel
 
 Port = tuple[Placements, Placements]  # of the value, of its gradient
@@ -35,16 +35,16 @@ _WORDS = {
 }
 
 
-def asked(placements: Placements) -> Placements:
+def get_gradient_placements(placements: Placements) -> Placements:
     """The placements of the gradient that a value with these placements needs."""
     return tuple(REPLICATE if p == PARTIAL else p for p in placements)
 
 
-class Reshards:
+class ReshardCosts:
     """Seconds of changes of placement on one mesh; every distinct one is asked for once.
 
-    ring: the links around an axis, see :class:`fxpart.pricing.groups.Rings`. copying: seconds for
-    each byte that a lane reads or writes to pack pieces or to put them together.
+    ring: the links around an axis, see :class:`fxpart.pricing.device_groups.Rings`. copying:
+    seconds for each byte that a lane reads or writes to pack pieces or to put them together.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Reshards:
         self._rings = [ring(name) for name in mesh.names]
         self._known: dict[tuple[Placements, Placements, float], float] = {}
         self._single: dict[tuple[int, str, str, float], float] = {}
-        self._steps: dict[tuple[Placements, Placements], list[_Way]] = {}
+        self._steps: dict[tuple[Placements, Placements], list[_ReshardStep]] = {}
         self._ports: dict[tuple[Port, ...], int] = {}
         self._listed: list[tuple[Port, ...]] = []
         self._matrices: dict[tuple[int, int, float, bool, bool], Matrix] = {}
@@ -84,7 +84,7 @@ class Reshards:
             self._single[key] = self._model.reshard(source, target, size, self._rings[axis]).seconds
         return self._single[key]
 
-    def _way(self, source: Placements, target: Placements) -> list[_Way]:
+    def _way(self, source: Placements, target: Placements) -> list[_ReshardStep]:
         """The steps are those of the lowering; cuts and zeros move nothing."""
         key = (source, target)
         if key not in self._steps:
@@ -95,7 +95,7 @@ class Reshards:
                     cuts = [n if isinstance(p, Shard) else 1 for p, n in others]
                     parts = prod(cuts) // cuts[step.axis]
                     copied = _copied(step, self.mesh.shape[step.axis])
-                    way.append(_Way(step.axis, _WORDS[step.kind], parts, copied))
+                    way.append(_ReshardStep(step.axis, _WORDS[step.kind], parts, copied))
             self._steps[key] = way
         return self._steps[key]
 
@@ -159,7 +159,7 @@ class Reshards:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _ReshardStep:
     """A collective on one axis. parts: into how many the other axes cut the tensor meanwhile.
 
     copied: bytes read and written to pack and put together, for each of those of such a part.
@@ -171,8 +171,10 @@ class _Way:
     copied: float
 
 
-def _copied(step: Step, lanes: int) -> float:
-    """As :mod:`fxpart.pricing.moved` counts; here a dim behind dims of 1 counts as any other."""
+def _copied(step: ReshardStep, lanes: int) -> float:
+    """As :mod:`fxpart.pricing.collective_traffic` counts; here a dim behind dims of 1 counts as any
+    other.
+    """
     cuts = [p for p in (step.before[step.axis], step.after) if isinstance(p, Shard)]
     times, parts = packs(step.kind, lanes, sum(p.dim > 0 or p.outer > 1 for p in cuts))
     return times / parts

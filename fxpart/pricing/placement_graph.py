@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpart.costmodels.sizes import tensor_bytes
+from fxpart.compiler.work_estimate import is_heavy
+from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.passes.rules import layout, operands
-from fxpart.passes.rules.rule import PARTS, Rule
-from fxpart.pipeline.work import is_heavy
-from fxpart.pricing.placement_options import Families, Kept
+from fxpart.passes.rules.sharding_rule import PARTS, ShardingRule
+from fxpart.pricing.placement_options import OpFamilies, SavedBytes
 from fxpart.pricing.specs import Specs, annotation, tensors_of
 from fxpart.pricing.variants import Sizes
 from fxpart.sharding import Mesh, Shard
@@ -24,7 +24,7 @@ MOST_PARTS = 8  # equal parts of a fused dim that are looked for
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorValue:
     """One tensor: the node that gives it and which of its results it is."""
 
     node: fx.Node
@@ -32,7 +32,7 @@ class Value:
 
 
 @dataclass
-class Flow:
+class GraphDataflow:
     """A graph's tensors and their users.
 
     ops: calls that compute tensors, in order. sources: inputs and state with users. value: of each
@@ -43,23 +43,23 @@ class Flow:
 
     ops: list[fx.Node] = field(default_factory=list)
     sources: list[fx.Node] = field(default_factory=list)
-    value: dict[fx.Node, Value] = field(default_factory=dict)
-    users: dict[Value, list[tuple[fx.Node, int]]] = field(default_factory=dict)
+    value: dict[fx.Node, TensorValue] = field(default_factory=dict)
+    users: dict[TensorValue, list[tuple[fx.Node, int]]] = field(default_factory=dict)
     constant: set[fx.Node] = field(default_factory=set)
     shared: set[fx.Node] = field(default_factory=set)
-    kept: dict[fx.Node, tuple[Kept, ...]] = field(default_factory=dict)
+    kept: dict[fx.Node, tuple[SavedBytes, ...]] = field(default_factory=dict)
     parts: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
-    loss: Value | None = None
+    loss: TensorValue | None = None
 
 
-def read(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> Flow:
+def read_dataflow(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> GraphDataflow:
     """Who makes and who uses which tensor. in_flight: microbatches kept for their backward."""
-    flow = Flow()
-    users: defaultdict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
+    flow = GraphDataflow()
+    users: defaultdict[TensorValue, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             if isinstance(node.meta.get("val"), torch.Tensor):
-                flow.value[node] = Value(node)
+                flow.value[node] = TensorValue(node)
                 flow.sources.append(node)
         elif node.op == "call_function":
             _call(node, flow, users)
@@ -68,7 +68,7 @@ def read(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> Flo
             if isinstance(first, fx.Node) and first in flow.value:
                 flow.loss = flow.value[first]
     flow.users = dict(users)
-    flow.sources = [node for node in flow.sources if Value(node) in users]
+    flow.sources = [node for node in flow.sources if TensorValue(node) in users]
     flow.shared = {
         value.node
         for value, found in flow.users.items()
@@ -78,21 +78,25 @@ def read(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> Flo
     return flow
 
 
-def _call(node: fx.Node, flow: Flow, users: defaultdict[Value, list[tuple[fx.Node, int]]]) -> None:
+def _call(
+    node: fx.Node, flow: GraphDataflow, users: defaultdict[TensorValue, list[tuple[fx.Node, int]]]
+) -> None:
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(source, fx.Node):
         index, parts = node.args[1], source.meta.get("val")
         if isinstance(parts, tuple | list) and isinstance(index, int):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 before = parts[: index % len(parts)]
-                flow.value[node] = Value(source, sum(len(list(tensors_of(p))) for p in before))
+                flow.value[node] = TensorValue(
+                    source, sum(len(list(tensors_of(p))) for p in before)
+                )
             return
     tensors = list(tensors_of(node.meta.get("val")))
     if not tensors:
         return
     flow.ops.append(node)
     if isinstance(node.meta.get("val"), torch.Tensor):
-        flow.value[node] = Value(node)
+        flow.value[node] = TensorValue(node)
     given = operands(node)
     for position, operand in enumerate(given):
         if operand in flow.value:
@@ -102,18 +106,18 @@ def _call(node: fx.Node, flow: Flow, users: defaultdict[Value, list[tuple[fx.Nod
         flow.constant.add(node)
 
 
-def _keep(flow: Flow, specs: Specs, sizes: Sizes, in_flight: int) -> None:
+def _keep(flow: GraphDataflow, specs: Specs, sizes: Sizes, in_flight: int) -> None:
     """What autograd keeps, shared out among the ops that keep one storage."""
     savers: defaultdict[int, int] = defaultdict(int)
     for node in flow.ops:
         for number in {saved.storage for saved in annotation(node).saved}:
             savers[number] += 1
     for node in flow.ops:
-        seen: dict[int, Kept] = {}
+        seen: dict[int, SavedBytes] = {}
         for saved in annotation(node).saved:
             size = in_flight * float(sizes.number(saved.size)) / savers[saved.storage]
             where = _alike(node, saved.source, sizes.number(saved.size), specs, sizes)
-            seen.setdefault(saved.storage, Kept(size, where))
+            seen.setdefault(saved.storage, SavedBytes(size, where))
         if seen:
             flow.kept[node] = tuple(seen.values())
 
@@ -137,15 +141,15 @@ def _alike(node: fx.Node, source: str, size: int, specs: Specs, sizes: Sizes) ->
     return "result", 0
 
 
-def fused(flow: Flow, families: Families) -> None:
+def find_fused_strategies(flow: GraphDataflow, families: OpFamilies) -> None:
     """Find the strategies that cut a fused dim: ``"n/3"`` where a later op cuts each of 3 parts.
 
     From users to producers, through ops that pass the cut on.
     """
     mesh = Mesh((("x", 2),))
-    wanted: defaultdict[Value, set[Shard]] = defaultdict(set)
-    known: dict[tuple[int, frozenset[tuple[int, Shard]]], _Fused] = {}
-    rules: dict[int, Rule] = {}
+    wanted: defaultdict[TensorValue, set[Shard]] = defaultdict(set)
+    known: dict[tuple[int, frozenset[tuple[int, Shard]]], _FusedStrategies] = {}
+    rules: dict[int, ShardingRule] = {}
     for node in reversed(flow.ops):
         rule = families.rule(node)
         if rule is None:
@@ -153,7 +157,7 @@ def fused(flow: Flow, families: Families) -> None:
         rules[id(rule)] = rule
         asked = frozenset(
             (value.index, shard)
-            for value in (Value(node, i) for i in range(len(rule.results)))
+            for value in (TensorValue(node, i) for i in range(len(rule.results)))
             for shard in wanted.get(value, ())
         )
         if (id(rule), asked) not in known:
@@ -168,14 +172,14 @@ def fused(flow: Flow, families: Families) -> None:
 
 
 @dataclass(frozen=True)
-class _Fused:
+class _FusedStrategies:
     """Strategies that give the wished results, and what operands they and the plain ones need."""
 
     names: tuple[str, ...]
     operands: tuple[tuple[int, Shard], ...]
 
 
-def _fused(rule: Rule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) -> _Fused:
+def _fused(rule: ShardingRule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) -> _FusedStrategies:
     names: list[str] = []
     for index, shard in sorted(asked, key=lambda a: (a[0], a[1].dim, a[1].outer)):
         if shard.dim >= len(rule.results[index]):
@@ -194,10 +198,12 @@ def _fused(rule: Rule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) -> _Fuse
             place = held[0]
             if isinstance(place, Shard) and 1 < place.outer <= MOST_PARTS:
                 found[position, place] = None
-    return _Fused(tuple(names), tuple(found))
+    return _FusedStrategies(tuple(names), tuple(found))
 
 
-def follows(node: fx.Node, flow: Flow, carried: Mapping[Value, int]) -> int | None:
+def find_followed_operand(
+    node: fx.Node, flow: GraphDataflow, carried: Mapping[TensorValue, int]
+) -> int | None:
     """The operand that a light op follows: its only one that comes from another op.
 
     carried: per value how many ops use it; one that several use is no leader. None where the op has

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxpart.costmodels.sizes import item_bytes
+from fxpart.compiler.tensor_sizes import expression
+from fxpart.costmodels.tensor_sizes import item_bytes
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.passes.rules import REPLICATED, Rule, choices, layout, operands, rule_of
-from fxpart.passes.rules.rule import factor_of
-from fxpart.pipeline.sizes import expression
-from fxpart.pricing.placement_alike import Signatures
-from fxpart.pricing.placement_edges import Port, Reshards, asked
-from fxpart.pricing.specs import Specs, annotation, tensors_of, unwrapped
+from fxpart.passes.rules import REPLICATED, ShardingRule, choices, layout, operands, rule_of
+from fxpart.passes.rules.sharding_rule import factor_of
+from fxpart.pricing.op_signatures import OpSignatures
+from fxpart.pricing.placement_edges import Port, ReshardCosts, get_gradient_placements
+from fxpart.pricing.specs import Specs, annotation, tensors_of, unwrap_seeded_call
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Device
+    from fxpart.cluster.model import Device
     from fxpart.costs import CostModel
     from fxpart.pricing.variants import Sizes
 
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Option:
+class OpOption:
     """One strategy. takes: a port for each operand; gives: one for each result."""
 
     strategy: Strategy
@@ -40,16 +40,16 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Family:
+class OpFamily:
     """All options of equal ops. seconds: of a step; standing: bytes, by option."""
 
-    options: tuple[Option, ...]
+    options: tuple[OpOption, ...]
     seconds: tuple[float, ...]
     standing: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes that autograd keeps for an op: how many, and the tensor whose cuts they share.
 
     tensor: ("operand" | "result", position).
@@ -69,7 +69,7 @@ def local(shape: Sequence[int], placements: Placements, mesh: Mesh) -> Shape:
     return tuple(held)
 
 
-class Families:
+class OpFamilies:
     """The families of one graph's ops at one microbatch size; equal ops share one."""
 
     def __init__(
@@ -77,12 +77,12 @@ class Families:
         mesh: Mesh,
         model: CostModel,
         device: Device,
-        reshards: Reshards,
+        reshards: ReshardCosts,
         sizes: Sizes,
         specs: Specs,
         microbatches: int,
         rows: frozenset[str] | None = None,
-        like: Families | None = None,
+        like: OpFamilies | None = None,
     ) -> None:
         """microbatches: of a step; seconds are those of a step. rows: the symbols of batch dims.
 
@@ -94,13 +94,13 @@ class Families:
         self.mesh, self._model, self._device = mesh, model, device
         self._reshards, self._sizes, self._specs = reshards, sizes, specs
         self._microbatches, self._rows = microbatches, rows
-        self._rules: dict[object, Rule | None] = {} if like is None else like._rules
-        self._alike: Signatures = Signatures() if like is None else like._alike
+        self._rules: dict[object, ShardingRule | None] = {} if like is None else like._rules
+        self._alike: OpSignatures = OpSignatures() if like is None else like._alike
         self._symbols: dict[int, dict[str, frozenset[str]]] = {} if like is None else like._symbols
-        self._known: dict[object, Family] = {}
+        self._known: dict[object, OpFamily] = {}
         self._costs: dict[OpSpec, float] = {}
 
-    def rule(self, node: fx.Node) -> Rule | None:
+    def rule(self, node: fx.Node) -> ShardingRule | None:
         """The rule of the node's op, looked up once for equal ops."""
         key = self._alike(node)
         if key not in self._rules:
@@ -126,12 +126,12 @@ class Families:
     def of(
         self,
         node: fx.Node,
-        kept: tuple[Kept, ...] = (),
+        kept: tuple[SavedBytes, ...] = (),
         *,
         more: tuple[str, ...] = (),
         only: Strategy | None = None,
         waiting: bool = False,
-    ) -> Family:
+    ) -> OpFamily:
         """The node's family.
 
         more: strategies beside those of the rule's choices (fused weights). only: the one strategy
@@ -146,7 +146,7 @@ class Families:
             rule, spec = self.rule(node), self._specs.op(node)
             found = self._made(node, rule, fixed, more, only, waiting)
             rows = [self._price(node, rule, spec, kept, option) for option in found]
-            self._known[key] = Family(found, tuple(s for s, _ in rows), tuple(b for _, b in rows))
+            self._known[key] = OpFamily(found, tuple(s for s, _ in rows), tuple(b for _, b in rows))
         return self._known[key]
 
     def _fixed(self, node: fx.Node) -> tuple[tuple[str | None, ...], tuple[Placements, ...]]:
@@ -159,18 +159,18 @@ class Families:
     def _made(
         self,
         node: fx.Node,
-        rule: Rule | None,
+        rule: ShardingRule | None,
         fixed: tuple[tuple[str | None, ...], tuple[Placements, ...]],
         more: tuple[str, ...],
         only: Strategy | None,
         waiting: bool,
-    ) -> tuple[Option, ...]:
+    ) -> tuple[OpOption, ...]:
         """Every strategy that is possible and agrees with what is decided."""
         given = len(operands(node))
         results = len(list(tensors_of(node.meta.get("val"))))
         if rule is None:
             whole: Placements = (REPLICATE,) * len(self.mesh.axes)
-            plain = Option(
+            plain = OpOption(
                 (REPLICATED,) * len(self.mesh.axes), ((whole, whole),) * given,
                 ((whole, whole),) * results,
             )  # fmt: skip
@@ -184,7 +184,7 @@ class Families:
         names = [(decided,) if decided is not None else tuple(free) for decided in fixed[0]]
         if only is not None and all(o in n for o, n in zip(only, names, strict=True)):
             names = [(name,) for name in only]
-        found: dict[object, Option] = {}
+        found: dict[object, OpOption] = {}
         for strategy in product(*names):
             option = self._option(rule, strategy)
             if option is not None:
@@ -193,7 +193,7 @@ class Families:
         agreeing = [o for o in found.values() if _agrees(o, fixed[1])]
         return tuple(agreeing or found.values())
 
-    def _option(self, rule: Rule, strategy: Strategy) -> Option | None:
+    def _option(self, rule: ShardingRule, strategy: Strategy) -> OpOption | None:
         """The option of a strategy; None where it cuts what cannot be cut so."""
         parts: dict[str, int] = {}
         for name, count in zip(strategy, self.mesh.shape, strict=True):
@@ -209,13 +209,13 @@ class Families:
         made = layout(rule, strategy, self.mesh)
         if made is None:
             return None
-        return Option(
+        return OpOption(
             strategy,
             tuple(zip(made.operands, made.gradients, strict=True)),
-            tuple((placements, asked(placements)) for placements in made.results),
+            tuple((placements, get_gradient_placements(placements)) for placements in made.results),
         )
 
-    def _waiting(self, option: Option) -> tuple[Option, ...]:
+    def _waiting(self, option: OpOption) -> tuple[OpOption, ...]:
         """The option, and those where sums wait on axes that it does not cut."""
         free = [i for i, name in enumerate(option.strategy) if name == REPLICATED]
         found = [option]
@@ -224,16 +224,16 @@ class Families:
             if axes:
                 takes = tuple(_wait(port, axes) for port in option.takes)
                 gives = tuple(_wait(port, axes) for port in option.gives)
-                found.append(Option(option.strategy, takes, gives))
+                found.append(OpOption(option.strategy, takes, gives))
         return tuple(found)
 
     def _price(
         self,
         node: fx.Node,
-        rule: Rule | None,
+        rule: ShardingRule | None,
         spec: OpSpec | None,
-        kept: Iterable[Kept],
-        option: Option,
+        kept: Iterable[SavedBytes],
+        option: OpOption,
     ) -> tuple[float, float]:
         """Seconds of a step, and bytes that stay for the backward."""
         seconds = 0.0
@@ -282,8 +282,8 @@ class Families:
 
     def _inside(
         self,
-        rule: Rule,
-        option: Option,
+        rule: ShardingRule,
+        option: OpOption,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
         gradient: bool,
@@ -336,7 +336,7 @@ def positions(node: fx.Node) -> list[int | None]:
             for entry in value.values():
                 visit(entry)
 
-    _, args, kwargs = unwrapped(node)
+    _, args, kwargs = unwrap_seeded_call(node)
     visit((args, kwargs))
     return found
 
@@ -349,7 +349,7 @@ def _wait(port: Port, axes: Sequence[int]) -> Port:
     )
 
 
-def _agrees(option: Option, results: Sequence[Placements]) -> bool:
+def _agrees(option: OpOption, results: Sequence[Placements]) -> bool:
     """Whether the option's results are the decided ones, where they are."""
     return all(
         wanted is None or wanted == have

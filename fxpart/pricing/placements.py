@@ -1,8 +1,8 @@
 """Placements of what annotations and propagation left open, chosen by the solver.
 
 As in Alpa: one strategy for each op, its cost on the shapes that one lane holds, the cost of
-reshards on edges, memory against a budget. See :mod:`fxpart.pricing.placement_build` for the
-problem and :mod:`fxpart.solver.placement` for how it is solved.
+reshards on edges, memory against a budget. See :mod:`fxpart.pricing.placement_builder` for the
+problem and :mod:`fxpart.solver.placement.portfolio` for how it is solved.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from fxpart import costmodels
+from fxpart.compat.optimizer_choice import choose, state_bytes
+from fxpart.compiler import MESH_KEY
 from fxpart.errors import error
-from fxpart.optimizers import choose, state_bytes
-from fxpart.pipeline import MESH_KEY
-from fxpart.pricing.groups import Rings, grouped
-from fxpart.pricing.own import Own
-from fxpart.pricing.placement_build import Builder
-from fxpart.pricing.placement_built import Built, StateCosts
-from fxpart.pricing.placement_edges import Reshards
-from fxpart.pricing.placement_graph import fused, read
-from fxpart.pricing.placement_options import Families, Strategy
-from fxpart.pricing.places import RESERVE
+from fxpart.pricing.device_groups import Rings, group_devices
+from fxpart.pricing.device_limits import RESERVE
+from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.placement_builder import PlacementProblemBuilder
+from fxpart.pricing.placement_edges import ReshardCosts
+from fxpart.pricing.placement_graph import find_fused_strategies, read_dataflow
+from fxpart.pricing.placement_mapping import PlacementMapping, StateCosts
+from fxpart.pricing.placement_options import OpFamilies, Strategy
+from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.touched import touched_bytes
-from fxpart.pricing.variants import Sizes, Split, captured_rows
+from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
-from fxpart.solver.placement import PlacementSolution, evaluate, solve_placement, status_of
+from fxpart.solver.placement.portfolio import (
+    PlacementSolution,
+    evaluate,
+    solve_placement,
+    status_of,
+)
 
 if TYPE_CHECKING:
-    from fxpart.capture.captured import Captured
-    from fxpart.cluster import Cluster
+    from fxpart.capture.captured_model import CapturedModel
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 
 @dataclass(frozen=True)
-class Certificate:
+class PlacementCertificate:
     """What is proven of a choice, over these strategies and this cost model.
 
     seconds: of a step on one stage that holds the whole graph. bound: no choice takes less. memory:
@@ -61,7 +66,7 @@ class Certificate:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class StrategyAssignment:
     """The strategy of every op with tensors, the placements of every input and state, by node."""
 
     mesh: Mesh
@@ -80,7 +85,7 @@ class Assignment:
 
 def choose_placements(
     graph: fx.GraphModule,
-    captured: Captured,
+    captured: CapturedModel,
     cluster: Cluster,
     *,
     mesh: Mesh | None = None,
@@ -94,7 +99,7 @@ def choose_placements(
     time_limit: float = 30.0,
     solver: str = "auto",
     only: Mapping[str, Strategy] | None = None,
-) -> tuple[Assignment, Certificate]:
+) -> tuple[StrategyAssignment, PlacementCertificate]:
     """Choose a placement along every axis that is still open in a graph; decided ones stay.
 
     graph: annotated and propagated (its blocks play no part). mesh: that of the graph by default.
@@ -118,7 +123,7 @@ def choose_placements(
         raise _nothing(solution, budget_, time_limit)
     choice = built.settled(solution.choice)
     judged = evaluate(built.problem, choice)
-    certificate = Certificate(
+    certificate = PlacementCertificate(
         status=status_of(judged.seconds, solution.bound),
         seconds=judged.seconds,
         bound=solution.bound,
@@ -132,14 +137,14 @@ def choose_placements(
     )
     mesh_ = mesh if mesh is not None else graph.meta[MESH_KEY]
     return (
-        Assignment(mesh_, built.strategies(choice), built.placements(choice)),
+        StrategyAssignment(mesh_, built.strategies(choice), built.placements(choice)),
         certificate,
     )
 
 
 def build(
     graph: fx.GraphModule,
-    captured: Captured,
+    captured: CapturedModel,
     cluster: Cluster,
     *,
     mesh: Mesh | None = None,
@@ -150,19 +155,19 @@ def build(
     in_flight: int = 1,
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
-) -> Built:
+) -> PlacementMapping:
     """The placement problem of a graph, as :func:`choose_placements` solves it."""
     mesh_: Mesh = mesh if mesh is not None else graph.meta[MESH_KEY]
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    device = grouped(cluster, mesh_.size).devices[0]
+    device = group_devices(cluster, mesh_.size).devices[0]
     rings = Rings(cluster, mesh_)
-    reshards = Reshards(mesh_, model, rings, Own.of(model, device).copying)
+    reshards = ReshardCosts(mesh_, model, rings, NonOpCosts.of(model, device).copying)
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
     rows = batch_size or captured.batch_size
     size = -(-rows // microbatches) if captured.symbolic else captured_rows(captured)
-    sizes = Sizes(captured, Split(size, microbatches))
-    families = Families(
+    sizes = Sizes(captured, BatchSplit(size, microbatches))
+    families = OpFamilies(
         mesh_,
         model,
         device,
@@ -172,9 +177,9 @@ def build(
         microbatches,
         _row_symbols(graph.graph, captured),
     )
-    flow = read(graph.graph, specs, sizes, in_flight)
-    fused(flow, families)
-    builder = Builder(
+    flow = read_dataflow(graph.graph, specs, sizes, in_flight)
+    find_fused_strategies(flow, families)
+    builder = PlacementProblemBuilder(
         mesh=mesh_,
         flow=flow,
         families=families,
@@ -190,7 +195,7 @@ def build(
     return builder.build(_budget(cluster, budget))
 
 
-def _row_symbols(graph: fx.Graph, captured: Captured) -> frozenset[str]:
+def _row_symbols(graph: fx.Graph, captured: CapturedModel) -> frozenset[str]:
     """The symbols of batch dims; none where an axis cuts the rows of an input already.
 
     Then a batch has to fall into that axis's parts, and no choice asks it for more.
@@ -211,7 +216,7 @@ def _budget(cluster: Cluster, given: float | None) -> float:
 
 
 def state_costs(
-    captured: Captured,
+    captured: CapturedModel,
     trained: frozenset[str],
     optimizer: object,
     microbatches: int,

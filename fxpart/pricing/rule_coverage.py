@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpart.costmodels.symbolic import flops
+from fxpart.compiler.tensor_sizes import expression, hint, tensors
+from fxpart.costmodels.op_work import flops
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.passes.rules import Rule, rule_of
-from fxpart.pipeline.sizes import expression, hint, tensors
+from fxpart.passes.rules import ShardingRule, rule_of
 from fxpart.pricing.specs import Specs
 
 CUTS, WHOLE, NONE = "cuts", "whole", "none"  # what an op's rule can do
@@ -84,7 +84,7 @@ def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
     return Coverage(tuple(sorted(rows, key=lambda op: (-op.flops, -op.calls, op.op))))
 
 
-def kind_of(rule: Rule | None) -> str:
+def kind_of(rule: ShardingRule | None) -> str:
     """Whether a rule can cut, only says that all stays whole, or is missing."""
     if rule is None:
         return NONE

@@ -11,22 +11,22 @@ import torch
 from torch import fx
 
 from fxpart.compat import has_unbacked_symbols, size_hint
-from fxpart.costmodels.draws import WHOLE
+from fxpart.compiler import KEY, NodeAnnotation
+from fxpart.compiler.collective_calls import is_random_shard, parse_random_call
+from fxpart.costmodels.partial_draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pipeline import KEY, Annotation
-from fxpart.pipeline.collective import is_random_shard, keyed
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
 
 _LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
 CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
-_NOTHING = Annotation()
+_NOTHING = NodeAnnotation()
 
 
-def annotation(node: fx.Node) -> Annotation:
+def annotation(node: fx.Node) -> NodeAnnotation:
     """What fxpart knows of the node; the empty annotation where nothing was written."""
-    found: Annotation = node.meta.get(KEY, _NOTHING)
+    found: NodeAnnotation = node.meta.get(KEY, _NOTHING)
     return found
 
 
@@ -89,7 +89,7 @@ class Specs:
         """The node's op; None where it is no op of its own (state, inputs, sizes, getitem)."""
         if node.op != "call_function":
             return None
-        target, args, kwargs = unwrapped(node)
+        target, args, kwargs = unwrap_seeded_call(node)
         outputs = self.tensors(node)
         if target is operator.getitem or not (outputs or node.meta.get("val") is None):
             return None
@@ -131,9 +131,9 @@ class Specs:
         return (("copies", not is_contiguous(source) and is_contiguous(result)),)
 
 
-def unwrapped(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unwrap_seeded_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Target and arguments of a node, without the seeding of a random op."""
-    found = keyed(node)
+    found = parse_random_call(node)
     if found is not None and len(found) >= 3:
         return found[2], found[3:], node.kwargs
     return node.target, node.args, node.kwargs

@@ -9,39 +9,46 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.cluster_io.lookup import Links
+from fxpart.cluster.link_index import LinkIndex
 from fxpart.errors import error
-from fxpart.pricing.places import kinds
-from fxpart.solver.joint.problem import Line, Status
-from fxpart.solver.topology.atoms import is_whole
-from fxpart.solver.topology.objective import evaluate
-from fxpart.solver.topology.problem import Flow, Group, Place, Ring, Seats, Topology
-from fxpart.solver.topology.solve import solve_topology
+from fxpart.pricing.device_limits import group_by_kind
+from fxpart.solver.assignment.objective import evaluate
+from fxpart.solver.assignment.portfolio import solve_device_assignment
+from fxpart.solver.assignment.problem import (
+    AssignmentProblem,
+    AssignmentStage,
+    InterconnectDomain,
+    RingCollective,
+    Seats,
+    StageFlow,
+)
+from fxpart.solver.assignment.units import has_whole_replicas
+from fxpart.solver.joint.problem import LinearCost, Status
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster, Link
+    from fxpart.cluster.model import Cluster, Link
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What stages move: see :class:`~fxpart.solver.topology.problem.Topology`.
+    """What stages move: see :class:`~fxpart.solver.assignment.problem.AssignmentProblem`.
 
     By stage: seconds for each microbatch and once a step that do not depend on the placement,
     tensor shards' collectives of a microbatch, replicas' collectives of a step. All of these may be
     left empty: then only flows count.
     """
 
-    flows: tuple[Flow, ...] = ()
+    flows: tuple[StageFlow, ...] = ()
     seconds: tuple[float, ...] = ()
     once: tuple[float, ...] = ()
-    exchange: tuple[Ring, ...] = ()
-    reduce: tuple[Ring, ...] = ()
+    exchange: tuple[RingCollective, ...] = ()
+    reduce: tuple[RingCollective, ...] = ()
     microbatches: int = 1
     fill: float = 1.0
 
 
 @dataclass(frozen=True)
-class Placement:
+class StageDevicePlacement:
     """Devices (indices into the cluster's) by stage and lane; the step's seconds and its bound.
 
     straddling: replicas whose tensor shards lie on several hosts.
@@ -60,7 +67,7 @@ def place_stages(
     traffic: Traffic,
     *,
     pools: Sequence[int] | None = None,
-) -> Placement:
+) -> StageDevicePlacement:
     """Which devices each stage takes. widths: (pool, data, tensor) of each stage.
 
     pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`). Devices
@@ -68,7 +75,7 @@ def place_stages(
     Raises FXP204 where a pool has too few devices, FXP403 where two devices have no link.
     """
     topology, members = topology_of(cluster, widths, traffic, pools=pools)
-    found = solve_topology(topology)
+    found = solve_device_assignment(topology)
     if not found.seats:
         need = [0] * (1 + max(pool for pool, _, _ in widths))
         for pool, data, tensor in widths:
@@ -81,7 +88,7 @@ def place_stages(
         )
     straight = _in_order(topology, members)
     plain, best = evaluate(topology, straight), evaluate(topology, found.seats)
-    cut = (is_whole(topology, found.seats), is_whole(topology, straight))
+    cut = (has_whole_replicas(topology, found.seats), has_whole_replicas(topology, straight))
     if plain.seconds <= best.seconds * (1 + 1e-12) and cut != (True, False):
         found, best = msgspec.structs.replace(found, seats=straight), plain
     left = [[iter(m) for m in by_pool] for by_pool in members]
@@ -89,7 +96,7 @@ def place_stages(
         tuple(next(left[place][pool]) for place in lanes)
         for (pool, _, _), lanes in zip(widths, found.seats, strict=True)
     )
-    return Placement(
+    return StageDevicePlacement(
         ranks=ranks,
         seconds=found.seconds,
         bound=found.bound,
@@ -98,7 +105,7 @@ def place_stages(
     )
 
 
-def _in_order(topology: Topology, members: Sequence[Sequence[Sequence[int]]]) -> Seats:
+def _in_order(topology: AssignmentProblem, members: Sequence[Sequence[Sequence[int]]]) -> Seats:
     """The placement that takes the devices of each pool as they stand, stage after stage."""
     pools = range(len(topology.places[0].devices))
     place_of = [
@@ -110,7 +117,7 @@ def _in_order(topology: Topology, members: Sequence[Sequence[Sequence[int]]]) ->
 
 def pools_of(cluster: Cluster) -> tuple[int, ...]:
     """The pool of each device: those that compute alike and have equal memory, by first one."""
-    _, alike = kinds(cluster)
+    _, alike = group_by_kind(cluster)
     found: dict[tuple[int, int], int] = {}
     keys = zip(alike, (device.memory for device in cluster.devices), strict=True)
     return tuple(found.setdefault(key, len(found)) for key in keys)
@@ -128,10 +135,10 @@ def topology_of(
     traffic: Traffic,
     *,
     pools: Sequence[int] | None = None,
-) -> tuple[Topology, list[list[list[int]]]]:
+) -> tuple[AssignmentProblem, list[list[list[int]]]]:
     """The problem, and the devices of each of its places by pool, ascending."""
     pool_of = pools_of(cluster) if pools is None else pools
-    links = Links(cluster)
+    links = LinkIndex(cluster)
     count = 1 + max((*pool_of, *(pool for pool, _, _ in widths)))
     place: dict[str, int] = {}
     members: list[list[list[int]]] = []
@@ -145,11 +152,11 @@ def topology_of(
         members[place[name]][pool_of[index]].append(index)
     firsts = [min(m[0] for m in by_pool if m) for by_pool in members]
     table = _Classes(cluster, links, firsts)
-    topology = Topology(
+    topology = AssignmentProblem(
         groups=_groups(widths, traffic),
         flows=traffic.flows,
         places=tuple(
-            Place(
+            InterconnectDomain(
                 host=hosts[cluster.devices[first].host],
                 kind=kind,
                 devices=tuple(len(m) for m in by_pool),
@@ -165,26 +172,28 @@ def topology_of(
     return topology, members
 
 
-def _groups(widths: Sequence[tuple[int, int, int]], traffic: Traffic) -> tuple[Group, ...]:
+def _groups(
+    widths: Sequence[tuple[int, int, int]], traffic: Traffic
+) -> tuple[AssignmentStage, ...]:
     found = []
     for s, (pool, data, tensor) in enumerate(widths):
-        group = Group(
+        group = AssignmentStage(
             pool=pool,
             data=data,
             tensor=tensor,
             seconds=traffic.seconds[s] if traffic.seconds else 0.0,
             once=traffic.once[s] if traffic.once else 0.0,
-            exchange=traffic.exchange[s] if traffic.exchange else Ring(),
-            reduce=traffic.reduce[s] if traffic.reduce else Ring(),
+            exchange=traffic.exchange[s] if traffic.exchange else RingCollective(),
+            reduce=traffic.reduce[s] if traffic.reduce else RingCollective(),
         )
         found.append(group)
     return tuple(found)
 
 
 class _Classes:
-    """Places whose links are equal: ``kinds`` of the places, and the links by kind."""
+    """Places whose links are equal: ``group_by_kind`` of the places, and the links by kind."""
 
-    def __init__(self, cluster: Cluster, links: Links, firsts: Sequence[int]) -> None:
+    def __init__(self, cluster: Cluster, links: LinkIndex, firsts: Sequence[int]) -> None:
         """firsts: the first device of each place."""
         self._cluster, self._links, self._firsts = cluster, links, firsts
         named: dict[str, list[tuple[str, str, float, float, bool]]] = {}
@@ -217,9 +226,9 @@ class _Classes:
             if len(self._places[kind]) < 2:
                 self._places[kind].append(place)
 
-    def inside(self, members: Sequence[Sequence[Sequence[int]]]) -> tuple[Line, ...]:
+    def inside(self, members: Sequence[Sequence[Sequence[int]]]) -> tuple[LinearCost, ...]:
         """The link of two devices of one place; nothing where every place is one device."""
-        lines = [Line()] * len(self._places)
+        lines = [LinearCost()] * len(self._places)
         found: set[int] = set()
         for place, kind in enumerate(self.kinds):
             devices = sorted(d for by_pool in members[place] for d in by_pool)
@@ -228,7 +237,7 @@ class _Classes:
                 lines[kind] = self._line(devices[0], devices[1])
         return tuple(lines)
 
-    def between(self) -> tuple[tuple[Line, ...], ...]:
+    def between(self) -> tuple[tuple[LinearCost, ...], ...]:
         """The link from a place of one kind to another of the same or another."""
         every = range(len(self._places))
         return tuple(tuple(self._pair(a, b) for b in every) for a in every)
@@ -259,14 +268,16 @@ class _Classes:
             return None
         return self._places[a][0], self._places[b][1 if a == b else 0]
 
-    def _pair(self, a: int, b: int) -> Line:
+    def _pair(self, a: int, b: int) -> LinearCost:
         ends = self._ends(a, b)
-        return Line() if ends is None else self._line(*(self._firsts[place] for place in ends))
+        return (
+            LinearCost() if ends is None else self._line(*(self._firsts[place] for place in ends))
+        )
 
     def _link(self, a: int, b: int) -> Link:
         devices = self._cluster.devices
         return self._links(devices[a].name, devices[b].name)
 
-    def _line(self, a: int, b: int) -> Line:
+    def _line(self, a: int, b: int) -> LinearCost:
         link = self._link(a, b)
-        return Line(latency=link.latency, inverse=1 / link.bandwidth)
+        return LinearCost(latency=link.latency, inverse=1 / link.bandwidth)

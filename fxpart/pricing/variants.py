@@ -12,21 +12,21 @@ from fxpart.costs import OpSpec, TensorSpec
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.capture.captured import Captured
+    from fxpart.capture.captured_model import CapturedModel
     from fxpart.costs import Size
 
 MAX_VARIANTS = 16
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """A batch cut into ``microbatches`` of at most ``size`` rows (as torch.tensor_split)."""
 
     size: int
     microbatches: int
 
 
-def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Split, ...]:
+def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[BatchSplit, ...]:
     """The cuts worth trying, by falling size; of equal size the one with fewest microbatches.
 
     Where there are more than ``limit``: first divisors and multiples of ``stages`` that are powers
@@ -35,9 +35,9 @@ def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Split
     best: dict[int, int] = {}
     for count in range(1, batch + 1) if batch <= 4096 else _counts(batch, stages):
         best.setdefault(-(-batch // count), count)
-    found = [Split(size, count) for size, count in best.items()]
+    found = [BatchSplit(size, count) for size, count in best.items()]
 
-    def rank(split: Split) -> tuple[bool, bool, bool, int]:
+    def rank(split: BatchSplit) -> tuple[bool, bool, bool, int]:
         count = split.microbatches
         doubled = any(count % base == 0 and _power(count // base) for base in (1, stages))
         ends = split.size == 1 or count == 1
@@ -60,8 +60,8 @@ def _power(number: int) -> bool:
 
 
 def variants(
-    captured: Captured, batch: int, microbatches: int | None, stages: int
-) -> tuple[Split, ...]:
+    captured: CapturedModel, batch: int, microbatches: int | None, stages: int
+) -> tuple[BatchSplit, ...]:
     """The cuts to price: all, the one with ``microbatches``, or the one that the capture fixed.
 
     Raises FXP105 where the batch cannot be cut so.
@@ -76,7 +76,7 @@ def variants(
     if captured.symbolic:
         if microbatches is None:
             return splits(batch, stages)
-        return (Split(-(-batch // microbatches), microbatches),)
+        return (BatchSplit(-(-batch // microbatches), microbatches),)
     size = captured_rows(captured)
     if batch % size or (microbatches is not None and batch // size != microbatches):
         asked = "" if microbatches is None else f" in {microbatches} microbatches"
@@ -86,10 +86,10 @@ def variants(
             why=f"the model could only be captured with a fixed batch, here of {size} rows",
             fix=f"capture at the microbatch size you want, or give a batch that {size} divides",
         )
-    return (Split(size, batch // size),)
+    return (BatchSplit(size, batch // size),)
 
 
-def captured_rows(captured: Captured) -> int:
+def captured_rows(captured: CapturedModel) -> int:
     """Rows of the batch that a graph with a fixed batch was captured with."""
     rows = (s.shape[s.batch_dim] for s in captured.inputs if s.batch_dim is not None)
     return next((size for size in rows if isinstance(size, int)), captured.batch_size)
@@ -99,7 +99,7 @@ class Sizes:
     """Sizes as numbers at one microbatch size; every expression is evaluated once."""
 
     def __init__(
-        self, captured: Captured, split: Split, parts: Mapping[str, int] | None = None
+        self, captured: CapturedModel, split: BatchSplit, parts: Mapping[str, int] | None = None
     ) -> None:
         """Batch symbols take the microbatch size, others their size at capture.
 

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from fxpart.optimizers import OptimizerChoice, state_bytes
+from fxpart.compat.optimizer_choice import OptimizerChoice, state_bytes
+from fxpart.pricing.optimizer_step import compute_update_bytes
+from fxpart.pricing.optimizer_temporaries import UNKNOWN, temporaries
+from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.specs import annotation
-from fxpart.pricing.touched import touched_bytes
-from fxpart.pricing.updates import updated
 from fxpart.solver.problem import Weight
-from fxpart.temporaries import UNKNOWN, temporaries
 
 if TYPE_CHECKING:
-    from fxpart.capture.captured import Captured
-    from fxpart.cluster import Device
+    from fxpart.capture.captured_model import CapturedModel
+    from fxpart.cluster.model import Device
 
 
 def weights(
-    graph: fx.Graph, captured: Captured, trained: frozenset[str], optimizer: OptimizerChoice
+    graph: fx.Graph, captured: CapturedModel, trained: frozenset[str], optimizer: OptimizerChoice
 ) -> tuple[Weight, ...]:
     """Every parameter, buffer and constant that a block uses, with the blocks that use it.
 
     Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes;
-    a sparse gradient takes what a step's rows take (:mod:`fxpart.pricing.touched`).
+    a sparse gradient takes what a step's rows take (:mod:`fxpart.pricing.sparse_gradients`).
     """
     touched = touched_bytes(graph)
     users: dict[str, set[int]] = {}
@@ -71,7 +71,7 @@ def _numbered(sparse: bool, table: torch.Tensor, state: int | None) -> int:
     return 8 * table.shape[0] if sparse and state else 0
 
 
-def _held(node: fx.Node, captured: Captured) -> torch.Tensor:
+def _held(node: fx.Node, captured: CapturedModel) -> torch.Tensor:
     """What the graph holds under a name: the model's tensor, or a rank's part of it."""
     found = node.meta.get("val")
     return found if isinstance(found, torch.Tensor) else captured.state[str(node.target)]
@@ -93,7 +93,7 @@ def _blocks(node: fx.Node) -> set[int]:
     return found
 
 
-def trained_names(captured: Captured) -> frozenset[str]:
+def trained_names(captured: CapturedModel) -> frozenset[str]:
     """Parameters that take a gradient."""
     return frozenset(n for n in captured.parameters if captured.state[n].requires_grad)
 
@@ -106,5 +106,7 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
     seconds = [0.0] * blocks
     for weight in weights:
         if weight.gradient:
-            seconds[weight.blocks[0]] += updated(weight) / device.bandwidth + device.launch
+            seconds[weight.blocks[0]] += (
+                compute_update_bytes(weight) / device.bandwidth + device.launch
+            )
     return tuple(seconds)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from fxpart.report.table import shortened, table
-from fxpart.report.units import percent, plural, seconds, size
+from fxpart.units import percent, plural, seconds, size
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster, Curve, Device, Host, Link
+    from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
 
 _WIDE = 48
 
 
-def shown(cluster: Cluster, missing: Sequence[str]) -> list[str]:
+def format_cluster(cluster: Cluster, missing: Sequence[str]) -> list[str]:
     """The lines. missing: what the cluster does not say."""
     hosts = len({device.host for device in cluster.devices})
     head = f"{cluster.name}: {plural(len(cluster.devices), 'device')} on {plural(hosts, 'host')}"
@@ -95,7 +95,7 @@ def _links(links: Iterable[Link]) -> tuple[tuple[str, ...], str, list[list[str]]
     return _without_empty(heads, "<><>><<<", rows)
 
 
-def _curves(curves: Iterable[Curve]) -> tuple[tuple[str, ...], str, list[list[str]]]:
+def _curves(curves: Iterable[CollectiveCurve]) -> tuple[tuple[str, ...], str, list[list[str]]]:
     rows = [
         [
             curve.operation,

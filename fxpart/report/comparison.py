@@ -10,7 +10,7 @@ WAITING, RUNTIME = "waiting", "the runtime itself"
 
 
 @dataclass(frozen=True)
-class Compared:
+class TimeComparison:
     """Seconds as predicted and as measured.
 
     measured: None where a recording cannot tell. ratio: measured over predicted, None without both.
@@ -31,7 +31,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class StageCompared:
+class StageComparison:
     """One stage. each: of a microbatch, collectives being part of forward and backward. step: once.
 
     slowest: the rank whose step the parts of a step are of, the one that computes longest.
@@ -40,12 +40,12 @@ class StageCompared:
     stage: int
     ranks: str
     slowest: int
-    each: dict[str, Compared]
-    step: dict[str, Compared]
+    each: dict[str, TimeComparison]
+    step: dict[str, TimeComparison]
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """One part of the step's error, as the pace-setting rank spends it.
 
     share: of the whole difference; None where predicted and measured step agree. source: where the
@@ -61,7 +61,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class MemoryCompared:
+class MemoryComparison:
     """Bytes of a rank: the predicted peak, the process's before the model and at its peak.
 
     exact: the peak is one of the recorded steps. shared: ranks in the same process.
@@ -83,21 +83,21 @@ class MemoryCompared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RecordingComparison:
     """All of it. low, high: the quartiles of the steps' seconds. stage: the one that sets the pace.
 
     shown: the step that took the median time. notes: what limits the comparison.
     """
 
     steps: int
-    step: Compared
+    step: TimeComparison
     low: float
     high: float
     bubble_predicted: float
     bubble_measured: float
-    stages: tuple[StageCompared, ...]
+    stages: tuple[StageComparison, ...]
     stage: int
-    differences: tuple[Difference, ...]
-    memory: tuple[MemoryCompared, ...]
+    differences: tuple[StepDifference, ...]
+    memory: tuple[MemoryComparison, ...]
     shown: int
     notes: tuple[str, ...]

@@ -5,36 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from fxpart.plan import Plan
-from fxpart.report import comparing, sharding, units
-from fxpart.report.compared import played
-from fxpart.report.comparison import Comparison
-from fxpart.report.explain import (
-    by,
+from fxpart import units
+from fxpart.plan.model import Plan
+from fxpart.report import comparison_text, sharding
+from fxpart.report.comparison import RecordingComparison
+from fxpart.report.comparison_builder import predict_timeline
+from fxpart.report.explanation import Explanation, RejectedAlternative
+from fxpart.report.explanation_builder import explanation
+from fxpart.report.explanation_text import (
     certificate,
+    describe_method,
     memory_words,
     pace_words,
     rejected_rows,
     schedule,
     stream_words,
 )
-from fxpart.report.explained import Explanation, Rejected
-from fxpart.report.figures import explanation
 from fxpart.report.overlay import drawn, overlay_svg
-from fxpart.report.stages import copied, degrees, stream_rows, summed
+from fxpart.report.stage_tables import (
+    degrees,
+    has_gradient_buckets,
+    has_weight_copies,
+    stream_rows,
+)
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
 from fxpart.report.timeline import plan_timeline, streams
 from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.recording import Recording
+from fxpart.schedule.measured_timeline import MeasuredTimeline
 
 # Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
 
 
 def report_html(
-    plan: Plan, recording: Recording | None = None, comparison: Comparison | None = None
+    plan: Plan,
+    recording: MeasuredTimeline | None = None,
+    comparison: RecordingComparison | None = None,
 ) -> str:
     """The whole file, below a megabyte, as text.
 
@@ -85,7 +93,7 @@ def _cards(plan: Plan, found: Explanation) -> str:
     rate = step.samples_per_second
     cards = (
         ("predicted step", units.seconds(step.seconds)),
-        (f"by {by(step.method)}", units.seconds(step.simulated_seconds)),
+        (f"by {describe_method(step.method)}", units.seconds(step.simulated_seconds)),
         *([("when run", units.seconds(step.rehearsed_seconds))] if step.rehearsed_seconds else []),
         ("samples a second", "-" if rate is None else f"{rate:.4g}"),
         ("batch x microbatches", f"{plan.batch_size} in {plan.microbatches}"),
@@ -98,7 +106,9 @@ def _cards(plan: Plan, found: Explanation) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
-def _measured(plan: Plan, recording: Recording | None, found: Comparison | None) -> str:
+def _measured(
+    plan: Plan, recording: MeasuredTimeline | None, found: RecordingComparison | None
+) -> str:
     if recording is None or found is None:
         return ""
     names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
@@ -106,20 +116,21 @@ def _measured(plan: Plan, recording: Recording | None, found: Comparison | None)
     caption = "Of each rank the predicted step above and below it a measured one of median length."
     if len(drawn(recording)) < len(recording.ranks):
         caption += f" {len(drawn(recording))} of the {len(recording.ranks)} ranks are drawn."
-    words = [comparing.headline(found), *found.notes]
+    words = [comparison_text.headline(found), *found.notes]
     text = "".join(f"<p>{escape(line)}</p>" for line in words)
-    heads, rows = comparing.stage_rows(found)
-    told = "".join(f"<li>{escape(line)}</li>" for line in comparing.differences(found))
+    heads, rows = comparison_text.stage_rows(found)
+    told = "".join(f"<li>{escape(line)}</li>" for line in comparison_text.differences(found))
     parts = [
         f"<h2>Predicted and measured</h2>\n{text}",
-        f"<figure>{overlay_svg(played(plan), recording, found)}{key}"
+        f"<figure>{overlay_svg(predict_timeline(plan), recording, found)}{key}"
         f"<figcaption>{caption}</figcaption></figure>",
-        f"<h2>Largest differences</h2>\n<p>As rank {comparing.pace(found)} spends its step:</p>"
+        "<h2>Largest differences</h2>\n"
+        f"<p>As rank {comparison_text.pace(found)} spends its step:</p>"
         f"<ul>{told}</ul>",
         f"<h2>By stage</h2>\n{_table(heads, rows, left={2})}",
     ]
     if found.memory:
-        heads, rows = comparing.memory_rows(found.memory)
+        heads, rows = comparison_text.memory_rows(found.memory)
         parts.append(f"<h2>Measured memory</h2>\n{_table(heads, rows, left=set())}")
     return "\n".join(parts)
 
@@ -157,7 +168,7 @@ def _step(found: Explanation) -> str:
 
 
 def _memory(plan: Plan, found: Explanation) -> str:
-    left_out = {"copies": not copied(found), "sums": not summed(found)}
+    left_out = {"copies": not has_weight_copies(found), "sums": not has_gradient_buckets(found)}
     held = [i for i, name in enumerate(PARTS) if not left_out.get(name)]
     key = _key([(f"m{i}", PARTS[i]) for i in held])
     caption = "The line is the limit of the rank."
@@ -210,7 +221,7 @@ def _sharding(plan: Plan) -> str:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(given.unruled.items()))
         words.append(f"Computed whole by every rank, for want of a rule: {listed}")
     if given.certificate is not None:
-        words.append(sharding.chosen(given.certificate))
+        words.append(sharding.describe_certificate(given.certificate))
     text = "".join(f"<p>{escape(word)}</p>" for word in words)
     heads = ("what", "how", "number", "names")
     return f"<h2>Sharding</h2>\n{text}{_table(heads, sharding.rows(given)[:DRAWN], left={0, 1, 3})}"
@@ -223,7 +234,7 @@ def _certificate(plan: Plan) -> str:
     return f"<h2>How good it is</h2>\n{status}{words}"
 
 
-def _rejected(title: str, others: Sequence[Rejected]) -> str:
+def _rejected(title: str, others: Sequence[RejectedAlternative]) -> str:
     if not others:
         return ""
     heads, *rows = rejected_rows(others)

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from fxpart.report import units
-from fxpart.report.compared import spans_of
-from fxpart.report.comparison import Comparison
+from fxpart import units
+from fxpart.report.comparison import RecordingComparison
+from fxpart.report.comparison_builder import spans_of
 from fxpart.report.svg import DETAILED, LEFT, WIDTH, opening, ticks
-from fxpart.schedule.action import Kind
-from fxpart.schedule.recording import AGREE, END, Measured, Recording
+from fxpart.schedule.action import ActionKind
+from fxpart.schedule.measured_timeline import AGREE, END, MeasuredSpan, MeasuredTimeline
 from fxpart.schedule.timeline import Timeline
 
 ROWS = 32  # ranks that are drawn; of more, one lane of each stage, and then the first ones
@@ -30,7 +30,9 @@ class _Bar:
     strip: bool = False
 
 
-def overlay_svg(timeline: Timeline | None, recording: Recording, comparison: Comparison) -> str:
+def overlay_svg(
+    timeline: Timeline | None, recording: MeasuredTimeline, comparison: RecordingComparison
+) -> str:
     """Two rows for each rank, predicted above measured, from the start of the step.
 
     Computations in colour, transfers as a strip below them, sums and the optimizer after them.
@@ -63,7 +65,7 @@ def overlay_svg(timeline: Timeline | None, recording: Recording, comparison: Com
     return "\n".join(parts)
 
 
-def drawn(recording: Recording) -> list[int]:
+def drawn(recording: MeasuredTimeline) -> list[int]:
     """The ranks that are drawn."""
     ranks = list(recording.ranks)
     if len(ranks) > ROWS:
@@ -71,7 +73,7 @@ def drawn(recording: Recording) -> list[int]:
     return ranks[:ROWS]
 
 
-def _measured(spans: Iterable[Measured], rank: int, row: int) -> Iterable[_Bar]:
+def _measured(spans: Iterable[MeasuredSpan], rank: int, row: int) -> Iterable[_Bar]:
     for span in spans:
         if span.rank != rank or span.lane in ("wait", "receive", "whole", "collective"):
             continue
@@ -100,8 +102,8 @@ def _predicted(timeline: Timeline, stage: int, row: int) -> Iterable[_Bar]:
             yield _Bar(row, "u", title, update.start, update.end)
 
 
-def _style(kind: Kind, microbatch: int) -> str:
-    return f"{'f' if kind is Kind.F else 'b'}{microbatch % 2}"
+def _style(kind: ActionKind, microbatch: int) -> str:
+    return f"{'f' if kind is ActionKind.F else 'b'}{microbatch % 2}"
 
 
 def _rectangle(bar: _Bar, scale: float, detailed: bool) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 
+from fxpart import units
 from fxpart.errors import error
-from fxpart.plan import Certificate, Placed, Plan, PlanSharding
-from fxpart.report import units
+from fxpart.plan.model import Certificate, Plan, PlanPlacement, PlanSharding
 from fxpart.report.table import shortened, table
 
 SHOWN = 12  # kinds of placement in the summary
@@ -48,7 +48,7 @@ def rows(given: PlanSharding) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def how(entry: Placed) -> str:
+def how(entry: PlanPlacement) -> str:
     """An entry's placements or, of an op, what each axis cuts, as text."""
     return " -> ".join(filter(None, (entry.strategy, entry.placements))) or "replicated"
 
@@ -69,11 +69,11 @@ def lines(plan: Plan) -> list[str]:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(given.unruled.items()))
         result.append(f"  Computed whole by every rank, for want of a rule: {listed}")
     if given.certificate is not None:
-        result.append(f"  {chosen(given.certificate)}")
+        result.append(f"  {describe_certificate(given.certificate)}")
     return result
 
 
-def chosen(given: Certificate) -> str:
+def describe_certificate(given: Certificate) -> str:
     """The certificate of the placements that annotations left open, as a sentence."""
     cost, bound = units.seconds(given.objective), units.seconds(given.lower_bound)
     what = f"The solver chose {given.over}" if given.over else "The solver chose what was open"
@@ -82,7 +82,7 @@ def chosen(given: Certificate) -> str:
     return f"{what}: {cost}, and none takes less than {bound} (by {given.solver})."
 
 
-def why(plan: Plan, name: str) -> str:
+def explain_placement(plan: Plan, name: str) -> str:
     """Where the placements of an input, weight or op of the plan come from, by axis.
 
     FXP109 where the plan says nothing of such a name.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from fxpart.plan import Plan
-from fxpart.plan_io.runs import text_of
-from fxpart.report import units
+from fxpart import units
+from fxpart.plan.model import Plan
+from fxpart.plan.number_ranges import text_of
 from fxpart.report.table import shortened
-from fxpart.schedule.action import Kind
-from fxpart.schedule.timeline import Once, Span, Timeline
+from fxpart.schedule.action import ActionKind
+from fxpart.schedule.timeline import Span, Timeline, UpdateSpan
 
 WIDTH = 1120
 LEFT = 76
@@ -74,7 +74,7 @@ def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
     return parts
 
 
-def _updates(updates: Sequence[Once], row: int, scale: float) -> list[str]:
+def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]:
     """A rectangle for what each rank does once a step."""
     parts = []
     for update in updates:
@@ -113,7 +113,7 @@ def _row(span: Span, row: int) -> tuple[int, int]:
 def _class(span: Span) -> str:
     if span.lane != "compute":
         return "t"
-    kind = "f" if span.action.kind is Kind.F else "b"
+    kind = "f" if span.action.kind is ActionKind.F else "b"
     return f"{kind}{span.action.microbatch % 2}"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fxpart.plan import Plan
-from fxpart.planned.scheduled import edges_of, plan_schedule, stage_of
-from fxpart.planned.steps import StageTimes, stage_times, steps_in_time
-from fxpart.planned.streams import NAME as STREAM
-from fxpart.planned.streams import window
-from fxpart.schedule.steps import Steps
+from fxpart.plan.model import Plan
+from fxpart.plan.schedule import edges_of, plan_schedule, stage_of
+from fxpart.planner.prediction.steady_state import NAME as STREAM
+from fxpart.planner.prediction.steady_state import window
+from fxpart.planner.prediction.step_simulation import StageTimes, stage_times, steps_in_time
+from fxpart.schedule.multi_step import SimulatedSteps
 from fxpart.schedule.timeline import Timeline
 
 _DRAWN = 3  # minibatches of a stream
@@ -36,8 +36,9 @@ def plan_steps(
     steps: int = 1,
     flush: bool | None = None,
     contention: bool = True,
-) -> Steps:
-    """Several steps; see :func:`fxpart.planned.steps.steps_in_time`. Raises FXP109.
+) -> SimulatedSteps:
+    """Several steps; see :func:`fxpart.planner.prediction.step_simulation.steps_in_time`. Raises
+    FXP109.
 
     flush: by default as the schedule does.
     """

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
-from fxpart.runtime.connect import connect, local_device
-from fxpart.runtime.distributed import Distributed
-from fxpart.runtime.groups import no_decay
-from fxpart.runtime.inprocess import InProcess
-from fxpart.runtime.run import Checkpoints
+from fxpart.runtime.optimizer.parameter_groups import no_decay
 from fxpart.runtime.trainer import Trainer
+from fxpart.runtime.training_run import Checkpoints
+from fxpart.runtime.transport.in_process import InProcess
+from fxpart.runtime.transport.process_group import connect, local_device
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
 __all__ = [
-    "Callback", "Checkpoints", "Distributed", "EarlyStopping", "Event", "InProcess", "JsonLines",
-    "StepInfo", "Trainer", "connect", "local_device", "no_decay",
+    "Callback",
+    "Checkpoints",
+    "EarlyStopping",
+    "Event",
+    "InProcess",
+    "JsonLines",
+    "ProcessGroupTransport",
+    "StepInfo",
+    "Trainer",
+    "connect",
+    "local_device",
+    "no_decay",
 ]  # fmt: skip

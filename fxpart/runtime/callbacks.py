@@ -47,9 +47,10 @@ class Event:
 
     kind: "start", "evaluation" (values: loss and metrics), "epoch" (one pass over the data has
     ended), "fallback" (why: an asynchronous pipeline drains after every minibatch from now on),
-    "slow" (why: a rank has become slow, or is no longer: :mod:`fxpart.runtime.slow`), "failure"
-    (error: why fit raises) or "end" (why: "steps", "epochs", "data", "early stopping", or a
-    signal). step: updates so far; at the start those before a checkpoint.
+    "slow" (why: a rank has become slow, or is no longer:
+    :mod:`fxpart.runtime.monitor.straggler_detector`), "failure" (error: why fit raises) or "end"
+    (why: "steps", "epochs", "data", "early stopping", or a signal). step: updates so far; at the
+    start those before a checkpoint.
     """
 
     kind: Kind

@@ -8,36 +8,41 @@ from functools import partial
 
 import torch
 
+from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.diagnostics.rank_event import ALL
 from fxpart.errors import FxpartError, error
-from fxpart.events.event import ALL
-from fxpart.events.ring import Ring
-from fxpart.program import ProgramSpec
-from fxpart.runtime.agreement import AgreedError, lost, merge, problems_of
-from fxpart.runtime.batch import Cut
-from fxpart.runtime.executor import Around, Executor, Failure, Feed
-from fxpart.runtime.lanes import Crew, Lane, Ranks, lane_ranks
-from fxpart.runtime.links import edges, torch_dtype
-from fxpart.runtime.meshes import Meshes
-from fxpart.runtime.number_bits import bits_of, number_of
-from fxpart.runtime.recompute import Mode
-from fxpart.runtime.recorder import Recorder
-from fxpart.runtime.transport import PeerLostError, TransferTimeoutError, Transport
-from fxpart.runtime.turns import in_turn
+from fxpart.program.edges import find_stage_edges, torch_dtype
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
+from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
+from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.mesh.communicators import MeshCommunicators
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
+from fxpart.runtime.monitor.recorder import Recorder
+from fxpart.runtime.transport.agreement import (
+    AllRanksError,
+    encode_problems,
+    make_lost_peer_error,
+    merge_problems,
+)
+from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
+from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
-from fxpart.schedule.recording import AGREE, END
-from fxpart.schedule.seated import seated
+from fxpart.schedule.measured_timeline import AGREE, END
+from fxpart.schedule.rank_remap import remap_ranks
 
 
 @dataclass(frozen=True)
-class Result:
+class PipelineResult:
     """What a pass gives: the loss (0-d, equal on every rank; None if the program has none)."""
 
     loss: torch.Tensor | None
     outputs: dict[str, dict[int, torch.Tensor]]
 
 
-class Engine:
+class PipelineEngine:
     """Runs batches through the lanes of a program that are in this process.
 
     A failure on any rank raises the same FXP504 on every rank, and the transport stays usable; a
@@ -49,17 +54,17 @@ class Engine:
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
         *,
         schedule: str | Schedule,
-        meshes: Meshes | None = None,
-        crew: Crew | None = None,
-        around: Callable[[int], Around | None] | None = None,
+        meshes: MeshCommunicators | None = None,
+        crew: MeshRankThreads | None = None,
+        around: Callable[[int], BackwardHooks | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
-        events: Ring | None = None,
+        events: FlightRecorder | None = None,
     ) -> None:
         """lanes: those of this process. ranks: of each stage and lane.
 
@@ -74,10 +79,10 @@ class Engine:
         self._devices = devices
         self._schedule = schedule
         self._meshes = meshes
-        self._crew = crew or Crew([lane.index for lane in lanes], self._leave)
+        self._crew = crew or MeshRankThreads([lane.index for lane in lanes], self._leave)
         self._around = around
         self._recompute = dict(recompute or {})
-        self._events = Ring(transport.local[0], 64) if events is None else events
+        self._events = FlightRecorder(transport.local[0], 64) if events is None else events
         self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
         self._ends = self._events.mark(END, "wait", peer=ALL)
         # The host's clock says how long a CPU computed; of a GPU only how long it took to launch.
@@ -88,7 +93,7 @@ class Engine:
             for stage in self.spec.stages
             if self.spec.loss in [v.name for v in stage.outputs]
         ]
-        self._used = {rank: used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
         self.broken: str | None = None
@@ -104,24 +109,24 @@ class Engine:
                 for executor in executors:
                     self._attach(lane, executor)
 
-    def _attach(self, lane: Lane, executor: Executor) -> None:
+    def _attach(self, lane: MeshRank, executor: Executor) -> None:
         if self._recorder is None:
             executor.wrap(None)
             return
-        ranks = lane_ranks(self._ranks, lane.index)
+        ranks = get_pipeline_ranks(self._ranks, lane.index)
         around = self._recorder.pen(executor.rank).around
         executor.wrap(partial(around, target=ranks.__getitem__))
 
     def run(
         self,
-        cuts: Sequence[Cut],
+        cuts: Sequence[MicrobatchSplit],
         keys: Sequence[int],
         *,
         train: bool,
         gate: Callable[[], None],
         keep_outputs: bool = False,
         factor: float = 1.0,
-    ) -> Result:
+    ) -> PipelineResult:
         """Forward all microbatches and, to train, backward; gradients add up in the parameters.
 
         cuts: the part of each lane of this process. gate: returns once all ranks are known to run
@@ -145,7 +150,9 @@ class Engine:
             raise
         except (TransferTimeoutError, PeerLostError) as cause:
             self.broken = str(cause)
-            raise lost(self._transport.local[0], "the end of a step", cause) from cause
+            raise make_lost_peer_error(
+                self._transport.local[0], "the end of a step", cause
+            ) from cause
         except BaseException as cause:
             self.broken = type(cause).__name__
             raise
@@ -184,11 +191,11 @@ class Engine:
         return self._executors[key]
 
     def _make(
-        self, lane: Lane, microbatches: int, train: bool, keep_outputs: bool
+        self, lane: MeshRank, microbatches: int, train: bool, keep_outputs: bool
     ) -> list[Executor]:
-        ranks = lane_ranks(self._ranks, lane.index)
+        ranks = get_pipeline_ranks(self._ranks, lane.index)
         name = self._schedule if train else "forward"
-        schedule = place(name, lane.spec, ranks, microbatches, self._transport.ranks)
+        schedule = resolve_schedule(name, lane.spec, ranks, microbatches, self._transport.ranks)
         around = None if self._around is None else self._around(lane.index)
         return [
             Executor(
@@ -213,7 +220,7 @@ class Engine:
     def _drive(
         self,
         executors: list[Executor],
-        cut: Cut,
+        cut: MicrobatchSplit,
         keys: Sequence[int],
         gate: Callable[[], None],
         factor: float,
@@ -222,7 +229,7 @@ class Engine:
         runs = {
             e: e.run(self._feed(e.rank, cut, keys, factor), self._gate(e, gate)) for e in executors
         }
-        stuck = in_turn(runs, lambda executor: executor.position)
+        stuck = run_cooperatively(runs, lambda executor: executor.position)
         if stuck:
             self.broken = "no rank could go on"
             where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
@@ -237,11 +244,13 @@ class Engine:
             return noted
         return self._recorder.timed(AGREE, noted, [executor.rank])
 
-    def _feed(self, rank: int, cut: Cut, keys: Sequence[int], factor: float) -> Feed:
+    def _feed(
+        self, rank: int, cut: MicrobatchSplit, keys: Sequence[int], factor: float
+    ) -> StepInput:
         inputs = cut.taken(self._used[rank], self._devices[rank])
-        return Feed(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
+        return StepInput(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
-    def _conclude(self, executors: list[Executor], cut: Cut) -> Result:
+    def _conclude(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
         """Tell every process the loss and whether all went well."""
         failures = [e.failure for e in executors if e.failure is not None]
         # Lanes that were only told to stop say nothing new.
@@ -249,7 +258,7 @@ class Engine:
         loss = None if failures else self._weighted_loss(executors, cut)
         bits = 0
         if loss is not None and (loss.device.type == "cpu" or self.spec.replicas):
-            bits = bits_of(loss.item())
+            bits = float_to_bits(loss.item())
         busy = sum(executor.busy for executor in executors) if self._seen else 0
         self._events.write(self._ends)
         # The last numbers make this row longer than others: one of a rank that is at another place
@@ -264,10 +273,12 @@ class Engine:
         for name, found in ((n, f) for e in executors for n, f in e.outputs.items()):
             outputs[name] = {**outputs.get(name, {}), **found}
         if not self._losses:
-            return Result(None, outputs)
-        return Result(self._spread(loss, rows), outputs)
+            return PipelineResult(None, outputs)
+        return PipelineResult(self._spread(loss, rows), outputs)
 
-    def _weighted_loss(self, executors: list[Executor], cut: Cut) -> torch.Tensor | None:
+    def _weighted_loss(
+        self, executors: list[Executor], cut: MicrobatchSplit
+    ) -> torch.Tensor | None:
         """The sum over the microbatches whose losses are here; the first lane's."""
         total: torch.Tensor | None = None
         for executor in executors:
@@ -290,22 +301,22 @@ class Engine:
         if device.type == "cpu" or self.spec.replicas:
             # Of copies each has the losses of its own microbatches.
             roots = dict.fromkeys(self._ranks[stage][0] for stage in self._losses)
-            numbers = [number_of(rows[r][1]) for r in roots]
+            numbers = [bits_to_float(rows[r][1]) for r in roots]
             return torch.tensor(sum(numbers), dtype=dtype, device=device)
         tensor = torch.empty((), dtype=dtype, device=device) if loss is None else loss
         return self._transport.broadcast(tensor, root)
 
-    def _raise(self, failures: list[Failure]) -> None:
+    def _raise(self, failures: list[StageFailure]) -> None:
         """One error on every process, naming each stage that failed."""
         mine = [
             failure.problem("nothing was updated; this step's gradients were dropped")
             for failure in failures
         ]
-        problems = merge(self._transport.exchange_bytes(problems_of(mine)))
-        raise AgreedError(problems) from (failures[0].cause if failures else None)
+        problems = merge_problems(self._transport.exchange_bytes(encode_problems(mine)))
+        raise AllRanksError(problems) from (failures[0].cause if failures else None)
 
 
-def used_inputs(lanes: Sequence[Lane], ranks: Ranks, rank: int) -> set[str]:
+def find_used_inputs(lanes: Sequence[MeshRank], ranks: Ranks, rank: int) -> set[str]:
     """The user's inputs that a rank's stages take."""
     return {
         value.name
@@ -317,7 +328,7 @@ def used_inputs(lanes: Sequence[Lane], ranks: Ranks, rank: int) -> set[str]:
     }
 
 
-def place(
+def resolve_schedule(
     name: str | Schedule,
     spec: ProgramSpec,
     ranks: Sequence[int],
@@ -338,5 +349,7 @@ def place(
             why=f"{stages} stages need a rank each",
             fix="",
         )
-    given = seated(name, ranks, world) if isinstance(name, Schedule) else name
-    return make(given, ranks, microbatches, edges(spec), world=world, replicas=spec.replicas)
+    given = remap_ranks(name, ranks, world) if isinstance(name, Schedule) else name
+    return make(
+        given, ranks, microbatches, find_stage_edges(spec), world=world, replicas=spec.replicas
+    )

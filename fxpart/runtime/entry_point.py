@@ -1,7 +1,7 @@
 """What every public call of a trainer begins and ends with, whichever class defines it.
 
-The modes of torch around it are checked (:mod:`fxpart.runtime.ambient`), and the other ranks can
-see which call this one is in (:mod:`fxpart.runtime.watch`).
+The modes of torch around it are checked (:mod:`fxpart.runtime.torch_modes`), and the other ranks
+can see which call this one is in (:mod:`fxpart.runtime.heartbeat`).
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.agreement import AgreedError
-from fxpart.runtime.ambient import Ambient, Kind
-from fxpart.runtime.watch.calls import calls
+from fxpart.runtime.heartbeat.call_tracker import calls
+from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind
+from fxpart.runtime.transport.agreement import AllRanksError
 
 T = TypeVar("T")
 
 ENTRY_POINTS = {
-    "step": Kind.TRAIN,
-    "feed": Kind.TRAIN,
-    "backward": Kind.TRAIN,
-    "fit": Kind.TRAIN,
-    "update": Kind.UPDATE,
-    "finish": Kind.UPDATE,
-    "eval_step": Kind.EVALUATE,
-    "evaluate": Kind.EVALUATE,
-    "predict": Kind.EVALUATE,
-    "gradients": Kind.STATE,
-    "load_checkpoint": Kind.STATE,
-    "load_optimizer_state_dict": Kind.STATE,
-    "load_state_dict": Kind.STATE,
-    "optimizer_state_dict": Kind.STATE,
-    "report": Kind.STATE,
-    "save_checkpoint": Kind.STATE,
-    "save_pretrained": Kind.STATE,
-    "settle": Kind.STATE,
-    "state_dict": Kind.STATE,
+    "step": TrainerCallKind.TRAIN,
+    "feed": TrainerCallKind.TRAIN,
+    "backward": TrainerCallKind.TRAIN,
+    "fit": TrainerCallKind.TRAIN,
+    "update": TrainerCallKind.UPDATE,
+    "finish": TrainerCallKind.UPDATE,
+    "eval_step": TrainerCallKind.EVALUATE,
+    "evaluate": TrainerCallKind.EVALUATE,
+    "predict": TrainerCallKind.EVALUATE,
+    "gradients": TrainerCallKind.STATE,
+    "load_checkpoint": TrainerCallKind.STATE,
+    "load_optimizer_state_dict": TrainerCallKind.STATE,
+    "load_state_dict": TrainerCallKind.STATE,
+    "optimizer_state_dict": TrainerCallKind.STATE,
+    "report": TrainerCallKind.STATE,
+    "save_checkpoint": TrainerCallKind.STATE,
+    "save_pretrained": TrainerCallKind.STATE,
+    "settle": TrainerCallKind.STATE,
+    "state_dict": TrainerCallKind.STATE,
 }
 
 # Every rank raises these, or the rank that is to blame is named already.
@@ -47,27 +47,29 @@ _SHARED = ("FXP501", "FXP503", "FXP504", "FXP514", "FXP515")
 class EntryPoints:
     """A trainer, each of whose public calls checks its surroundings and announces itself."""
 
-    ambient: Ambient
+    ambient: TorchModes
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the entry points that the class defines or overrides."""
         super().__init_subclass__(**options)
         for name, kind in ENTRY_POINTS.items():
             if name in vars(cls):
-                setattr(cls, name, entry_point(name, kind, vars(cls)[name]))
+                setattr(cls, name, wrap_entry_point(name, kind, vars(cls)[name]))
 
     def is_collective(self, name: str) -> bool:
         """Whether every rank has to make the call."""
         return True
 
 
-def entry_point(name: str, kind: Kind, method: Callable[..., T]) -> Callable[..., T]:
+def wrap_entry_point(
+    name: str, kind: TrainerCallKind, method: Callable[..., T]
+) -> Callable[..., T]:
     """The method of a trainer, with what it begins and ends with."""
     shown = f"trainer.{name}"
 
     @wraps(method)
     def call(self: EntryPoints, *args: Any, **kwargs: Any) -> T:
-        announced = announced_call(shown) if self.is_collective(name) else nullcontext()
+        announced = announce_call(shown) if self.is_collective(name) else nullcontext()
         with announced, self.ambient.enter(kind, shown) or nullcontext():
             return method(self, *args, **kwargs)
 
@@ -75,7 +77,7 @@ def entry_point(name: str, kind: Kind, method: Callable[..., T]) -> Callable[...
 
 
 @contextmanager
-def announced_call(name: str) -> Iterator[None]:
+def announce_call(name: str) -> Iterator[None]:
     """The other ranks can see that this one is in the call, and what it raises."""
     outermost = not calls.name
     if outermost:
@@ -83,7 +85,7 @@ def announced_call(name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as cause:
-        if outermost and not is_shared(cause):
+        if outermost and not is_known_to_all_ranks(cause):
             calls.fail(cause)
         raise
     finally:
@@ -91,8 +93,8 @@ def announced_call(name: str) -> Iterator[None]:
             calls.end()
 
 
-def is_shared(cause: BaseException) -> bool:
+def is_known_to_all_ranks(cause: BaseException) -> bool:
     """Whether the other ranks know of the exception without being told."""
-    return isinstance(cause, AgreedError) or (
+    return isinstance(cause, AllRanksError) or (
         isinstance(cause, FxpartError) and cause.code in _SHARED
     )

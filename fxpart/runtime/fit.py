@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fxpart.errors import error
-from fxpart.runtime.agreement import agree
+from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
-from fxpart.runtime.loader import each, guarded
-from fxpart.runtime.optimizer_facade import check_scheduler
-from fxpart.runtime.run.kept import Done, Kept
-from fxpart.runtime.run.options import Checkpoints
-from fxpart.runtime.run.position import Position
-from fxpart.runtime.slow import Slow
+from fxpart.runtime.monitor.straggler_detector import Straggler
+from fxpart.runtime.optimizer.facade import check_scheduler
+from fxpart.runtime.training_run.data_position import DataPosition
+from fxpart.runtime.training_run.options import Checkpoints
+from fxpart.runtime.training_run.run_session import CompletedUpdate, RunSession
+from fxpart.runtime.transport.agreement import agree
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class FitOptions:
     """The keyword arguments of :meth:`~fxpart.runtime.trainer.Trainer.fit`."""
 
     steps: int | None = None
@@ -45,7 +45,7 @@ class Run:
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
 
-    def check(self) -> Run:
+    def check(self) -> FitOptions:
         """FXP109 for what cannot be."""
         wrong = ""
         if any(n is not None and n < 1 for n in (self.steps, self.epochs, self.every)):
@@ -80,7 +80,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitResult:
     """How a run went. steps: updates; epochs: whole passes; why it ended; values: the last ones.
 
     Those before a checkpoint that it went on from count. why: "steps", "epochs", "data", "early
@@ -94,22 +94,22 @@ class Fitted:
     values: Mapping[str, float]
 
 
-class Fit:
+class FitLoop:
     """One run of a trainer. step: updates so far; position: in the data."""
 
-    def __init__(self, trainer: Trainer, batches: Any, run: Run) -> None:
+    def __init__(self, trainer: Trainer, batches: Any, run: FitOptions) -> None:
         """batches: an iterable, or a function that returns one for each epoch."""
         self.trainer, self.run, self.transport = trainer, run, trainer.transport
-        self.position = Position(batches, keeps=run.kept is not None)
+        self.position = DataPosition(batches, keeps=run.kept is not None)
         self.scheduler = run.scheduler
         self.step = 0
         self.loss = float("nan")
         self.values: dict[str, float] = {}
         self._batches = batches
-        self._kept = None if run.kept is None else Kept(self, run.kept)
+        self._kept = None if run.kept is None else RunSession(self, run.kept)
         self._last = time.perf_counter()
 
-    def go(self) -> Fitted:
+    def go(self) -> FitResult:
         """To the end; a failure is told to the callbacks and raised on every rank."""
         try:
             agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
@@ -134,7 +134,7 @@ class Fit:
             self.trainer.pace.forget(self._tell_of_slow)
             if self._kept is not None:
                 self._kept.close()
-        return Fitted(self.step, self.position.epoch, why, self.loss, self.values)
+        return FitResult(self.step, self.position.epoch, why, self.loss, self.values)
 
     def settle(self) -> None:
         """Finish what is in flight, and tell of it."""
@@ -179,11 +179,11 @@ class Fit:
 
     def _each(self) -> Iterator[Any]:
         """The batches of an epoch."""
-        return each(self.transport, self.position)
+        return iterate_batches(self.transport, self.position)
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
         """The user's own function; what it raises is raised on every rank."""
-        return guarded(self.transport, what, do)
+        return call_user_function(self.transport, what, do)
 
     def _data(self, given: Any) -> Iterable[Any]:
         if not callable(given) or hasattr(given, "__iter__"):
@@ -231,15 +231,15 @@ class Fit:
         self._write(self._done(group, rows), self.loss)
         self.position.used += len(group)
 
-    def _write(self, done: Done, loss: float) -> None:
+    def _write(self, done: CompletedUpdate, loss: float) -> None:
         """A line of the ledger."""
         if self._kept is not None:
             self.guarded("the run's ledger", partial(self._kept.updated, done, loss))
 
-    def _done(self, group: list[Any], rows: int) -> Done:
+    def _done(self, group: list[Any], rows: int) -> CompletedUpdate:
         """The update with these batches, for the ledger."""
         position, digest = self.position, "" if self._kept is None else self._kept.digest(group)
-        return Done(self.step, position.epoch, position.used, len(group), rows, digest)
+        return CompletedUpdate(self.step, position.epoch, position.used, len(group), rows, digest)
 
     def _evaluate(self) -> bool:
         """Evaluate, tell of it, and say whether to stop."""
@@ -282,7 +282,7 @@ class Fit:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
-    def _tell_of_slow(self, found: Slow) -> None:
+    def _tell_of_slow(self, found: Straggler) -> None:
         self._tell("slow", why=str(found))
 
     def _tell(self, kind: Kind, **more: Any) -> None:

@@ -10,20 +10,20 @@ import msgspec
 import torch
 
 from fxpart.errors import error
-from fxpart.runtime.agreement import reporting
-from fxpart.runtime.batch import Cut
-from fxpart.runtime.engine import Result
-from fxpart.runtime.loader import each, guarded
-from fxpart.runtime.outputs import Outputs, collect
-from fxpart.runtime.reading import Reading
-from fxpart.runtime.repetition import undo
-from fxpart.runtime.repetition_check import check_repetition
-from fxpart.runtime.saving import Saving
+from fxpart.runtime.batch.batch_agreement import BatchAgreement
+from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
+from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.batch.outputs import Outputs, gather_outputs
+from fxpart.runtime.batch.repetition_check import check_repetition
+from fxpart.runtime.batch.row_repetition import drop_repeated_rows
+from fxpart.runtime.engine import PipelineResult
+from fxpart.runtime.stateful_trainer import StatefulTrainer
+from fxpart.runtime.transport.agreement import convert_transport_errors
 
 Metric = Callable[[Any, Any], Any]
 
 
-class Inference(Saving):
+class Inference(StatefulTrainer):
     """What needs no gradients; every rank must make each call."""
 
     def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
@@ -61,8 +61,8 @@ class Inference(Saving):
         tally = _Tally(dict(metrics or {}))
         first = 0 in self._transport.local
         if first:
-            guarded(self._transport, "a metric", tally.reset)
-        for batch in each(self._transport, batches):
+            call_user_function(self._transport, "a metric", tally.reset)
+        for batch in iterate_batches(self._transport, batches):
             if not metrics:
                 loss, rows = self._eval_loss(batch, local)
                 tally.add_loss(loss, rows)
@@ -74,7 +74,9 @@ class Inference(Saving):
                 tally.add_loss(result.loss, rows)
             tally.rows += 0 if result.loss is not None else rows
             if first:
-                guarded(self._transport, "a metric", partial(tally.add, found, batch, rows))
+                call_user_function(
+                    self._transport, "a metric", partial(tally.add, found, batch, rows)
+                )
         return self._tell(tally, first)
 
     # -- inner ----------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class Inference(Saving):
         source, engine = self._evaluator()
         read = self._read(source, batch, "evaluation", local)
 
-        def run(cut: Cut) -> torch.Tensor:
+        def run(cut: MicrobatchSplit) -> torch.Tensor:
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
             if loss is None:
@@ -93,11 +95,13 @@ class Inference(Saving):
         check_repetition(self._transport, source, read)
         return run(read.cut), sum(read.cut.rows)
 
-    def _outputs(self, batch: Any, local: bool, *, loss: bool) -> tuple[Reading, Result, Outputs]:
+    def _outputs(
+        self, batch: Any, local: bool, *, loss: bool
+    ) -> tuple[BatchAgreement, PipelineResult, Outputs]:
         source, engine, outputs = self._predictor(loss)
         read = self._read(source, batch, "evaluation" if loss else "prediction", local)
 
-        def run(cut: Cut) -> Result:
+        def run(cut: MicrobatchSplit) -> PipelineResult:
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             return engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
 
@@ -105,19 +109,24 @@ class Inference(Saving):
         return read, run(read.cut), outputs
 
     def _whole(
-        self, cut: Cut, result: Result, outputs: Outputs, *, first_only: bool
+        self, cut: MicrobatchSplit, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> dict[str, torch.Tensor] | None:
         """Whole outputs by name, each row once."""
         device = self._devices[self._transport.local[0]]
         dims = {spec.value: spec.dim for spec in outputs.specs}
         parts = {
-            name: {m: undo(tensor, cut.repeats[m], dims[name]) for m, tensor in found.items()}
+            name: {
+                m: drop_repeated_rows(tensor, cut.repeats[m], dims[name])
+                for m, tensor in found.items()
+            }
             for name, found in result.outputs.items()
         }
-        return collect(self._transport, outputs, parts, cut.rows, device, first_only=first_only)
+        return gather_outputs(
+            self._transport, outputs, parts, cut.rows, device, first_only=first_only
+        )
 
     def _collect(
-        self, reading: Reading, result: Result, outputs: Outputs, *, first_only: bool
+        self, reading: BatchAgreement, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> Any:
         found = self._whole(reading.cut, result, outputs, first_only=first_only)
         return None if found is None else outputs.build(found)
@@ -131,9 +140,9 @@ class Inference(Saving):
             return found
         numbers: dict[str, float] = {}
         if first:
-            numbers = guarded(self._transport, "a metric", tally.numbers)
+            numbers = call_user_function(self._transport, "a metric", tally.numbers)
         self._together("metrics")
-        with reporting(self._transport, "sharing metrics"):
+        with convert_transport_errors(self._transport, "sharing metrics"):
             raws = self._transport.exchange_bytes(msgspec.json.encode(numbers))
         return {**found, **msgspec.json.decode(raws[0], type=dict[str, float])}
 

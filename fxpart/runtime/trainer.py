@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 
+from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, error
-from fxpart.events.event import ALL, STEP
-from fxpart.runtime.agreement import reporting
-from fxpart.runtime.clipping import clip_norm, clip_value, divide, gradient_norms
-from fxpart.runtime.fit import Fit, Fitted, Run
-from fxpart.runtime.gradients import share_ties
+from fxpart.runtime.fit import FitLoop, FitOptions, FitResult
+from fxpart.runtime.gradients.communication import send_tied_gradients
+from fxpart.runtime.gradients.gradient_norm import (
+    clip_gradient_norm,
+    clip_gradient_value,
+    compute_gradient_norms,
+    divide_gradients,
+)
+from fxpart.runtime.gradients.stage_replicas import reduce_replica_gradients
 from fxpart.runtime.inference import Inference
-from fxpart.runtime.recorder import Recorder
-from fxpart.runtime.replicas import sum_copies
-from fxpart.schedule.recording import CLIP, OPTIMIZER, READ, SPREAD, SUMS, TIES
+from fxpart.runtime.monitor.recorder import Recorder
+from fxpart.runtime.transport.agreement import convert_transport_errors
+from fxpart.schedule.measured_timeline import CLIP, OPTIMIZER, READ, SPREAD, SUMS, TIES
 
 Phase = tuple[str, Callable[[], None]]
 
@@ -29,12 +34,12 @@ class Trainer(Inference):
     updates: how many were made, those before a checkpoint that was loaded among them. last_rows:
     rows of the last global batch. last_weight: of that batch in a mean over batches.
     last_grad_norm: the global norm before clipping, after an update
-    with ``clip_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter group, by its
-    name or number.
+    with ``clip_gradient_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter
+    group, by its name or number.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments: see :class:`~fxpart.runtime.assembly.Assembly`."""
+        """Arguments: see :class:`~fxpart.runtime.trainer_base.TrainerBase`."""
         super().__init__(*args, **kwargs)
         self.updates = 0
         self.last_rows = 0
@@ -100,7 +105,7 @@ class Trainer(Inference):
             self._held.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
             if self._held.zero == 2 and self.spec.ties:
-                with reporting(self._transport, "sharing gradients"):
+                with convert_transport_errors(self._transport, "sharing gradients"):
                     self._each_lane(self._held.collect)
         except BaseException:
             if read.confirmed:
@@ -157,7 +162,7 @@ class Trainer(Inference):
         """After a failed step: sums that are under way end on all ranks, so that none is left."""
         if self._held.closing and self._engine.broken is None:
             try:
-                with reporting(self._transport, "sharing gradients"):
+                with convert_transport_errors(self._transport, "sharing gradients"):
                     self._each_lane(self._held.conclude)
             except FxpartError as cause:
                 self._engine.broken = cause.problems[0].why
@@ -179,31 +184,32 @@ class Trainer(Inference):
         self._stale = False
         self._accumulation.reset()
 
-    def fit(self, batches: Any, **run: Any) -> Fitted:
+    def fit(self, batches: Any, **run: Any) -> FitResult:
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.
 
         batches: an iterable of global batches, gone through again for each epoch; or a function
-        that returns one; an iterator is one epoch. Keywords (:class:`~fxpart.runtime.fit.Run`):
-        steps and epochs: how many updates and passes at most (one pass if neither is given);
-        accumulate: batches to an update, which takes their mean as :meth:`backward` says (the last
-        update of an epoch may have fewer); evaluate: batches, evaluated on after each epoch or
-        after ``every`` updates, with metrics (see :meth:`evaluate`); scheduler: a scheduler of
-        :attr:`optimizer`, or a function of the optimizer that makes one, stepped after each update
-        (``scheduler_every="epoch"``: each pass), or with each evaluation's first number
-        (ReduceLROnPlateau); callbacks: :class:`~fxpart.runtime.callbacks.Callback` objects, or
-        functions of a StepInfo; early_stopping: an EarlyStopping; local: as for :meth:`step`;
-        checkpoints: a folder, or :class:`~fxpart.runtime.run.options.Checkpoints`, which the run
-        saves itself into and goes on from.
+        that returns one; an iterator is one epoch. Keywords
+        (:class:`~fxpart.runtime.fit.FitOptions`): steps and epochs: how many updates and passes at
+        most (one pass if neither is given); accumulate: batches to an update, which takes their
+        mean as :meth:`backward` says (the last update of an epoch may have fewer); evaluate:
+        batches, evaluated on after each epoch or after ``every`` updates, with metrics (see
+        :meth:`evaluate`); scheduler: a scheduler of :attr:`optimizer`, or a function of the
+        optimizer that makes one, stepped after each update (``scheduler_every="epoch"``: each
+        pass), or with each evaluation's first number (ReduceLROnPlateau); callbacks:
+        :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo;
+        early_stopping: an EarlyStopping; local: as for :meth:`step`; checkpoints: a folder, or
+        :class:`~fxpart.runtime.training_run.options.Checkpoints`, which the run saves itself into
+        and goes on from.
 
         Every rank ends after the same step. What raises on one rank, be it data, a metric or a
         callback, raises the same error on all.
         """
         try:
-            given = Run(**run)
+            given = FitOptions(**run)
         except TypeError as cause:
-            known = ", ".join(field.name for field in fields(Run))
+            known = ", ".join(field.name for field in fields(FitOptions))
             raise error("FXP109", where="fit", why=str(cause), fix=f"one of {known}") from cause
-        return Fit(self, batches, given.check()).go()
+        return FitLoop(self, batches, given.check()).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
         """Measure the training steps within: what each rank does when, and its memory.
@@ -258,34 +264,34 @@ class Trainer(Inference):
 
     def _share(self) -> None:
         self._held.share_rows()
-        sum_copies(self._state, self._held)
-        share_ties(self._state, self._held)
+        reduce_replica_gradients(self._state, self._held)
+        send_tied_gradients(self._state, self._held)
         for name in self.frozen:
             for parameter in self._state.entries[name].copies.values():
                 parameter.grad = self._held.of(parameter).grad = None
                 self._held.rows.drop(parameter)
 
     def _gradients(self, do: Callable[[], object]) -> None:
-        with reporting(self._transport, "sharing gradients"):
+        with convert_transport_errors(self._transport, "sharing gradients"):
             do()
 
     def _clip(self) -> None:
         """Average over the accumulated batches, then clip."""
         options = self.options
         if self._accumulation.batches > 1 and self._accumulation.total:
-            divide(self._state, self._held, self._accumulation.total)
+            divide_gradients(self._state, self._held, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
-            with reporting(self._transport, "sharing gradients"):
-                norms = gradient_norms(self._state, self._held)
+            with convert_transport_errors(self._transport, "sharing gradients"):
+                norms = compute_gradient_norms(self._state, self._held)
             self.last_grad_norm = norms.total
             self.last_group_norms = {
                 group.label(index): norms.of(group.names)
                 for index, group in enumerate(self._groups)
             }
             if options.clip_norm is not None:
-                clip_norm(self._state, self._held, norms.total, options.clip_norm)
+                clip_gradient_norm(self._state, self._held, norms.total, options.clip_norm)
         if options.clip_value is not None:
-            clip_value(self._state, self._held, options.clip_value)
+            clip_gradient_value(self._state, self._held, options.clip_value)
 
     def _optimize(self) -> None:
         try:
@@ -298,5 +304,5 @@ class Trainer(Inference):
             raise
 
     def _spread(self) -> None:
-        with reporting(self._transport, "sharing parameters"):
+        with convert_transport_errors(self._transport, "sharing parameters"):
             self._each_lane(self._held.spread)

@@ -17,7 +17,7 @@ from fxpart.errors import FxpartError, error
 FORWARD = "forward"  # the name of schedules that only evaluate
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does; I and W split a backward into its input and weight halves."""
 
     F = "F"
@@ -47,7 +47,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     peer: int | None = None
     version: int | None = None
@@ -70,11 +70,11 @@ class Action:
         return text if self.version is None else f"{text}@{self.version}"
 
 
-def default_peer(stage: int, kind: Kind) -> int | None:
+def default_peer(stage: int, kind: ActionKind) -> int | None:
     """The peer that the text leaves out: the neighbour in a chain of stages."""
-    if kind in (Kind.SEND_F, Kind.RECV_B):
+    if kind in (ActionKind.SEND_F, ActionKind.RECV_B):
         return stage + 1
-    if kind in (Kind.RECV_F, Kind.SEND_B):
+    if kind in (ActionKind.RECV_F, ActionKind.SEND_B):
         return stage - 1
     return None
 
@@ -92,7 +92,7 @@ def parse(text: str) -> Action:
     if match is None:
         raise _unreadable(text, "it is not of the form <stage><kind><microbatch>[>peer][@version]")
     stage, kind, microbatch, peer, version = match.groups()
-    what = Kind(kind)
+    what = ActionKind(kind)
     other = int(peer) if peer is not None else default_peer(int(stage), what)
     if what.is_compute and other is not None:
         raise _unreadable(text, "only a transfer has a peer stage")
@@ -113,7 +113,7 @@ def _unreadable(text: str, why: str) -> FxpartError:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RoundRobinSlots:
     """The places that a stage has in a round of ``size`` microbatches."""
 
     places: tuple[int, ...]
@@ -124,7 +124,7 @@ class Turn:
         return microbatch % self.size in self.places
 
 
-def members(group: Sequence[int]) -> tuple[int, ...]:
+def list_group_stages(group: Sequence[int]) -> tuple[int, ...]:
     """The stages of a round of turns, each once."""
     return tuple(dict.fromkeys(group))
 
@@ -152,13 +152,13 @@ class Schedule:
         """Whether the stage does that microbatch: all do, but for copies, which take turns."""
         return self.turn(stage).has(microbatch)
 
-    def turn(self, stage: int) -> Turn:
+    def turn(self, stage: int) -> RoundRobinSlots:
         """When the stage's turn is; always where it has no copies."""
         for group in self.replicas:
             if stage in group:
                 places = tuple(place for place, other in enumerate(group) if other == stage)
-                return Turn(places, len(group))
-        return Turn((0,), 1)
+                return RoundRobinSlots(places, len(group))
+        return RoundRobinSlots((0,), 1)
 
     def taken(self, stage: int) -> tuple[int, ...]:
         """The microbatches that the stage does, rising."""

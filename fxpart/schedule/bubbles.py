@@ -12,7 +12,7 @@ def flush_bubble(stages: int, microbatches: int) -> float:
     return (stages - 1) / (microbatches + stages - 1)
 
 
-def stream_bubble(stages: int, microbatches: int) -> float:
+def async_bubble(stages: int, microbatches: int) -> float:
     """Share of a whole asynchronous run that a rank is idle: (K - 1) / (T + K - 1).
 
     microbatches: of all its steps together; only the fill and the drain are idle.
@@ -20,7 +20,7 @@ def stream_bubble(stages: int, microbatches: int) -> float:
     return flush_bubble(stages, microbatches)
 
 
-def stream_gain(stages: int, microbatches: int, steps: int | None = None) -> float:
+def async_speedup(stages: int, microbatches: int, steps: int | None = None) -> float:
     """Asynchronous over synchronous throughput, at M microbatches to an update.
 
     Without ``steps`` the bound that a long run tends to, (M + K - 1) / M; with it that of a run of

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge, Turn
+from fxpart.schedule.action import Action, ActionKind, RoundRobinSlots, Schedule, StageEdge
 
 
 def edge_problems(stages: int, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
@@ -77,7 +77,7 @@ class Dependence:
     gradient_consumers: tuple[tuple[int, ...], ...]
     trains: bool = True
     split: frozenset[tuple[int, int]] = frozenset()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[RoundRobinSlots, ...] = ()
     period: int | None = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Dependence:
         *,
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
-        turns: Sequence[Turn] = (),
+        turns: Sequence[RoundRobinSlots] = (),
         period: int | None = None,
     ) -> Dependence:
         """The graph with these edges; raises FXP901 if they are no stage graph."""
@@ -118,7 +118,7 @@ class Dependence:
             (a.stage, a.microbatch)
             for actions in schedule.ranks
             for a in actions
-            if a.kind is Kind.I
+            if a.kind is ActionKind.I
         )
         alone = not schedule.replicas
         turns = () if alone else tuple(schedule.turn(k) for k in range(schedule.stages))
@@ -136,21 +136,21 @@ class Dependence:
 
     def backward(self, stage: int, microbatch: int) -> Action:
         """The action that yields the stage's input gradients: B, or I where it is split."""
-        kind = Kind.I if (stage, microbatch) in self.split else Kind.B
+        kind = ActionKind.I if (stage, microbatch) in self.split else ActionKind.B
         return Action(stage, kind, microbatch)
 
     def computes(self, action: Action) -> tuple[Action, ...]:
         """The computations, on whatever rank, whose results a computation uses."""
         stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.F:
+        if action.kind is ActionKind.F:
             producers = self.meet(self.producers[stage], microbatch)
-            return tuple(Action(k, Kind.F, microbatch) for k in producers)
-        if action.kind is Kind.W:
-            return (Action(stage, Kind.I, microbatch),)
-        assert action.kind in (Kind.B, Kind.I), "computes() is about computations"
+            return tuple(Action(k, ActionKind.F, microbatch) for k in producers)
+        if action.kind is ActionKind.W:
+            return (Action(stage, ActionKind.I, microbatch),)
+        assert action.kind in (ActionKind.B, ActionKind.I), "computes() is about computations"
         consumers = self.meet(self.gradient_consumers[stage], microbatch)
         gradients = tuple(self.backward(k, microbatch) for k in consumers)
-        return (Action(stage, Kind.F, microbatch), *gradients)
+        return (Action(stage, ActionKind.F, microbatch), *gradients)
 
     def requires(self, action: Action) -> tuple[Action, ...]:
         """What must be done before the action may start, once the schedule is lowered.
@@ -169,10 +169,14 @@ class Dependence:
     def transfers(self, action: Action) -> tuple[tuple[Action, Action], ...]:
         """The (send, receive) pairs that carry a computation's results to other ranks."""
         stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.F:
-            targets, send, receive = self.consumers[stage], Kind.SEND_F, Kind.RECV_F
-        elif action.kind in (Kind.B, Kind.I):
-            targets, send, receive = self.gradient_producers[stage], Kind.SEND_B, Kind.RECV_B
+        if action.kind is ActionKind.F:
+            targets, send, receive = self.consumers[stage], ActionKind.SEND_F, ActionKind.RECV_F
+        elif action.kind in (ActionKind.B, ActionKind.I):
+            targets, send, receive = (
+                self.gradient_producers[stage],
+                ActionKind.SEND_B,
+                ActionKind.RECV_B,
+            )
         else:
             return ()
         return tuple(
@@ -182,32 +186,36 @@ class Dependence:
         )
 
     def _cause(self, transfer: Action) -> Action:
-        if transfer.kind is Kind.SEND_F:
-            return Action(transfer.stage, Kind.F, transfer.microbatch)
-        if transfer.kind is Kind.SEND_B:
+        if transfer.kind is ActionKind.SEND_F:
+            return Action(transfer.stage, ActionKind.F, transfer.microbatch)
+        if transfer.kind is ActionKind.SEND_B:
             return self.backward(transfer.stage, transfer.microbatch)
-        return partner(transfer)
+        return get_transfer_partner(transfer)
 
     @staticmethod
     def _receive(action: Action, need: Action) -> Action:
-        kind = Kind.RECV_F if need.kind is Kind.F else Kind.RECV_B
+        kind = ActionKind.RECV_F if need.kind is ActionKind.F else ActionKind.RECV_B
         return Action(action.stage, kind, action.microbatch, need.stage)
 
 
 _OTHER_END = {
-    Kind.SEND_F: Kind.RECV_F,
-    Kind.RECV_F: Kind.SEND_F,
-    Kind.SEND_B: Kind.RECV_B,
-    Kind.RECV_B: Kind.SEND_B,
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
 }
 
 
-def partner(transfer: Action) -> Action:
+def get_transfer_partner(transfer: Action) -> Action:
     """The other end of a transfer: the receive of a send, the send of a receive."""
     assert transfer.peer is not None, "only a transfer has a partner"
     return Action(transfer.peer, _OTHER_END[transfer.kind], transfer.microbatch, transfer.stage)
 
 
-def sending(transfer: Action) -> Action:
+def get_transfer_send(transfer: Action) -> Action:
     """The send of a transfer, given either end."""
-    return transfer if transfer.kind in (Kind.SEND_F, Kind.SEND_B) else partner(transfer)
+    return (
+        transfer
+        if transfer.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+        else get_transfer_partner(transfer)
+    )

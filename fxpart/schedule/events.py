@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpart.schedule.action import Action, Kind
+from fxpart.schedule.action import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class ActionStart:
     """The moment at which a rank comes to an action, before it does it. Takes no time."""
 
     action: Action
@@ -18,7 +18,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TransferArrival:
     """The moment at which the receiver of what was sent can go on; it may want a core first."""
 
     send: Action
@@ -28,7 +28,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class StageUpdateEvent:
     """What a stage does once a step, after the step's last backward: sums, optimizer."""
 
     stage: int
@@ -39,7 +39,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class StepBarrier:
     """The moment at which all ranks have come through a step's passes (or updates)."""
 
     step: int
@@ -49,15 +49,15 @@ class Join:
         return f"end of step {self.step}"
 
 
-Event = Action | Begin | Arrival | Update | Join
+Event = Action | ActionStart | TransferArrival | StageUpdateEvent | StepBarrier
 Times = dict[Event, tuple[float, float]]
 
 
-def receives(action: Action) -> bool:
+def is_receive(action: Action) -> bool:
     """Whether the action is the receiving end of a transfer."""
-    return action.kind in (Kind.RECV_F, Kind.RECV_B)
+    return action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 def is_send(action: Action) -> bool:
     """Whether the action is the sending end of a transfer."""
-    return action.kind in (Kind.SEND_F, Kind.SEND_B)
+    return action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.schedule.action import FORWARD, Kind, Schedule, StageEdge, members
+from fxpart.files import read_bytes
+from fxpart.schedule.action import FORWARD, ActionKind, Schedule, StageEdge, list_group_stages
 from fxpart.schedule.text import from_text, is_name, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
 
@@ -28,7 +28,7 @@ def load(path: str | Path, name: str | None = None) -> Schedule:
     Raises FXP301 where the file cannot be read, FXP303 with every fault of what is in it, FXP109
     for a name that is none.
     """
-    return read(contents(path), name)
+    return parse_schedule(contents(path), name)
 
 
 def contents(path: str | Path) -> str:
@@ -41,7 +41,7 @@ def contents(path: str | Path) -> str:
         raise error("FXP301", where=str(path), why="it is not UTF-8 text", fix="") from why
 
 
-def read(text: str, name: str | None = None) -> Schedule:
+def parse_schedule(text: str, name: str | None = None) -> Schedule:
     """The schedule that a text or CSV says; see :func:`load`."""
     if name is not None and not is_name(name):
         why = "a name is a lower-case word of letters, digits, - and _"
@@ -55,7 +55,7 @@ def read(text: str, name: str | None = None) -> Schedule:
     return found
 
 
-_BACKWARD = (Kind.B, Kind.I, Kind.W)
+_BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 def is_text(text: str) -> bool:
@@ -65,14 +65,14 @@ def is_text(text: str) -> bool:
     return first.startswith("fxpart-schedule")
 
 
-def written(schedule: Schedule, path: str | Path) -> str:
+def serialize_for_path(schedule: Schedule, path: str | Path) -> str:
     """The schedule in the form that the file's name asks for: .csv is torch's, others are ours."""
     return to_torch_csv(schedule) if Path(path).suffix.lower() == ".csv" else to_text(schedule)
 
 
 def units(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """The stages with their copies, in order; one that has none is alone."""
-    groups = {stage: members(group) for group in schedule.replicas for stage in group}
+    groups = {stage: list_group_stages(group) for group in schedule.replicas for stage in group}
     found = dict.fromkeys(groups.get(k, (k,)) for k in range(schedule.stages))
     return tuple(found)
 
@@ -91,9 +91,9 @@ def implied_edges(schedule: Schedule) -> tuple[StageEdge, ...]:
     for action in (a for actions in schedule.ranks for a in actions):
         if action.peer in unit and action.stage in unit:
             ends = unit[action.stage], unit[action.peer]
-            if action.kind is Kind.SEND_F:
+            if action.kind is ActionKind.SEND_F:
                 there.add(ends)
-            elif action.kind is Kind.SEND_B:
+            elif action.kind is ActionKind.SEND_B:
                 back.add(ends[::-1])
     chain = {(k, k + 1) for k in range(len(groups) - 1)}
     if there <= chain:

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpart.errors import error
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
 from fxpart.schedule.dependence import Dependence
-from fxpart.schedule.order import earliest
+from fxpart.schedule.event_times import compute_earliest_times
 
 Split = Sequence[tuple[float, float]]  # seconds of I and of W, by stage
 Times = dict[Action, tuple[int, int]]  # start and end of each computation, in ticks
 
 
 @dataclass(frozen=True)
-class _Event:
+class _TimedEvent:
     """Something in the global order, and when; transfers go before the computations of a moment."""
 
     moment: int
@@ -63,7 +63,7 @@ def lower(
     dependence = Dependence.of(schedule, edges)
     times = compute_times(schedule, dependence, forward, backward, split)
     events = [
-        _Event(times[action.plain][0], True, (rank,), (action,))
+        _TimedEvent(times[action.plain][0], True, (rank,), (action,))
         for rank, actions in enumerate(schedule.ranks)
         for action in actions
     ]
@@ -90,7 +90,7 @@ def compute_times(
     ticks = duration_ticks(schedule.stages, forward, backward, split)
     lanes = [[a.plain for a in actions] for actions in schedule.ranks]
     after = {a: dependence.computes(a) for lane in lanes for a in lane}
-    found = earliest(lanes, after, lambda a: ticks[a.kind][a.stage])
+    found = compute_earliest_times(lanes, after, lambda a: ticks[a.kind][a.stage])
     return {action: (int(start), int(end)) for action, (start, end) in found.items()}
 
 
@@ -99,7 +99,7 @@ def duration_ticks(
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
     split: Split | None = None,
-) -> dict[Kind, list[int]]:
+) -> dict[ActionKind, list[int]]:
     """How many ticks each kind of computation takes on each stage: 1 and 2 if no seconds are given.
 
     With seconds, the longest whole computation takes 10,000 ticks; half a backward is rounded up.
@@ -113,15 +113,20 @@ def duration_ticks(
     if split is not None:
         early = [max(1, round(cost / longest * scale)) for cost, _ in split]
         late = [max(1, round(cost / longest * scale)) for _, cost in split]
-    return {Kind.F: forward_ticks, Kind.B: backward_ticks, Kind.I: early, Kind.W: late}
+    return {
+        ActionKind.F: forward_ticks,
+        ActionKind.B: backward_ticks,
+        ActionKind.I: early,
+        ActionKind.W: late,
+    }
 
 
-def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -> list[_Event]:
+def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -> list[_TimedEvent]:
     """Each transfer at its moment; the rule is in :func:`lower`."""
     last = max((end for _, end in times.values()), default=0)
     lanes = [[times[a.plain] for a in actions] for actions in schedule.ranks]
     ends = [[end for _, end in lane] for lane in lanes]
-    events: list[_Event] = []
+    events: list[_TimedEvent] = []
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             made = lanes[rank][position][1]
@@ -136,11 +141,11 @@ def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -
                 slot = lanes[other][running][0] if running < len(lanes[other]) else limit
                 moment = min(slot, limit) if slot >= made else limit
                 urgency = (follows, need, made, len(events))
-                events.append(_Event(moment, False, urgency, (send, receive)))
+                events.append(_TimedEvent(moment, False, urgency, (send, receive)))
     return events
 
 
 def _needed(receive: Action, dependence: Dependence) -> Action:
-    if receive.kind is Kind.RECV_F:
-        return Action(receive.stage, Kind.F, receive.microbatch)
+    if receive.kind is ActionKind.RECV_F:
+        return Action(receive.stage, ActionKind.F, receive.microbatch)
     return dependence.backward(receive.stage, receive.microbatch)

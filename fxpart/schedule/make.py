@@ -35,7 +35,7 @@ def make(
     left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
     or the computations are not safe.
     """
-    made = lowered(
+    made = make_unverified(
         schedule, stage_rank, microbatches, edges := tuple(edges), forward=forward,
         backward=backward, replicas=replicas, world=world,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def make(
     return made
 
 
-def lowered(
+def make_unverified(
     schedule: str | Schedule,
     stage_rank: Sequence[int],
     microbatches: int,
@@ -73,7 +73,7 @@ def lowered(
         )
         made = lower(built, graph, forward=forward, backward=backward)
         return made if world is None else _spread(made, ranks, world)
-    given = truncated(schedule, microbatches)
+    given = truncate_schedule(schedule, microbatches)
     if given.stage_rank != ranks:
         raise error(
             "FXP109",
@@ -85,7 +85,7 @@ def lowered(
     return lower(given, graph, forward=forward, backward=backward)
 
 
-def truncated(schedule: Schedule, microbatches: int) -> Schedule:
+def truncate_schedule(schedule: Schedule, microbatches: int) -> Schedule:
     """Its first microbatches alone, in the same order: for a last batch that is smaller.
 
     What is left needs nothing of what is dropped, so it is as safe as the whole. Raises FXP109 for

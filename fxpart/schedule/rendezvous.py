@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpart.schedule.action import Action
-from fxpart.schedule.dependence import partner
+from fxpart.schedule.dependence import get_transfer_partner
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def execute(ranks: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> Exe
                 break
             done[rank] += 1
             done[other] += 1
-            order += (action, partner(action.plain))
+            order += (action, get_transfer_partner(action.plain))
             # The peer may go on from here; it would not come back by itself.
             active.append(other)
     return Execution(tuple(done), tuple(order))
 
 
 def _meets(actions: Sequence[Action], position: int, transfer: Action) -> bool:
-    return position < len(actions) and actions[position].plain == partner(transfer)
+    return position < len(actions) and actions[position].plain == get_transfer_partner(transfer)

@@ -11,21 +11,35 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from fxpart.errors import error
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
-from fxpart.schedule.causes import Sends, graph
-from fxpart.schedule.crowd import Crowd
-from fxpart.schedule.crowded import Segment, Talk, Work
-from fxpart.schedule.dependence import Dependence, partner
-from fxpart.schedule.events import Arrival, Event, Times, Update, is_send, receives
-from fxpart.schedule.flight import in_flight
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
+from fxpart.schedule.contention_times import compute_contended_times
+from fxpart.schedule.dependence import Dependence, get_transfer_partner
+from fxpart.schedule.event_graph import Sends, build_event_graph
+from fxpart.schedule.event_times import compute_earliest_times
+from fxpart.schedule.events import (
+    Event,
+    StageUpdateEvent,
+    Times,
+    TransferArrival,
+    is_receive,
+    is_send,
+)
+from fxpart.schedule.host_contention import HostContention
+from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.lower import Split
-from fxpart.schedule.order import earliest
-from fxpart.schedule.sharing import shared
-from fxpart.schedule.timeline import Once, Span, Timeline
+from fxpart.schedule.simulation_tasks import Segment, SimulationTasks, StageCommunicationTime
+from fxpart.schedule.timeline import Span, Timeline, UpdateSpan
 
-__all__ = ["Segment", "Sends", "Talk", "Transfer", "simulate", "simulated"]
+__all__ = [
+    "Segment",
+    "Sends",
+    "StageCommunicationTime",
+    "Transfer",
+    "simulate",
+    "simulate_repeated_steps",
+]
 
-Transfer = Callable[[int, int, Kind], float]
+Transfer = Callable[[int, int, ActionKind], float]
 
 
 def simulate(
@@ -37,12 +51,12 @@ def simulate(
     *,
     split: Split | None = None,
     sends: Sends = "overlapped",
-    crowd: Crowd | None = None,
+    crowd: HostContention | None = None,
     places: Sequence[Sequence[int]] | None = None,
     segment: Segment | None = None,
     once: Sequence[float] | None = None,
     join: bool = False,
-    talk: Talk | None = None,
+    talk: StageCommunicationTime | None = None,
 ) -> Timeline:
     """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
 
@@ -56,7 +70,8 @@ def simulate(
     * "buffered": sends return at once, but a receive holds its rank until the data is there.
     * "rendezvous": both ranks stop for a transfer, from when both have come to it until its end.
     * "runtime": overlapped, within the limits of fxpart's runtime over gloo (see
-      :mod:`fxpart.schedule.window`): so many sends under way, so many receives posted ahead.
+      :mod:`fxpart.schedule.transfer_window`): so many sends under way, so many receives posted
+      ahead.
     * "shared": the runtime's ranks of one machine, which share memory: a send holds its rank while
       it copies, and computes nothing else; receives take no time. ``transfer`` is then in seconds
       of a rank that copies while no other does anything.
@@ -74,13 +89,13 @@ def simulate(
     A schedule without transfers is taken as if its links carried any number of them at once.
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
-    return simulated(
+    return simulate_repeated_steps(
         schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
         places=places, segment=segment, once=once, join=join, talk=talk,
     )  # fmt: skip
 
 
-def simulated(
+def simulate_repeated_steps(
     schedule: Schedule,
     edges: Iterable[StageEdge],
     forward: Sequence[float],
@@ -89,12 +104,12 @@ def simulated(
     *,
     split: Split | None,
     sends: Sends,
-    crowd: Crowd | None,
+    crowd: HostContention | None,
     places: Sequence[Sequence[int]] | None,
     segment: Segment | None,
     once: Sequence[float] | None,
     join: bool,
-    talk: Talk | None,
+    talk: StageCommunicationTime | None,
     steps: int = 1,
 ) -> Timeline:
     """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
@@ -104,29 +119,33 @@ def simulated(
     _check_costs(schedule, costs)
     period = schedule.microbatches // steps if steps > 1 else None
     dependence = Dependence.of(schedule, edges, period=period)
-    lanes, after = graph(
+    lanes, after = build_event_graph(
         schedule, dependence, sends, updates=once is not None, join=join, steps=steps
     )
 
     def seconds(event: Event) -> float:
-        if isinstance(event, Update):
+        if isinstance(event, StageUpdateEvent):
             return 0.0 if once is None else once[event.stage]
-        if not isinstance(event, Action) or receives(event):
+        if not isinstance(event, Action) or is_receive(event):
             return 0.0
-        if event.kind is Kind.F:
+        if event.kind is ActionKind.F:
             return forward[event.stage]
-        if event.kind is Kind.B:
+        if event.kind is ActionKind.B:
             return backward[event.stage]
-        if event.kind in (Kind.I, Kind.W):
-            return halves[event.stage][event.kind is Kind.W]
+        if event.kind in (ActionKind.I, ActionKind.W):
+            return halves[event.stage][event.kind is ActionKind.W]
         assert event.peer is not None
         return 0.0 if transfer is None else transfer(event.stage, event.peer, event.kind)
 
     if crowd is None and segment is None:
-        return _timeline(schedule, earliest(lanes, after, seconds), transfer is not None)
+        return _timeline(
+            schedule, compute_earliest_times(lanes, after, seconds), transfer is not None
+        )
     stand = _check_places(schedule, crowd, places)
-    work = Work(schedule, seconds, crowd, stand, segment, copies=sends == "shared", talk=talk)
-    times = shared(lanes, after, work.task, work.paces, work.counters, work.lags)
+    work = SimulationTasks(
+        schedule, seconds, crowd, stand, segment, copies=sends == "shared", talk=talk
+    )
+    times = compute_contended_times(lanes, after, work.task, work.paces, work.counters, work.lags)
     return _timeline(schedule, times, transfer is not None)
 
 
@@ -142,7 +161,7 @@ def _check_costs(schedule: Schedule, costs: dict[str, Sequence[float]]) -> None:
 
 
 def _check_places(
-    schedule: Schedule, crowd: Crowd | None, places: Sequence[Sequence[int]] | None
+    schedule: Schedule, crowd: HostContention | None, places: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]]:
     """Where each rank stands; nowhere without a crowd. Raises FXP109 for ranks it does not know."""
     count = len(schedule.ranks)
@@ -160,20 +179,20 @@ def _check_places(
 
 def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timeline:
     spans: list[Span] = []
-    updates: list[Once] = []
+    updates: list[UpdateSpan] = []
     for event, (start, end) in times.items():
-        if isinstance(event, Update):
+        if isinstance(event, StageUpdateEvent):
             rank = schedule.stage_rank[event.stage]
-            updates.append(Once(rank, event.stage, event.step, start, end))
+            updates.append(UpdateSpan(rank, event.stage, event.step, start, end))
         if not isinstance(event, Action):
             continue
         rank = schedule.stage_rank[event.stage]
         if event.kind.is_compute:
             spans.append(Span(rank, "compute", event, start, end))
         elif with_transfers and is_send(event):
-            other = partner(event)
+            other = get_transfer_partner(event)
             spans.append(Span(rank, "send", event, start, end))
-            there = times.get(Arrival(event), (start, end))[1]
+            there = times.get(TransferArrival(event), (start, end))[1]
             spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, there))
     spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, s.action.stage, s.action.microbatch))
     updates.sort(key=lambda u: (u.rank, u.start, u.stage))
@@ -187,6 +206,6 @@ def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timelin
     step = max((end for _, end in times.values()), default=0.0)
     bubble = 1 - sum(busy) / (ranks * step) if step > 0 else 0.0
     return Timeline(
-        schedule.name, ranks, step, max(0.0, bubble), tuple(busy), in_flight(schedule),
+        schedule.name, ranks, step, max(0.0, bubble), tuple(busy), count_in_flight(schedule),
         tuple(spans), tuple(updates),
     )  # fmt: skip

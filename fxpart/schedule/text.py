@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, Schedule, members, parse
+from fxpart.schedule.action import Action, Schedule, list_group_stages, parse
 
 _NAME = r"[a-z0-9][a-z0-9_-]{0,39}"
 _HEAD = re.compile(
@@ -104,7 +104,7 @@ def _sizes(
         problems += _fault(1, f"stage_rank has {len(stage_rank)} entries, stages={stages}").problems
     if any(rank >= len(ranks) for rank in stage_rank):
         problems += _fault(1, f"stage_rank names a rank, but only {len(ranks)} are listed").problems
-    copies = [stage for group in replicas for stage in members(group)]
+    copies = [stage for group in replicas for stage in list_group_stages(group)]
     if len(set(copies)) < len(copies) or any(stage >= stages for stage in copies):
         why = f"each of stages 0..{stages - 1} may stand in one group of replicas"
         problems += _fault(1, why).problems

@@ -22,7 +22,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class UpdateSpan:
     """What a rank does for a stage once a step (sums, optimizer), from start to end in seconds."""
 
     rank: int
@@ -49,7 +49,7 @@ class Timeline:
     busy: tuple[float, ...]
     in_flight: tuple[int, ...]
     spans: tuple[Span, ...]
-    updates: tuple[Once, ...] = ()
+    updates: tuple[UpdateSpan, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
         """The rank's computations in order."""
@@ -99,7 +99,7 @@ def _span_dict(span: Span) -> dict[str, object]:
     return found
 
 
-def _update_event(update: Once) -> dict[str, object]:
+def _update_event(update: UpdateSpan) -> dict[str, object]:
     return {
         "ph": "X", "name": f"{update.stage}UPDATE{update.step}", "cat": "update",
         "ts": update.start * 1e6, "dur": (update.end - update.start) * 1e6,

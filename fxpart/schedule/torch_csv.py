@@ -12,7 +12,7 @@ import io
 import re
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, Kind, Schedule, default_peer, parse
+from fxpart.schedule.action import Action, ActionKind, Schedule, default_peer, parse
 from fxpart.schedule.text import MOST_PROBLEMS
 
 # Their actions on sharded parameters and data-parallel gradients: no part of a schedule's order.
@@ -92,7 +92,7 @@ def _inferred(name: str, ranks: list[tuple[Action, ...]], problems: list[Problem
                 problems.append(Problem("FXP303", f"row {rank}, action {str(action)!r}", why, ""))
     if (not problems and sorted(where) != list(range(len(where)))) or not where:
         problems.append(Problem("FXP303", "schedule CSV", "not every stage from 0 on occurs", ""))
-    microbatches = {a.microbatch for actions in ranks for a in actions if a.kind is Kind.F}
+    microbatches = {a.microbatch for actions in ranks for a in actions if a.kind is ActionKind.F}
     known = bool(microbatches) and sorted(microbatches) == list(range(len(microbatches)))
     if not problems and not known:
         problems.append(

@@ -13,13 +13,17 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
-from fxpart.schedule.builders import limits
-from fxpart.schedule.dependence import Dependence, partner
-from fxpart.schedule.flight import in_flight
-from fxpart.schedule.reads import version_problems
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
+from fxpart.schedule.builders import get_in_flight_limits
+from fxpart.schedule.consistency import (
+    describe_position,
+    find_shape_problems,
+    make_unsafe_problem,
+)
+from fxpart.schedule.dependence import Dependence, get_transfer_partner
+from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.rendezvous import execute
-from fxpart.schedule.shape import at, shape_problems, unsafe
+from fxpart.schedule.version_check import find_version_problems
 from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
 Weights: TypeAlias = str | WeightMode
@@ -64,7 +68,7 @@ def check(
             why=f"{len(memory)} limits for {schedule.stages} stages",
             fix="give one number of microbatches for each stage",
         )
-    shape = shape_problems(schedule, wanted)
+    shape = find_shape_problems(schedule, wanted)
     if shape:  # nothing below is defined for such a schedule
         return tuple(shape)
     dependence = Dependence.of(schedule, wanted)
@@ -74,7 +78,7 @@ def check(
         *_ordered(schedule, dependence),
         *_deadlock(schedule),
         *_bounded(schedule, memory),
-        *version_problems(schedule, weight_mode(weights), every),
+        *find_version_problems(schedule, weight_mode(weights), every),
     )
 
 
@@ -82,7 +86,7 @@ def incomplete(schedule: Schedule, edges: Iterable[StageEdge]) -> tuple[Problem,
     """The computations that are missing, or there too often; also before there are transfers.
 
     Raises FXP901 on edges that are no stage graph; numbers that do not fit together are
-    :func:`fxpart.schedule.shape.shape_problems`' question.
+    :func:`fxpart.schedule.consistency.find_shape_problems`' question.
     """
     return tuple(_complete(schedule, Dependence.of(schedule, edges)))
 
@@ -98,12 +102,19 @@ def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     found: list[Problem] = []
     if schedule.replicas:
         strange = sorted(str(a) for a in count if not schedule.takes(a.stage, a.microbatch))
-        found += [unsafe(text, "another copy of the stage does it") for text in strange]
+        found += [
+            make_unsafe_problem(text, "another copy of the stage does it") for text in strange
+        ]
     for stage in range(schedule.stages):
         everything = schedule.taken(stage)
         split = {m for m in everything if (stage, m) in dependence.split}
         whole = set(everything) - split if schedule.trains else set()
-        wanted = {Kind.F: set(everything), Kind.B: whole, Kind.I: split, Kind.W: split}
+        wanted = {
+            ActionKind.F: set(everything),
+            ActionKind.B: whole,
+            ActionKind.I: split,
+            ActionKind.W: split,
+        }
         for kind, microbatches in wanted.items():
             times = {m: count[Action(stage, kind, m)] for m in everything}
             missing = [m for m, n in times.items() if n == 0 and m in microbatches]
@@ -116,7 +127,7 @@ def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
             ):
                 if which:
                     where = f"stage {stage}, {kind.value} of microbatch {_listed(which)}"
-                    found.append(unsafe(where, what))
+                    found.append(make_unsafe_problem(where, what))
     return found
 
 
@@ -125,17 +136,20 @@ def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     wanted: set[Action] = set()
     for stage in range(schedule.stages):
         for microbatch in schedule.taken(stage):
-            causes = [Action(stage, Kind.F, microbatch), dependence.backward(stage, microbatch)]
+            causes = [
+                Action(stage, ActionKind.F, microbatch),
+                dependence.backward(stage, microbatch),
+            ]
             for pair in (pair for cause in causes for pair in dependence.transfers(cause)):
                 wanted |= set(pair)
     count = Counter(a.plain for actions in schedule.ranks for a in actions if not a.kind.is_compute)
     found: list[Problem] = []
     for action in sorted(wanted | set(count), key=_in_text_order):
         if action not in wanted:
-            found.append(unsafe(str(action), "no edge of the stage graph asks for it"))
+            found.append(make_unsafe_problem(str(action), "no edge of the stage graph asks for it"))
         elif count[action] != 1:
             what = "is missing" if count[action] == 0 else f"is there {count[action]} times"
-            found.append(unsafe(str(action), what))
+            found.append(make_unsafe_problem(str(action), what))
     return found
 
 
@@ -146,10 +160,10 @@ def _in_text_order(action: Action) -> tuple[int, str, int, int]:
 # What of a stage is summed in the order of microbatches: running statistics, and gradients of
 # weights. Of a split backward the first half makes some of them (biases, say), the second the rest.
 _SUMS = {
-    Kind.F: ("statistics",),
-    Kind.B: ("early gradients", "late gradients"),
-    Kind.I: ("early gradients",),
-    Kind.W: ("late gradients",),
+    ActionKind.F: ("statistics",),
+    ActionKind.B: ("early gradients", "late gradients"),
+    ActionKind.I: ("early gradients",),
+    ActionKind.W: ("late gradients",),
 }
 
 
@@ -167,8 +181,11 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
             for need in dependence.requires(action.plain):
                 # A receive waits for a send on another rank: executed in _deadlock.
                 if schedule.stage_rank[need.stage] == rank and need not in done:
-                    where, why = at(rank, position, action), f"{need} has not been done before"
-                    found.append(unsafe(where, why, f"put {need} before it"))
+                    where, why = (
+                        describe_position(rank, position, action),
+                        f"{need} has not been done before",
+                    )
+                    found.append(make_unsafe_problem(where, why, f"put {need} before it"))
             done.add(action.plain)
             before = -1
             for made in _SUMS.get(action.kind, ()):
@@ -177,7 +194,7 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
                 latest[key] = max(action.microbatch, latest.get(key, -1))
             if action.microbatch < before:
                 why = f"microbatch {before} came before it"
-                found.append(unsafe(at(rank, position, action), why))
+                found.append(make_unsafe_problem(describe_position(rank, position, action), why))
     return found
 
 
@@ -193,21 +210,23 @@ def _deadlock(schedule: Schedule) -> list[Problem]:
     for rank, action in stuck.items():
         assert action.peer is not None, "a computation never blocks"
         other = schedule.stage_rank[action.peer]
-        where = at(rank, run.done[rank], action)
+        where = describe_position(rank, run.done[rank], action)
         there = f"is at {stuck[other]}" if other in stuck else "has ended"
-        why = f"it waits for {partner(action)} on rank {other}, which {there}"
-        found.append(unsafe(where, why, "lower the schedule again from its computations"))
+        why = f"it waits for {get_transfer_partner(action)} on rank {other}, which {there}"
+        found.append(
+            make_unsafe_problem(where, why, "lower the schedule again from its computations")
+        )
     return found
 
 
 def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
     """No stage holds more microbatches than it may."""
     if memory is None:
-        memory = limits(schedule)
+        memory = get_in_flight_limits(schedule)
         if memory is None:
             return []
     return [
-        unsafe(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
-        for stage, (held, limit) in enumerate(zip(in_flight(schedule), memory, strict=True))
+        make_unsafe_problem(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
+        for stage, (held, limit) in enumerate(zip(count_in_flight(schedule), memory, strict=True))
         if held > limit
     ]

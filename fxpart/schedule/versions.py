@@ -16,7 +16,7 @@ _KNOWN = 1024  # answers that are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class WeightRead:
     """What one microbatch reads on one stage; versions are numbers of updates since the start.
 
     version: the updates in the weights that its forward starts from. forward, backward: the updates
@@ -37,7 +37,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Versions:
+class WeightVersionCounters:
     """The version counters of a stream of microbatches that begins with empty stages.
 
     ahead: per stage the forwards that it runs before its first backward (in a chain of K stages
@@ -50,7 +50,7 @@ class Versions:
     ahead: tuple[int, ...]
     every: int
     start: int = 0
-    _known: dict[tuple[int, int, int], tuple[WeightMode, Read]] = field(
+    _known: dict[tuple[int, int, int], tuple[WeightMode, WeightRead]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -66,7 +66,7 @@ class Versions:
         """Updates that are applied between a microbatch's forward and its backward."""
         return self.backward(stage, microbatch) - self.forward(stage, microbatch)
 
-    def read(self, mode: WeightMode, stage: int, microbatch: int) -> Read:
+    def read(self, mode: WeightMode, stage: int, microbatch: int) -> WeightRead:
         """Which weights the microbatch reads on the stage."""
         # Kept, since a stage that runs asks for the same several times, between its computations.
         key = id(mode), stage, microbatch
@@ -77,13 +77,13 @@ class Versions:
             found = self._known[key] = mode, self._read(mode, stage, microbatch)
         return found[1]
 
-    def _read(self, mode: WeightMode, stage: int, microbatch: int) -> Read:
+    def _read(self, mode: WeightMode, stage: int, microbatch: int) -> WeightRead:
         first = microbatch - microbatch % self.every
         if mode.flush:  # no update is missing; it looks as far as in a full stream
             steady = microbatch + max(self.ahead) * self.every
             now = self.backward(stage, microbatch)
             ahead, back = self._looks(mode, stage, steady)
-            return Read(now, now, now, ahead, back)
+            return WeightRead(now, now, now, ahead, back)
         applied = self.forward(stage, microbatch)
         version = {
             "applied": applied,
@@ -92,7 +92,7 @@ class Versions:
             "first microbatch": self.forward(stage, first),
         }[mode.base]
         at = first if mode.base == "first microbatch" else microbatch
-        return Read(
+        return WeightRead(
             version, applied, self.backward(stage, microbatch), *self._looks(mode, stage, at)
         )
 
@@ -169,6 +169,6 @@ def _look(horizon: Horizon, behind: int, most: int, *, forward: bool) -> int:
     return behind + half if forward else half
 
 
-def chain_ahead(stages: int) -> tuple[int, ...]:
+def count_chain_warmup(stages: int) -> tuple[int, ...]:
     """Forwards before the first backward in a chain of stages: K - k."""
     return tuple(range(stages, 0, -1))

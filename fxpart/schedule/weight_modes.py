@@ -35,11 +35,11 @@ class WeightMode:
     "none"; the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", SpecTrain's
     first rule, which aims at one moment for all stages: the staleness and half of what the first
     stage has more in the forward, that half alone in the backward; "depth": the first stage's
-    staleness. rule: how it looks ahead (:mod:`fxpart.runtime.predict`). discount: whether the
-    learning rate is divided by a power of the staleness (PipeMare, T1). flush: whether the pipeline
-    drains before each update; a mode that flushes and looks ahead looks as far as one that does not
-    would ("lookahead", the control of every claim about prediction). optimizer: what the method
-    prescribes, "" for the user's own.
+    staleness. rule: how it looks ahead (:mod:`fxpart.runtime.weight_prediction`). discount: whether
+    the learning rate is divided by a power of the staleness (PipeMare, T1). flush: whether the
+    pipeline drains before each update; a mode that flushes and looks ahead looks as far as one that
+    does not would ("lookahead", the control of every claim about prediction). optimizer: what the
+    method prescribes, "" for the user's own.
     """
 
     name: str

@@ -23,7 +23,7 @@ Slices = tuple[tuple[int, int], ...]  # per dim start and stop in a lane's own t
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TransferBox:
     """A box of elements that one lane gives to another.
 
     source, target: lanes of the two meshes. read: where the box lies in the source lane's tensor.
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TransferEndpoint:
     """One end of a transfer: a mesh, how the tensor lies on it, and the rank of each lane."""
 
     mesh: Mesh
@@ -55,7 +55,9 @@ class Side:
         return self.ranks[lane] if self.ranks else lane
 
 
-def plan_transfer(shape: Sequence[int], source: Side, target: Side) -> tuple[Piece, ...]:
+def plan_transfer(
+    shape: Sequence[int], source: TransferEndpoint, target: TransferEndpoint
+) -> tuple[TransferBox, ...]:
     """The pieces, by target lane: every element that the lane holds, once.
 
     A lane of the same rank is preferred as the source; else among equal holders the one that has
@@ -68,7 +70,7 @@ def plan_transfer(shape: Sequence[int], source: Side, target: Side) -> tuple[Pie
     held = [indices(shape, source.placements, source.mesh, n) for n in range(source.mesh.size)]
     given = [0] * source.mesh.size
     terms = _terms(source)
-    pieces: list[Piece] = []
+    pieces: list[TransferBox] = []
     for lane in range(target.mesh.size):
         if _is_zero(target, lane):
             continue
@@ -78,12 +80,12 @@ def plan_transfer(shape: Sequence[int], source: Side, target: Side) -> tuple[Pie
     return tuple(pieces)
 
 
-def moved(pieces: Sequence[Piece], source: Side, target: Side) -> int:
+def moved(pieces: Sequence[TransferBox], source: TransferEndpoint, target: TransferEndpoint) -> int:
     """The elements that go from one rank to another; those that stay on a rank are free."""
     return sum(p.elements for p in pieces if source.rank(p.source) != target.rank(p.target))
 
 
-def _terms(source: Side) -> list[list[int]]:
+def _terms(source: TransferEndpoint) -> list[list[int]]:
     """Per term of the sum the lanes that hold it: one term where nothing is Partial."""
     found: dict[tuple[int, ...], list[int]] = {}
     for lane in range(source.mesh.size):
@@ -95,7 +97,7 @@ def _terms(source: Side) -> list[list[int]]:
     return list(found.values())
 
 
-def _is_zero(target: Side, lane: int) -> bool:
+def _is_zero(target: TransferEndpoint, lane: int) -> bool:
     """Whether the lane's term of a partial value is zero: not the first of a partial axis."""
     place = target.mesh.coordinate(lane)
     return any(
@@ -103,7 +105,7 @@ def _is_zero(target: Side, lane: int) -> bool:
     )
 
 
-def _decided(side: Side) -> None:
+def _decided(side: TransferEndpoint) -> None:
     if any(p is None for p in side.placements):
         raise error(
             "FXP109",
@@ -118,11 +120,11 @@ def _collect(
     held: list[tuple[NDArray[np.int64], ...]],
     holders: list[int],
     given: list[int],
-    source: Side,
-    target: Side,
+    source: TransferEndpoint,
+    target: TransferEndpoint,
     lane: int,
     add: bool,
-) -> list[Piece]:
+) -> list[TransferBox]:
     """One target lane's elements of one term, from as few holders as there are different shares."""
     shares: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for holder in holders:
@@ -132,7 +134,7 @@ def _collect(
             if not isinstance(p, Replicate | Partial)
         )  # fmt: skip
         shares.setdefault(cut, []).append(holder)
-    pieces: list[Piece] = []
+    pieces: list[TransferBox] = []
     for twins in shares.values():
         boxes = _overlap(held[twins[0]], wanted)
         if not boxes:
@@ -140,7 +142,7 @@ def _collect(
         near = [n for n in twins if source.rank(n) == target.rank(lane)]
         chosen = near[0] if near else min(twins, key=lambda n: (given[n], n != lane, n))
         for read, write in boxes:
-            piece = Piece(chosen, lane, read, write, add)
+            piece = TransferBox(chosen, lane, read, write, add)
             pieces.append(piece)
             if not near:
                 given[chosen] += piece.elements

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from fxpart.bounded import from_json, read_bytes
 from fxpart.errors import error
+from fxpart.files import from_json, read_bytes
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.validate import check_problem
 

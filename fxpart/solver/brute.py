@@ -7,13 +7,13 @@ from itertools import combinations
 from math import comb, inf
 
 from fxpart.errors import error
-from fxpart.solver.objective import Scorer
-from fxpart.solver.problem import Choice, PartitionProblem, Solution
+from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 
 LIMIT = 200_000  # choices that may be enumerated
 
 
-def choices(problem: PartitionProblem) -> Iterator[Choice]:
+def choices(problem: PartitionProblem) -> Iterator[PartitionChoice]:
     """All choices that keep the constraints (memory aside), in a fixed order."""
     n, fused = len(problem.blocks), set(problem.no_cut_after)
     cuts = [b + 1 for b in range(n - 1) if b not in fused]
@@ -21,7 +21,7 @@ def choices(problem: PartitionProblem) -> Iterator[Choice]:
         for schedule in problem.schedules:
             for stages in range(problem.min_stages, problem.max_stages + 1):
                 for starts in combinations(cuts, stages - 1):
-                    yield Choice(variant=variant, schedule=schedule, starts=(0, *starts))
+                    yield PartitionChoice(variant=variant, schedule=schedule, starts=(0, *starts))
 
 
 def count(problem: PartitionProblem) -> int:
@@ -43,7 +43,7 @@ def solve_brute(problem: PartitionProblem) -> Solution:
             why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
             fix="use solver='dp'",
         )
-    scorer, best, seconds = Scorer(problem), None, inf
+    scorer, best, seconds = PartitionScorer(problem), None, inf
     for choice in choices(problem):
         evaluation = scorer.evaluate(choice)
         if evaluation.feasible and evaluation.seconds < seconds:

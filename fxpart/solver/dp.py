@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from fxpart.solver.layers import Layers, OutOfTime
+from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import Floats
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
@@ -24,7 +24,7 @@ _SNAP_LIMIT = 4_000_000  # most loads of one kind of device that are worth sorti
 
 
 @dataclass(order=True)
-class _Span:
+class _LoadInterval:
     """Loads strictly between ``low`` and ``high``, where the sum is at least ``total``."""
 
     bound: float
@@ -33,22 +33,23 @@ class _Span:
     total: float
 
 
-class Minimiser:
-    """The two-part objective over one :class:`Layers`; ``lower`` is proven at any moment."""
+class StepTimeMinimizer:
+    """The two-part objective over one :class:`SuffixProgram`; ``lower`` is proven at any moment."""
 
     def __init__(
-        self, layers: Layers, found: Callable[[list[int]], float], lower: float = 0.0
+        self, layers: SuffixProgram, found: Callable[[list[int]], float], lower: float = 0.0
     ) -> None:
         """found: told the first units of a solution, returns the step time to beat, in seconds."""
         self.layers, self.found, self.lower = layers, found, lower
         self.stages = 0  # of the last solution
-        self._settled, self._spans = inf, list[_Span]()
+        self._settled, self._spans = inf, list[_LoadInterval]()
         self._loads: Floats | None = None
 
     def minimise(self, runs: int | None = None, gap: float = EXACT) -> float:
         """The proven lower bound after at most ``runs`` runs, or once within ``gap`` of the best.
 
-        Infinite if nothing fits. Raises :class:`OutOfTime`; ``lower`` then holds what was proved.
+        Infinite if nothing fits. Raises :class:`SolverTimeout`; ``lower`` then holds what was
+        proved.
         """
         target = self._open()
         left = inf if runs is None else runs
@@ -87,13 +88,13 @@ class Minimiser:
         self._settled = min(self._settled, total + load)
         return load, total, min(target, self.found(units))
 
-    def _split(self, span: _Span, target: float) -> float:
+    def _split(self, span: _LoadInterval, target: float) -> float:
         """Probe the middle of a span and keep what of it may still beat ``target``."""
         high = min(span.high, target - span.total)
         middle = self._snap(span.low, high, (span.low + high) / 2)
         try:
             load, total, target = self._probe(middle, inf)
-        except OutOfTime:
+        except SolverTimeout:
             heapq.heappush(self._spans, span)
             self.lower = max(self.lower, min(self._settled, self._least_open()))
             raise
@@ -111,7 +112,7 @@ class Minimiser:
             place = int(np.searchsorted(self._loads, low, side="right"))
             least = float(self._loads[place]) if place < len(self._loads) else inf
         if least < high:
-            heapq.heappush(self._spans, _Span(least + total, low, high, total))
+            heapq.heappush(self._spans, _LoadInterval(least + total, low, high, total))
 
     def _snap(self, low: float, high: float, middle: float) -> float:
         """The largest load up to ``middle``, or the first above ``low``."""

@@ -6,10 +6,12 @@ import time
 from bisect import bisect_left
 from itertools import accumulate
 
-from fxpart.solver.problem import Choice, PartitionProblem
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 
-def balanced(problem: PartitionProblem, variant: int, schedule: str, stages: int) -> Choice | None:
+def split_balanced(
+    problem: PartitionProblem, variant: int, schedule: str, stages: int
+) -> PartitionChoice | None:
     """Stages of about equal work by the first device's costs, cut only where cuts are allowed.
 
     None where fewer pieces than stages exist. Memory is not looked at.
@@ -31,22 +33,22 @@ def balanced(problem: PartitionProblem, variant: int, schedule: str, stages: int
             place -= 1
         starts.append(cuts[place])
         least = place + 1
-    return Choice(variant=variant, schedule=schedule, starts=tuple(starts))  # type: ignore[arg-type]
+    return PartitionChoice(variant=variant, schedule=schedule, starts=tuple(starts))  # type: ignore[arg-type]
 
 
-def first_choices(problem: PartitionProblem, deadline: float) -> list[Choice]:
+def first_choices(problem: PartitionProblem, deadline: float) -> list[PartitionChoice]:
     """Balanced splits with the most stages, half as many, and so on, for each variant and schedule.
 
     deadline: a ``time.monotonic()`` value, in seconds; at least one is made in any case.
     """
-    made: list[Choice] = []
+    made: list[PartitionChoice] = []
     for variant in range(len(problem.variants)):
         for schedule in problem.schedules:
             stages = problem.max_stages
             while stages >= problem.min_stages:
                 if made and time.monotonic() > deadline:
                     return made
-                choice = balanced(problem, variant, schedule, stages)
+                choice = split_balanced(problem, variant, schedule, stages)
                 if choice is not None:
                     made.append(choice)
                 if stages == problem.min_stages:

@@ -18,10 +18,14 @@ from ortools.sat.python import cp_model
 
 from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.dp import EXACT
-from fxpart.solver.layers import OutOfTime
-from fxpart.solver.objective import in_flight, tie_link, tie_messages
-from fxpart.solver.problem import Choice, PartitionProblem, Value, Weight
-from fxpart.solver.search import Record
+from fxpart.solver.objective import (
+    count_tied_reduction_messages,
+    get_tied_reduction_link,
+    in_flight,
+)
+from fxpart.solver.problem import BlockValue, PartitionChoice, PartitionProblem, Weight
+from fxpart.solver.search import PartitionRecord
+from fxpart.solver.suffix_dp import SolverTimeout
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 _SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
@@ -29,7 +33,9 @@ _SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding
 Expression = Any  # a linear expression of CP-SAT, or an int
 
 
-def solve_cp_sat(problem: PartitionProblem, record: Record, deadline: float, seed: int) -> float:
+def solve_cp_sat(
+    problem: PartitionProblem, record: PartitionRecord, deadline: float, seed: int
+) -> float:
     """Add choices to ``record`` and return a proven lower bound in seconds, infinite if none fits.
 
     One programme for each variant and schedule, the most promising first; the best choice known is
@@ -47,14 +53,14 @@ def solve_cp_sat(problem: PartitionProblem, record: Record, deadline: float, see
             bound = min(bound, cheap)
             continue
         try:
-            programme = _Programme(problem, variant, problem.schedules[s], record, deadline)
+            programme = _PartitionModel(problem, variant, problem.schedules[s], record, deadline)
             bound = min(bound, max(cheap, programme.solve(seed)))
-        except OutOfTime:
+        except SolverTimeout:
             bound = min(bound, cheap)
     return bound
 
 
-class _Programme:
+class _PartitionModel:
     """One variant under one schedule; the number of stages is left open."""
 
     def __init__(
@@ -62,7 +68,7 @@ class _Programme:
         problem: PartitionProblem,
         variant: int,
         schedule: str,
-        record: Record,
+        record: PartitionRecord,
         deadline: float,
     ) -> None:
         self.problem, self.schedule = problem, schedule
@@ -98,7 +104,7 @@ class _Programme:
             ]  # y counts the stages from its own on
             starts = tuple(b for b in self.blocks if b == 0 or stage_of[b] != stage_of[b - 1])
             self.record.add(
-                Choice(variant=self.index, schedule=self.schedule, starts=starts)  # type: ignore[arg-type]
+                PartitionChoice(variant=self.index, schedule=self.schedule, starts=starts)  # type: ignore[arg-type]
             )
         return max(0.0, float(solver.best_objective_bound)) / self.scale
 
@@ -106,10 +112,10 @@ class _Programme:
         return floor(seconds * self.scale)
 
     def _left(self) -> float:
-        """Seconds until the deadline; raises :class:`OutOfTime` after it."""
+        """Seconds until the deadline; raises :class:`SolverTimeout` after it."""
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise OutOfTime
+            raise SolverTimeout
         return left
 
     def _hinted(self) -> list[int]:
@@ -131,7 +137,7 @@ class _Programme:
         tied = self.stages * sum(latency + w.gradient * inverse for w in problem.weights)
         m = one.microbatches
         own = 2 * self.stages * problem.action
-        return m * (work + sent + own) + step + tie_messages(m) * tied
+        return m * (work + sent + own) + step + count_tied_reduction_messages(m) * tied
 
     def _new(self, hint: bool) -> cp_model.IntVar:
         variable = self.model.new_bool_var("")
@@ -183,7 +189,7 @@ class _Programme:
             self.model.add(held >= self._x(b, stage))
         return held
 
-    def _sent(self, value: Value, stage: int) -> Expression:
+    def _sent(self, value: BlockValue, stage: int) -> Expression:
         """1 if the stage makes a value that is not saved anyway and that a later stage uses."""
         first, last = value.producer, value.consumers[-1]
         if value.saved or stage == self.stages - 1 or self.upto[first] is self.upto[last]:
@@ -192,7 +198,7 @@ class _Programme:
         self.model.add(sent >= self._x(first, stage) - self._y(last, stage))
         return sent
 
-    def _received(self, value: Value, stage: int) -> Expression:
+    def _received(self, value: BlockValue, stage: int) -> Expression:
         """1 if the stage uses a value that an earlier stage makes."""
         if stage == 0:
             return 0
@@ -233,9 +239,9 @@ class _Programme:
                 costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
             used = 1 - self._y(len(self.blocks) - 1, p - 1)
             costs.append((2 * problem.action, used))
-            latency, inverse = tie_link(problem, p)
+            latency, inverse = get_tied_reduction_link(problem, p)
             fixed = [(problem.step[device.type][b], self._x(b, p)) for b in self.blocks]
-            messages = tie_messages(one.microbatches)
+            messages = count_tied_reduction_messages(one.microbatches)
             fixed += [
                 (messages * (latency + w.gradient * inverse), self._split(w, p))
                 for w in problem.weights

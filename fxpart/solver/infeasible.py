@@ -7,11 +7,16 @@ import time
 import msgspec
 
 from fxpart.errors import Problem
-from fxpart.solver.layers import OutOfTime
-from fxpart.solver.objective import Evaluation, Scorer, StageCost
-from fxpart.solver.problem import Choice, PartitionProblem
-from fxpart.solver.remedies import amount, extra_memory, fitting, fixes
-from fxpart.solver.search import Record, Search
+from fxpart.solver.objective import PartitionEvaluation, PartitionScorer, StageCost
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.remedies import (
+    extra_memory,
+    find_feasible_choice,
+    find_fixes,
+    format_byte_count,
+)
+from fxpart.solver.search import PartitionRecord, PartitionSearch
+from fxpart.solver.suffix_dp import SolverTimeout
 
 
 def explain_infeasible(
@@ -25,17 +30,19 @@ def explain_infeasible(
     a plan does exist or ``time_limit`` (seconds) was too short to know.
     """
     deadline = time.monotonic() + time_limit
-    pieces = Search(problem, Record(Scorer(problem)), deadline).tables.units
+    pieces = PartitionSearch(
+        problem, PartitionRecord(PartitionScorer(problem)), deadline
+    ).tables.units
     most = min(pieces, problem.max_stages)
     if problem.min_stages > most:
         return (_too_few_pieces(problem, pieces),)
     try:
-        if fitting(problem, deadline) is not None:
+        if find_feasible_choice(problem, deadline) is not None:
             return (_too_little_time("a plan fits, but none was found in time"),)
-    except OutOfTime:
+    except SolverTimeout:
         return (_too_little_time("whether a plan fits was not settled in time"),)
     more, choice = extra_memory(problem, deadline)
-    evaluation = Scorer(problem).evaluate(choice)
+    evaluation = PartitionScorer(problem).evaluate(choice)
     return (_too_little_memory(problem, choice, evaluation, more, deadline),)
 
 
@@ -56,8 +63,8 @@ def _too_little_time(why: str) -> Problem:
 
 def _too_little_memory(
     problem: PartitionProblem,
-    choice: Choice,
-    evaluation: Evaluation,
+    choice: PartitionChoice,
+    evaluation: PartitionEvaluation,
     more: int,
     deadline: float,
 ) -> Problem:
@@ -71,11 +78,12 @@ def _too_little_memory(
     return Problem(
         "FXP204",
         where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
-        f"{problem.devices[k].name}: {amount(need)} needed, {amount(there)} there{others}",
+        f"{problem.devices[k].name}: {format_byte_count(need)} needed, "
+        f"{format_byte_count(there)} there{others}",
         why=f"{_parts(stage)}, with {stage.in_flight} of {variant.microbatches} microbatches in "
         f"flight, each of {variant.microbatch_size}, under {choice.schedule}; "
         "no split comes closer",
-        fix="; or ".join(fixes(problem, more, deadline)),
+        fix="; or ".join(find_fixes(problem, more, deadline)),
     )
 
 
@@ -91,4 +99,6 @@ def _parts(stage: StageCost) -> str:
         causes |= {"activations": 0, "transfers": 0, "copies": 0}
         causes["the optimizer's temporaries"] = stage.updating - sum(causes.values())
     parts = sorted(causes.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {amount(size)}" for name, size in parts if size) or "nothing"
+    return (
+        ", ".join(f"{name} {format_byte_count(size)}" for name, size in parts if size) or "nothing"
+    )

@@ -22,14 +22,14 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
-from fxpart.solver.problem import Choice, PartitionProblem, Variant
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Variant
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
 
 
-class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageMemory(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Peak memory of a stage in bytes, by cause; the names are those of ``fxpart.plan.Memory``.
 
     activations: in_flight times what autograd saves, plus the largest workspace. transfers: each
@@ -54,7 +54,7 @@ class StageMemory(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )  # fmt: skip
 
 
-class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a choice: blocks [first, last] on the device ``device`` (an index).
 
     forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
@@ -95,7 +95,9 @@ class StageCost(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.sync_seconds + self.optimizer_seconds
 
 
-class Evaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartitionEvaluation(
+    _PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """A choice's step time T in seconds, its parts by stage, and what it violates."""
 
     seconds: float
@@ -116,7 +118,7 @@ def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
     return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
 
 
-def tie_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
+def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
     """Latency and inverse bandwidth of the stage's gradient sums over ties (see ``Weight``)."""
     if len(problem.devices) == 1:
         return 0.0, 0.0
@@ -124,7 +126,7 @@ def tie_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
     return device.latency, device.inverse_bandwidth
 
 
-def tie_messages(microbatches: int) -> int:
+def count_tied_reduction_messages(microbatches: int) -> int:
     """Messages a step between a holder of a tied weight and its owner, of the gradient's size.
 
     The holder sends its gradient after the backward of each microbatch (only so are sums in one
@@ -133,7 +135,7 @@ def tie_messages(microbatches: int) -> int:
     return microbatches + 1
 
 
-class Scorer:
+class PartitionScorer:
     """Evaluates many choices of one problem; holds which values and weights each block uses."""
 
     def __init__(self, problem: PartitionProblem) -> None:
@@ -151,7 +153,7 @@ class Scorer:
             for block in weight.blocks:
                 self._held[block].append(index)
 
-    def evaluate(self, choice: Choice) -> Evaluation:
+    def evaluate(self, choice: PartitionChoice) -> PartitionEvaluation:
         """What :func:`evaluate` returns."""
         problem, count = self.problem, len(choice.starts)
         _well_formed(problem, choice)
@@ -165,7 +167,7 @@ class Scorer:
         longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
         seconds = fsum(s.seconds for s in stages) + longest
         faults = (*_broken_constraints(problem, choice), *_overfull(problem, stages))
-        return Evaluation(seconds=seconds, stages=stages, faults=faults)
+        return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 
     def stage(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
         """Blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight."""
@@ -175,7 +177,7 @@ class Scorer:
             {v for b in blocks for v in self._received[b] if problem.values[v].producer < first}
         )
         weights = [problem.weights[w] for w in sorted({w for b in blocks for w in self._held[b]})]
-        latency, inverse = tie_link(problem, k)
+        latency, inverse = get_tied_reduction_link(problem, k)
         workspace = max(variant.workspace[b] for b in blocks)
         saved = sum(variant.activation[b] for b in blocks)
         sent = [v for b in blocks for v in self._made[b] if problem.values[v].consumers[-1] > last]
@@ -194,7 +196,8 @@ class Scorer:
                 for v in received
             ),
             sync_seconds=fsum(
-                tie_messages(variant.microbatches) * (latency + w.gradient * inverse)
+                count_tied_reduction_messages(variant.microbatches)
+                * (latency + w.gradient * inverse)
                 for w in weights
                 if w.gradient and (w.blocks[0] < first or w.blocks[-1] > last)
             ),
@@ -218,16 +221,16 @@ class Scorer:
         )
 
 
-def evaluate(problem: PartitionProblem, choice: Choice) -> Evaluation:
+def evaluate(problem: PartitionProblem, choice: PartitionChoice) -> PartitionEvaluation:
     """The one definition of what ``choice`` costs.
 
     Raises FXP109 for a choice that names no stages of this problem; one that merely breaks a
     constraint or a memory limit is evaluated, with its faults.
     """
-    return Scorer(problem).evaluate(choice)
+    return PartitionScorer(problem).evaluate(choice)
 
 
-def _well_formed(problem: PartitionProblem, choice: Choice) -> None:
+def _well_formed(problem: PartitionProblem, choice: PartitionChoice) -> None:
     """Refuse a choice whose numbers do not belong to the problem at all."""
     starts, n = choice.starts, len(problem.blocks)
     rising = all(a < b for a, b in pairwise(starts))
@@ -242,7 +245,7 @@ def _well_formed(problem: PartitionProblem, choice: Choice) -> None:
         raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
 
 
-def _broken_constraints(problem: PartitionProblem, choice: Choice) -> list[str]:
+def _broken_constraints(problem: PartitionProblem, choice: PartitionChoice) -> list[str]:
     """Constraints other than memory that the choice violates, as text."""
     faults = []
     if not problem.min_stages <= len(choice.starts) <= problem.max_stages:

@@ -12,9 +12,9 @@ from fxpart.errors import error
 from fxpart.solver.brute import solve_brute
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.infeasible import explain_infeasible
-from fxpart.solver.objective import Scorer
+from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionProblem, Solution
-from fxpart.solver.search import Record, Search
+from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.validate import check_problem
 
 __all__ = ["Solver", "explain_infeasible", "solution", "solve"]
@@ -50,30 +50,30 @@ def solve(
     if problem.once:  # the same for every choice: solved for without it
         left = max(0.0, deadline - time.monotonic())
         bare = msgspec.structs.replace(problem, once=0.0)
-        return shifted(solve(bare, time_limit=left, seed=seed, solver=solver), problem.once)
+        return shift_solution(solve(bare, time_limit=left, seed=seed, solver=solver), problem.once)
     if solver == "brute":
         return solve_brute(problem)
-    record = Record(Scorer(problem))
+    record = PartitionRecord(PartitionScorer(problem))
     for choice in first_choices(problem, deadline):
         record.add(choice)
     if solver == "cp-sat":
         from fxpart.solver.ilp import solve_cp_sat  # OR-Tools is slow to import, and rarely needed
 
         return solution(record, solve_cp_sat(problem, record, deadline, seed), "cp-sat")
-    search = Search(problem, record, deadline)
+    search = PartitionSearch(problem, record, deadline)
     if search.prove():
         search.refine()
     return solution(record, search.bound, "dp")
 
 
-def shifted(found: Solution, seconds: float) -> Solution:
+def shift_solution(found: Solution, seconds: float) -> Solution:
     """The answer to the same problem where every choice takes ``seconds`` more."""
     objective, bound = found.objective + seconds, found.bound + seconds
     status = found.status if found.choice is None else status_of(objective, bound)
     return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
 
 
-def solution(record: Record, bound: float, solver: str) -> Solution:
+def solution(record: PartitionRecord, bound: float, solver: str) -> Solution:
     """What ``record`` and a proven lower bound in seconds amount to."""
     bound = min(bound, record.seconds)
     return Solution(

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _PartitionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
 
 
-class DeviceLimit(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceLimit(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A place for one stage. type: index into the per-type cost rows; memory: bytes usable.
 
     latency, inverse_bandwidth: seconds, and seconds per byte, of a transfer into this device from
@@ -29,7 +29,7 @@ class DeviceLimit(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inverse_bandwidth: float
 
 
-class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BlockValue(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
 
     A stage that uses it without holding its producer receives it once for each microbatch, and
@@ -50,7 +50,7 @@ class Value(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 SPARSE_COPIES = 2
 
 
-class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter or buffer used by ``blocks`` (sorted). More than one block makes it a tie.
 
     A stage that holds any of the blocks holds a copy: bytes of weight, gradient and optimizer
@@ -80,7 +80,7 @@ class Weight(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.gradient // SPARSE_COPIES if self.sparse else 0
 
 
-class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs at one microbatch size.
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
@@ -99,7 +99,7 @@ class Variant(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     collective: tuple[float, ...] = ()
 
 
-class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole problem.
 
     no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
@@ -112,7 +112,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     blocks: tuple[str, ...]
     devices: tuple[DeviceLimit, ...]
-    values: tuple[Value, ...]
+    values: tuple[BlockValue, ...]
     weights: tuple[Weight, ...]
     variants: tuple[Variant, ...]
     step: tuple[tuple[float, ...], ...]
@@ -125,7 +125,7 @@ class PartitionProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields
     packed: int = 0
 
 
-class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PartitionChoice(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A candidate plan: variant, schedule, and the first block of each stage (starts[0] = 0)."""
 
     variant: int
@@ -133,7 +133,7 @@ class Choice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     starts: tuple[int, ...]
 
 
-class Solution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Solution(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown.
 
     objective, bound: seconds; infinite where there is no choice (bound stays finite if unknown).
@@ -142,8 +142,8 @@ class Solution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
-    choice: Choice | None
+    choice: PartitionChoice | None
     objective: float
     bound: float
     solver: str
-    candidates: tuple[Choice, ...] = ()
+    candidates: tuple[PartitionChoice, ...] = ()

@@ -8,23 +8,23 @@ from math import ceil
 import msgspec
 
 from fxpart.solver.greedy import first_choices
-from fxpart.solver.layers import OutOfTime
-from fxpart.solver.objective import Scorer
-from fxpart.solver.problem import Choice, DeviceLimit, PartitionProblem, Variant
-from fxpart.solver.rescale import smaller
-from fxpart.solver.search import Record, Search
+from fxpart.solver.microbatch_extrapolation import extrapolate_smaller_microbatches
+from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.problem import DeviceLimit, PartitionChoice, PartitionProblem, Variant
+from fxpart.solver.search import PartitionRecord, PartitionSearch
+from fxpart.solver.suffix_dp import SolverTimeout
 
 _FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
 
 
-def fitting(problem: PartitionProblem, deadline: float) -> Choice | None:
-    """Any choice that fits, or None if there is none. Raises :class:`OutOfTime`."""
-    return Search(problem, Record(Scorer(problem)), deadline).feasible()
+def find_feasible_choice(problem: PartitionProblem, deadline: float) -> PartitionChoice | None:
+    """Any choice that fits, or None if there is none. Raises :class:`SolverTimeout`."""
+    return PartitionSearch(problem, PartitionRecord(PartitionScorer(problem)), deadline).feasible()
 
 
-def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Choice]:
+def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, PartitionChoice]:
     """About the least bytes that each device lacks, and a choice that would then fit."""
-    scorer = Scorer(problem)
+    scorer = PartitionScorer(problem)
     lacking = [
         (max(s.needed - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
         for choice in first_choices(problem, deadline)
@@ -34,35 +34,38 @@ def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Choic
     try:
         while more - least > step:
             middle = (least + more) // 2
-            choice = fitting(with_memory(problem, middle), deadline)
+            choice = find_feasible_choice(with_memory(problem, middle), deadline)
             if choice is None:
                 least = middle
             else:
                 more, best = middle, choice
-    except OutOfTime:
+    except SolverTimeout:
         pass
     return more, best
 
 
-def fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str]:
+def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str]:
     """Changes that make a plan fit, each solved for."""
     sizes = sorted({d.memory for d in problem.devices})
     if len(sizes) == 1:
-        yield f"{amount(sizes[0] + more, up=True)} of memory on each device"
+        yield f"{format_byte_count(sizes[0] + more, up=True)} of memory on each device"
     else:
-        yield f"{amount(more, up=True)} more memory on each device"
+        yield f"{format_byte_count(more, up=True)} more memory on each device"
     try:
         if "1f1b" not in problem.schedules:
             other = msgspec.structs.replace(problem, schedules=("1f1b",))
-            if fitting(other, deadline) is not None:
+            if find_feasible_choice(other, deadline) is not None:
                 yield "the schedule 1f1b"
         alone = False
         if (stages := enough_stages(problem, deadline)) is not None:
             alone = True
             yield _count(problem, stages)
-        others = [(v, msgspec.structs.replace(problem, variants=(v,))) for v in smaller(problem)]
+        others = [
+            (v, msgspec.structs.replace(problem, variants=(v,)))
+            for v in extrapolate_smaller_microbatches(problem)
+        ]
         for variant, other in others:
-            if fitting(other, deadline) is not None:
+            if find_feasible_choice(other, deadline) is not None:
                 alone = True
                 yield _microbatches(variant)
                 break
@@ -70,11 +73,11 @@ def fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str
             variant, other = others[-1]
             if (stages := enough_stages(other, deadline)) is not None:
                 yield f"{_count(problem, stages)} with {_microbatches(variant)}"
-    except OutOfTime:
+    except SolverTimeout:
         return
 
 
-def amount(size: int, *, up: bool = False) -> str:
+def format_byte_count(size: int, *, up: bool = False) -> str:
     """Bytes as people read them; ``up`` rounds up, so that the text is enough."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
@@ -88,12 +91,15 @@ def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
 
     Devices beyond those there are like the last. More stages allowed is never worse: bisection.
     """
-    low, high = problem.max_stages, Search(problem, Record(Scorer(problem)), deadline).tables.units
-    if high <= low or fitting(with_stages(problem, high), deadline) is None:
+    low, high = (
+        problem.max_stages,
+        PartitionSearch(problem, PartitionRecord(PartitionScorer(problem)), deadline).tables.units,
+    )
+    if high <= low or find_feasible_choice(with_stages(problem, high), deadline) is None:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        if fitting(with_stages(problem, middle), deadline) is None:
+        if find_feasible_choice(with_stages(problem, middle), deadline) is None:
             low = middle
         else:
             high = middle

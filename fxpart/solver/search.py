@@ -13,11 +13,11 @@ from functools import partial
 from math import inf
 
 from fxpart.solver.bounds import cheap_bound
-from fxpart.solver.dp import EXACT, Minimiser
-from fxpart.solver.layers import Layers, OutOfTime
-from fxpart.solver.objective import Scorer
-from fxpart.solver.problem import Choice, PartitionProblem
-from fxpart.solver.tables import Tables
+from fxpart.solver.dp import EXACT, StepTimeMinimizer
+from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
+from fxpart.solver.tables import PartitionTables
 
 ALTERNATIVES = 5  # rejected choices that a solution tells of
 _RELAXED_RUNS = 6  # runs spent on a relaxation before its range of stage counts is halved
@@ -25,17 +25,17 @@ _REFINED = 10  # alternatives looked at more closely; the best of them are told
 _REFINED_GAP = 1e-3  # how closely
 
 
-class Record:
+class PartitionRecord:
     """The best choices seen: one for each number of stages, microbatches and schedule."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: PartitionScorer) -> None:
         """scorer: judges every choice; infeasible ones are not kept."""
         self.scorer = scorer
         self.seconds = inf
-        self.choice: Choice | None = None
-        self._best: dict[tuple[int, int, str], tuple[float, Choice]] = {}
+        self.choice: PartitionChoice | None = None
+        self._best: dict[tuple[int, int, str], tuple[float, PartitionChoice]] = {}
 
-    def add(self, choice: Choice) -> float:
+    def add(self, choice: PartitionChoice) -> float:
         """Evaluate and keep a choice if it is its kind's best; returns its seconds, or infinity."""
         evaluation = self.scorer.evaluate(choice)
         if not evaluation.feasible:
@@ -47,12 +47,12 @@ class Record:
             self.seconds, self.choice = evaluation.seconds, choice
         return evaluation.seconds
 
-    def key(self, choice: Choice) -> tuple[int, int, str]:
+    def key(self, choice: PartitionChoice) -> tuple[int, int, str]:
         """What makes a choice another kind: stages, microbatches, schedule."""
         m = self.scorer.problem.variants[choice.variant].microbatches
         return len(choice.starts), m, choice.schedule
 
-    def candidates(self) -> tuple[Choice, ...]:
+    def candidates(self) -> tuple[PartitionChoice, ...]:
         """The choice, then the best of other kinds, by step time."""
         if self.choice is None:
             return ()
@@ -71,13 +71,13 @@ class _Branch:
     high: int = field(compare=False)
 
 
-class Search:
+class PartitionSearch:
     """Solves one problem by dynamic programmes; ``bound`` is proven at any moment."""
 
-    def __init__(self, problem: PartitionProblem, record: Record, deadline: float) -> None:
+    def __init__(self, problem: PartitionProblem, record: PartitionRecord, deadline: float) -> None:
         """record: takes the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
         self.problem, self.record, self.deadline = problem, record, deadline
-        self.tables = Tables(problem)
+        self.tables = PartitionTables(problem)
         self._closed = inf  # least bound of the branches done with
         low, high = problem.min_stages, min(problem.max_stages, self.tables.units)
         self._open = [
@@ -101,7 +101,7 @@ class Search:
             branch = heapq.heappop(self._open)
             try:
                 exact = self._minimise(branch)
-            except OutOfTime:
+            except SolverTimeout:
                 heapq.heappush(self._open, branch)
                 return False
             if exact or branch.bound >= self._target():
@@ -110,8 +110,8 @@ class Search:
             self._halve(branch)
         return True
 
-    def feasible(self) -> Choice | None:
-        """Any choice that fits, or None if there is none. Raises :class:`OutOfTime`."""
+    def feasible(self) -> PartitionChoice | None:
+        """Any choice that fits, or None if there is none. Raises :class:`SolverTimeout`."""
         while self._open:
             branch = heapq.heappop(self._open)
             layers = self._layers(branch.order, branch.low, branch.high)
@@ -138,9 +138,9 @@ class Search:
                 )
             for _, order in sorted(ranked)[:_REFINED]:
                 layers = self._layers(order, order[2], order[2])
-                own = _Best(partial(self._found, order))
-                Minimiser(layers, own.found).minimise(gap=_REFINED_GAP)
-        except OutOfTime:
+                own = _PartitionIncumbent(partial(self._found, order))
+                StepTimeMinimizer(layers, own.found).minimise(gap=_REFINED_GAP)
+        except SolverTimeout:
             return
 
     def _halve(self, branch: _Branch) -> None:
@@ -156,7 +156,7 @@ class Search:
     def _minimise(self, branch: _Branch) -> bool:
         """Raise the branch's bound; says whether what its best choice costs is proven."""
         layers = self._layers(branch.order, branch.low, branch.high)
-        minimiser = Minimiser(layers, partial(self._found_best, branch.order), branch.bound)
+        minimiser = StepTimeMinimizer(layers, partial(self._found_best, branch.order), branch.bound)
         try:
             minimiser.minimise(runs=None if layers.exact else _RELAXED_RUNS)
             if self.record.choice is None and minimiser.stages:
@@ -167,7 +167,7 @@ class Search:
             branch.bound = max(branch.bound, minimiser.lower)
         return layers.exact
 
-    def _fit(self, order: tuple[int, int, int], layers: Layers) -> bool:
+    def _fit(self, order: tuple[int, int, int], layers: SuffixProgram) -> bool:
         """Record the split whose longest load is least; says whether there is any."""
         h = layers.run(inf, longest=True)
         stages, least = layers.best(h)
@@ -175,9 +175,9 @@ class Search:
             self._found(order, layers.walk(h, stages, inf, longest=True)[0])
         return least < inf
 
-    def _layers(self, order: tuple[int, int, int], low: int, high: int) -> Layers:
+    def _layers(self, order: tuple[int, int, int], low: int, high: int) -> SuffixProgram:
         schedule = self.problem.schedules[order[1]]
-        return Layers(self.tables, order[0], schedule, low, high, self.deadline)
+        return SuffixProgram(self.tables, order[0], schedule, low, high, self.deadline)
 
     def _found(self, order: tuple[int, int, int], units: list[int]) -> float:
         schedule = self.problem.schedules[order[1]]
@@ -188,7 +188,7 @@ class Search:
         return self.record.seconds
 
 
-class _Best:
+class _PartitionIncumbent:
     """The least step time among the choices of one kind."""
 
     def __init__(self, found: Callable[[list[int]], float]) -> None:

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.solver.objective import tie_link, tie_messages
-from fxpart.solver.problem import Choice, PartitionProblem
+from fxpart.solver.objective import count_tied_reduction_messages, get_tied_reduction_link
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -33,7 +33,7 @@ _KEEP = 2**28  # bytes of stage tables kept, at least four tables
 
 
 @dataclass(frozen=True)
-class StageTable:
+class StageCostTable:
     """What each interval costs as one stage: bands of shape (units, units).
 
     seconds: t_s; load: (m-1) t_s + beta_s; flights: the most microbatches in flight that memory
@@ -44,16 +44,16 @@ class StageTable:
     load: Floats
     flights: Ints
 
-    def joined(self, other: StageTable) -> StageTable:
+    def joined(self, other: StageCostTable) -> StageCostTable:
         """The better of both, entry by entry: a relaxation of either."""
-        return StageTable(
+        return StageCostTable(
             np.minimum(self.seconds, other.seconds),
             np.minimum(self.load, other.load),
             np.maximum(self.flights, other.flights),
         )
 
 
-class Tables:
+class PartitionTables:
     """Interval tables of a problem that do not depend on the variant."""
 
     def __init__(self, problem: PartitionProblem) -> None:
@@ -72,7 +72,7 @@ class Tables:
         received = [
             (r, i)
             for i, v in enumerate(problem.values)
-            for r in touching(v.consumers, v.producer, n)
+            for r in list_touching_rectangles(v.consumers, v.producer, n)
         ]
         self._receipts, self._receipt_value = [r for r, _ in received], [i for _, i in received]
         trips = [2 if problem.values[i].gradient else 1 for i in self._receipt_value]
@@ -81,7 +81,7 @@ class Tables:
         held = [
             (r, w.weight + w.gradient + w.optimizer)
             for w in problem.weights
-            for r in touching(w.blocks, -1, n)
+            for r in list_touching_rectangles(w.blocks, -1, n)
         ]
         leaving = [
             ((0, v.producer, v.producer, v.consumers[-1] - 1), i)
@@ -101,7 +101,9 @@ class Tables:
         self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
         self._variants: dict[int, VariantTables] = {}
-        self.kept_tables: deque[tuple[dict[tuple[int, ...], StageTable], tuple[int, ...]]] = deque()
+        self.kept_tables: deque[tuple[dict[tuple[int, ...], StageCostTable], tuple[int, ...]]] = (
+            deque()
+        )
 
     def band(self, full: NDArray[Number]) -> NDArray[Number]:
         """A table over (first block, last block) as a band over units."""
@@ -137,16 +139,16 @@ class Tables:
             stages, kinds = self.kept_tables.popleft()
             del stages[kinds]
 
-    def choice(self, variant: int, schedule: str, units: Iterable[int]) -> Choice:
+    def choice(self, variant: int, schedule: str, units: Iterable[int]) -> PartitionChoice:
         """The choice whose stages begin with these units."""
         starts = tuple(int(self.firsts[u]) for u in units)
-        return Choice(variant=variant, schedule=schedule, starts=starts)  # type: ignore[arg-type]
+        return PartitionChoice(variant=variant, schedule=schedule, starts=starts)  # type: ignore[arg-type]
 
 
 class VariantTables:
     """Interval tables at one microbatch size."""
 
-    def __init__(self, tables: Tables, index: int) -> None:
+    def __init__(self, tables: PartitionTables, index: int) -> None:
         """Sum this variant's seconds and bytes over all intervals."""
         self.tables = tables
         self.variant = tables.problem.variants[index]
@@ -166,7 +168,7 @@ class VariantTables:
         )
         workspace = np.array(variant.workspace, dtype=np.int64)
         self.standing = tables.state_bytes + tables.band(largest(workspace))
-        self._stages: dict[tuple[int, ...], StageTable] = {}
+        self._stages: dict[tuple[int, ...], StageCostTable] = {}
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -175,11 +177,11 @@ class VariantTables:
         devices = range(len(self.tables.problem.devices))
         return tuple(first.setdefault(_kind(self.tables.problem, (k,)), k) for k in devices)
 
-    def stage(self, device: int) -> StageTable:
+    def stage(self, device: int) -> StageCostTable:
         """The table of stages on one device."""
         return self.table((self.kinds[device],))
 
-    def table(self, kinds: tuple[int, ...]) -> StageTable:
+    def table(self, kinds: tuple[int, ...]) -> StageCostTable:
         """The table of stages on any of the devices: nothing is cheaper, or fits better, on one.
 
         It is exact for one device. For several of one type it is that of a device with the best
@@ -197,14 +199,16 @@ class VariantTables:
             self.tables.kept_tables.append((self._stages, kinds))
         return self._stages[kinds]
 
-    def of_kind(self, kind: Kind) -> StageTable:
+    def of_kind(self, kind: Kind) -> StageCostTable:
         """The table of stages on a device of this type, memory and links."""
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
         seconds += 2 * tables.problem.action
         m = self.variant.microbatches
-        sync = tie_messages(m) * (tie_latency * tables.syncs + tie_inverse * tables.sync_bytes)
+        sync = count_tied_reduction_messages(m) * (
+            tie_latency * tables.syncs + tie_inverse * tables.sync_bytes
+        )
         load = (m - 1) * seconds + sync + tables.step[type_]
         room = memory - self.standing
         # a stage that saves nothing may have any number in flight
@@ -216,13 +220,13 @@ class VariantTables:
         blank = ~tables.valid
         seconds[blank] = np.inf
         load[blank] = np.inf
-        return StageTable(seconds, load, flights)
+        return StageCostTable(seconds, load, flights)
 
 
 def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:
     """What a table depends on, the best of several devices of one type."""
     each = [problem.devices[k] for k in devices]
-    ties = [tie_link(problem, k) for k in devices]
+    ties = [get_tied_reduction_link(problem, k) for k in devices]
     return (
         each[0].type,
         max(d.memory for d in each),
@@ -255,7 +259,7 @@ def largest(row: Ints) -> Ints:
     return np.asarray(np.maximum.accumulate(square, axis=1))
 
 
-def touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
+def list_touching_rectangles(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
     """Disjoint rectangles of the intervals that begin after ``after`` and hold any of the blocks.
 
     One for each block: the intervals in which it is the first of them (blocks are sorted).
@@ -266,4 +270,4 @@ def touching(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
 def splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:
     """Rectangles with signs that sum to 1 on intervals that hold some but not all of the blocks."""
     whole = (0, blocks[0], blocks[-1], n - 1)
-    return [*((r, 1) for r in touching(blocks, -1, n)), (whole, -1)]
+    return [*((r, 1) for r in list_touching_rectangles(blocks, -1, n)), (whole, -1)]

@@ -1,7 +1,7 @@
 """Comparison of the captured program with the module as the user wrote it."""
 
-from fxpart.verification.guard import Guard
-from fxpart.verification.hooks import refuse_gradient_hooks
+from fxpart.verification.constant_guard import ConstantGuard
+from fxpart.verification.gradient_hooks import refuse_gradient_hooks
 from fxpart.verification.module_check import check_module, check_option
 
-__all__ = ["Guard", "check_module", "check_option", "refuse_gradient_hooks"]
+__all__ = ["ConstantGuard", "check_module", "check_option", "refuse_gradient_hooks"]

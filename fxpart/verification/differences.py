@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpart.verification.runs import Step
+from fxpart.verification.comparison_runs import ComparisonStep
 
 SINGLE, DOUBLE = 2e-5, 1e-6  # relative differences that rounding explains
 NOISE = 1e-6  # of the norm of all gradients: below it a gradient is nothing but rounding
@@ -15,7 +15,7 @@ _COARSE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
-class Difference:
+class NumericDifference:
     """kind: "loss", "gradient", "state" or "input gradient". name: what differs. step: from 1 on.
 
     size: |a - b| / |b| in the Euclidean norm; inf where one is missing or of another shape.
@@ -28,22 +28,25 @@ class Difference:
 
 
 def differences(
-    module: Sequence[Step], program: Sequence[Step], tolerance: float, coarse: float = 0.0
-) -> list[Difference]:
+    module: Sequence[ComparisonStep],
+    program: Sequence[ComparisonStep],
+    tolerance: float,
+    coarse: float = 0.0,
+) -> list[NumericDifference]:
     """What differs by more than the tolerance. coarse: of models of fewer bits than float32."""
-    found: list[Difference] = []
+    found: list[NumericDifference] = []
     for index, (mine, theirs) in enumerate(zip(module, program, strict=True), 1):
         limit = max(tolerance, coarse)
         size = distance(theirs.loss, mine.loss)
         if size > limit:
-            found.append(Difference("loss", "loss", index, size))
+            found.append(NumericDifference("loss", "loss", index, size))
         for kind, ours, others in (
             ("gradient", mine.gradients, theirs.gradients),
             ("input gradient", mine.inputs, theirs.inputs),
             ("state", mine.state, theirs.state),
         ):
             found += [
-                Difference(kind, name, index, size)
+                NumericDifference(kind, name, index, size)
                 for name, size in _sizes(ours, others, limit, gradients=kind != "state")
             ]
     return found

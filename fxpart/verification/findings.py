@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fxpart.capture.causes import place_of, summary_of
+from fxpart.capture.failure_causes import find_source_line, summarize_exception
 from fxpart.errors import Problem
-from fxpart.verification.code import Reached
-from fxpart.verification.differences import Difference
-from fxpart.verification.observed import Observed
-from fxpart.verification.state import Change
+from fxpart.verification.differences import NumericDifference
+from fxpart.verification.impure_calls import ImpureCalls
+from fxpart.verification.reachable_code import ReachableCode
+from fxpart.verification.reachable_state import StateChange
 
 _SHOWN = 8
 _INPUT = "give the number to forward as an input tensor"
@@ -20,7 +20,10 @@ _CAUSES = {"random": "random numbers of Python or NumPy", "clock": "the time of 
 
 
 def python_problems(
-    first: Sequence[Change], second: Sequence[Change], keys: Sequence[str], code: Reached
+    first: Sequence[StateChange],
+    second: Sequence[StateChange],
+    keys: Sequence[str],
+    code: ReachableCode,
 ) -> list[Problem]:
     """State in Python that changes with every call, and that forward or loss reads."""
     again = {change.path: change for change in second}
@@ -40,7 +43,7 @@ def python_problems(
     return found[:_SHOWN]
 
 
-def _python_problem(change: Change, code: Reached) -> Problem | None:
+def _python_problem(change: StateChange, code: ReachableCode) -> Problem | None:
     shown = change.path or "the model"
     if change.kind == "number":
         place = code.reads(change.key)
@@ -57,7 +60,7 @@ def _python_problem(change: Change, code: Reached) -> Problem | None:
     return None
 
 
-def drawn_problem(kind: str, line: str, change: Change | None, code: Reached) -> Problem:
+def drawn_problem(kind: str, line: str, change: StateChange | None, code: ReachableCode) -> Problem:
     """Numbers that forward takes from outside, which were recorded as constants."""
     what = _CAUSES[kind]
     if not line and change is not None:
@@ -70,9 +73,9 @@ def drawn_problem(kind: str, line: str, change: Change | None, code: Reached) ->
 
 def failed_problem(cause: Exception, what: str) -> Problem:
     """The module itself, or the program, fails in one of the two steps."""
-    why = f"{what} fails in two training steps on the example ({summary_of(cause)})"
+    why = f"{what} fails in two training steps on the example ({summarize_exception(cause)})"
     return Problem(
-        "FXP113", str(place_of(cause)), why,
+        "FXP113", str(find_source_line(cause)), why,
         'correct that line; or compile(..., check="off") skips the comparison',
     )  # fmt: skip
 
@@ -86,14 +89,14 @@ def leaked_problem(name: str) -> Problem:
 
 
 def number_problems(
-    found: Sequence[Difference],
-    changes: Sequence[Change],
-    seen: Observed,
-    code: Reached,
+    found: Sequence[NumericDifference],
+    changes: Sequence[StateChange],
+    seen: ImpureCalls,
+    code: ReachableCode,
     model: nn.Module,
 ) -> list[Problem]:
     """Differences of numbers, with what probably causes them."""
-    largest: dict[tuple[str, str], Difference] = {}
+    largest: dict[tuple[str, str], NumericDifference] = {}
     for each in found:
         largest.setdefault((each.kind, each.name), each)
     lines = [
@@ -132,7 +135,7 @@ def number_problems(
     return [Problem("FXP113", where, "\n".join(lines), fix)]
 
 
-def _named(each: Difference) -> str:
+def _named(each: NumericDifference) -> str:
     if each.kind == "loss":
         return "the loss"
     if each.kind == "state":
@@ -141,7 +144,7 @@ def _named(each: Difference) -> str:
     return f"the gradient of {kind} {each.name}"
 
 
-def _place(change: Change, code: Reached) -> str:
+def _place(change: StateChange, code: ReachableCode) -> str:
     line = code.writes(change.key) or code.mentions(change.key)
     shown = change.path or "the model"
     return f"{line} ({shown})" if line else shown

@@ -13,13 +13,28 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpart.capture.batch import take_apart
-from fxpart.capture.captured import Captured
-from fxpart.capture.modes import quiet
-from fxpart.capture.state import loss_prefix, state_of
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.context_managers import quiet
+from fxpart.capture.flat_batch import flatten_batch
+from fxpart.capture.model_tensors import loss_prefix, state_of
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.plan import ModuleCheck
-from fxpart.verification.code import Reached
+from fxpart.plan.model import ModuleCheck
+from fxpart.verification.comparison_runs import (
+    ComparisonSetup,
+    ComparisonStep,
+    run_eagerly,
+    run_module,
+    run_program,
+)
+from fxpart.verification.comparison_sample import (
+    MOST_PARAMETERS,
+    MOST_WORK,
+    batches,
+    explain_skip,
+    find_leaked_constants,
+    parameters,
+    samples,
+)
 from fxpart.verification.differences import DOUBLE, SINGLE, coarseness, differences
 from fxpart.verification.findings import (
     drawn_problem,
@@ -28,19 +43,10 @@ from fxpart.verification.findings import (
     number_problems,
     python_problems,
 )
-from fxpart.verification.hooks import refuse_gradient_hooks
-from fxpart.verification.observed import Observed, clocks_ahead
-from fxpart.verification.runs import Comparison, Step, run_eagerly, run_module, run_program
-from fxpart.verification.sample import (
-    MOST_PARAMETERS,
-    MOST_WORK,
-    batches,
-    leaked,
-    parameters,
-    samples,
-    why_not,
-)
-from fxpart.verification.state import Change, State
+from fxpart.verification.gradient_hooks import refuse_gradient_hooks
+from fxpart.verification.impure_calls import ImpureCalls, advance_clocks
+from fxpart.verification.reachable_code import ReachableCode
+from fxpart.verification.reachable_state import ReachableState, StateChange
 
 OPTIONS = ("auto", "on", "off")
 _SEEDS = (11, 12, 13)
@@ -59,7 +65,7 @@ def check_option(check: str) -> str:
 def check_module(
     model: nn.Module,
     loss: Any,
-    captured: Captured,
+    captured: CapturedModel,
     graph: fx.GraphModule,
     *,
     seed: int = 0,
@@ -74,12 +80,12 @@ def check_module(
     refuse_gradient_hooks(model, loss)
     if check_option(check) == "off":
         return ModuleCheck(status="off")
-    reason = why_not(captured)
+    reason = explain_skip(captured)
     if reason and check == "on":
         raise error(
             "FXP109", where="check='on'", why=reason, fix='leave check at "auto", which skips it'
         )
-    kept = [] if reason else leaked(captured)
+    kept = [] if reason else find_leaked_constants(captured)
     if kept:
         raise FxpartError(leaked_problem(kept[0]))
     tried = [] if reason else samples(captured, graph)
@@ -87,13 +93,13 @@ def check_module(
         reason = _too_expensive(captured, tried[0].cost if tried else 0.0)
     if reason:
         return ModuleCheck(status="skipped", reason=reason)
-    _Check(model, loss, captured, graph, seed).run(
+    _ModuleComparison(model, loss, captured, graph, seed).run(
         [s for s in tried if check == "on" or s.cost <= MOST_WORK] or tried[:1]
     )
     return ModuleCheck(status="passed")
 
 
-def _too_expensive(captured: Captured, work: float) -> str:
+def _too_expensive(captured: CapturedModel, work: float) -> str:
     count = parameters(captured)
     if count > MOST_PARAMETERS:
         return f"the model has {count} parameters, more than the {MOST_PARAMETERS} of a quick check"
@@ -103,25 +109,25 @@ def _too_expensive(captured: Captured, work: float) -> str:
 
 
 @dataclass
-class _Check:
+class _ModuleComparison:
     model: nn.Module
     loss: Any
-    captured: Captured
+    captured: CapturedModel
     graph: fx.GraphModule
     seed: int
 
     def run(self, tried: Sequence[Any]) -> None:
         """Try samples until one gives finite numbers; raise what is found."""
         assert self.captured.example is not None, "asked for before"
-        parts = take_apart(self.captured.example())
-        code = Reached.of(self.model, self.loss)
+        parts = flatten_batch(self.captured.example())
+        code = ReachableCode.of(self.model, self.loss)
         prefix = loss_prefix(self.model)
 
         def live() -> dict[str, torch.Tensor]:
             return state_of(self.model, self.loss, prefix).tensors
 
         for index, sample in enumerate(tried):
-            given = Comparison(
+            given = ComparisonSetup(
                 self.captured, self.graph, self.seed,
                 batches(self.captured, parts.tensors, sample), parts.tree, live,
             )  # fmt: skip
@@ -129,15 +135,15 @@ class _Check:
             try:
                 if self._compare(given, code) or last:
                     return
-            except _UnfitError as unfit:
+            except _SampleRunError as unfit:
                 if last:
                     raise FxpartError(failed_problem(unfit.cause, unfit.what)) from unfit.cause
 
-    def _compare(self, given: Comparison, code: Reached) -> bool:
+    def _compare(self, given: ComparisonSetup, code: ReachableCode) -> bool:
         """Whether the numbers were finite, so that the comparison says something."""
         keys = self._keys()
-        state = State.of(self.model, self.loss, code)
-        seen, changes = Observed(), _Changes([], [])
+        state = ReachableState.of(self.model, self.loss, code)
+        seen, changes = ImpureCalls(), _StepChanges([], [])
         with self._undone(state):
             # torch's generator may be drawn from in Python; its state is the same in every run.
             try:
@@ -146,7 +152,7 @@ class _Check:
             except FxpartError:
                 raise
             except Exception as cause:  # whatever the user's module raises
-                raise _UnfitError(cause) from cause
+                raise _SampleRunError(cause) from cause
             fresh = sorted(self._keys() ^ keys)
             refuse_gradient_hooks(self.model, self.loss)
         self._draws(given, state, seen, code, module, changes)
@@ -157,7 +163,7 @@ class _Check:
             try:
                 program = run_program(given)
             except Exception as cause:  # whatever operations raise
-                raise _UnfitError(cause, "the captured program") from cause
+                raise _SampleRunError(cause, "the captured program") from cause
         coarse = self._coarse()
         found = differences(module, program, SINGLE, coarse)
         if found and not coarse:
@@ -166,7 +172,7 @@ class _Check:
             raise FxpartError(number_problems(found, changes.first, seen, code, self.model))
         return all(bool(torch.isfinite(step.loss).all()) for step in module)
 
-    def _in_double(self, given: Comparison, state: State) -> list[Any]:
+    def _in_double(self, given: ComparisonSetup, state: ReachableState) -> list[Any]:
         """The differences in double precision, where rounding explains nothing."""
         wide = given.in_double()
         with self._undone(state):
@@ -185,7 +191,7 @@ class _Check:
         return keys
 
     @contextmanager
-    def _undone(self, state: State) -> Iterator[None]:
+    def _undone(self, state: ReachableState) -> Iterator[None]:
         """Everything is as before afterwards, torch's generators included."""
         try:
             torch.clear_autocast_cache()  # it may have values of the tracer
@@ -196,12 +202,12 @@ class _Check:
 
     def _draws(
         self,
-        given: Comparison,
-        state: State,
-        seen: Observed,
-        code: Reached,
-        module: Sequence[Step],
-        changes: _Changes,
+        given: ComparisonSetup,
+        state: ReachableState,
+        seen: ImpureCalls,
+        code: ReachableCode,
+        module: Sequence[ComparisonStep],
+        changes: _StepChanges,
     ) -> None:
         """FXP113 where numbers drawn in Python, or a clock, decide what forward computes."""
         drawn = [c for c in changes.first if c.kind == "random"]
@@ -209,7 +215,7 @@ class _Check:
             raise FxpartError(drawn_problem("random", seen.random, drawn[0], code))
         if seen.clock:
             spaces = [f.__globals__ for f in code.functions.values()]
-            if self._other(given, state, lambda: clocks_ahead(spaces), module[0]):
+            if self._other(given, state, lambda: advance_clocks(spaces), module[0]):
                 raise FxpartError(drawn_problem("clock", seen.clock, None, code))
         if seen.entropy and self._other(given, state, _nothing, module[0]):
             raise FxpartError(drawn_problem("random", seen.entropy, None, code))
@@ -224,11 +230,15 @@ class _Check:
             yield partial(_reseeded, 1, word)
 
     def _other(
-        self, given: Comparison, state: State, within: Callable[[], Any], before: Step
+        self,
+        given: ComparisonSetup,
+        state: ReachableState,
+        within: Callable[[], Any],
+        before: ComparisonStep,
     ) -> bool:
         """Whether the loss of the first step, or an output, is another within the context."""
-        from fxpart.reference import draws_scalars, keyed_random
         from fxpart.verification.differences import distance
+        from fxpart.verification.single_process import draws_scalars, keyed_random
 
         scalars = draws_scalars(given.graph)
         with self._undone(state), within(), torch.no_grad():
@@ -244,22 +254,24 @@ class _Check:
 
 
 @dataclass
-class _Changes:
+class _StepChanges:
     """What changed in the first step, and what changed again in the second."""
 
-    first: list[Change]
-    second: list[Change]
-    _middle: State | None = None
+    first: list[StateChange]
+    second: list[StateChange]
+    _middle: ReachableState | None = None
 
-    def add(self, step: int, state: State, check: _Check) -> None:
+    def add(self, step: int, state: ReachableState, check: _ModuleComparison) -> None:
         if step == 0:
             self.first = state.changes()
-            self._middle = State.of(check.model, check.loss, Reached.of(check.model, check.loss))
+            self._middle = ReachableState.of(
+                check.model, check.loss, ReachableCode.of(check.model, check.loss)
+            )
         elif self._middle is not None:
             self.second = self._middle.changes()
 
 
-class _UnfitError(Exception):
+class _SampleRunError(Exception):
     """The module, or the program, cannot run on the sample."""
 
     def __init__(self, cause: Exception, what: str = "the module as written") -> None:

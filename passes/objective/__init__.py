@@ -9,12 +9,12 @@ input of the graph.
 
 from __future__ import annotations
 
-from .analysis import LARGER_KEY, NUMBERS_KEY, Analysis, analyze
-from .coupling import Coupling, coupling_of
-from .divide import ADDED_KEY, OBJECTIVE_KEY, Divided, divide
-from .repetition import REPEAT_KEY, repetition_of
-from .totals import Totals
-from .weight import WEIGHT_KEY, weight_of
+from .analysis import LARGER_KEY, NUMBERS_KEY, ObjectiveAnalysis, analyze
+from .batch_weight import WEIGHT_KEY, weight_of
+from .microbatch_rewrite import ADDED_KEY, OBJECTIVE_KEY, MicrobatchRewrite, divide
+from .row_dependence import RowDependence, coupling_of
+from .row_repetition import REPEAT_KEY, repetition_of
+from .total_inputs import TotalInputs
 
 __all__ = [
     "ADDED_KEY",
@@ -23,10 +23,10 @@ __all__ = [
     "OBJECTIVE_KEY",
     "REPEAT_KEY",
     "WEIGHT_KEY",
-    "Analysis",
-    "Coupling",
-    "Divided",
-    "Totals",
+    "MicrobatchRewrite",
+    "ObjectiveAnalysis",
+    "RowDependence",
+    "TotalInputs",
     "analyze",
     "coupling_of",
     "divide",

@@ -17,23 +17,16 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpart.pipeline import RNG_KEY
-from fxpart.pipeline.effects import (
-    argument,
-    is_op,
-    is_random,
-    op_of,
-    packet_name,
-    state_written,
-)
-from fxpart.pipeline.sizes import expression, tensors
+from fxpart.compiler import RNG_KEY
+from fxpart.compiler.effects import argument, is_op, is_random, op_of, packet_name, state_written
+from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.sharding import Mesh, Shard
 
-from ..propagation.ruled import Ruled, Rules
+from ..propagation.axis_rules import AxisRule, GraphRules
 from ..rules import operands
-from .kinds import FIXED, MEAN, Kind, Relation, coupled, rows
-from .losses import Loss, loss_of
-from .transfer import Transfer, place_of, transfer
+from .loss_ops import LossOp, loss_of
+from .transfer_function import TransferCall, place_of, transfer
+from .value_kinds import FIXED, MEAN, BatchRelation, ValueKind, make_coupled_kind, rows
 
 AXIS = Mesh((("batch", 1),))
 # A graph of one size: names of the nodes whose numbers differ in a graph of another batch size.
@@ -59,7 +52,7 @@ _ARITHMETIC = frozenset(
 
 
 @dataclass
-class Analysis:
+class ObjectiveAnalysis:
     """The kind of every tensor of a graph.
 
     kinds: per node one for each tensor that it gives. conversions: (node, operand) pairs whose sum
@@ -69,13 +62,13 @@ class Analysis:
     """
 
     graph: fx.Graph
-    kinds: dict[fx.Node, tuple[Kind, ...]] = field(default_factory=dict)
+    kinds: dict[fx.Node, tuple[ValueKind, ...]] = field(default_factory=dict)
     conversions: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
-    losses: dict[fx.Node, Loss] = field(default_factory=dict)
+    losses: dict[fx.Node, LossOp] = field(default_factory=dict)
     sizes: dict[tuple[fx.Node, Any], None] = field(default_factory=dict)
     writers: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
 
-    def kind(self, node: fx.Node) -> Kind:
+    def kind(self, node: fx.Node) -> ValueKind:
         """The kind of a node that gives one tensor; of several, the worst."""
         found = self.kinds.get(node, (FIXED,))
         return next((k for k in found if k.coupled), found[0] if found else FIXED)
@@ -90,7 +83,7 @@ class Analysis:
 
 def analyze(
     module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
-) -> Analysis:
+) -> ObjectiveAnalysis:
     """The kinds of all values of a prepared graph.
 
     batch_dims: of each input, by its name. accept: what couples rows is computed for each
@@ -98,11 +91,11 @@ def analyze(
     """
     larger = module.meta.get(LARGER_KEY)
     if larger is None:
-        return _Analyzer(module, batch_dims, accept).run()
-    return _transferred(_Analyzer(larger, batch_dims, accept).run(), module.graph)
+        return _ObjectiveAnalyzer(module, batch_dims, accept).run()
+    return _transferred(_ObjectiveAnalyzer(larger, batch_dims, accept).run(), module.graph)
 
 
-def _transferred(found: Analysis, graph: fx.Graph) -> Analysis:
+def _transferred(found: ObjectiveAnalysis, graph: fx.Graph) -> ObjectiveAnalysis:
     """What was found in a graph, for another one with the same nodes by name.
 
     A node that only the other graph has couples rows.
@@ -111,7 +104,7 @@ def _transferred(found: Analysis, graph: fx.Graph) -> Analysis:
     pairs = ((n, nodes[n.name]) for n in found.graph.nodes if n.name in nodes)
     there = {n: m for n, m in pairs if (n.op, n.target) == (m.op, m.target)}
 
-    def of(kind: Kind) -> Kind:
+    def of(kind: ValueKind) -> ValueKind:
         return kind if kind.cause is None else replace(kind, cause=there.get(kind.cause))
 
     def both(pair: tuple[fx.Node, Any]) -> tuple[fx.Node, Any] | None:
@@ -119,12 +112,12 @@ def _transferred(found: Analysis, graph: fx.Graph) -> Analysis:
         other = there.get(operand) if isinstance(operand, fx.Node) else operand
         return None if node not in there or other is None else (there[node], other)
 
-    made = Analysis(graph)
+    made = ObjectiveAnalysis(graph)
     made.kinds = {there[n]: tuple(map(of, kinds)) for n, kinds in found.kinds.items() if n in there}
     for node in graph.nodes:
         held = tensors(node.meta.get("val")) if node.op == "call_function" else []
         if held and node not in made.kinds:
-            made.kinds[node] = (coupled(node),) * len(held)
+            made.kinds[node] = (make_coupled_kind(node),) * len(held)
     made.conversions = {pair: None for pair in map(both, found.conversions) if pair}
     made.losses = {there[n]: loss for n, loss in found.losses.items() if n in there}
     made.sizes = {pair: None for pair in map(both, found.sizes) if pair}
@@ -132,15 +125,15 @@ def _transferred(found: Analysis, graph: fx.Graph) -> Analysis:
     return made
 
 
-class _Analyzer:
+class _ObjectiveAnalyzer:
     """One pass over the nodes in order."""
 
     def __init__(
         self, module: fx.GraphModule, batch_dims: Mapping[str, int | None], accept: bool
     ) -> None:
         self.module, self.dims, self.accept = module, batch_dims, accept
-        self.found = Analysis(module.graph)
-        self.rules = Rules(AXIS)
+        self.found = ObjectiveAnalysis(module.graph)
+        self.rules = GraphRules(AXIS)
         self.symbols: set[sympy.Symbol] = set()
         self.sizes: set[int] = set()  # of the batch dims of a graph of one size
         self.numbers: frozenset[str] = module.meta.get(NUMBERS_KEY, frozenset())
@@ -148,7 +141,7 @@ class _Analyzer:
         self.found.writers = written
         self.changed = {name for names in written.values() for name in names}
 
-    def run(self) -> Analysis:
+    def run(self) -> ObjectiveAnalysis:
         """All nodes."""
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
@@ -159,7 +152,7 @@ class _Analyzer:
                 self.found.kinds[node] = self._settled(node, self._call(node))
         return self.found
 
-    def _input(self, node: fx.Node) -> Kind:
+    def _input(self, node: fx.Node) -> ValueKind:
         dim = self.dims.get(node.name)
         value = node.meta.get("val")
         if node.name == RNG_KEY or not isinstance(value, torch.Tensor):
@@ -178,7 +171,7 @@ class _Analyzer:
         fixed = not isinstance(value, nn.Parameter) and not value.requires_grad
         return fixed and name not in self.changed and value.numel() <= LARGEST_CONSTANT
 
-    def _settled(self, node: fx.Node, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    def _settled(self, node: fx.Node, kinds: tuple[ValueKind, ...]) -> tuple[ValueKind, ...]:
         """Kinds as others see them: what only inputs determine is a total of the batch."""
         sources = [a for a in node.all_input_nodes if a in self.found.kinds]
         known = [k for a in sources for k in self.found.kinds[a]]
@@ -194,14 +187,14 @@ class _Analyzer:
                 settled.append(MEAN)
             elif not own:
                 settled.append(kind.of(False))
-            elif kind.relation in (Relation.ROWS, Relation.INDEX):
+            elif kind.relation in (BatchRelation.ROWS, BatchRelation.INDEX):
                 settled.append(kind.of(True))
-            elif kind.relation is Relation.FIXED:
+            elif kind.relation is BatchRelation.FIXED:
                 settled.append(replace(kind, from_inputs=True, total=total or kind.total))
             elif self._grows(tensor):
                 settled.append(kind.of(True))
             else:
-                settled.append(Kind(Relation.FIXED, from_inputs=True, total=True))
+                settled.append(ValueKind(BatchRelation.FIXED, from_inputs=True, total=True))
         return tuple(settled)
 
     def _grows(self, tensor: torch.Tensor) -> bool:
@@ -220,38 +213,40 @@ class _Analyzer:
             return self._of_batch(size)
         return isinstance(size, int) and any(size % rows == 0 for rows in self.sizes)
 
-    def _call(self, node: fx.Node) -> tuple[Kind, ...]:
+    def _call(self, node: fx.Node) -> tuple[ValueKind, ...]:
         count = len(tensors(node.meta["val"]))
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node)
             given = self.found.kinds[source]
             same = isinstance(index, int) and len(given) > index and count == 1
-            return (given[index],) if same else (coupled(node),) * count  # type: ignore[index]
+            return (given[index],) if same else (make_coupled_kind(node),) * count  # type: ignore[index]
         if not is_op(op_of(node)):
             known = [k for a in operands(node) for k in self.found.kinds[a]]
-            plain = all(k.relation is Relation.FIXED for k in known)
-            return (FIXED if plain else coupled(node),) * count
+            plain = all(k.relation is BatchRelation.FIXED for k in known)
+            return (FIXED if plain else make_coupled_kind(node),) * count
         name = packet_name(op_of(node))
         if name in _UNIFORM:
             return (self._uniform(node),) * count
         loss = loss_of(node, self.found.kind)
         if loss is not None:
-            if loss.kind.relation is Relation.SUM and loss.counted:
+            if loss.kind.relation is BatchRelation.SUM and loss.counted:
                 self.found.losses[node] = loss
             return (loss.kind,) * count
         return self._ruled(node, name, count)
 
-    def _uniform(self, node: fx.Node) -> Kind:
+    def _uniform(self, node: fx.Node) -> ValueKind:
         """A tensor of one number, or of random numbers: rows where a dim grows with the batch."""
         (tensor,) = tensors(node.meta["val"])
         grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
         if not grows:
-            return Kind(Relation.FIXED, uniform=not self.symbols)
+            return ValueKind(BatchRelation.FIXED, uniform=not self.symbols)
         outer = _outer(tensor.shape[grows[0]], self.symbols)
-        return rows(Shard(grows[0], outer)) if len(grows) == 1 and outer else coupled(node)
+        return (
+            rows(Shard(grows[0], outer)) if len(grows) == 1 and outer else make_coupled_kind(node)
+        )
 
-    def _ruled(self, node: fx.Node, name: str, count: int) -> tuple[Kind, ...]:
+    def _ruled(self, node: fx.Node, name: str, count: int) -> tuple[ValueKind, ...]:
         given = operands(node)
         known = [self.found.kind(a) for a in given]
         bad = next((k for k in known if k.coupled), None)
@@ -261,44 +256,46 @@ class _Analyzer:
             return (self._from_sizes(node),) * count
         sized = [a for a in _numbers(node) if self._of_batch(a)]
         if not sized and node.name in self.numbers and name in _ARITHMETIC:
-            mean = known[0].relation is Relation.SUM and len(known) == 1 and name in _QUOTIENTS
-            return (MEAN if mean else coupled(node),) * count
+            mean = known[0].relation is BatchRelation.SUM and len(known) == 1 and name in _QUOTIENTS
+            return (MEAN if mean else make_coupled_kind(node),) * count
         if sized and name in _ARITHMETIC:
             return self._with_size(node, name, known, sized, count)
         ruled = self.rules.of(node)
-        made = transfer(Transfer(node, name, given, known, ruled, count, self._scales, self.accept))
+        made = transfer(
+            TransferCall(node, name, given, known, ruled, count, self._scales, self.accept)
+        )
         for operand in made.conversions:
             self.found.conversions[node, operand] = None
         return self._expanded(node, ruled, made.kinds)
 
-    def _from_sizes(self, node: fx.Node) -> Kind:
+    def _from_sizes(self, node: fx.Node) -> ValueKind:
         """A tensor made of sizes: row numbers (arange), or a value of the whole batch."""
         (tensor,) = tensors(node.meta["val"])[:1]
         if packet_name(op_of(node)) == "aten.arange" and self._of_batch(tensor.shape[0]):
-            return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
+            return ValueKind(BatchRelation.INDEX, Shard(0), from_inputs=True, cause=node)
         if packet_name(op_of(node)) == "aten.arange" and node.name in self.numbers:
-            return Kind(Relation.INDEX, Shard(0), from_inputs=True, cause=node)
+            return ValueKind(BatchRelation.INDEX, Shard(0), from_inputs=True, cause=node)
         depends = any(self._of_batch(a) for a in _numbers(node)) or self._grows(tensor)
         depends = depends or node.name in self.numbers
-        return coupled(node) if depends else FIXED
+        return make_coupled_kind(node) if depends else FIXED
 
     def _with_size(
-        self, node: fx.Node, name: str, known: list[Kind], sized: list[Any], count: int
-    ) -> tuple[Kind, ...]:
+        self, node: fx.Node, name: str, known: list[ValueKind], sized: list[Any], count: int
+    ) -> tuple[ValueKind, ...]:
         """Arithmetic with the batch size as a number: a sum divided by it is a mean over rows."""
         (kind, *others) = known
         alone = (
             not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
         )
-        if alone and kind.relation is Relation.SUM and name in _QUOTIENTS:
+        if alone and kind.relation is BatchRelation.SUM and name in _QUOTIENTS:
             rounded = argument(node, "rounding_mode") is not None
             if not rounded and _proportional(sized[0], self.symbols):
                 return (MEAN,) * count
         if len(sized) != 1 or not alone:
-            return (coupled(node),) * count
+            return (make_coupled_kind(node),) * count
         ruled = self.rules.of(node)
         made = transfer(
-            Transfer(node, name, operands(node), known, ruled, count, self._scales, self.accept)
+            TransferCall(node, name, operands(node), known, ruled, count, self._scales, self.accept)
         )
         self.found.sizes[node, sized[0]] = None
         for operand in made.conversions:
@@ -306,21 +303,21 @@ class _Analyzer:
         return made.kinds
 
     def _expanded(
-        self, node: fx.Node, ruled: Ruled | None, kinds: tuple[Kind, ...]
-    ) -> tuple[Kind, ...]:
+        self, node: fx.Node, ruled: AxisRule | None, kinds: tuple[ValueKind, ...]
+    ) -> tuple[ValueKind, ...]:
         """A fixed value that is expanded to the size of the batch has equal rows."""
         found = []
         for index, (kind, tensor) in enumerate(zip(kinds, tensors(node.meta["val"]), strict=True)):
             grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
-            if kind.relation is not Relation.FIXED or not grows:
+            if kind.relation is not BatchRelation.FIXED or not grows:
                 repeated = not self.symbols and packet_name(op_of(node)) in _REPEATED
                 found.append(replace(kind, uniform=True) if repeated else kind)
                 continue
             place = None if ruled is None or len(grows) > 1 else self._cut(ruled, index, grows[0])
-            found.append(coupled(node) if place is None else rows(place))
+            found.append(make_coupled_kind(node) if place is None else rows(place))
         return tuple(found)
 
-    def _cut(self, ruled: Ruled, index: int, dim: int) -> Shard | None:
+    def _cut(self, ruled: AxisRule, index: int, dim: int) -> Shard | None:
         """Where a result has rows that no operand has."""
         rule = ruled.rule
         for factor in rule.results[index][dim]:

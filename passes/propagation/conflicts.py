@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fxpart.annotations.origin import is_annotated, key_of
-from fxpart.annotations.values import is_item, results, sharding, source
+from fxpart.annotations.graph_values import find_producer, is_item, list_result_tensors, sharding
+from fxpart.annotations.placement_origin import is_annotated, key_of
+from fxpart.compiler.effects import packet_name
 from fxpart.errors import Problem
-from fxpart.pipeline.effects import packet_name
 from fxpart.sharding import PARTIAL, Placement, Placements, Shard
 
 from ..rules import operands
-from .positions import to_whole
-from .ruled import Rules
+from .axis_placements import to_whole
+from .axis_rules import GraphRules
 
 # Ops that copy at most; views are known by their schema.
 _COPIES = frozenset(
@@ -30,7 +30,7 @@ _COPIES = frozenset(
 )
 
 
-class _Here(NamedTuple):
+class _ReachedValue(NamedTuple):
     """A value on the way down from an annotated one."""
 
     node: fx.Node
@@ -51,7 +51,7 @@ def is_view(node: fx.Node) -> bool:
     return all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def conflicts(graph: fx.Graph, rules: Rules) -> list[Problem]:
+def conflicts(graph: fx.Graph, rules: GraphRules) -> list[Problem]:
     """FXP112 for each pair of annotations that place one value differently."""
     problems: list[Problem] = []
     for node in graph.nodes:
@@ -64,12 +64,12 @@ def conflicts(graph: fx.Graph, rules: Rules) -> list[Problem]:
             for index, result in enumerate(known.results):
                 placement = to_whole(result, rules.mesh)[axis]
                 if placement is not None and placement != PARTIAL:
-                    start = _Here(node, index, placement, (node.name,))
+                    start = _ReachedValue(node, index, placement, (node.name,))
                     problems += _below(start, axis, origin, rules)
     return problems
 
 
-def _below(start: _Here, axis: int, origin: str, rules: Rules) -> Iterator[Problem]:
+def _below(start: _ReachedValue, axis: int, origin: str, rules: GraphRules) -> Iterator[Problem]:
     """Go down the views of a value; stop at annotated ones."""
     todo = [start]
     while todo:
@@ -83,7 +83,7 @@ def _below(start: _Here, axis: int, origin: str, rules: Rules) -> Iterator[Probl
                 path = (*here.path, view.name)
                 said = _said(known.results[index], axis, rules)
                 if said is None:
-                    todo.append(_Here(view, index, mine, path))
+                    todo.append(_ReachedValue(view, index, mine, path))
                 elif said not in (mine, PARTIAL):
                     name = rules.mesh.names[axis]
                     whys = [
@@ -96,17 +96,19 @@ def _below(start: _Here, axis: int, origin: str, rules: Rules) -> Iterator[Probl
                     yield Problem("FXP112", view.name, "\n".join(whys), fix)
 
 
-def _said(result: Placements, axis: int, rules: Rules) -> Placement | None:
+def _said(result: Placements, axis: int, rules: GraphRules) -> Placement | None:
     return to_whole(result, rules.mesh)[axis]
 
 
-def _views(here: _Here, axis: int, rules: Rules) -> Iterator[tuple[fx.Node, list[Placement]]]:
+def _views(
+    here: _ReachedValue, axis: int, rules: GraphRules
+) -> Iterator[tuple[fx.Node, list[Placement]]]:
     """The views of a value and how their results lie; none where a view cannot keep the cut."""
     for user in _users(here.node, here.result):
         if not is_view(user):
             continue
         if not isinstance(here.placement, Shard):
-            yield user, [here.placement] * len(results(user))
+            yield user, [here.placement] * len(list_result_tensors(user))
             continue
         ruled = rules.of(user)
         cut = ruled.cut(ruled.rule.operands[0], here.placement, axis) if ruled else None
@@ -123,7 +125,7 @@ def _users(node: fx.Node, index: int) -> Iterator[fx.Node]:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield user
         elif isinstance(user.meta.get("val"), torch.Tensor):
-            if source(user)[1] == index:
+            if find_producer(user)[1] == index:
                 yield from user.users
         else:
             yield from _users(user, index)

@@ -11,51 +11,60 @@ from collections.abc import Callable, Hashable, Mapping
 
 from torch import fx
 
-from fxpart.pipeline.effects import is_op, op_of, packet_name
+from fxpart.compiler.effects import is_op, op_of, packet_name
 
 from . import (
     attention,
-    constants,
+    concat_split_ops,
     convolutions,
+    creation_ops,
     distances,
     embeddings,
     experts,
-    images,
-    indexing,
+    image_ops,
+    index_ops,
     losses,
+    matrix_products,
     norms,
-    pieces,
     pointwise,
-    products,
-    recurrent,
+    recurrent_layers,
     reductions,
-    shapes,
+    shape_ops,
 )
-from .call import Call, Entry, UnruledError, notation
-from .rule import PASS, REPLICATED, Layout, Rule, choices, layout, operands, parse
+from .schema_call import Entry, SchemaCall, UncoveredCallError, notation
+from .sharding_rule import (
+    PASS,
+    REPLICATED,
+    RuleLayout,
+    ShardingRule,
+    choices,
+    layout,
+    operands,
+    parse,
+)
 
 RULES: dict[str, Mapping[str, Entry]] = {
     "attention": attention.TABLE,
-    "constants": constants.TABLE,
+    "constants": creation_ops.TABLE,
     "convolutions": convolutions.TABLE,
     "distances": distances.TABLE,
     "embeddings": embeddings.TABLE,
     "experts": experts.TABLE,
-    "images": images.TABLE,
-    "indexing": indexing.TABLE,
+    "images": image_ops.TABLE,
+    "indexing": index_ops.TABLE,
     "losses": losses.TABLE,
     "norms": norms.TABLE,
-    "pieces": pieces.TABLE,
+    "pieces": concat_split_ops.TABLE,
     "pointwise": pointwise.TABLE,
-    "products": products.TABLE,
-    "recurrent": recurrent.TABLE,
+    "products": matrix_products.TABLE,
+    "recurrent": recurrent_layers.TABLE,
     "reductions": reductions.TABLE,
-    "shapes": shapes.TABLE,
+    "shapes": shape_ops.TABLE,
 }
 
 # Ops whose rule looks at what computes an operand: what it sees there.
 _ORIGINS: dict[str, Callable[[fx.Node], Hashable]] = {
-    "aten.index": indexing.counts_rows,
+    "aten.index": index_ops.counts_rows,
     "aten.embedding_bag": embeddings.bag_length,
     "aten._embedding_bag": embeddings.bag_length,
 }
@@ -67,7 +76,7 @@ _MAKERS = {
 }
 
 
-def rule_of(node: fx.Node) -> Rule | None:
+def rule_of(node: fx.Node) -> ShardingRule | None:
     """The rule of a call_function node, made from its op, arguments and shapes.
 
     Of a random op that is called through ``fxpart.rng.seeded`` it is the rule of that op. None for
@@ -75,7 +84,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     """
     if node.op != "call_function" or not is_op(op_of(node)):
         return None
-    call = Call(node)
+    call = SchemaCall(node)
     if not call.results:
         return None
     maker = _MAKERS.get(call.name)
@@ -85,7 +94,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     try:
         return maker(call)
-    except UnruledError:
+    except UncoveredCallError:
         return None
 
 
@@ -104,8 +113,8 @@ __all__ = [
     "PASS",
     "REPLICATED",
     "RULES",
-    "Layout",
-    "Rule",
+    "RuleLayout",
+    "ShardingRule",
     "choices",
     "layout",
     "operands",

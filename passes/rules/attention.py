@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from .call import Call, Dim, Entry, UnruledError, is_one, leading, ratio, same
-from .rule import Rule, Size
+from .schema_call import (
+    Dim,
+    Entry,
+    SchemaCall,
+    UncoveredCallError,
+    is_one,
+    name_broadcast_dims,
+    ratio,
+    same,
+)
+from .sharding_rule import ShardingRule, Size
 
 
-def _attention(call: Call) -> Rule:
+def _attention(call: SchemaCall) -> ShardingRule:
     """scaled_dot_product_attention; a mask broadcasts over batch, heads and queries.
 
     With grouped queries the query heads are [key heads, group]: either may be cut. A causal mask
@@ -15,13 +24,13 @@ def _attention(call: Call) -> Rule:
     query, key = call.shape("query"), call.shape("key")
     rank = len(query)
     if rank != len(key) or rank < 2:
-        raise UnruledError
-    lead, shared = leading(rank - 2), leading(rank - 2)
+        raise UncoveredCallError
+    lead, shared = name_broadcast_dims(rank - 2), name_broadcast_dims(rank - 2)
     sizes: dict[str, Size] = {}
     if call.given.get("enable_gqa") and rank > 2 and not same(query[-3], key[-3]):
         group = ratio(query[-3], key[-3])
         if group is None:
-            raise UnruledError
+            raise UncoveredCallError
         sizes |= {"h": key[-3], "g": group}
         lead[-1], shared[-1] = ("h", "g"), ("h",)
     row: Dim = "_l" if call.given.get("is_causal") else "l"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from .call import Call, Dim, Entry, Shape, UnruledError, with_argument
-from .rule import Arguments, Rule, Size
+from .schema_call import Dim, Entry, SchemaCall, Shape, UncoveredCallError, with_argument
+from .sharding_rule import Arguments, ShardingRule, Size
 
 
-def _convolution(call: Call) -> Rule:
+def _convolution(call: SchemaCall) -> ShardingRule:
     """Channels in are [groups, c], channels out [groups, o]; the weight is [g o, c] or [g c, o]."""
     data, weight = call.shape("input"), call.shape("weight")
     transposed = "transpose" in call.name or bool(call.given.get("transposed"))
@@ -19,7 +19,7 @@ def _convolution(call: Call) -> Rule:
     space = len(weight) - 2
     at = len(data) - space - 1  # the channels: batched or not
     if not all(isinstance(s, int) for s in (groups, data[at], out[at])):
-        raise UnruledError
+        raise UncoveredCallError
     sizes: dict[str, Size] = {"g": groups, "c": data[at] // groups, "o": out[at] // groups}
     inside, outside = ("g", "c"), ("g", "o")
     kernel: list[Dim] = [f"_k{i}" for i in range(space)]

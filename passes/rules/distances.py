@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .call import Call, Dim, Entry, UnruledError, notation
-from .rule import Rule
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError, notation
+from .sharding_rule import ShardingRule
 
 
-def _similarity(call: Call) -> Rule:
+def _similarity(call: SchemaCall) -> ShardingRule:
     """cosine_similarity over one dim of operands that broadcast."""
     rank = max(len(shape) for _, shape in call.operands)
     at = call.dim("dim", rank)
@@ -15,7 +15,7 @@ def _similarity(call: Call) -> Rule:
     return call.rule(operands, [[d for i, d in enumerate(names) if i != at]])
 
 
-def _cross(call: Call) -> Rule:
+def _cross(call: SchemaCall) -> ShardingRule:
     rank = len(call.results[0])
     at = call.dim("dim", rank)
     names: list[Dim] = [f"_d{i}" if i == at else f"d{i}" for i in range(rank)]
@@ -23,7 +23,7 @@ def _cross(call: Call) -> Rule:
     return call.rule(operands, [names], linear=[name for name, _ in call.operands])
 
 
-def _transform(call: Call) -> Rule:
+def _transform(call: SchemaCall) -> ShardingRule:
     """Fourier transforms: their dims stay whole; by default the last ones of ``s``, or all."""
     shape = call.operands[0][1]
     sizes = call.number("s")
@@ -41,10 +41,10 @@ fftshift ifftshift
 """.split()
 
 
-def _grid(call: Call) -> Rule:
+def _grid(call: SchemaCall) -> ShardingRule:
     """meshgrid: every vector is a dim of all results."""
     if any(len(shape) != 1 for _, shape in call.operands):
-        raise UnruledError
+        raise UncoveredCallError
     names: list[Dim] = [f"d{i}" for i in range(len(call.operands))]
     out = list(names)
     if call.given.get("indexing") == "xy" and len(out) > 1:

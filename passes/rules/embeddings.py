@@ -1,8 +1,8 @@
 """Embedding tables: by columns, or by rows with each rank answering for its own (a form).
 
 Where the gradient is sparse, ``b&v`` lets one axis cut the batch and the table's rows: ids travel
-to the ranks of their rows, rows come back (:mod:`fxpart.collectives.lookups_sent`). A table with a
-dense gradient that an axis cuts beside the batch is put together for use instead (ZeRO-3).
+to the ranks of their rows, rows come back (:mod:`fxpart.collectives.all_to_all_embedding`). A table
+with a dense gradient that an axis cuts beside the batch is put together for use instead (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import fx
 
 from fxpart.sharding import PARTIAL, REPLICATE
 
-from .call import Call, Dim, Entry, UnruledError, ratio
-from .rule import Rule, Size
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError, ratio
+from .sharding_rule import ShardingRule, Size
 
 
-def _embedding(call: Call) -> Rule:
+def _embedding(call: SchemaCall) -> ShardingRule:
     """Rows ``v``: each rank looks up what it holds, zeros elsewhere, and the result is Partial.
 
     A gradient scaled by how often a row was asked for needs all indices.
@@ -40,7 +40,7 @@ def _embedding(call: Call) -> Rule:
     return _sent(call, rule, batch, "embedding_sent")
 
 
-def _sent(call: Call, rule: Rule, batch: Sequence[str], form: str) -> Rule:
+def _sent(call: SchemaCall, rule: ShardingRule, batch: Sequence[str], form: str) -> ShardingRule:
     """The rule with rows and a factor of the batch cut by one axis, where gradients are sparse."""
     if not call.given["sparse"] or not isinstance(rule.sizes["v"], int):
         return rule
@@ -53,7 +53,7 @@ def _sent(call: Call, rule: Rule, batch: Sequence[str], form: str) -> Rule:
     )
 
 
-def _embedding_bag(call: Call) -> Rule:
+def _embedding_bag(call: SchemaCall) -> ShardingRule:
     """Columns plainly; rows by a form; bags where every bag has equally many indices.
 
     mode: 0 sums, 1 means, 2 takes the maximum (whose rows stay whole).
@@ -62,7 +62,7 @@ def _embedding_bag(call: Call) -> Rule:
     indices, offsets = call.shape("indices"), call.shape("offsets")
     each = _bag_length(call)
     if len(indices) != 1 or call.given["scale_grad_by_freq"]:
-        raise UnruledError
+        raise UncoveredCallError
     bags = ratio(indices[0], each) if each is not None else None
     sizes: dict[str, Size] = {}
     where: Dim = "_i"
@@ -92,7 +92,7 @@ def _embedding_bag(call: Call) -> Rule:
     return _sent(call, rule, ["b"] if sizes and mode != 2 else [], "embedding_bag_sent")
 
 
-def _like(shape: tuple[Size, ...], call: Call, where: Dim, bag: Dim) -> list[Dim]:
+def _like(shape: tuple[Size, ...], call: SchemaCall, where: Dim, bag: Dim) -> list[Dim]:
     """Dims of what the op returns beside the bags: by index, by bag, or nothing."""
     if len(shape) == 2:  # which index gave each maximum
         return [bag, "_d"]
@@ -101,7 +101,7 @@ def _like(shape: tuple[Size, ...], call: Call, where: Dim, bag: Dim) -> list[Dim
     return [where if str(shape[0]) == str(call.shape("indices")[0]) else bag]
 
 
-def _bag_length(call: Call) -> Size | None:
+def _bag_length(call: SchemaCall) -> Size | None:
     """Indices of a bag where ``offsets`` is an arange over them; None where that is not seen."""
     found = next((n for name, n in zip(_names(call), call.nodes, strict=True)
                   if name == "offsets"), None)  # fmt: skip
@@ -116,11 +116,11 @@ def _bag_length(call: Call) -> Size | None:
 
 def bag_length(node: fx.Node) -> str:
     """The indices of a bag as text; empty where that is not seen."""
-    found = _bag_length(Call(node))
+    found = _bag_length(SchemaCall(node))
     return "" if found is None else str(found)
 
 
-def _names(call: Call) -> list[str]:
+def _names(call: SchemaCall) -> list[str]:
     return [name for name, _ in call.operands]
 
 

@@ -12,19 +12,19 @@ from dataclasses import replace
 
 from fxpart.collectives.experts import HALVES, PAIRS
 
-from .call import Call, Dim, Entry, UnruledError
-from .rule import Rule
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError
+from .sharding_rule import ShardingRule
 
 TOGETHER = "t&e"
 
 
-def _experts(call: Call) -> Rule:
+def _experts(call: SchemaCall) -> ShardingRule:
     """hidden [t, h], index and weights [t, k], up [e, (2 i), h] and down [e, h, i], biases."""
     plain, parts = call.given["plain"], call.given["parts"]
     down = call.shape("down")
     number, inner = down[0], down[1 if plain else 2]
     if not isinstance(number, int) or not isinstance(inner, int):
-        raise UnruledError
+        raise UncoveredCallError
     both: dict[str, Dim] = {HALVES: ("_g", "i"), PAIRS: ("i", "_g")}
     column = both.get(parts, "i")
     sizes = {"e": number, "i": inner, "_g": 2, "t": call.shape("hidden")[0]}
@@ -46,7 +46,7 @@ def _experts(call: Call) -> Rule:
     return rule if number == 1 else _both(rule)
 
 
-def _both(rule: Rule) -> Rule:
+def _both(rule: ShardingRule) -> ShardingRule:
     """The rule with tokens and experts cut by one axis."""
     return replace(
         rule,

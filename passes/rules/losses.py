@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fxpart.sharding import REPLICATE
 
-from .call import Call, Dim, Entry, UnruledError
 from .pointwise import broadcast
 from .reductions import shares
-from .rule import Rule
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError
+from .sharding_rule import ShardingRule
 
 NONE, MEAN, SUM = 0, 1, 2  # reduction, as ATen counts
 
 
-def _elementwise(call: Call) -> Rule:
+def _elementwise(call: SchemaCall) -> ShardingRule:
     """mse_loss and its like: one term for each element of the broadcast operands."""
     ranks = [len(shape) for _, shape in call.operands]
     rank = max(ranks)
@@ -27,7 +27,7 @@ def _elementwise(call: Call) -> Rule:
     return call.rule(dims, [[]], forms=forms)
 
 
-def _cross_entropy(call: Call) -> Rule:
+def _cross_entropy(call: SchemaCall) -> ShardingRule:
     """Rows ``n``, and classes ``c`` (the vocabulary), which a form keeps cut.
 
     A class may only be cut where the target is one index for each row and all classes weigh the
@@ -55,7 +55,7 @@ def _cross_entropy(call: Call) -> Rule:
     return call.rule(dims, results, forms=forms, results_of=told)
 
 
-def _places(call: Call) -> Rule:
+def _places(call: SchemaCall) -> ShardingRule:
     """Cross-entropy of images or sequences: [n, c, places...]; places stay whole."""
     shape, target = call.shape("self"), call.shape("target")
     space: list[Dim] = [f"_s{i}" for i in range(len(shape) - 2)]
@@ -71,7 +71,7 @@ def _places(call: Call) -> Rule:
     return call.rule(dims, results, forms=forms)
 
 
-def _nll(call: Call) -> Rule:
+def _nll(call: SchemaCall) -> ShardingRule:
     """nll_loss of log-probabilities [n, c, places...] and target indices."""
     shape = call.shape("self")
     rows: list[Dim] = ["n"] if len(shape) > 1 else []
@@ -83,7 +83,7 @@ def _nll(call: Call) -> Rule:
     }
     reduction = call.given["reduction"]
     if len(call.results) != 1:
-        raise UnruledError
+        raise UncoveredCallError
     results: list[list[Dim]] = [[*rows, *space] if reduction == NONE else []]
     forms = {"n": "nll_loss_rows"} if reduction == MEAN else {}
     return call.rule(dims, results, forms=forms)

@@ -6,16 +6,24 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from .call import Call, Dim, Entry, Shape, UnruledError, leading, with_argument
-from .rule import Arguments, Rule, Size
+from .schema_call import (
+    Dim,
+    Entry,
+    SchemaCall,
+    Shape,
+    UncoveredCallError,
+    name_broadcast_dims,
+    with_argument,
+)
+from .sharding_rule import Arguments, ShardingRule, Size
 
 
-def _layer_norm(call: Call) -> Rule:
+def _layer_norm(call: SchemaCall) -> ShardingRule:
     """layer_norm and rms_norm over the last dims; weights have these alone."""
     shape = call.shape("input")
     count = len(call.given["normalized_shape"])
     inner: list[Dim] = [f"_n{i}" for i in range(count)]
-    outer = leading(len(shape) - count)
+    outer = name_broadcast_dims(len(shape) - count)
     dims = [[*outer, *inner] if name == "input" else inner for name, _ in call.operands]
     results: list[list[Dim]] = [[*outer, *inner]]
     # the native op also returns mean and reciprocal deviation of each row
@@ -23,12 +31,12 @@ def _layer_norm(call: Call) -> Rule:
     return call.rule(dims, results)
 
 
-def _group_norm(call: Call) -> Rule:
+def _group_norm(call: SchemaCall) -> ShardingRule:
     """Channels are [groups, rest]: groups may be cut, and the op is told how many are here."""
     shape = call.shape("input")
     groups = call.given["num_groups"]
     if not isinstance(shape[1], int) or not isinstance(groups, int):
-        raise UnruledError
+        raise UncoveredCallError
     rest = shape[1] // groups
     channels: Dim = ("g", "_c")
     sizes: dict[str, Size] = {"g": groups, "_c": rest}
@@ -43,7 +51,7 @@ def _group_norm(call: Call) -> Rule:
     return call.rule(dims, [data], sizes=sizes, localise=localise)
 
 
-def _batch_norm(call: Call) -> Rule:
+def _batch_norm(call: SchemaCall) -> ShardingRule:
     """Channels are independent. Rows are summed over in training: a form does that for all ranks.
 
     In evaluation rows and places are independent too.
@@ -57,7 +65,7 @@ def _batch_norm(call: Call) -> Rule:
     return call.rule(dims, [data], forms=forms)
 
 
-def _instance_norm(call: Call) -> Rule:
+def _instance_norm(call: SchemaCall) -> ShardingRule:
     shape = call.shape("input")
     data: list[Dim] = ["n", "c", *[f"_s{i}" for i in range(len(shape) - 2)]]
     dims = [data if name == "input" else ["c"] for name, _ in call.operands]
@@ -65,7 +73,7 @@ def _instance_norm(call: Call) -> Rule:
     return call.rule(dims, [data], whole=["n"] if written else [])
 
 
-def _along(call: Call, linear: Sequence[str] = ()) -> Rule:
+def _along(call: SchemaCall, linear: Sequence[str] = ()) -> ShardingRule:
     """One dim stays whole; the others are independent."""
     shape = call.operands[0][1]
     at = call.dim("dim", len(shape))
@@ -73,7 +81,7 @@ def _along(call: Call, linear: Sequence[str] = ()) -> Rule:
     return call.rule([dims], [dims], linear=linear)
 
 
-def _cumulative(call: Call) -> Rule:
+def _cumulative(call: SchemaCall) -> ShardingRule:
     return _along(call, ("self",))
 
 

@@ -10,72 +10,72 @@ from typing import Any
 
 import torch
 
-from fxpart.pipeline.effects import written
+from fxpart.compiler.effects import list_written_nodes
 
-from .call import Call, Dim, Entry, UnruledError, is_one, same
-from .rule import Rule
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError, is_one, same
+from .sharding_rule import ShardingRule
 
 
-def broadcast(call: Call, rank: int) -> list[list[Dim]]:
+def broadcast(call: SchemaCall, rank: int) -> list[list[Dim]]:
     """Dims of every operand, aligned at the right of a result of ``rank`` dims."""
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     found = []
     for _, shape in call.operands:
         if len(shape) > rank:
-            raise UnruledError
+            raise UncoveredCallError
         found.append(names[rank - len(shape) :])
     return found
 
 
-def pointwise(call: Call) -> Rule:
+def pointwise(call: SchemaCall) -> ShardingRule:
     """Every dim of the result is a factor; a dim of size 1 that is broadcast has none."""
     if not call.results or any(len(s) != len(call.results[0]) for s in call.results):
-        raise UnruledError
+        raise UncoveredCallError
     rank = len(call.results[0])
     operands = broadcast(call, rank)
     for (_, shape), dims in zip(call.operands, operands, strict=True):
         for size, dim in zip(shape, dims, strict=True):
             whole = call.results[0][int(str(dim)[1:])]
             if isinstance(size, int) and isinstance(whole, int) and size not in (1, whole):
-                raise UnruledError  # not a broadcast: the op gives its operands another meaning
+                raise UncoveredCallError  # not a broadcast: the operands mean something else
     # What an op writes stays what it is: state is never Partial.
-    writes = bool(written(call.node))
+    writes = bool(list_written_nodes(call.node))
     linear = () if writes else LINEAR.get(call.name.removeprefix("aten."), _none)(call)
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     return call.rule(operands, [names] * len(call.results), linear=linear)
 
 
-def _none(call: Call) -> Sequence[str]:
+def _none(call: SchemaCall) -> Sequence[str]:
     return ()
 
 
-def _first(call: Call) -> Sequence[str]:
+def _first(call: SchemaCall) -> Sequence[str]:
     return (call.operands[0][0],)
 
 
-def _sum(call: Call) -> Sequence[str]:
+def _sum(call: SchemaCall) -> Sequence[str]:
     """a + b: both Partial, or neither (a number would be added on every rank)."""
     return ("self other",) if call.has("self") and call.has("other") else ()
 
 
-def _product(call: Call) -> Sequence[str]:
+def _product(call: SchemaCall) -> Sequence[str]:
     """a * b: either factor."""
     return tuple(name for name, _ in call.operands)
 
 
-def _quotient(call: Call) -> Sequence[str]:
+def _quotient(call: SchemaCall) -> Sequence[str]:
     """a / b: the dividend, unless the result is rounded."""
     return ("self",) if call.given.get("rounding_mode") is None else ()
 
 
-def _cast(call: Call) -> Sequence[str]:
+def _cast(call: SchemaCall) -> Sequence[str]:
     """A cast between floating dtypes; one to whole numbers or bool rounds each part."""
     result = call.node.meta["val"]
     fine = call.value("self").is_floating_point() and result.is_floating_point()
     return ("self",) if fine else ()
 
 
-def _where(call: Call) -> Sequence[str]:
+def _where(call: SchemaCall) -> Sequence[str]:
     """Both sides, or one where the other is the number 0."""
     sides = [name for name in ("self", "other") if call.has(name)]
     numbers = [call.given[name] for name in ("self", "other") if not call.has(name)]
@@ -84,20 +84,20 @@ def _where(call: Call) -> Sequence[str]:
     return (" ".join(sides),)
 
 
-def _fill(call: Call) -> Sequence[str]:
+def _fill(call: SchemaCall) -> Sequence[str]:
     value = call.given.get("value")
     return ("self",) if isinstance(value, int | float) and value == 0 else ()
 
 
-def _addc(call: Call) -> Sequence[str]:
+def _addc(call: SchemaCall) -> Sequence[str]:
     return ("self tensor1", "self tensor2")
 
 
-def _lerp(call: Call) -> Sequence[str]:
+def _lerp(call: SchemaCall) -> Sequence[str]:
     return ("self end",)
 
 
-LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
+LINEAR: dict[str, Callable[[SchemaCall], Sequence[str]]] = {
     "add": _sum,
     "sub": _sum,
     "rsub": _sum,
@@ -124,15 +124,15 @@ LINEAR: dict[str, Callable[[Call], Sequence[str]]] = {
 }
 
 
-def like(call: Call) -> Rule:
+def like(call: SchemaCall) -> ShardingRule:
     """Ops that take the first operand's shape and give one of it, without torch's tag."""
     shape = call.operands[0][1]
     if any(len(s) != len(shape) or not all(map(same, s, shape)) for s in call.results):
-        raise UnruledError
+        raise UncoveredCallError
     return pointwise(call)
 
 
-def _prelu(call: Call) -> Rule:
+def _prelu(call: SchemaCall) -> ShardingRule:
     """A slope for each channel, or one for all."""
     rank = len(call.shape("self"))
     dims: list[Dim] = [f"d{i}" for i in range(rank)]
@@ -141,12 +141,12 @@ def _prelu(call: Call) -> Rule:
     return call.rule([dims, channels], [dims])
 
 
-def _one_hot(call: Call) -> Rule:
+def _one_hot(call: SchemaCall) -> ShardingRule:
     dims: list[Dim] = [f"d{i}" for i in range(len(call.operands[0][1]))]
     return call.rule([dims], [[*dims, "_classes"]])
 
 
-def _tensors(call: Call) -> Rule:
+def _tensors(call: SchemaCall) -> ShardingRule:
     """broadcast_tensors: each is expanded to the shape of all."""
     rank = len(call.results[0])
     names: list[Dim] = [f"d{i}" for i in range(rank)]

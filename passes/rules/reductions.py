@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .call import Call, Dim, Entry, UnruledError
-from .rule import Rule
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError
+from .sharding_rule import ShardingRule
 
 
-def _reduced(call: Call, dims: set[int], prefix: str) -> tuple[list[Dim], list[Dim]]:
+def _reduced(call: SchemaCall, dims: set[int], prefix: str) -> tuple[list[Dim], list[Dim]]:
     """Dims of the operand and of the result; those that are reduced get the prefix."""
     shape = call.operands[0][1]
     inside: list[Dim] = [f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(shape))]
@@ -25,19 +25,19 @@ def _reduced(call: Call, dims: set[int], prefix: str) -> tuple[list[Dim], list[D
     return inside, out
 
 
-def _over(call: Call) -> set[int]:
+def _over(call: SchemaCall) -> set[int]:
     shape = call.operands[0][1]
     if "dim" not in call.given:
         return set(range(len(shape)))
     return call.dims("dim", len(shape))
 
 
-def _sum(call: Call) -> Rule:
+def _sum(call: SchemaCall) -> ShardingRule:
     inside, out = _reduced(call, _over(call), "k")
     return call.rule([inside], [out], linear=["self"])
 
 
-def _mean(call: Call) -> Rule:
+def _mean(call: SchemaCall) -> ShardingRule:
     """The local sum by the whole count; two dims cut by two axes are one form as well."""
     over = _over(call)
     inside, out = _reduced(call, over, "k")
@@ -51,12 +51,12 @@ def shares(factors: Iterable[str], form: str = "mean_rows") -> dict[str, str]:
     return {**dict.fromkeys(each, form), **dict.fromkeys(pairs, form)}
 
 
-def _compared(call: Call) -> Rule:
+def _compared(call: SchemaCall) -> ShardingRule:
     inside, out = _reduced(call, _over(call), "_k")
     return call.rule([inside], [out] * len(call.results))
 
 
-def _sorted(call: Call) -> Rule:
+def _sorted(call: SchemaCall) -> ShardingRule:
     """sort, argsort, topk, kthvalue, cummax: the dim stays whole in and out."""
     shape = call.operands[0][1]
     at = call.dim("dim", len(shape))
@@ -66,10 +66,10 @@ def _sorted(call: Call) -> Rule:
     return call.rule([inside], [out] * len(call.results))
 
 
-def _histogram(call: Call) -> Rule:
+def _histogram(call: SchemaCall) -> ShardingRule:
     """Counts add up; the bins must not come from the data."""
     if call.name == "aten.histc" and call.given["min"] == call.given["max"]:
-        raise UnruledError
+        raise UncoveredCallError
     shape = call.operands[0][1]
     dims: list[Dim] = [f"k{d}" for d in range(len(shape))]
     return call.rule([dims], [["_bins"]])

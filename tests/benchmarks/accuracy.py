@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from record import parser, write
 
 if TYPE_CHECKING:
-    from fxpart.profile import Rehearsal
+    from fxpart.profiling.store import TrialRun
 
 CLUSTER = "local:4"
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet50", "recommender")
@@ -53,7 +53,7 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
     from pace import Pace, at
 
     from fxpart.errors import FxpartError
-    from fxpart.measuring.session import profile
+    from fxpart.profiling.session import profile
 
     work = cpu_models.build(name)
     rows: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
                 say(f"{name} {words(constraints, count)}: {fault.problems[0].why}")
                 continue
             programs.append((words(constraints, count), program))
-        runs: dict[str, list[Rehearsal]] = {label: [] for label, _ in programs}
+        runs: dict[str, list[TrialRun]] = {label: [] for label, _ in programs}
         paced: dict[str, list[float]] = {label: [] for label, _ in programs}
         for _ in range(options.turns):
             for label, program in programs:
@@ -108,15 +108,15 @@ def planned(
     return fxpart.compile(work.model, cluster, plan=found.plan, **asked)
 
 
-def run(program: Any, options: argparse.Namespace) -> Rehearsal:
+def run(program: Any, options: argparse.Namespace) -> TrialRun:
     """The plan, run once in processes of its own."""
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.profiling.trial_processes import TrialProcesses
 
-    with Rehearsals(program.plan.world) as bench:
+    with TrialProcesses(program.plan.world) as bench:
         return bench.run(program.plan, program.parts, steps=options.steps)
 
 
-def row(model: str, label: str, plan: Any, runs: list[Rehearsal]) -> dict[str, Any]:
+def row(model: str, label: str, plan: Any, runs: list[TrialRun]) -> dict[str, Any]:
     """A plan's figures: seconds of a step, and bytes of its largest process in the first run."""
     measured = runs[0]
     taken = [one.seconds.seconds for one in runs]
@@ -187,8 +187,8 @@ def main() -> None:
     import msgspec
     import torch
 
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.bench import bench as measure_links
+    from fxpart.cluster.model import Cluster
+    from fxpart.profiling.cluster_benchmark import bench as measure_links
 
     torch.set_num_threads(1)
     kept = Path(options.keep) if options.keep else None

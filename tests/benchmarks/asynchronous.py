@@ -46,7 +46,7 @@ class Clock:
     """Seconds inside the calls of all predictors of this process."""
 
     def __init__(self) -> None:
-        from fxpart.runtime.predict import Predictor
+        from fxpart.runtime.weight_prediction import Predictor
 
         self.seconds, self.calls = 0.0, 0
         inner = Predictor.predict
@@ -88,9 +88,9 @@ def stage_ms(trainer: Any, step: Callable[[], object]) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from fxpart.schedule.action import Kind, parse
+    from fxpart.schedule.action import ActionKind, parse
 
-    found: dict[Kind, list[float]] = {Kind.F: [], Kind.B: []}
+    found: dict[ActionKind, list[float]] = {ActionKind.F: [], ActionKind.B: []}
     with trainer.record() as recorder:
         for _ in range(3):
             step()

@@ -3,10 +3,10 @@
     python tests/benchmarks/baselines.py
 
 Each rule of fxpart.solver.joint.baselines, and the planner, on 200 random problems
-(tests/joint_problems.py), on the uneven cases of the tests (tests/joint_uneven.py) and on large
-language models (tests/joint_models.py). A ratio is the rule's step time over the planner's; null
-where no choice of the rule's family fits, and absent where the rule was not run. 1 - bound / step
-time is the planner's gap.
+(tests/support/joint_problems.py), on the uneven cases of the tests (tests/support/joint_uneven.py)
+and on large language models (tests/support/joint_models.py). A ratio is the rule's step time over
+the planner's; null where no choice of the rule's family fits, and absent where the rule was not
+run. 1 - bound / step time is the planner's gap.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ runs the plans that may be best). Then every mesh, number of stages, number of m
 schedule that fits is predicted; the ten that are predicted best and ten others, drawn at random,
 run over gloo on this machine, in two turns. Runs of one plan a few seconds apart differ by more
 than the best plans do, so the chosen plan and the four fastest others then train in turns of a few
-steps, each held by ranks of its own (``fxpart.measuring.playoff``), and are compared within each of
-twelve rounds. With one microbatch GPipe and 1F1B are the same order, and one of them is left out.
-regret: how much longer the plan that ``fxpart.compile`` chooses takes than the fastest in these
-rounds, by the median round. correlation: Spearman's, of what was expected and measured; simulated:
-the same without what the profile had run.
-With --keep, links and profiles stay in a folder for the next run, and with --go-on the models and
-numbers of ranks that earlier runs have kept are not repeated.
+steps, each held by ranks of its own (``fxpart.profiling.trial_rounds``), and are compared within
+each of twelve rounds. With one microbatch GPipe and 1F1B are the same order, and one of them is
+left out. regret: how much longer the plan that ``fxpart.compile`` chooses takes than the fastest in
+these rounds, by the median round. correlation: Spearman's, of what was expected and measured;
+simulated: the same without what the profile had run. With --keep, links and profiles stay in a
+folder for the next run, and with --go-on the models and numbers of ranks that earlier runs have
+kept are not repeated.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from record import parser, read, write
 
 if TYPE_CHECKING:
     from fxpart.api import Program
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.cluster.model import Cluster
+    from fxpart.profiling.trial_processes import TrialProcesses
 
 MODELS = ("gpt2", "resnet50", "t5", "recommender")
 RANKS = (2, 4)
@@ -85,19 +85,19 @@ def predicted(name: str, cluster: Cluster, path: Path, each: int) -> Case:
 
 def measured(case: Case, steps: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """By plan the median step of each of its turns; and of the finalists, that of each round."""
-    from fxpart.measuring.playoff import play
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.profiling.trial_processes import TrialProcesses
+    from fxpart.profiling.trial_rounds import run_trial_rounds
 
     found: dict[str, list[float]] = {label: [] for label in case.labels}
-    with Rehearsals(case.ranks) as bench:
+    with TrialProcesses(case.ranks) as bench:
         for turn in range(_TURNS):
             run(bench, case.every, case.labels[:: 1 if turn % 2 else -1], found, steps)
     best = sorted(found, key=lambda label: typical(found[label]))
     labels = [case.chosen, *[label for label in best if label != case.chosen][:_NEAR]]
     players = [(case.every[label].plan, case.every[label].parts) for label in labels]
     with ExitStack() as held:
-        benches = [held.enter_context(Rehearsals(plan.world)) for plan, _ in players]
-        rounds = play(benches, players, most=_ROUNDS, optimizer="adamw")
+        benches = [held.enter_context(TrialProcesses(plan.world)) for plan, _ in players]
+        rounds = run_trial_rounds(benches, players, most=_ROUNDS, optimizer="adamw")
     return found, dict(zip(labels, map(list, zip(*rounds, strict=True)), strict=True))
 
 
@@ -143,7 +143,7 @@ def seconds_of(found: dict[str, list[float]], rounds: dict[str, list[float]]) ->
 
 
 def run(
-    bench: Rehearsals,
+    bench: TrialProcesses,
     every: dict[str, Program],
     labels: Sequence[str],
     found: dict[str, list[float]],
@@ -224,8 +224,8 @@ def say(text: str) -> None:
 
 def links(ranks: int, folder: Path) -> Cluster:
     """So many ranks of this host with their links as measured, now or before."""
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.bench import bench
+    from fxpart.cluster.model import Cluster
+    from fxpart.profiling.cluster_benchmark import bench
 
     path = folder / f"links-{ranks}.json"
     if path.exists():
@@ -239,7 +239,7 @@ def profiled(name: str, cluster: Cluster, path: Path, budget: float) -> None:
     """Profile a model; what is there already is not measured again."""
     import cpu_models
 
-    from fxpart.measuring.session import profile
+    from fxpart.profiling.session import profile
 
     found = profile(cpu_models.build(name), cluster, path, budget=budget)
     ranks = len(cluster.devices)

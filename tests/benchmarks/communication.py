@@ -18,26 +18,26 @@ from typing import Any
 from fxpart.costmodels.communication import along, rising
 from record import parser, write
 
-from fxpart.cluster_io.line import fit
-from fxpart.measuring import collectives
-from fxpart.measuring.collectives import Measured
-from fxpart.measuring.processes import together
+from fxpart.cluster.latency_bandwidth_fit import fit
+from fxpart.profiling import collectives
+from fxpart.profiling.collectives import CollectiveMeasurement
+from fxpart.profiling.processes import run_on_processes
 
 SIZES = tuple(1 << power for power in range(10, 25))
 TARGET = 0.15
 
 
-def launched(ranks: int, budget: float, least: int) -> list[Measured]:
+def launched(ranks: int, budget: float, least: int) -> list[CollectiveMeasurement]:
     """Everything measured once, on fresh processes."""
     groups = [list(range(size)) for size in range(2, ranks + 1) if ranks % size == 0]
     asked = collectives.request(
         [(0, 1), (1, 0)], groups[-1:], sizes=SIZES, budget=budget, least=least
     )
-    answers = together(ranks, collectives.TARGET, asked, 120.0 + 20 * budget)
+    answers = run_on_processes(ranks, collectives.TARGET, asked, 120.0 + 20 * budget)
     return collectives.results(asked, answers)
 
 
-def errors(first: Measured, second: Measured) -> dict[str, list[float]]:
+def errors(first: CollectiveMeasurement, second: CollectiveMeasurement) -> dict[str, list[float]]:
     """Relative errors at the held-out sizes: of the line, the curve, and against the next run."""
     known, held = first.points[::2], first.points[1::2]
     line = fit(known)
@@ -53,7 +53,7 @@ def errors(first: Measured, second: Measured) -> dict[str, list[float]]:
     }
 
 
-def row(ranks: int, first: Measured, second: Measured) -> dict[str, Any]:
+def row(ranks: int, first: CollectiveMeasurement, second: CollectiveMeasurement) -> dict[str, Any]:
     """One operation's figures."""
     found = errors(first, second)
     line = fit(first.points[::2])

@@ -4,7 +4,8 @@
 
 Each model is captured once and cut twice, by ``Program.replan``; ``Program.verify`` then trains
 three AdamW steps both ways and compares every loss, gradient, parameter and buffer. All in one
-process; tests/test_one_process.py repeats it with real processes for a dozen of the models.
+process; tests/verification/test_single_process.py repeats it with real processes for a dozen of the
+models.
 """
 
 from __future__ import annotations

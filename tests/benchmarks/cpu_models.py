@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fxpart.target import Workload
+from fxpart.capture.workload import Workload
 
 BATCH = 8
 

@@ -27,10 +27,10 @@ from typing import Any
 from record import HERE, ROOT, write
 from record import parser as benchmark_parser
 
-from fxpart.elastic.progress import reached
-from fxpart.elastic.wishes import ask, running
-from fxpart.rundir import RunDir
-from fxpart.runtime.run import ledger
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.elastic.progress import read_ledger_step
+from fxpart.elastic.scale_request import read_launcher_record, request_rank_count
+from fxpart.runtime.training_run import ledger
 
 LIMIT = 120.0  # seconds that any change may take on a busy machine
 _CHANGE = re.compile(r"(\d+) -> (\d+) ranks in ([\d.]+) s: its plan was made in advance")
@@ -56,19 +56,19 @@ def generations(run: RunDir) -> list[dict[str, Any]]:
 
 def drive(run: RunDir, process: subprocess.Popen[str], cycles: int, each: int) -> list[float]:
     """Change the ranks; the seconds from each wish to the first step after it."""
-    until("the first step", lambda: reached(run) >= each, process)
+    until("the first step", lambda: read_ledger_step(run) >= each, process)
     until("plans in advance", lambda: len(list(run.plans.glob("*-*.json"))) == 3, process)
     seconds = []
     for ranks in [3, 2, 4] * cycles:
         before = len(generations(run))
         began = time.monotonic()
-        ask(run, ranks)
+        request_rank_count(run, ranks)
         until("a change", lambda before=before: len(generations(run)) > before, process)  # type: ignore[misc]
         line = generations(run)[-1]
         assert line["world"] == ranks, line
-        until("a step after a change", lambda at=line["step"]: reached(run) > at, process)  # type: ignore[misc]
+        until("a step after a change", lambda at=line["step"]: read_ledger_step(run) > at, process)  # type: ignore[misc]
         seconds.append(time.monotonic() - began)
-        until("some steps", lambda at=line["step"]: reached(run) >= at + each, process)  # type: ignore[misc]
+        until("some steps", lambda at=line["step"]: read_ledger_step(run) >= at + each, process)  # type: ignore[misc]
     return seconds
 
 
@@ -100,11 +100,11 @@ def measure(cycles: int, each: int, folder: Path) -> dict[str, Any]:
         process.kill()
         process.wait()
     reader.join(10)
-    assert status == 0 and running(run) is None, (status, lines[-5:])
+    assert status == 0 and read_launcher_record(run) is None, (status, lines[-5:])
     plans = [float(found[3]) for line in lines if (found := _CHANGE.search(line))]
     bits = [json.loads(x) for x in (run.path / "bits.jsonl").read_text().splitlines()]
-    told = ledger.check(run.ledger)
-    losses = [update.number for update in ledger.updates(run.ledger)]
+    told = ledger.check_ledger(run.ledger)
+    losses = [update.number for update in ledger.read_updates(run.ledger)]
     expected = programs.one_process(len(losses), programs.EPOCH)
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     return {

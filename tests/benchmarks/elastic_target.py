@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 import elastic_programs as programs
 
 import fxpart
-from fxpart.runtime.checkpoint import load
+from fxpart.runtime.checkpointing import loader
 
 PAUSE = 0.02  # seconds a batch, so that a run of the benchmark has hundreds of steps, not thousands
 
-_restore = load.restore_newest
+_restore = loader.restore_newest
 
 
 def _compared(trainer: Any, root: str | Path, *, random: bool = True) -> Any:
@@ -48,7 +48,7 @@ def _compared(trainer: Any, root: str | Path, *, random: bool = True) -> Any:
     return found
 
 
-load.restore_newest = _compared  # type: ignore[assignment]
+loader.restore_newest = _compared  # type: ignore[assignment]
 
 
 def data() -> Iterator[Any]:

@@ -23,14 +23,14 @@ import torch
 from hand_stages import batch, language
 from runtime_programs import make
 
-from fxpart.events.ring import Mark, Ring
+from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
 from fxpart.runtime import InProcess, Trainer
-from fxpart.schedule.action import Kind
+from fxpart.schedule.action import ActionKind
 
 STAGES, MICROBATCHES = 4, 32
 
 
-class Silent(Ring):
+class Silent(FlightRecorder):
     """A ring that writes nothing; what calls it stays the same."""
 
     def write(self, mark: Mark) -> int:
@@ -38,7 +38,7 @@ class Silent(Ring):
         return 0
 
 
-def record(ring: Ring, count: int) -> dict[str, float]:
+def record(ring: FlightRecorder, count: int) -> dict[str, float]:
     """Microseconds of each call, the least of five rounds."""
     mark = ring.mark("0F3", stage=0, microbatch=3)
     calls = {
@@ -54,13 +54,13 @@ def record(ring: Ring, count: int) -> dict[str, float]:
     }
 
 
-def trainer(ring: Ring | None) -> Trainer:
+def trainer(ring: FlightRecorder | None) -> Trainer:
     """Of four small stages."""
-    import fxpart.runtime.assembly as assembly
+    import fxpart.runtime.trainer_base as assembly
 
-    kept = assembly.Ring
+    kept = assembly.FlightRecorder
     if ring is not None:
-        assembly.Ring = lambda *_: ring  # type: ignore[assignment, misc]
+        assembly.FlightRecorder = lambda *_: ring  # type: ignore[assignment, misc]
     try:
         return make(
             language((1, 1, 1, 1)),
@@ -69,7 +69,7 @@ def trainer(ring: Ring | None) -> Trainer:
             ranks=range(STAGES),
         )
     finally:
-        assembly.Ring = kept  # type: ignore[misc]
+        assembly.FlightRecorder = kept  # type: ignore[misc]
 
 
 def action(rounds: int, microseconds: float) -> dict[str, float]:
@@ -85,7 +85,7 @@ def action(rounds: int, microseconds: float) -> dict[str, float]:
                 times[name].append(time.process_time() - start)
     engine = made["noted"]._engine
     actions = sum(
-        instruction.action.kind not in (Kind.RECV_F, Kind.RECV_B)
+        instruction.action.kind not in (ActionKind.RECV_F, ActionKind.RECV_B)
         for lanes in engine._executors.values()
         for executors in lanes
         for executor in executors
@@ -115,9 +115,9 @@ def main() -> None:
     torch.set_num_threads(1)
     count, rounds = (20_000, 100) if given.quick else (200_000, 400)
     with tempfile.TemporaryDirectory() as folder:
-        file = record(Ring.create(Path(folder) / "rank-0.ring", 0), count)
+        file = record(FlightRecorder.create(Path(folder) / "rank-0.ring", 0), count)
     figures = {
-        "memory": record(Ring(), count),
+        "memory": record(FlightRecorder(), count),
         "file": file,
         "step": action(rounds, file["write"]),
     }

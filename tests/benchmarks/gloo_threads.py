@@ -34,7 +34,7 @@ def row(name: str, constraints: dict[str, Any], microbatches: int, rounds: int) 
     import cpu_models
 
     import fxpart
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.profiling.trial_processes import TrialProcesses
 
     work = cpu_models.build(name)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
@@ -44,7 +44,7 @@ def row(name: str, constraints: dict[str, Any], microbatches: int, rounds: int) 
         **example,
     )  # fmt: skip
     taken: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    with Rehearsals(program.plan.world) as bench:
+    with TrialProcesses(program.plan.world) as bench:
         bench.hold(program.plan, program.parts, optimizer="adamw")
         threads = of_gloo()
         assert threads, "the ranks have threads of gloo"

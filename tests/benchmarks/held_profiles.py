@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
 
 _APART = 2.0  # seconds between pieces of work
 _WITHIN = 1.3  # of the best moment's seconds, for the slower quarter of pieces
@@ -64,7 +64,7 @@ def profile_held(
 
     Relative to the best piece under the same quota. A quota that the file knows is passed over.
     """
-    from fxpart.profile import Profile
+    from fxpart.profiling.store import Profile
 
     with Profile(path) as kept:
         known = {setting.quota for setting in kept.settings()}
@@ -94,7 +94,7 @@ def _held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> 
     """In a process under the quota."""
     import quotas
 
-    from fxpart.measuring.processes import together
+    from fxpart.profiling.processes import run_on_processes
 
     with quotas.Groups([quota]) as groups:
         payload = {
@@ -102,7 +102,7 @@ def _held(name: str, quota: float, base: Cluster, path: Path, budget: float) -> 
             "name": name, "quota": quota, "ranks": len(base.devices), "path": str(path),
             "budget": budget,
         }  # fmt: skip
-        (found,) = together(1, "held_profiles:measure", payload, 1800.0)
+        (found,) = run_on_processes(1, "held_profiles:measure", payload, 1800.0)
     return {key: float(value) for key, value in found.items()}
 
 
@@ -112,8 +112,8 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     from heterogeneous_measured import workload
     from msgspec.structs import replace
 
-    from fxpart.cluster import Cluster
-    from fxpart.measuring.session import profile
+    from fxpart.cluster.model import Cluster
+    from fxpart.profiling.session import profile
 
     del world
     work, base = workload(payload["name"]), Cluster.local(payload["ranks"])

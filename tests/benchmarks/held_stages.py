@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fxpart.cluster import Cluster
-    from fxpart.plan import Plan
+    from fxpart.cluster.model import Cluster
+    from fxpart.plan.model import Plan
 
 _TURNS = 5
 _SECONDS = 1.0  # of the processor, for each stage in all turns
@@ -24,8 +24,8 @@ def measure_stages(name: str, plans: Sequence[Plan], base: Cluster, path: Path) 
     """All stages of the plans, under each quota that any of their devices has, into a profile."""
     import quotas
 
-    from fxpart.measuring.processes import together
-    from fxpart.profile import Profile, StageTiming
+    from fxpart.profiling.processes import run_on_processes
+    from fxpart.profiling.store import Profile, StageMeasurement
 
     wanted = sorted({_quota(p, rank) for p in plans for rank in range(p.world)}, reverse=True)
     files = [path.with_name(f"{path.name}-stages-{rank}") for rank in range(len(wanted))]
@@ -35,11 +35,11 @@ def measure_stages(name: str, plans: Sequence[Plan], base: Cluster, path: Path) 
             "name": name, "quotas": wanted, "ranks": len(base.devices),
             "files": list(map(str, files)), "plans": [plan.dumps() for plan in plans],
         }  # fmt: skip
-        together(len(wanted), "held_stages:take_turns", payload, _TIMEOUT)
+        run_on_processes(len(wanted), "held_stages:take_turns", payload, _TIMEOUT)
     for file in files:
         with Profile(path) as into, Profile(file) as part:
             for setting in part.settings():  # also in place of what was measured in another minute
-                into.put("stages", setting, part.get("stages", setting, StageTiming))
+                into.put("stages", setting, part.get("stages", setting, StageMeasurement))
         file.unlink()
 
 
@@ -56,27 +56,27 @@ def take_turns(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]
     from heterogeneous_measured import workload
     from msgspec.structs import replace
 
-    from fxpart.cluster import Cluster
-    from fxpart.front import Asked
-    from fxpart.measuring.planned import work_of
-    from fxpart.measuring.session import Profiling
-    from fxpart.measuring.setting import on_device, setting
-    from fxpart.measuring.stage_bench import StageBench
-    from fxpart.optimizers import choose
-    from fxpart.plan import Plan
-    from fxpart.profile import Profile
+    from fxpart.cluster.model import Cluster
+    from fxpart.compat.optimizer_choice import choose
+    from fxpart.plan.model import Plan
+    from fxpart.planner.prepared_model import PlanningArguments
+    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
+    from fxpart.profiling.plan_stages import work_of
+    from fxpart.profiling.session import ProfilingSession
+    from fxpart.profiling.stage_benchmark import StageBenchmark
+    from fxpart.profiling.store import Profile
 
     work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
     quota = payload["quotas"][rank]
     devices = tuple(replace(d, quota=quota, threads=1) for d in base.devices)
-    asked = Asked(None, None, None, "roofline", {}, 0)
-    front = Profiling.of(work, replace(base, devices=devices), asked).front
+    asked = PlanningArguments(None, None, None, "roofline", {}, 0)
+    front = ProfilingSession.of(work, replace(base, devices=devices), asked).front
     optimizer = front.request.optimizer
     plans = map(Plan.loads, payload["plans"])
     works = [found for plan in plans if (found := work_of(front, plan, devices[0])) is not None]
     quotas.enter(rank, payload)
     with on_device(devices[0]) as here, Profile(payload["files"][rank], create=True) as made:
-        bench = StageBench(front.captured, optimizer, choose(optimizer).name, here)
+        bench = StageBenchmark(front.captured, optimizer, choose(optimizer).name, here)
         for turn in range(_TURNS * world):
             dist.barrier()
             if turn % world != rank:
@@ -85,5 +85,5 @@ def take_turns(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]
             for one in works:
                 seconds = _SECONDS / quota / _TURNS
                 timed |= set(bench.turn(one.stages, timed, seconds=seconds))
-        made.put("stages", setting(devices[0].model, here), bench.timings())
+        made.put("stages", get_measurement_environment(devices[0].model, here), bench.timings())
     return {"stages": len(bench.timings()) // 2}

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from record import parser, write
 
-from fxpart.cluster import Cluster, Link
+from fxpart.cluster.model import Cluster, Link
 from fxpart.errors import FxpartError
 
 _TOLERANCE = 1e-9
@@ -167,12 +167,12 @@ def captured(name: str) -> Any:
 
 def row(program: Any, cluster: Cluster) -> dict[str, Any]:
     """One model on one cluster."""
-    from fxpart.pricing.places import kinds
+    from fxpart.pricing.device_limits import group_by_kind
 
     began = time.process_time()
     plan = program.replan(cluster).plan
     seconds = time.process_time() - began
-    types = kinds(cluster)[1]
+    types = group_by_kind(cluster)[1]
     alone: dict[str, float | None] = {}
     members: dict[tuple[int, int], list[int]] = {}
     for place, (type_, device) in enumerate(zip(types, cluster.devices, strict=True)):

@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
 
 _RICH = 4 << 30  # bytes of a device whose memory is no matter
 _LATENCY = 3e-4  # seconds between namespaces
@@ -43,8 +43,8 @@ def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
     from msgspec import UNSET
     from msgspec.structs import replace
 
-    from fxpart.cluster import Cluster, Link
-    from fxpart.cluster_io.detect import cores
+    from fxpart.cluster.host_detection import cores
+    from fxpart.cluster.model import Cluster, Link
 
     one = Cluster.local(cores()).devices[0]
     scarce = round((need.process + _PART * (need.tensors + need.allocator)) / 0.97)

@@ -42,9 +42,9 @@ from record import ROOT, parser, write
 
 if TYPE_CHECKING:
     from fxpart.api import Program
-    from fxpart.cluster import Cluster
-    from fxpart.plan import Plan
-    from fxpart.profile import Rehearsal
+    from fxpart.cluster.model import Cluster
+    from fxpart.plan.model import Plan
+    from fxpart.profiling.store import TrialRun
 
 RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"
@@ -65,7 +65,7 @@ def workload(name: str) -> Any:
     import recommender
     from torch.nn import functional
 
-    from fxpart.target import Workload
+    from fxpart.capture.workload import Workload
 
     with tempfile.TemporaryDirectory() as folder:
         log = recommender.write_logs(Path(folder) / "log.npy", _CLICKS)
@@ -142,9 +142,9 @@ def equal_stages(program: Program, cluster: Cluster, path: Path) -> Program:
 
 def run_all(
     made: dict[str, Program], kinds: Kinds, options: argparse.Namespace
-) -> tuple[dict[str, Rehearsal], dict[str, list[float]]]:
+) -> tuple[dict[str, TrialRun], dict[str, list[float]]]:
     """A run of each plan under its devices' quotas, in processes of its own, and its rounds."""
-    from fxpart.measuring.playoff import play
+    from fxpart.profiling.trial_rounds import run_trial_rounds
 
     with contextlib.ExitStack() as stack:
         benches = {label: stack.enter_context(held(p.plan, kinds)) for label, p in made.items()}
@@ -153,7 +153,7 @@ def run_all(
             for label, one in made.items()
         }
         players = [(one.plan, one.parts) for one in made.values()]
-        rounds = play(list(benches.values()), players, most=options.rounds)
+        rounds = run_trial_rounds(list(benches.values()), players, most=options.rounds)
     return runs, dict(zip(made, map(list, zip(*rounds, strict=True)), strict=True))
 
 
@@ -166,7 +166,7 @@ def held(plan: Plan, kinds: Kinds) -> Any:
 
 
 def measured(
-    plan: Plan, kinds: Kinds, run: Rehearsal, seconds: float, rounds: list[float]
+    plan: Plan, kinds: Kinds, run: TrialRun, seconds: float, rounds: list[float]
 ) -> dict[str, Any]:
     """A plan's row; peaks are of its run, in fresh processes."""
     devices = [plan.device(rank) for rank in range(plan.world)]
@@ -275,7 +275,7 @@ def say(text: str) -> None:
 def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one model, those of earlier runs as they were kept."""
     import fxpart
-    from fxpart.measuring.session import profile
+    from fxpart.profiling.session import profile
 
     kept = folder / f"{name}.json"
     rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else []

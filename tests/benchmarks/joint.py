@@ -2,9 +2,9 @@
 
     python tests/benchmarks/joint.py
 
-Problems by formula (tests/joint_problems.py): growth with layers and with devices, on one pool and
-on two; the same with uniform degrees; and a model of 200 blocks no two of which are alike. CPU
-seconds (median of several runs), the step time of the plan, its proven gap, and the gap of what
+Problems by formula (tests/support/joint_problems.py): growth with layers and with devices, on one
+pool and on two; the same with uniform degrees; and a model of 200 blocks no two of which are alike.
+CPU seconds (median of several runs), the step time of the plan, its proven gap, and the gap of what
 there is after one second.
 """
 
@@ -25,7 +25,7 @@ def unlike(blocks: int, devices: list[int]) -> Any:
     """Blocks of random costs, about 30 options a pool."""
     from joint_problems import make
 
-    from fxpart.solver.joint.problem import Line, Pool
+    from fxpart.solver.joint.problem import LinearCost, Pool
 
     rng = random.Random(blocks)
     degrees = [
@@ -46,7 +46,7 @@ def unlike(blocks: int, devices: list[int]) -> Any:
         microbatches=(1, 2, 4, 8, 16, 32, 64),
         pools=[
             Pool(name=f"gpu{p}", devices=count, memory=16 * 10**9, host=8,
-                 transfer=Line(latency=1e-5, inverse=1 / 2e10))
+                 transfer=LinearCost(latency=1e-5, inverse=1 / 2e10))
             for p, count in enumerate(devices)
         ],
         degrees=degrees,

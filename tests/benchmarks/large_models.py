@@ -65,7 +65,7 @@ def measure(name: str) -> dict[str, Any]:
 
     import fxpart
     from fxpart.capture import capture
-    from fxpart.pipeline import PassManager
+    from fxpart.compiler import PassManager
 
     torch.set_num_threads(1)
     whole = model(name)

@@ -32,7 +32,7 @@ from learning_tasks import TASKS, Task, task
 from record import RESULTS, machine, parser
 
 if TYPE_CHECKING:
-    from fxpart.emulate import Emulator
+    from fxpart.emulator import Emulator
 
 CURVE = 30  # values of a run's training loss that are kept, each the mean of as many updates
 _WARM_UP = 30  # updates
@@ -52,7 +52,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 @functools.lru_cache(maxsize=1)
 def emulator(name: str, stages: int, microbatches: int) -> Emulator:
     """The task's model compiled for so many stages; each run brings its seed's weights."""
-    from fxpart.emulate import Emulator
+    from fxpart.emulator import Emulator
 
     of = task(name)
     return Emulator(

@@ -213,7 +213,7 @@ def verdict(every: Sequence[tuple[str, str, int, dict[str, float] | None]], opti
 
 def figure(figures: Mapping[str, Any]) -> str:
     """Training losses of one setting as an SVG, the mean of all seeds; "" where no run is there."""
-    from fxpart.emulate.plot import losses_svg, mean_curve
+    from fxpart.emulator.loss_plot import losses_svg, mean_curve
 
     task, optimizer, stages = SHOWN
     every = known(figures, task) if task in figures["tasks"] else {}

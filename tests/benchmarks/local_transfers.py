@@ -32,10 +32,10 @@ from record import parser as benchmark_parser
 from record import write
 from torch import nn
 
-from fxpart.program import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
+from fxpart.program.spec import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import Trainer, connect
-from fxpart.runtime.distributed import Distributed
-from fxpart.runtime.transport import BACKWARD, FORWARD
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
 SIZES = (4 << 10, 256 << 10, 8 << 20, 32 << 20)
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ WAYS = ("shared_memory", "gloo")
 class Pair:
     """Ranks 0 and 1 send to each other over one of the ways; the others wait at :meth:`phase`."""
 
-    def __init__(self, transport: Distributed, size: int) -> None:
+    def __init__(self, transport: ProcessGroupTransport, size: int) -> None:
         self.move, self.me = transport, transport.local[0]
         self.shape = (size // 4,)
         self.tensor = torch.ones(self.shape)
@@ -146,7 +146,9 @@ def work_of(milliseconds: float) -> Callable[[], None]:
     return work
 
 
-def transfers(ways: dict[str, Distributed], options: argparse.Namespace) -> list[dict[str, Any]]:
+def transfers(
+    ways: dict[str, ProcessGroupTransport], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One row for each size and load."""
     meeting, rows = Meeting(), []
     work = work_of(options.work)
@@ -239,7 +241,7 @@ class Clock:
         return counted
 
 
-def actions(ways: dict[str, Distributed], options: argparse.Namespace) -> dict[str, Any]:
+def actions(ways: dict[str, ProcessGroupTransport], options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of processor time for an action, of the rank with the most."""
     rank, count = dist.get_rank(), options.microbatches
     torch.manual_seed(0)
@@ -289,8 +291,10 @@ def main() -> None:
         raise SystemExit(subprocess.run(command, env=environment).returncode)
     torch.set_num_threads(1)
     own = connect(RANKS)
-    assert isinstance(own, Distributed) and own.shares_memory
-    ways = dict(zip(WAYS, (own, Distributed(one_machine=True, shared_memory=False)), strict=True))
+    assert isinstance(own, ProcessGroupTransport) and own.shares_memory
+    ways = dict(
+        zip(WAYS, (own, ProcessGroupTransport(one_machine=True, shared_memory=False)), strict=True)
+    )
     figures: dict[str, Any] = {}
     if options.only != "transfers":
         figures["actions"] = actions(ways, options)

@@ -4,8 +4,9 @@
 
 The eight published instances of Tarnawski et al. (NeurIPS 2020), read from ../shared/bench/maxload,
 as chains by the dynamic programme and by CP-SAT, and with any assignment; then transformers, op by
-op, of 134 to 3170 ops on 8 to 32 devices (tests/maxload_instances.py). CPU seconds of the process,
-and wall seconds; OR-Tools is imported before. The limit for any assignment is in wall seconds.
+op, of 134 to 3170 ops on 8 to 32 devices (tests/support/maxload_instances.py). CPU seconds of the
+process, and wall seconds; OR-Tools is imported before. The limit for any assignment is in wall
+seconds.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: plan by plan every rank's row, and what a plan that just fits comes to."""
     import cpu_models
 
-    from fxpart.measuring.memory import Growth
+    from fxpart.profiling.memory import ProcessMemoryGrowth
 
     work = cpu_models.build(name)
     file = Path(options.keep) / f"{name}.json" if options.keep else None
@@ -73,7 +73,7 @@ def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found = growth_of(work)
         kept["growth"] = [found.baseline, found.overhead]
         keep()
-    growth = Growth(*kept["growth"])
+    growth = ProcessMemoryGrowth(*kept["growth"])
     say(f"{name}: {growth.baseline / MIB:.0f} MiB beside tensors, {growth.overhead:.1%} of them")
     for place, (constraints, count) in enumerate(PLANS):
         label = words(constraints, count)
@@ -95,14 +95,14 @@ def of_plan(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows of one plan's ranks. tight: also what it comes to where it just fits."""
     from fxpart.errors import FxpartError
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.profiling.trial_processes import TrialProcesses
 
     try:
         program = planned("local:4")
     except FxpartError as fault:
         say(fault.problems[0].why)
         return [], {}
-    with Rehearsals(program.plan.world) as bench:
+    with TrialProcesses(program.plan.world) as bench:
         measured = bench.run(program.plan, program.parts, steps=options.steps)
     rows = [row(rank, entry, measured) for rank, entry in ranks_of(program.plan)]
     return rows, at_limit(program.plan, planned, measured) if tight else {}
@@ -122,12 +122,12 @@ def compiled(work: Any, cluster: Any, constraints: Any, count: int, model: Any =
 
 def growth_of(work: Any) -> Any:
     """What a process takes that trains the whole model, beside its tensors."""
-    from fxpart.measuring.crowding import weighed
-    from fxpart.measuring.stage_bench import microbatch
+    from fxpart.profiling.contention import measure_process_memory
+    from fxpart.profiling.stage_benchmark import microbatch
 
     whole = compiled(work, "local:1", {"mesh": "none", "stages": 1}, 2)
     values, _, _ = microbatch(whole.captured, whole.spec, 2)
-    return weighed(whole.spec, whole.sources[0], whole.captured.state, values)
+    return measure_process_memory(whole.spec, whole.sources[0], whole.captured.state, values)
 
 
 def at_limit(plan: Any, planned: Any, measured: Any) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def at_limit(plan: Any, planned: Any, measured: Any) -> dict[str, Any]:
     """
     import msgspec
 
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
     from fxpart.errors import FxpartError
-    from fxpart.pricing.places import VARIES
+    from fxpart.pricing.device_limits import VARIES
 
     def fits(memory: int) -> bool:
         whole = Cluster.parse("local:4")

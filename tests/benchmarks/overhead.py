@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
-from fxpart.program import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
+from fxpart.program.spec import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import Trainer, connect
 
 VOCABULARY = 512

@@ -6,7 +6,7 @@ are slowed down by more or less than one. What is predicted from measurements of
 measured at another is compared as it came, and with that taken out: seconds of a run are divided by
 the pace of its moment and multiplied by the one of the profile's, of one process for a plan of one
 rank and of two for others. Plans that are compared with each other train in rounds of a few steps
-each (``fxpart.measuring.playoff``), where the pace of a round is nobody's.
+each (``fxpart.profiling.trial_rounds``), where the pace of a round is nobody's.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ def compared(rounds: dict[str, list[float]], level: float = 0.0) -> dict[str, fl
     rounds: by plan, what it took in each. level: their geometric mean; by default that of the
     plans' median rounds.
     """
-    from fxpart.measuring.playoff import levelled
+    from fxpart.profiling.trial_rounds import normalize_rounds
 
     middles = [statistics.median(taken) for taken in rounds.values()]
-    shares = levelled(list(zip(*rounds.values(), strict=True)))
+    shares = normalize_rounds(list(zip(*rounds.values(), strict=True)))
     level = level or statistics.geometric_mean(middles)
     return {
         label: level * statistics.median(each) for label, each in zip(rounds, shares, strict=True)

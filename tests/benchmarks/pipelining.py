@@ -99,18 +99,18 @@ class Pair:
 
     def recorded(self, name: str, steps: int) -> tuple[float, Stages]:
         """Seconds per step, and of each stage the median of its forwards and of its backwards."""
-        from fxpart.schedule.action import Kind, parse
+        from fxpart.schedule.action import ActionKind, parse
 
         with self.trainers[name].record() as recorder:
             taken = timed(self.fxpart(name), steps)
-        found: dict[tuple[int, Kind], list[float]] = {}
+        found: dict[tuple[int, ActionKind], list[float]] = {}
         for span in recorder.recording.spans:
             if span.lane == "compute":
                 action = parse(span.name)
                 found.setdefault((action.stage, action.kind), []).append(span.end - span.start)
         count = len(self.program.spec.stages)
-        forward = [statistics.median(found[stage, Kind.F]) for stage in range(count)]
-        return taken, (forward, [statistics.median(found[k, Kind.B]) for k in range(count)])
+        forward = [statistics.median(found[stage, ActionKind.F]) for stage in range(count)]
+        return taken, (forward, [statistics.median(found[k, ActionKind.B]) for k in range(count)])
 
     def ideal(self, name: str, seconds: Stages) -> float:
         """The schedule's step with these stage times and free transfers."""
@@ -121,23 +121,25 @@ class Pair:
 
     def schedule(self, name: str) -> tuple[Any, Any]:
         """The actions that the trainer runs, and the edges between stages."""
-        from fxpart.runtime.links import edges
+        from fxpart.program.edges import find_stage_edges
         from fxpart.schedule.make import make
 
         spec, count = self.program.spec, len(self.program.spec.stages)
-        found = edges(spec)
+        found = find_stage_edges(spec)
         return make(name, range(count), self.trainers[name].microbatches, found), found
 
     def crossing(self) -> list[float]:
         """MB that a microbatch carries over each boundary."""
-        from fxpart.interop.chain import meta
+        from fxpart.interop.chain_stage import make_meta_tensors
 
         sizes = []
         symbols = self.stages._read(self.batch).sizes[0]
         for stage in self.stages.spec.stages[:-1]:
             taken = self.stages.spec.stages[stage.index + 1]
             values = [v for v, s in zip(taken.inputs, taken.sources, strict=True) if s >= 0]
-            sizes.append(sum(t.numel() * t.element_size() for t in meta(values, symbols)) / 1e6)
+            sizes.append(
+                sum(t.numel() * t.element_size() for t in make_meta_tensors(values, symbols)) / 1e6
+            )
         return [round(size, 3) for size in sizes]
 
 

@@ -21,11 +21,11 @@ class Wires:
     def __init__(self, ranks: int) -> None:
         """Called by all ranks at the same time."""
         from fxpart.runtime import connect
-        from fxpart.runtime.distributed import Distributed
+        from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
         self.ways = {
             "fxpart": connect(ranks),
-            "torch": Distributed(one_machine=True, shared_memory=False),
+            "torch": ProcessGroupTransport(one_machine=True, shared_memory=False),
         }
 
     def milliseconds(self, megabytes: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ BATCH = {"input:input_ids": "dp:S(0)", "input:labels": "dp:S(0)"}
 
 def annotated(graph: Any, mesh: str, seeds: dict[str, str], *, close: bool) -> Any:
     """The graph with these annotations, propagated. close: the rest replicated."""
-    from fxpart.pipeline import PassManager
+    from fxpart.compiler import PassManager
 
     options = f'mesh="{mesh}",seeds={json.dumps(json.dumps(seeds))}'
     return PassManager().run(
@@ -64,7 +64,7 @@ class Case:
 
     def fixed(self, *, close: bool) -> float:
         """Step seconds of Megatron's placements; not close: the rest as the solver likes."""
-        from fxpart.solver.placement import solve_placement
+        from fxpart.solver.placement.portfolio import solve_placement
 
         seeds = MEGATRON | (BATCH if "dp" in self.mesh else {})
         graph = annotated(self.graph, self.mesh, seeds, close=close)
@@ -74,7 +74,7 @@ class Case:
         """Seconds and gaps."""
         import msgspec
 
-        from fxpart.solver.placement import solve_placement
+        from fxpart.solver.placement.portfolio import solve_placement
 
         graph = annotated(self.graph, self.mesh, {}, close=False)
         made, solved = [], []
@@ -130,8 +130,8 @@ def main() -> None:
     from fxpart.passes import PREPARE
 
     from fxpart.capture import capture
-    from fxpart.cluster import Cluster
-    from fxpart.pipeline import PassManager
+    from fxpart.cluster.model import Cluster
+    from fxpart.compiler import PassManager
 
     torch.set_num_threads(1)
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")

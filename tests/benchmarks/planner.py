@@ -59,9 +59,9 @@ def measure(name: str) -> list[dict[str, Any]]:
     """Figures of one model on every cluster, in this process."""
     import torch
 
-    from fxpart.choosing import costed
-    from fxpart.front import Asked, make_front
-    from fxpart.pricing.joint_space import Space
+    from fxpart.planner.degrees import build_joint_problem
+    from fxpart.planner.prepared_model import PlanningArguments, prepare_model
+    from fxpart.pricing.joint_space import SearchSpace
     from fxpart.solver.joint.objective import degrees, evaluate
     from fxpart.solver.joint.portfolio import solve
 
@@ -71,16 +71,16 @@ def measure(name: str) -> list[dict[str, Any]]:
     fronts: dict[str, Any] = {}
     rows = []
     for text in (*ONE, *TWO):
-        asked = Asked(work.batch_size, None, None, "auto", {}, 0)
+        asked = PlanningArguments(work.batch_size, None, None, "auto", {}, 0)
         if not fronts:
-            fronts[""] = make_front(
+            fronts[""] = prepare_model(
                 work.model, text, None, (work.example, None), asked, {"loss": None}
             )
             capture = time.process_time() - start
         front = fronts[""]
         request = with_cluster(front.request, text)
         before = time.process_time()
-        problem, _ = costed(front.graph, front.captured, request, None, Space())
+        problem, _ = build_joint_problem(front.graph, front.captured, request, None, SearchSpace())
         priced = time.process_time()
         solution = solve(problem, time_limit=60.0)
         solved = time.process_time()

@@ -26,7 +26,7 @@ from record import write
 from torch import nn
 from transient_bytes import Peak
 
-from fxpart.runtime.predict import RULES, Predictor, predictor
+from fxpart.runtime.weight_prediction import RULES, Predictor, make_predictor
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
@@ -73,7 +73,7 @@ def ratios(name: str, millions: float, rounds: int) -> dict[str, object]:
     """Times of each rule's prediction over that of the step, and its memory."""
     weights = model(millions)
     optimizer = OPTIMIZERS[name](weights)
-    rules = {rule: predictor(rule, optimizer) for rule in RULES}
+    rules = {rule: make_predictor(rule, optimizer) for rule in RULES}
     size = sum(p.nbytes for p in weights)
     for look in rules.values():
         look.before_update()

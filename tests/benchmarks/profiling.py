@@ -35,7 +35,7 @@ def small(layers: int = 12) -> Any:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from fxpart.target import Workload
+    from fxpart.capture.workload import Workload
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False)).train()
@@ -76,22 +76,24 @@ def profiled(model: str, path: Path, *more: str) -> dict[str, Any]:
 
 def counted(layers: int, folder: Path) -> dict[str, int]:
     """Operations of the model's graph, and how many of them are distinct at 4 rows."""
-    from fxpart.front import Asked, make_front
-    from fxpart.measuring.ops import measure
-    from fxpart.measuring.setting import on_device, setting
-    from fxpart.pricing.variants import Sizes, Split
-    from fxpart.profile import Profile
+    from fxpart.planner.prepared_model import PlanningArguments, prepare_model
+    from fxpart.pricing.variants import BatchSplit, Sizes
+    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
+    from fxpart.profiling.ops import measure
+    from fxpart.profiling.store import Profile
 
     work = small(layers)
-    asked = Asked(BATCH, None, "adamw", "roofline", {}, 0)
+    asked = PlanningArguments(BATCH, None, "adamw", "roofline", {}, 0)
     given = (work.example, work.example_kwargs)
-    front = make_front(work.model, CLUSTER, None, given, asked, {"loss": None, "batch_dims": None})
+    front = prepare_model(
+        work.model, CLUSTER, None, given, asked, {"loss": None, "batch_dims": None}
+    )
     first = front.request.cluster.devices[0]
     path = folder / f"count_{layers}.profile"
     with on_device(first) as device, Profile(path, create=True) as profile:
         counts = measure(
-            front.graph, front.captured, [Sizes(front.captured, Split(4, 1))], profile,
-            setting(first.model, device), 0.0, device=device,
+            front.graph, front.captured, [Sizes(front.captured, BatchSplit(4, 1))], profile,
+            get_measurement_environment(first.model, device), 0.0, device=device,
         )  # fmt: skip
     calls = sum(node.op == "call_function" for node in front.graph.graph.nodes)
     return {"operations": calls, "distinct": counts.left}

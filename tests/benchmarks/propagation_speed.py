@@ -27,23 +27,23 @@ SEEDS = {
 
 def measure(layers: int, rounds: int) -> dict[str, float]:
     """Nodes, seconds of both passes, and distinct ops of one graph."""
-    from fxpart.passes.annotate import Annotate
-    from fxpart.passes.propagate import Propagate
-    from fxpart.passes.propagation.ruled import Rules
+    from fxpart.passes.annotate import AnnotatePass
+    from fxpart.passes.propagate import PropagatePass
+    from fxpart.passes.propagation.axis_rules import GraphRules
     from layers_of_ops import deep
 
-    from fxpart.annotations.values import sharding
+    from fxpart.annotations.graph_values import sharding
     from fxpart.sharding import Mesh
 
     graph = deep(layers)
     taken: dict[str, list[float]] = {"annotate": [], "propagate": []}
     for _ in range(rounds):
-        for item in (Annotate("dp=2,tp=2", json.dumps(SEEDS)), Propagate()):
+        for item in (AnnotatePass("dp=2,tp=2", json.dumps(SEEDS)), PropagatePass()):
             start = time.process_time()
             item.run(graph)
             taken[item.name].append(time.process_time() - start)
     held = [known for n in graph.graph.nodes if (known := sharding(n)) is not None]
-    rules = Rules(Mesh.parse("dp=2"))
+    rules = GraphRules(Mesh.parse("dp=2"))
     for node in graph.graph.nodes:
         if node.op == "call_function":
             rules.of(node)

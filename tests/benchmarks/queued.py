@@ -5,9 +5,9 @@
 Copies of a stage and what they feed, in processes of one thread. What a computation takes is made:
 each forward and backward sleeps for so long, one copy three times as long as the others, so that
 the figures are those of the runtime (orders, values, sums and updates between processes) and not of
-what else this machine does. simulated: ``fxpart.planned.queued`` on those seconds, before; turns:
-the same copies in equal turns, as a plan has them that knows nothing of the slow one. measured: the
-median of the seconds between updates, once the first minibatches are over.
+what else this machine does. simulated: ``fxpart.planner.prediction.queue_simulation`` on those
+seconds, before; turns: the same copies in equal turns, as a plan has them that knows nothing of the
+slow one. measured: the median of the seconds between updates, once the first minibatches are over.
 """
 
 from __future__ import annotations
@@ -66,11 +66,18 @@ def plan_of(counts: tuple[int, ...], seconds: Mapping[int, float]) -> Any:
 
 def predicted(counts: tuple[int, ...], forward: float, staleness: Sequence[int]) -> dict[str, Any]:
     """The seconds of a minibatch from queues and in turns, and who takes how much."""
-    from fxpart.planned.queued import in_turns, queued
+    from fxpart.planner.prediction.queue_simulation import (
+        compute_round_robin_seconds,
+        simulate_queue_plan,
+    )
 
     plan = plan_of(counts, seconds_of(counts, forward))
-    run = queued(plan, staleness)
-    return {"simulated": run.seconds, "turns": in_turns(plan), "taken": list(run.taken.values())}
+    run = simulate_queue_plan(plan, staleness)
+    return {
+        "simulated": run.seconds,
+        "turns": compute_round_robin_seconds(plan),
+        "taken": list(run.taken.values()),
+    }
 
 
 def measure(case: Mapping[str, Any]) -> dict[str, Any] | None:

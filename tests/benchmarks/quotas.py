@@ -116,8 +116,8 @@ def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     """A rank that rehearses plans, under its quota."""
     import torch
 
-    import fxpart.running  # noqa: F401
-    from fxpart.measuring import rehearsing
+    import fxpart.training.trainer_factory  # noqa: F401
+    from fxpart.profiling import trial_worker
 
     # What is loaded once takes seconds, and under a quota far longer; no step waits for it.
     weight = torch.nn.Parameter(torch.ones(1))
@@ -126,7 +126,7 @@ def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     if payload["spaces"]:
         _move(rank, payload["spaces"])
     enter(rank, payload)
-    return rehearsing.serve(rank, world, payload)
+    return trial_worker.serve(rank, world, payload)
 
 
 def _move(rank: int, spaces: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def _move(rank: int, spaces: Sequence[str]) -> None:
     from namespaces import DEVICE
 
     from fxpart.environment import launch
-    from fxpart.measuring import rehearsing
+    from fxpart.profiling import trial_worker
 
     found = launch()
     assert found is not None, "one of several"
@@ -156,7 +156,7 @@ def _move(rank: int, spaces: Sequence[str]) -> None:
             raise OSError(ctypes.get_errno(), f"setns {spaces[rank]}")
     here = spaces.count(spaces[rank])
     os.environ |= {"GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(here)}
-    rehearsing.regrouped = regrouped  # no new connection reaches the store from here
+    trial_worker.make_process_group = regrouped  # no new connection reaches the store from here
 
 
 def held(quotas: Sequence[float], hosts: Sequence[int] = (), megabits: float = 0.0) -> Any:
@@ -167,10 +167,10 @@ def held(quotas: Sequence[float], hosts: Sequence[int] = (), megabits: float = 0
     from namespaces import Network
 
     from fxpart.errors import FxpartError
-    from fxpart.measuring.processes import together
-    from fxpart.measuring.rehearsals import Rehearsals
+    from fxpart.profiling.processes import run_on_processes
+    from fxpart.profiling.trial_processes import TrialProcesses
 
-    class Held(Rehearsals):
+    class Held(TrialProcesses):
         """In groups and namespaces, which are removed once the processes have ended."""
 
         def _serve(self, ranks: int, threads: int) -> None:
@@ -186,7 +186,7 @@ def held(quotas: Sequence[float], hosts: Sequence[int] = (), megabits: float = 0
                         "folder": self._folder.name, "cores": groups.cores, "spaces": spaces,
                         "groups": [str(folder) for folder in groups.folders],
                     }  # fmt: skip
-                    together(ranks, "quotas:serve", payload, 3600.0, threads=threads)
+                    run_on_processes(ranks, "quotas:serve", payload, 3600.0, threads=threads)
             except FxpartError as why:
                 self._failure = why
 

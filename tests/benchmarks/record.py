@@ -19,7 +19,7 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
 
 # fxpart as it stands in this checkout, and the tests' models.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 
 
 # Options of the run that say nothing of its results; where it keeps what it has is one.

@@ -32,7 +32,7 @@ import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from fxpart.running import load_trainer  # noqa: E402
+from fxpart.training.trainer_factory import load_trainer  # noqa: E402
 
 READY = time.perf_counter()
 

@@ -32,7 +32,7 @@ from torch import nn
 
 import fxpart
 from fxpart.checkpoint.folder import newest
-from fxpart.runtime.checkpoint.saver import Saver
+from fxpart.runtime.checkpointing.saver import Saver
 
 RANKS = 4
 

@@ -36,7 +36,7 @@ def main() -> None:
         Sample.make(0, most=MOST).save(root, 0)
         for generation in range(1, kills + 1):
             killed(root, step + 1, generation, 2, draw.uniform(0.0, 0.3))
-            within += any(f"-g{generation}-" in path.name for path in folder.unfinished(root))
+            within += any(f"-g{generation}-" in path.name for path in folder.list_unfinished(root))
             found = left(root)  # raises where it does not load, or holds other numbers
             loaded += 1
             back += found < step

@@ -19,7 +19,7 @@ from record import parser, write
 
 
 def checked(count: int, seed: int) -> Counter[str]:
-    """So many, counted by sort; see tests/schedule_agreement.py."""
+    """So many, counted by sort; see tests/support/schedule_agreement.py."""
     from schedule_agreement import many
 
     return many(count, seed)

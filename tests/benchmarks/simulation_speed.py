@@ -23,12 +23,12 @@ CURVE = (1.0, 1.0, 1.5, 2.0)
 
 def measure(stages: int, microbatches: int, rounds: int) -> dict[str, float]:
     """Milliseconds of each way on one shape."""
-    from fxpart.schedule.action import Kind
+    from fxpart.schedule.action import ActionKind
     from fxpart.schedule.builders import one_f_one_b
-    from fxpart.schedule.crowd import Crowd
     from fxpart.schedule.dependence import chain
+    from fxpart.schedule.fast_simulation import compute_last_backward_ends
+    from fxpart.schedule.host_contention import HostContention
     from fxpart.schedule.lower import lower
-    from fxpart.schedule.quick import last_ends
     from fxpart.schedule.simulate import simulate
 
     edges = chain(stages)
@@ -36,21 +36,21 @@ def measure(stages: int, microbatches: int, rounds: int) -> dict[str, float]:
     forward = [1.0 + 0.1 * (k % 3) for k in range(stages)]
     backward = [2 * seconds for seconds in forward]
     once = [3.0] * stages
-    one = Crowd((0,) * stages, (CURVE,), (0.5,))
+    one = HostContention((0,) * stages, (CURVE,), (0.5,))
     hosts = -(-stages // 4)
-    several = Crowd(tuple(k // 4 for k in range(stages)), (CURVE,) * hosts, (0.5,) * hosts)
+    several = HostContention(tuple(k // 4 for k in range(stages)), (CURVE,) * hosts, (0.5,) * hosts)
 
-    def transfer(_stage: int, _peer: int, _kind: Kind) -> float:
+    def transfer(_stage: int, _peer: int, _kind: ActionKind) -> float:
         return 0.1
 
-    def crowded(crowd: Crowd) -> Callable[[], object]:
+    def crowded(crowd: HostContention) -> Callable[[], object]:
         return lambda: simulate(
             schedule, edges, forward, backward, transfer,
             sends="runtime", crowd=crowd, once=once, join=True,
         )  # fmt: skip
 
     ways: dict[str, Callable[[], object]] = {
-        "quick": lambda: last_ends(
+        "quick": lambda: compute_last_backward_ends(
             "1f1b", microbatches, edges, forward, backward,
             {(e.source, e.target): 0.1 for e in edges},
         ),

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import fxpart
-from fxpart.collectives import Counts
+from fxpart.collectives import CommunicationCounts
 
 VOCABULARY = 128
 CUT = {
@@ -105,7 +105,7 @@ Step = Callable[[], None]
 
 def ours(
     model: nn.Module, batch: tuple[torch.Tensor, ...], seen: dict[str, float]
-) -> tuple[Step, Counts]:
+) -> tuple[Step, CommunicationCounts]:
     """A step of fxpart's trainer, and what counts the stage's collectives."""
     program = fxpart.compile(
         fxpart.annotate(model, CUT), "local:2", example_inputs=batch, loss=loss_of,

@@ -3,7 +3,8 @@
     python tests/benchmarks/transfers.py [--count 200] [--shared-memory]
 
 Every value and gradient that comes to a stage is compared with the number that it must be; the
-schedules are those of tests/transfer_programs.py. Ends with an error at the first that is wrong.
+schedules are those of tests/support/transfer_programs.py. Ends with an error at the first that is
+wrong.
 """
 
 from __future__ import annotations

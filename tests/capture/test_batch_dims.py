@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fxpart.capture import Captured, capture
-from fxpart.capture.dims import hypotheses, resize
+from fxpart.capture import CapturedModel, capture
+from fxpart.capture.batch_dims import hypotheses, resize
 from fxpart.errors import FxpartError
-from fxpart.reference import WholeGraph
+from fxpart.verification.single_process import WholeGraph
 
 
-def dims(captured: Captured) -> dict[str, int | None]:
+def dims(captured: CapturedModel) -> dict[str, int | None]:
     return {spec.name: spec.batch_dim for spec in captured.inputs}
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from fxpart.capture import capture
-from fxpart.capture.batch import assemble, look_up, put_together, take_apart
-from fxpart.capture.calling import Call, divide
-from fxpart.capture.outputs import mean_square, named_tensors
+from fxpart.capture.call_arguments import CallArguments, split_batch_arguments
+from fxpart.capture.flat_batch import assemble, flatten_batch, look_up, unflatten_batch
+from fxpart.capture.model_outputs import mean_square, named_tensors
 from fxpart.errors import FxpartError
 
 
@@ -31,8 +31,8 @@ class Open(nn.Module):
         return x
 
 
-def parts_of(batch: Any, model: nn.Module, loss: Any, kwargs: bool = False) -> Call:
-    return divide(model, loss, take_apart(batch), has_kwargs=kwargs)
+def parts_of(batch: Any, model: nn.Module, loss: Any, kwargs: bool = False) -> CallArguments:
+    return split_batch_arguments(model, loss, flatten_batch(batch), has_kwargs=kwargs)
 
 
 T = torch.zeros(2, 3)
@@ -112,12 +112,12 @@ def test_outputs_keep_their_names() -> None:
 
 def test_batches_come_apart_and_together() -> None:
     batch = {"a": (T, [1, None, Pair(T + 1, "s")]), "b": True}
-    parts = take_apart(batch)
+    parts = flatten_batch(batch)
     assert parts.paths == (("a", 0), ("a", 1, 2, 0))
     assert [(c.path, c.value) for c in parts.constants] == [
         (("a", 1, 0), 1), (("a", 1, 1), None), (("a", 1, 2, 1), "s"), (("b",), True)
     ]  # fmt: skip
-    again = put_together(parts.tree, parts.tensors)
+    again = unflatten_batch(parts.tree, parts.tensors)
     assert again["a"][0] is T and isinstance(again["a"][1][2], Pair) and again["b"] is True
     assert all(look_up(batch, p) is t for p, t in zip(parts.paths, parts.tensors, strict=True))
     assert look_up(T, (0,)) is T

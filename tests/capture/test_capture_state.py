@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxpart.capture import Captured, capture
-from fxpart.capture.state import state_of
+from fxpart.capture import CapturedModel, capture
+from fxpart.capture.model_tensors import state_of
 from fxpart.compat import storage_identity
 
 
-def attributes(captured: Captured) -> set[str]:
+def attributes(captured: CapturedModel) -> set[str]:
     return {str(n.target) for n in captured.graph.graph.nodes if n.op == "get_attr"}
 
 

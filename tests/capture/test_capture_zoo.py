@@ -9,16 +9,16 @@ import pytest
 import torch
 from zoo import ZOO, Built, Entry
 
-from fxpart.capture import Captured, capture
-from fxpart.capture.batch import look_up, put_together, take_apart
-from fxpart.capture.dims import resize
-from fxpart.pipeline import KEY, LEVEL_KEY, Level
+from fxpart.capture import CapturedModel, capture
+from fxpart.capture.batch_dims import resize
+from fxpart.capture.flat_batch import flatten_batch, look_up, unflatten_batch
+from fxpart.compiler import KEY, LEVEL_KEY, Level
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=ZOO, scope="module")
-def named(request: pytest.FixtureRequest) -> tuple[Entry, Built, Captured]:
+def named(request: pytest.FixtureRequest) -> tuple[Entry, Built, CapturedModel]:
     entry = ZOO[request.param]
     if not entry.available:
         pytest.skip(f"{request.param} needs {entry.needs}")
@@ -33,18 +33,20 @@ def named(request: pytest.FixtureRequest) -> tuple[Entry, Built, Captured]:
     return entry, built, captured
 
 
-def inputs_of(captured: Captured, batch: Any) -> list[torch.Tensor]:
+def inputs_of(captured: CapturedModel, batch: Any) -> list[torch.Tensor]:
     return [look_up(batch, spec.path).clone() for spec in captured.inputs]
 
 
-def with_rows(captured: Captured, batch: Any, rows: int) -> Any:
-    parts = take_apart(batch)
+def with_rows(captured: CapturedModel, batch: Any, rows: int) -> Any:
+    parts = flatten_batch(batch)
     dims = [spec.batch_dim for spec in captured.inputs]
     tensors = [resize(t, d, rows) for t, d in zip(parts.tensors, dims, strict=True)]
-    return put_together(parts.tree, tensors)
+    return unflatten_batch(parts.tree, tensors)
 
 
-def step(captured: Captured, run: Callable[[], Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def step(
+    captured: CapturedModel, run: Callable[[], Any]
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Outputs, and by name gradients and written buffers, of one seeded run; state is put back."""
     parameters = {name: captured.state[name] for name in captured.parameters}
     buffers = {n: t for n, t in captured.state.items() if n not in parameters}
@@ -74,7 +76,7 @@ def assert_same(mine: Any, theirs: Any, tolerance: float, name: str = "") -> Non
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * scale, msg=name)
 
 
-def compare(entry: Entry, captured: Captured, batch: Any) -> None:
+def compare(entry: Entry, captured: CapturedModel, batch: Any) -> None:
     assert captured.eager is not None
     eager = captured.eager
     outputs, state = step(captured, lambda: captured.graph(*inputs_of(captured, batch)))
@@ -88,13 +90,13 @@ def compare(entry: Entry, captured: Captured, batch: Any) -> None:
     assert any(value is not None for name, value in state.items() if name.startswith("grad "))
 
 
-def test_training_mode_equals_the_module(named: tuple[Entry, Built, Captured]) -> None:
+def test_training_mode_equals_the_module(named: tuple[Entry, Built, CapturedModel]) -> None:
     entry, built, captured = named
     assert captured.training and built.model.training
     compare(entry, captured, built.batch)
 
 
-def test_evaluation_mode_and_another_batch_size(named: tuple[Entry, Built, Captured]) -> None:
+def test_evaluation_mode_and_another_batch_size(named: tuple[Entry, Built, CapturedModel]) -> None:
     entry, built, captured = named
     assert captured.again is not None
     evaluated = captured.again(False)
@@ -106,7 +108,7 @@ def test_evaluation_mode_and_another_batch_size(named: tuple[Entry, Built, Captu
             compare(entry, evaluated, with_rows(evaluated, built.batch, rows))
 
 
-def test_names_and_places(named: tuple[Entry, Built, Captured]) -> None:
+def test_names_and_places(named: tuple[Entry, Built, CapturedModel]) -> None:
     _, built, captured = named
     assert captured.graph.meta[LEVEL_KEY] is Level.CAPTURED
     nodes = list(captured.graph.graph.nodes)
@@ -130,7 +132,7 @@ def test_names_and_places(named: tuple[Entry, Built, Captured]) -> None:
     assert sum(bool(n.meta[KEY].source) for n in ops) > 0.5 * len(ops)
 
 
-def test_inputs_describe_the_batch(named: tuple[Entry, Built, Captured]) -> None:
+def test_inputs_describe_the_batch(named: tuple[Entry, Built, CapturedModel]) -> None:
     entry, built, captured = named
     assert captured.symbolic == entry.symbolic
     for spec in captured.inputs:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxpart.capture import capture
-from fxpart.capture.examples import infer_examples
+from fxpart.capture.example_inputs import infer_examples
 
 
 class Lightning(nn.Module):

@@ -16,7 +16,7 @@ from torch import fx, nn
 from zoo_graphs import captured, prepared
 
 from fxpart.capture.fingerprint import canonical_lines, describe_difference, fingerprint
-from fxpart.pipeline import PassManager
+from fxpart.compiler import PassManager
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ print(fingerprint(prepared("side_mask")), fingerprint(prepared("dropouts")))
 @pytest.mark.slow
 def test_equal_in_another_process_with_another_hash_seed() -> None:
     root = Path(__file__).resolve().parents[2]
-    path = python_path(root, root / "tests")
+    path = python_path(root, root / "tests" / "support")
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", _CODE], capture_output=True, text=True, env=environment, check=True

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from fxpart.capture import capture
-from fxpart.capture.batch import take_apart
-from fxpart.capture.calling import divide
-from fxpart.capture.fxtrace import symbolic_trace
-from fxpart.capture.whole import Whole
+from fxpart.capture.call_arguments import split_batch_arguments
+from fxpart.capture.flat_batch import flatten_batch
+from fxpart.capture.fx_trace import symbolic_trace
+from fxpart.capture.model_with_loss import ModelWithLoss
+from fxpart.compiler import KEY
 from fxpart.errors import FxpartError
-from fxpart.pipeline import KEY
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,10 @@ class Picks(Noisy):
         return y + y[y > 0].sum()
 
 
-def whole(model: nn.Module, x: torch.Tensor) -> Whole:
-    module = Whole(model, None, divide(model, None, take_apart((x,)), has_kwargs=False))
+def whole(model: nn.Module, x: torch.Tensor) -> ModelWithLoss:
+    module = ModelWithLoss(
+        model, None, split_batch_arguments(model, None, flatten_batch((x,)), has_kwargs=False)
+    )
     module.floating = frozenset({"output"})
     return module
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.capture.modes import kept_tensors
+from fxpart.capture.context_managers import preserve_tensors
 
 BATCH = torch.ones(4, 3) * torch.arange(1, 5).reshape(4, 1) / 4, torch.zeros(4, 2)
 
@@ -154,16 +154,16 @@ def test_parameters_of_the_model_are_as_they_were() -> None:
 
 
 def test_models_too_large_to_copy_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpart.capture.modes.REAL_LIMIT", 4)
+    monkeypatch.setattr("fxpart.capture.context_managers.REAL_LIMIT", 4)
     model = Shrinking()
-    with pytest.raises(fxpart.FxpartError, match="too large to undo"), kept_tensors(model):
+    with pytest.raises(fxpart.FxpartError, match="too large to undo"), preserve_tensors(model):
         model(BATCH[0])
-    with kept_tensors(model):
+    with preserve_tensors(model):
         model.w.sum()
 
 
 def test_a_tensor_of_another_shape_is_put_back() -> None:
     loss = Counted()
-    with kept_tensors(enclosed(loss)):
+    with preserve_tensors(enclosed(loss)):
         loss.n.data = torch.ones(4)
     assert torch.equal(loss.n, torch.zeros(()))

@@ -11,9 +11,9 @@ from torch import nn
 
 import fxpart
 from fxpart.capture import capture
-from fxpart.compat import uncompiled
+from fxpart.compat import unwrap_compiled
 from fxpart.errors import FxpartError
-from tests.plain_training import batches_of, difference
+from tests.support.plain_training import batches_of, difference
 
 BATCHES = batches_of((8, 8), (8, 4))
 
@@ -75,7 +75,7 @@ def test_compiled_modules_are_compiled_afterwards() -> None:
     model = nested()
     capture(model, BATCHES[0], loss=nn.MSELoss())
     assert "0._orig_mod.weight" in model.state_dict()
-    with uncompiled(model) as found:
+    with unwrap_compiled(model) as found:
         assert found and "0.weight" in model.state_dict()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpart
 from fxpart.capture.python_state import PythonState
-from tests.plain_training import ONE, batches_of, difference
+from tests.support.plain_training import ONE, batches_of, difference
 
 TABLES: dict[str, torch.Tensor] = {}
 

@@ -12,10 +12,15 @@ from repeated_layers import LAYERS, REPEATED, Layer, Stack, X, capture_with, rep
 from torch import nn
 from zoo import ZOO
 
-from fxpart.capture import Captured, capture, request
-from fxpart.capture.alike import TouchedError, Untouchable, counters, structure
-from fxpart.capture.replay import REAL, Repeats
-from fxpart.pipeline import KEY
+from fxpart.capture import CapturedModel, capture, request
+from fxpart.capture.layer_replay import REAL, LayerReplay
+from fxpart.capture.module_signature import (
+    LayerIndexAccessError,
+    Untouchable,
+    counters,
+    structure,
+)
+from fxpart.compiler import KEY
 
 
 @pytest.mark.slow
@@ -142,7 +147,7 @@ def test_untouchable_refuses_everything() -> None:
         lambda: [1] * number, lambda: number.bit_length(), lambda: -number,
     ]  # fmt: skip
     for use in uses:
-        with pytest.raises(TouchedError):
+        with pytest.raises(LayerIndexAccessError):
             use()
     assert number is not None
 
@@ -155,14 +160,14 @@ def test_rows_and_lengths_free_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.device("meta"):
         model = hf.GPT2LMHeadModel(config).bfloat16().train()
         ids = torch.zeros(4, 32, dtype=torch.int64)
-    made: list[Repeats] = []
+    made: list[LayerReplay] = []
 
-    def take(least: int) -> Captured:
-        def make(root: nn.Module) -> Repeats:
-            made.append(Repeats(root, least=least))
+    def take(least: int) -> CapturedModel:
+        def make(root: nn.Module) -> LayerReplay:
+            made.append(LayerReplay(root, least=least))
             return made[-1]
 
-        monkeypatch.setattr(request, "Repeats", make)
+        monkeypatch.setattr(request, "LayerReplay", make)
         return capture(model, None, {"input_ids": ids, "labels": ids}, batch_size=4)
 
     plain, quick = take(10**6), take(LAYERS)
@@ -183,8 +188,8 @@ def test_the_zoo_with_as_much_repeated_as_can_be(
         capture, built.model, built.batch, loss=built.loss, batch_size=built.batch_size,
         batch_dims=built.batch_dims,
     )  # fmt: skip
-    monkeypatch.setattr(request, "Repeats", partial(Repeats, least=10**6))
+    monkeypatch.setattr(request, "LayerReplay", partial(LayerReplay, least=10**6))
     plain = take()
-    monkeypatch.setattr(request, "Repeats", partial(Repeats, real=1, least=2))
+    monkeypatch.setattr(request, "LayerReplay", partial(LayerReplay, real=1, least=2))
     quick = take()
     assert text(quick) == text(plain)

@@ -89,7 +89,7 @@ def test_prune_of_one_checkpoint_is_of_its_folder(
     assert cli(["ckpt", "prune", "--keep", "1", str(run)]) == 2
     assert cli(["ckpt", "prune", str(run / "checkpoints" / "step-0000000010")]) == 2
     assert "FXP109" in capsys.readouterr().err
-    assert len(folder.complete(run / "checkpoints")) == 3
+    assert len(folder.list_complete(run / "checkpoints")) == 3
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "prune"])

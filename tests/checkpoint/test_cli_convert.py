@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from exchange_sources import MORE, OUTLINES, Numbers, checkpoint
 
-from fxpart.checkpoint.exchange import convert
+from fxpart.checkpoint.exchange import conversion
 from fxpart.cli import run
 from fxpart.cli.ckpt_convert import FORMATS
 
@@ -29,7 +29,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, A
 
 
 def test_formats_are_those_that_there_are() -> None:
-    assert convert.FORMATS == FORMATS
+    assert conversion.FORMATS == FORMATS
 
 
 def test_a_run_there_and_back(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

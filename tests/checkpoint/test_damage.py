@@ -15,10 +15,16 @@ import pytest
 from checkpoint_files import Sample
 from checkpoint_killed import killed, left
 
-from fxpart.checkpoint import encoding, folder
-from fxpart.checkpoint.manifest import NAME, File, Manifest, Part, Tensor
+from fxpart.checkpoint import folder, manifest_codec
+from fxpart.checkpoint.manifest import (
+    NAME,
+    CheckpointManifest,
+    ManifestFile,
+    ManifestPart,
+    ManifestTensor,
+)
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.regions import Region
+from fxpart.checkpoint.regions import TensorRegion
 from fxpart.errors import FxpartError, Problem
 
 
@@ -32,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def newest(root: Path) -> Path:
-    return folder.complete(root)[0]
+    return folder.list_complete(root)[0]
 
 
 def noticed(root: Path) -> tuple[Problem, ...]:
@@ -46,7 +52,7 @@ def noticed(root: Path) -> tuple[Problem, ...]:
 
 def owners(path: Path, name: str, at: int) -> set[str]:
     """The tensors that lose by a change at a byte of a file: one, or all where it is a header."""
-    manifest = msgspec.json.decode((path / NAME).read_bytes(), type=Manifest)
+    manifest = msgspec.json.decode((path / NAME).read_bytes(), type=CheckpointManifest)
     places = Checkpoint.open(path).places.get(name, {})
     inside = {n for n, place in places.items() if place.start <= at < place.stop}
     return {
@@ -159,7 +165,7 @@ def test_missing_renamed_and_exchanged_files(root: Path) -> None:
 
 def test_files_of_another_step(root: Path) -> None:
     """Of the same layout, even of the same numbers: they are not those that were written."""
-    older, path = folder.complete(root)[1], newest(root)
+    older, path = folder.list_complete(root)[1], newest(root)
     for name in sorted(file.name for file in path.iterdir() if file.name != "plan.json"):
         before = (path / name).read_bytes()
         (path / name).write_bytes((older / name).read_bytes())
@@ -233,11 +239,13 @@ def test_what_is_no_file(root: Path, name: str, kind: str) -> None:
         kept.rename(path / name)
 
 
-def signed(root: Path, change: Callable[[Manifest], Manifest]) -> tuple[Problem, ...]:
+def signed(
+    root: Path, change: Callable[[CheckpointManifest], CheckpointManifest]
+) -> tuple[Problem, ...]:
     """What is told of a manifest that someone has changed, digest and all."""
     file = newest(root) / NAME
     before = file.read_bytes()
-    file.write_bytes(encoding.encode(change(encoding.decode(before))))
+    file.write_bytes(manifest_codec.encode(change(manifest_codec.decode(before))))
     began = time.monotonic()
     try:
         return noticed(root)
@@ -251,7 +259,7 @@ def signed(root: Path, change: Callable[[Manifest], Manifest]) -> tuple[Problem,
              ".hidden", "a\x00b", "a\nb", "\x1b[31m", "x" * 300, NAME]
 )  # fmt: skip
 def test_names_that_lead_elsewhere(root: Path, name: str) -> None:
-    def change(manifest: Manifest) -> Manifest:
+    def change(manifest: CheckpointManifest) -> CheckpointManifest:
         entry = manifest.files["rank-00000.safetensors"]
         return msgspec.structs.replace(manifest, files={**manifest.files, name: entry})
 
@@ -261,11 +269,11 @@ def test_names_that_lead_elsewhere(root: Path, name: str) -> None:
 
 
 def with_part(
-    part: Part, shape: tuple[int, ...] = (4,), dtype: str = "float32"
-) -> Callable[[Manifest], Manifest]:
-    def change(manifest: Manifest) -> Manifest:
+    part: ManifestPart, shape: tuple[int, ...] = (4,), dtype: str = "float32"
+) -> Callable[[CheckpointManifest], CheckpointManifest]:
+    def change(manifest: CheckpointManifest) -> CheckpointManifest:
         return msgspec.structs.replace(
-            manifest, tensors={**manifest.tensors, "model/w": Tensor(dtype, shape, (part,))}
+            manifest, tensors={**manifest.tensors, "model/w": ManifestTensor(dtype, shape, (part,))}
         )
 
     return change
@@ -279,31 +287,31 @@ DIGEST = "0" * 64
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (with_part(Part("none.safetensors", "w", ALL, DIGEST)), "does not list"),
-        (with_part(Part("../" + FILE, "w", ALL, DIGEST)), "does not list"),
-        (with_part(Part(FILE, "w", ALL, DIGEST)), "not in the file"),
-        (with_part(Part(FILE, "w", ALL, "short")), "digest"),
-        (with_part(Part(FILE, "w", (((0, 9),),), DIGEST)), "dim 0"),
-        (with_part(Part(FILE, "w", ALL, DIGEST, (3, 90))), "not among"),
-        (with_part(Part(FILE, "w", ALL, DIGEST), dtype="object"), "dtype object"),
-        (with_part(Part(FILE, "w", ALL, DIGEST), shape=(-4,)), "shape"),
-        (with_part(Part(FILE, "w", ALL, DIGEST), shape=(1 << 62,)), "shape"),
-        (with_part(Part(FILE, "w", ALL, DIGEST), shape=(1 << 40,) * 60), "shape"),
-        (with_part(Part(FILE, "w", ALL, DIGEST), shape=(2,) * 100_000), "shape"),
-        (with_part(Part("plan.json", "w", ALL, DIGEST)), "not in the file"),
+        (with_part(ManifestPart("none.safetensors", "w", ALL, DIGEST)), "does not list"),
+        (with_part(ManifestPart("../" + FILE, "w", ALL, DIGEST)), "does not list"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST)), "not in the file"),
+        (with_part(ManifestPart(FILE, "w", ALL, "short")), "digest"),
+        (with_part(ManifestPart(FILE, "w", (((0, 9),),), DIGEST)), "dim 0"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST, (3, 90))), "not among"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), dtype="object"), "dtype object"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(-4,)), "shape"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(1 << 62,)), "shape"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(1 << 40,) * 60), "shape"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(2,) * 100_000), "shape"),
+        (with_part(ManifestPart("plan.json", "w", ALL, DIGEST)), "not in the file"),
     ],
 )  # fmt: skip
 def test_manifests_that_cannot_be(
-    root: Path, change: Callable[[Manifest], Manifest], why: str
+    root: Path, change: Callable[[CheckpointManifest], CheckpointManifest], why: str
 ) -> None:
     assert why in signed(root, change)[0].why
 
 
 def test_parts_that_do_not_cover(root: Path) -> None:
-    def change(manifest: Manifest) -> Manifest:
+    def change(manifest: CheckpointManifest) -> CheckpointManifest:
         tensors = dict(manifest.tensors)
         key = next(k for k, t in tensors.items() if len(t.parts) > 1 and np.prod(t.shape))
-        held = [p for p in tensors[key].parts if Region(p.ranges, p.flat).elements]
+        held = [p for p in tensors[key].parts if TensorRegion(p.ranges, p.flat).elements]
         kept = tuple(held[1:])
         tensors[key] = msgspec.structs.replace(tensors[key], parts=kept)
         return msgspec.structs.replace(manifest, tensors=tensors)
@@ -312,8 +320,8 @@ def test_parts_that_do_not_cover(root: Path) -> None:
 
 
 def test_a_file_that_is_larger_than_is_listed(root: Path) -> None:
-    def change(manifest: Manifest) -> Manifest:
-        found = {n: File(e.size + 1, e.header) for n, e in manifest.files.items()}
+    def change(manifest: CheckpointManifest) -> CheckpointManifest:
+        found = {n: ManifestFile(e.size + 1, e.header) for n, e in manifest.files.items()}
         return msgspec.structs.replace(manifest, files=found)
 
     assert len(signed(root, change)) == 4
@@ -333,7 +341,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
         killed(tmp_path, step + 1, generation, 2, draw.uniform(0.0, 0.4))
         found = left(tmp_path)
         assert found >= step
-        assert len(folder.complete(tmp_path)) <= 3
+        assert len(folder.list_complete(tmp_path)) <= 3
         step = found
     folder.prune(tmp_path, 2, generation=generation + 1)
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())

@@ -10,10 +10,15 @@ import pytest
 from exchange_sources import MORE, OUTLINES, REST, Numbers, checkpoint, same
 from safetensors.numpy import load_file, save_file
 
-from fxpart.checkpoint.exchange import huggingface, native, paddle_files, whole
-from fxpart.checkpoint.exchange.convert import Options, convert, detect
-from fxpart.checkpoint.exchange.huggingface import BARE, Folder, Prefixes
-from fxpart.checkpoint.exchange.source import Outline, Rest, parse_rest, rest_text
+from fxpart.checkpoint.exchange import huggingface, native, paddle_files, single_file
+from fxpart.checkpoint.exchange.conversion import ConversionOptions, convert, detect
+from fxpart.checkpoint.exchange.huggingface import BARE, KeyPrefixes, SafetensorsFolder
+from fxpart.checkpoint.exchange.source import (
+    CheckpointMetadata,
+    TensorType,
+    format_metadata,
+    parse_metadata,
+)
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError
 
@@ -43,11 +48,11 @@ def test_there_and_back(tmp_path: Path, ours: Path, to) -> None:
         "hf": [k for k in OUTLINES if k.startswith("optimizer/")] + list(MORE),
     }[to]  # fmt: skip
     assert sorted(there.left_out) == sorted(lost)
-    same(native.Native(back.path), numbers, left_out=lost)
+    same(native.NativeCheckpointSource(back.path), numbers, left_out=lost)
     found = Checkpoint.open(back.path)
     assert not found.verify() and found.path.name == back.path.name
-    rest = native.Native(back.path).rest
-    assert rest == (REST if to != "hf" else Rest())
+    rest = native.NativeCheckpointSource(back.path).rest
+    assert rest == (REST if to != "hf" else CheckpointMetadata())
     assert there.tensors == len(OUTLINES | MORE) - len(lost)
 
 
@@ -66,7 +71,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, ours: Path) -> None
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     numbers = Numbers({k: o for k, o in OUTLINES.items() if o.dtype not in ("bfloat16",)})
-    whole.write_whole(tmp_path / "all.safetensors", numbers)
+    single_file.write_whole(tmp_path / "all.safetensors", numbers)
     found = load_file(tmp_path / "all.safetensors")
     for key, outline in numbers.tensors.items():
         assert found[key].shape == outline.shape and found[key].dtype == outline.dtype
@@ -82,11 +87,11 @@ def test_large_folders_are_several_files(tmp_path: Path) -> None:
         o.size for k, o in OUTLINES.items() if k.startswith("model/")
     )
     left = [k for k in OUTLINES if k.startswith("optimizer/")]
-    same(Folder(tmp_path / "hf"), numbers, left_out=left)
+    same(SafetensorsFolder(tmp_path / "hf"), numbers, left_out=left)
 
 
 def test_names_lead_back() -> None:
-    names = Prefixes()
+    names = KeyPrefixes()
     for key in ("model/h.0.weight", "optimizer/h.0.weight/exp_avg"):
         assert names.key(names.name(key)) == key and names.holds(key)
     assert names.name("optimizer/h.0.weight/exp_avg") == "optimizer.state.h.0.weight.exp_avg"
@@ -111,8 +116,8 @@ def test_parts_of_ranks(tmp_path: Path) -> None:
     array = np.arange(35, dtype=np.float32).reshape(5, 7)
     parts = [([i, j], array[i : i + 3, j : j + 4]) for i in (0, 3) for j in (0, 4)]
     shards(tmp_path / "dcp", {"w": parts, "b": [([0], array[0])] * 2})
-    found = Folder(tmp_path / "dcp")
-    assert found.tensors["model/w"] == Outline("float32", (5, 7))
+    found = SafetensorsFolder(tmp_path / "dcp")
+    assert found.tensors["model/w"] == TensorType("float32", (5, 7))
     assert found.read("model/w").tobytes() == array.tobytes()
     assert found.read("model/b").tobytes() == array[0].tobytes()
 
@@ -130,7 +135,7 @@ def test_parts_that_do_not_fit(tmp_path: Path, parts) -> None:
     array = np.arange(8, dtype=np.int64)
     shards(tmp_path / "dcp", {"w": [(at, array[a:b]) for at, a, b in parts]})
     with pytest.raises(FxpartError, match="or one twice") as fault:
-        Folder(tmp_path / "dcp")
+        SafetensorsFolder(tmp_path / "dcp")
     assert fault.value.code == "FXP110" and "w in " in str(fault.value)
 
 
@@ -145,7 +150,7 @@ def test_places_that_are_none(tmp_path: Path, told: str) -> None:
     file = tmp_path / "dcp" / "a.safetensors"
     save_file({"w": np.zeros(4)}, file, {"DCP_SHARDING_INFO": told})
     with pytest.raises(FxpartError) as fault:
-        Folder(tmp_path / "dcp")
+        SafetensorsFolder(tmp_path / "dcp")
     assert fault.value.code == "FXP110"
 
 
@@ -153,7 +158,7 @@ def test_a_name_in_two_files(tmp_path: Path) -> None:
     for name in "ab":
         save_file({"w": np.zeros(4)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(FxpartError, match="w is in another file too"):
-        Folder(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_indices_that_are_none(tmp_path: Path, index: str) -> None:
     save_file({"w": np.zeros(4)}, tmp_path / "a.safetensors")
     (tmp_path / huggingface.INDEX).write_text(index)
     with pytest.raises(FxpartError) as fault:
-        Folder(tmp_path)
+        SafetensorsFolder(tmp_path)
     assert fault.value.code == "FXP110"
 
 
@@ -177,19 +182,19 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"w": np.ones(4)}, tmp_path / "blob")
     (tmp_path / "hf" / "model.safetensors").symlink_to("../blob")
-    assert Folder(tmp_path / "hf").read("model/w").tobytes() == np.ones(4).tobytes()
+    assert SafetensorsFolder(tmp_path / "hf").read("model/w").tobytes() == np.ones(4).tobytes()
     for target in ("/dev/zero", "model.safetensors", "nothing"):
         (tmp_path / "hf" / "model.safetensors").unlink()
         (tmp_path / "hf" / "model.safetensors").symlink_to(target)
         with pytest.raises(FxpartError, match="FXP110"):
-            Folder(tmp_path / "hf")
+            SafetensorsFolder(tmp_path / "hf")
 
 
 def test_names_without_their_prefix(tmp_path: Path) -> None:
     shards(tmp_path / "dcp", {"lm_head.weight": [([0], np.zeros(4))]})
     with pytest.raises(FxpartError, match="--model-prefix"):
         convert(tmp_path / "dcp", tmp_path / "out", "whole")
-    bare = Options(prefixes=Prefixes("", ""))
+    bare = ConversionOptions(prefixes=KeyPrefixes("", ""))
     assert convert(tmp_path / "dcp", tmp_path / "out", "whole", options=bare).tensors == 1
 
 
@@ -229,10 +234,10 @@ def test_no_pickle_is_looked_at(tmp_path: Path) -> None:
 
 
 def test_rest_comes_back() -> None:
-    assert parse_rest(rest_text(REST), "x") == REST
+    assert parse_metadata(format_metadata(REST), "x") == REST
     for text in ("", "[]", "[" * 100_000, '{"step": "a"}', '{"values": {"a": {"$int": 1}}}'):
         with pytest.raises(FxpartError, match="FXP110"):
-            parse_rest(text, "x")
+            parse_metadata(text, "x")
 
 
 @pytest.mark.slow
@@ -240,7 +245,7 @@ def test_one_tensor_in_memory(tmp_path: Path) -> None:
     """Sixteen tensors of 2 MB: what is held at a time is a few of them."""
     import tracemalloc
 
-    outlines = {f"model/w{i}": Outline("float32", (512, 1024)) for i in range(16)}
+    outlines = {f"model/w{i}": TensorType("float32", (512, 1024)) for i in range(16)}
     ours = checkpoint(tmp_path / "run", Numbers(outlines), {})
     for to, most in (("hf", 2.5), ("whole", 2.5), ("paddle", 4.5)):
         tracemalloc.start()

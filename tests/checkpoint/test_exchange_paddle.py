@@ -15,11 +15,11 @@ from exchange_sources import REST, Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.checkpoint.exchange.convert import convert
-from fxpart.checkpoint.exchange.npz import Arrays
-from fxpart.checkpoint.exchange.paddle import Strategy, strategy_of
+from fxpart.checkpoint.exchange.conversion import convert
+from fxpart.checkpoint.exchange.npz import NpzArrays
+from fxpart.checkpoint.exchange.paddle import PaddleStrategy, strategy_of
 from fxpart.checkpoint.exchange.paddle_files import PaddleFolder, read_strategies, write_paddle
-from fxpart.checkpoint.exchange.source import Held, Outline
+from fxpart.checkpoint.exchange.source import RankShard, TensorType
 from fxpart.errors import FxpartError
 
 Attr = dict[str, Any]
@@ -73,7 +73,7 @@ def cut_tensors(draw) -> tuple[tuple[int, ...], Attr]:
 @given(st.lists(cut_tensors(), min_size=1, max_size=3), st.sampled_from(["float32", "bfloat16"]))
 def test_any_cut(cuts, dtype) -> None:
     """Written by any dictionary, the parts are Paddle's; read, they are the whole again."""
-    outlines = {f"model/w{i}": Outline(dtype, shape) for i, (shape, _) in enumerate(cuts)}
+    outlines = {f"model/w{i}": TensorType(dtype, shape) for i, (shape, _) in enumerate(cuts)}
     attrs = {f"w{i}": attr for i, (_, attr) in enumerate(cuts)}
     numbers = Numbers(outlines)
     with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ def test_the_example_of_paddles_own_documentation(tmp_path: Path) -> None:
         np.savez(tmp_path / f"gpt_dist{rank}.pdparams.npz", tmp_0=part)
         (tmp_path / f"gpt_dist{rank}.pdattr.json").write_text(json.dumps({"tmp_0": attr}))
     found = PaddleFolder(tmp_path)
-    assert found.tensors == {"model/tmp_0": Outline("int64", (2, 2))}
+    assert found.tensors == {"model/tmp_0": TensorType("int64", (2, 2))}
     assert found.read("model/tmp_0").tobytes() == whole.tobytes()
     out = convert(tmp_path, tmp_path / "out", "whole")
     assert out.source == "paddle"
@@ -117,21 +117,21 @@ def test_the_example_of_paddles_own_documentation(tmp_path: Path) -> None:
 def test_any_array_that_numpy_writes(tmp_path: Path, make) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.savez(tmp_path / "a.npz", w=make(array), bits=np.array([1, 2], np.uint16), s=np.float32(2))
-    found = Arrays(tmp_path / "a.npz")
-    assert found.outlines["w"] == Outline("float32", (3, 4))
+    found = NpzArrays(tmp_path / "a.npz")
+    assert found.outlines["w"] == TensorType("float32", (3, 4))
     assert found.read("w").tobytes() == array.tobytes()
-    assert found.outlines["bits"] == Outline("bfloat16", (2,))
-    assert found.outlines["s"] == Outline("float32", ())
+    assert found.outlines["bits"] == TensorType("bfloat16", (2,))
+    assert found.outlines["s"] == TensorType("float32", ())
 
 
 def test_optimizer_state_is_cut_as_its_parameter(tmp_path: Path) -> None:
     outlines = {
-        "model/w": Outline("float32", (4, 2)),
-        "optimizer/w/exp_avg": Outline("float32", (4, 2)),
-        "optimizer/w/step": Outline("float32", ()),
+        "model/w": TensorType("float32", (4, 2)),
+        "optimizer/w/exp_avg": TensorType("float32", (4, 2)),
+        "optimizer/w/step": TensorType("float32", ()),
     }
     numbers = Numbers(outlines)
-    write_paddle(tmp_path / "out", numbers, strategies={"w": Strategy((2,), (0, 1), (0, -1))})
+    write_paddle(tmp_path / "out", numbers, strategies={"w": PaddleStrategy((2,), (0, 1), (0, -1))})
     with np.load(tmp_path / "out" / "model_dist1.pdopt.npz", allow_pickle=False) as held:
         assert set(held) == {"w/exp_avg"} and held["w/exp_avg"].shape == (2, 2)
     found = PaddleFolder(tmp_path / "out")
@@ -142,15 +142,22 @@ def test_optimizer_state_is_cut_as_its_parameter(tmp_path: Path) -> None:
 
 def test_layouts_of_ranks() -> None:
     grid = [
-        Held(2 * i + j, ((i * 2, i * 2 + 2), (j * 3, j * 3 + 3))) for i in (0, 1) for j in (0, 1)
+        RankShard(2 * i + j, ((i * 2, i * 2 + 2), (j * 3, j * 3 + 3)))
+        for i in (0, 1)
+        for j in (0, 1)
     ]
-    assert strategy_of((4, 6), grid) == Strategy((2, 2), (0, 1, 2, 3), (0, 1))
-    assert strategy_of((4, 6), [Held(3, ((0, 4), (0, 6)))]) == Strategy((1,), (3,), (-1, -1))
-    assert strategy_of((5,), [Held(0, ((0, 3),)), Held(1, ((3, 5),))]) is None
-    assert strategy_of((4,), [Held(0, ((0, 2),)), Held(0, ((2, 4),))]) is None
+    assert strategy_of((4, 6), grid) == PaddleStrategy((2, 2), (0, 1, 2, 3), (0, 1))
+    assert strategy_of((4, 6), [RankShard(3, ((0, 4), (0, 6)))]) == PaddleStrategy(
+        (1,), (3,), (-1, -1)
+    )
+    assert strategy_of((5,), [RankShard(0, ((0, 3),)), RankShard(1, ((3, 5),))]) is None
+    assert strategy_of((4,), [RankShard(0, ((0, 2),)), RankShard(0, ((2, 4),))]) is None
     assert strategy_of((4, 6), grid[:3]) is None and strategy_of((4,), []) is None
-    swapped = [Held(1 - each.rank, each.box) for each in [Held(0, ((0, 2),)), Held(1, ((2, 4),))]]
-    assert strategy_of((4,), swapped) == Strategy((2,), (1, 0), (0,))
+    swapped = [
+        RankShard(1 - each.rank, each.box)
+        for each in [RankShard(0, ((0, 2),)), RankShard(1, ((2, 4),))]
+    ]
+    assert strategy_of((4,), swapped) == PaddleStrategy((2,), (1, 0), (0,))
 
 
 def small(folder: Path, attr: Any, **arrays: Any) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 
 from fxpart.checkpoint.exchange import huggingface
-from fxpart.checkpoint.exchange.convert import Options, convert
-from fxpart.checkpoint.exchange.huggingface import Folder, Prefixes
-from fxpart.checkpoint.exchange.source import Outline
+from fxpart.checkpoint.exchange.conversion import ConversionOptions, convert
+from fxpart.checkpoint.exchange.huggingface import KeyPrefixes, SafetensorsFolder
+from fxpart.checkpoint.exchange.source import TensorType
 from fxpart.checkpoint.reader import Checkpoint
 
-PREFIXES = Prefixes()
+PREFIXES = KeyPrefixes()
 
 
 def trained() -> tuple[nn.Module, dict[str, Any]]:
@@ -42,7 +42,7 @@ def trained() -> tuple[nn.Module, dict[str, Any]]:
 def numbers_of(tensors: dict[str, torch.Tensor]) -> Numbers:
     """The same as a source of ours."""
     outlines = {
-        key: Outline(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+        key: TensorType(str(t.dtype).removeprefix("torch."), tuple(t.shape))
         for key, t in tensors.items()
     }
     numbers = Numbers(outlines)
@@ -149,11 +149,11 @@ def whole_state() -> dict[str, torch.Tensor]:
 def test_what_ranks_saved(tmp_path: Path, pool: Pool, consolidate: bool) -> None:
     folder = tmp_path / "dcp"
     pool.run(save_sharded, str(folder), consolidate, ranks=3)
-    found = Folder(folder / "sharded" if consolidate else folder, PREFIXES)
+    found = SafetensorsFolder(folder / "sharded" if consolidate else folder, PREFIXES)
     for name, tensor in whole_state().items():
         assert found.read(f"model/{name}").tobytes() == tensor.numpy().tobytes()
     if consolidate:
-        whole = Folder(folder, PREFIXES)
+        whole = SafetensorsFolder(folder, PREFIXES)
         assert all(whole.read(key).tobytes() == found.read(key).tobytes() for key in whole.tensors)
 
 
@@ -177,7 +177,7 @@ def test_transformers_reads_ours_and_ours_reads_its(tmp_path: Path, tied: bool) 
     done = convert(tmp_path / "theirs", tmp_path / "ours", "fxpart")
     convert(
         done.path, tmp_path / "back", "hf",
-        options=Options(config=tmp_path / "theirs" / "config.json", file_bytes=5000),
+        options=ConversionOptions(config=tmp_path / "theirs" / "config.json", file_bytes=5000),
     )  # fmt: skip
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     fresh = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back")

@@ -12,8 +12,8 @@ from hand_stages import batch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from fxpart.checkpoint.exchange.convert import FORMATS, Options, convert
-from fxpart.checkpoint.exchange.huggingface import Prefixes
+from fxpart.checkpoint.exchange.conversion import FORMATS, ConversionOptions, convert
+from fxpart.checkpoint.exchange.huggingface import KeyPrefixes
 from fxpart.checkpoint.exchange.paddle_files import read_strategies
 from fxpart.errors import FxpartError
 
@@ -74,7 +74,7 @@ def test_parts_of_lanes_in_paddles_dictionaries(tmp_path: Path, way: str) -> Non
 
 def test_plain_torch_goes_on(tmp_path: Path, saved: Path) -> None:
     """torch's own reader fills a module and its optimizer, whose next steps are the trainer's."""
-    bare = Options(prefixes=Prefixes("model.", "optimizer.state."))
+    bare = ConversionOptions(prefixes=KeyPrefixes("model.", "optimizer.state."))
     convert(saved, tmp_path / "dcp", "dcp", options=bare)
     trainer = pipeline("four")
     trainer.load_checkpoint(saved)

@@ -16,12 +16,12 @@ from checkpoint_files import Sample, manifest, part, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.checkpoint import encoding, folder, values
+from fxpart.checkpoint import folder, manifest_codec, value_codec
 from fxpart.checkpoint.dtypes import DTYPES
-from fxpart.checkpoint.merging import awaited, merge, told
+from fxpart.checkpoint.manifest_merge import list_missing_ranks, merge, read_rank_manifests
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.regions import Region
-from fxpart.checkpoint.writer import Piece, write_rank
+from fxpart.checkpoint.regions import TensorRegion
+from fxpart.checkpoint.writer import CheckpointShard, write_rank
 from fxpart.errors import FxpartError
 
 
@@ -48,7 +48,7 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
     found = {f.name: safetensors.load_file(f) for f in path.glob("*.safetensors")}
     for key, tensor in Checkpoint.open(path).manifest.tensors.items():
         for each in tensor.parts:
-            there, region = found[each.file][each.name], Region(each.ranges, each.flat)
+            there, region = found[each.file][each.name], TensorRegion(each.ranges, each.flat)
             expected = part(sample.tensors[key], region).tobytes()
             assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == expected
             if DTYPES[tensor.dtype][1] is not None:
@@ -65,9 +65,10 @@ def test_every_dtype_of_torch_that_has_whole_bytes() -> None:
 def test_two_parts_of_a_tensor_in_one_file(tmp_path: Path) -> None:
     data = np.arange(24, dtype=np.uint8).reshape(6, 4)
     halves = [
-        Piece("model/w", "float32", (6,), (((a, a + 3),),), None, data[a : a + 3]) for a in (0, 3)
+        CheckpointShard("model/w", "float32", (6,), (((a, a + 3),),), None, data[a : a + 3])
+        for a in (0, 3)
     ]
-    more = Piece("model/w#2", "uint8", (), (), None, b"x")
+    more = CheckpointShard("model/w#2", "uint8", (), (), None, b"x")
     partial = folder.begin(tmp_path, 1, 0)
     written = write_rank(partial, 0, [*halves, more])
     path = folder.commit(partial, manifest(partial, [written], 1))
@@ -85,7 +86,7 @@ def test_the_manifest_comes_back_whole(tmp_path: Path) -> None:
     assert kept.groups[0]["betas"] == (0.9, 0.95)
     assert found.plan() == '{"format":"none"}\n'
     assert sorted(p.name for p in path.iterdir()) == sorted([*kept.files, "manifest.json"])
-    assert encoding.decode(encoding.encode(kept)) == kept
+    assert manifest_codec.decode(manifest_codec.encode(kept)) == kept
 
 
 plain = st.recursive(
@@ -108,17 +109,19 @@ plain = st.recursive(
 @given(plain)
 @settings(max_examples=120, deadline=None)
 def test_values_come_back_as_they_were(value: Any) -> None:
-    found = values.restored(msgspec.json.decode(msgspec.json.encode(values.stored(value))))
+    found = value_codec.from_json_value(
+        msgspec.json.decode(msgspec.json.encode(value_codec.to_json_value(value)))
+    )
     assert found == value and repr(found) == repr(value)  # 1, 1.0 and True are not the same
 
 
 def test_values_that_json_lacks() -> None:
     state = np.random.default_rng(1).bit_generator.state
-    assert values.restored(values.stored(state)) == state
-    assert np.isnan(values.restored(values.stored(float("nan"))))
-    assert values.stored({"a": np.float32(0.5), "b": np.int64(3)}) == {"a": 0.5, "b": 3}
+    assert value_codec.from_json_value(value_codec.to_json_value(state)) == state
+    assert np.isnan(value_codec.from_json_value(value_codec.to_json_value(float("nan"))))
+    assert value_codec.to_json_value({"a": np.float32(0.5), "b": np.int64(3)}) == {"a": 0.5, "b": 3}
     with pytest.raises(TypeError, match=r"extra\.a\[1\] is a object"):
-        values.stored({"a": [1, object()]}, "extra")
+        value_codec.to_json_value({"a": [1, object()]}, "extra")
 
 
 @pytest.mark.slow
@@ -132,28 +135,28 @@ def test_values_that_json_lacks() -> None:
 @settings(max_examples=120, deadline=None)
 def test_strange_values_are_refused_in_one_way(value: Any) -> None:
     try:
-        values.restored(value)
+        value_codec.from_json_value(value)
     except ValueError:
         pass
 
 
 def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
     partial = folder.begin(tmp_path, 1, 0)
-    one = Piece("model/w", "float32", (2,), (((0, 1),),), None, b"1234")
-    other = Piece("model/w", "float16", (2,), (((1, 2),),), None, b"12")
+    one = CheckpointShard("model/w", "float32", (2,), (((0, 1),),), None, b"1234")
+    other = CheckpointShard("model/w", "float16", (2,), (((1, 2),),), None, b"12")
     write_rank(partial, 0, [one])
-    assert awaited(partial, 2) == [1]
+    assert list_missing_ranks(partial, 2) == [1]
     with pytest.raises(FxpartError, match="rank 1") as raised:
-        told(partial, 2)
+        read_rank_manifests(partial, 2)
     assert raised.value.code == "FXP513"
     write_rank(partial, 1, [other])
-    assert awaited(partial, 2) == []
+    assert list_missing_ranks(partial, 2) == []
     rest: dict[str, Any] = {"step": 1, "calls": 1, "seed": 0, "generation": 0}
     rest |= {"fingerprint": "", "plan": ""}
     with pytest.raises(FxpartError, match="float16"):
-        merge(told(partial, 2), **rest)
+        merge(read_rank_manifests(partial, 2), **rest)
     with pytest.raises(FxpartError, match="hold 1 of 2 elements"):
-        merge(told(partial, 1), **rest)
+        merge(read_rank_manifests(partial, 1), **rest)
 
 
 def test_a_share_of_the_comparison_for_each_rank(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_a_share_of_the_comparison_for_each_rank(tmp_path: Path) -> None:
 def test_writing_lets_other_threads_run(tmp_path: Path) -> None:
     """While 200 MB are hashed and written a loop beside makes progress."""
     data = np.zeros(200_000_000, np.uint8)
-    piece = Piece("model/w", "uint8", (len(data),), (((0, len(data)),),), None, data)
+    piece = CheckpointShard("model/w", "uint8", (len(data),), (((0, len(data)),),), None, data)
     partial = folder.begin(tmp_path, 1, 0)
     thread = threading.Thread(target=write_rank, args=(partial, 0, [piece]))
     thread.start()
@@ -202,7 +205,9 @@ def test_one_part_at_a_time(tmp_path: Path) -> None:
     written = []
     for rank in range(count):
         mine = (rank * rows, (rank + 1) * rows)
-        piece = Piece("model/w", "float32", (count * rows,), ((mine,),), None, data[slice(*mine)])
+        piece = CheckpointShard(
+            "model/w", "float32", (count * rows,), ((mine,),), None, data[slice(*mine)]
+        )
         written.append(write_rank(partial, rank, [piece]))
     checkpoint = Checkpoint.open(folder.commit(partial, manifest(partial, written, 1)))
     part = data.nbytes // count
@@ -214,7 +219,7 @@ def test_one_part_at_a_time(tmp_path: Path) -> None:
         tracemalloc.stop()
         return most
 
-    third = Region((((rows // 2, 3 * rows),),))
+    third = TensorRegion((((rows // 2, 3 * rows),),))
     assert peak(lambda: checkpoint.read("model/w")) < data.nbytes + 1.1 * part
     assert peak(lambda: checkpoint.read("model/w", third)) < 2.5 * part + 1.1 * part
     assert peak(checkpoint.verify) < part

@@ -34,10 +34,10 @@ def names(root: Path) -> list[str]:
 
 
 def test_newest_first(root: Path) -> None:
-    assert [folder.step_of(path) for path in folder.complete(root)] == [40, 30, 20, 10]
+    assert [folder.step_of(path) for path in folder.list_complete(root)] == [40, 30, 20, 10]
     found = folder.newest(root)
     assert found.manifest.step == 40 and found.skipped == ()
-    assert folder.complete(root / "none") == []
+    assert folder.list_complete(root / "none") == []
 
 
 def test_the_one_before_is_used_and_it_is_told(root: Path) -> None:
@@ -55,7 +55,7 @@ def test_none_is_whole(root: Path) -> None:
     with pytest.raises(FxpartError, match="there is none") as raised:
         folder.newest(root / "none")
     assert raised.value.code == "FXP511"
-    for path in folder.complete(root):
+    for path in folder.list_complete(root):
         damage(path)
     with pytest.raises(FxpartError, match="4 checkpoints, each damaged") as raised:
         folder.newest(root)
@@ -78,7 +78,7 @@ def test_later_ones_do_not_count_after_going_back(root: Path) -> None:
     Sample.make(25).save(root, 25)
     gone = folder.prune(root, 2, step=25)
     assert [folder.step_of(path) for path in gone] == [10]
-    assert [folder.step_of(path) for path in folder.complete(root)] == [40, 30, 25, 20]
+    assert [folder.step_of(path) for path in folder.list_complete(root)] == [40, 30, 25, 20]
 
 
 def test_prune_and_unfinished_ones(root: Path) -> None:
@@ -139,13 +139,13 @@ def test_a_step_saved_again(root: Path) -> None:
 
 def test_what_a_path_means(root: Path) -> None:
     run = root / "run"
-    assert folder.found(root)[0].name == "step-0000000040"
-    assert folder.found(root / "step-0000000010") == [root / "step-0000000010"]
+    assert folder.find_checkpoints(root)[0].name == "step-0000000040"
+    assert folder.find_checkpoints(root / "step-0000000010") == [root / "step-0000000010"]
     run.mkdir()
     with pytest.raises(FxpartError, match="FXP511"):
-        folder.found(run)
+        folder.find_checkpoints(run)
     Sample.make(1).save(run / "checkpoints", 3)
-    assert [p.name for p in folder.found(run)] == ["step-0000000003"]
+    assert [p.name for p in folder.find_checkpoints(run)] == ["step-0000000003"]
 
 
 def test_values_that_cannot_be_kept(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_values_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(FxpartError, match=r"extra\.loader is a object") as raised:
         folder.commit(partial, made)
     assert raised.value.code == "FXP513"
-    assert folder.complete(tmp_path) == []
+    assert folder.list_complete(tmp_path) == []
     folder.discard(partial)
     assert names(tmp_path) == []
 
@@ -171,4 +171,4 @@ def test_a_file_that_is_gone_before_the_end(tmp_path: Path, lost: bool) -> None:
     with pytest.raises(FxpartError, match=r"rank-00001\.safetensors") as raised:
         folder.commit(partial, made)
     assert raised.value.code == "FXP513"
-    assert folder.complete(tmp_path) == []
+    assert folder.list_complete(tmp_path) == []

@@ -16,7 +16,7 @@ from checkpoint_files import Sample, manifest
 
 from fxpart.checkpoint import files, folder
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.writer import Piece, write_rank
+from fxpart.checkpoint.writer import CheckpointShard, write_rank
 from fxpart.errors import FxpartError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -105,9 +105,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(root)], timeout=10, check=True)
 
 
-def piece(size: int) -> Piece:
+def piece(size: int) -> CheckpointShard:
     data = np.ones(size, np.uint8)
-    return Piece("model/w", "uint8", (size,), (((0, size),),), None, data)
+    return CheckpointShard("model/w", "uint8", (size,), (((0, size),),), None, data)
 
 
 def test_a_full_disk(small: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_full_disk(small: Path) -> None:
             assert "No space left on device" in str(fault) and "free some space" in str(fault)
             assert list(partial.iterdir()) == []
             folder.discard(partial)
-    assert [folder.step_of(path) for path in folder.complete(small)] == [3, 1]
+    assert [folder.step_of(path) for path in folder.list_complete(small)] == [3, 1]
     assert folder.newest(small).manifest.step == 3
 
 

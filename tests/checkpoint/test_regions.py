@@ -10,21 +10,21 @@ from checkpoint_files import indices, part, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.checkpoint import cover
-from fxpart.checkpoint.manifest import Part, Tensor
-from fxpart.checkpoint.regions import Region, copy_overlap, overlap, whole
+from fxpart.checkpoint import coverage
+from fxpart.checkpoint.manifest import ManifestPart, ManifestTensor
+from fxpart.checkpoint.regions import TensorRegion, copy_overlap, make_full_region, overlap
 
 
 @st.composite
-def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorRegion:
     dims = []
     for size in shape:
         ends = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=6)))
         dims.append(tuple(zip(ends[::2], ends[1::2], strict=False)))
-    region = Region(tuple(dims))
+    region = TensorRegion(tuple(dims))
     if draw(st.booleans()):
         ends = sorted(draw(st.tuples(*[st.integers(0, region.elements)] * 2)))
-        return Region(region.ranges, (ends[0], ends[1]))
+        return TensorRegion(region.ranges, (ends[0], ends[1]))
     return region
 
 
@@ -49,11 +49,11 @@ def test_many_ranges_in_two_dims() -> None:
     """Then a copy goes through indices."""
     shape = (90, 70)
     tensor = np.random.default_rng(1).integers(1, 256, (*shape, 4), dtype=np.uint8)
-    odd = Region(
+    odd = TensorRegion(
         (tuple((i, i + 1) for i in range(1, 90, 2)), tuple((i, i + 2) for i in range(0, 69, 3)))
     )
     target = np.zeros((*odd.sizes, 4), np.uint8)
-    assert copy_overlap(target, odd, tensor, whole(shape)) == odd.elements
+    assert copy_overlap(target, odd, tensor, make_full_region(shape)) == odd.elements
     assert (target == part(tensor, odd)).all()
 
 
@@ -64,7 +64,7 @@ def test_what_is_split_is_covered_and_less_or_more_is_not(
 ) -> None:
     draw = random.Random(seed)
     parts = split(shape, draw)
-    assert not cover.fault(tensor(shape, parts))
+    assert not coverage.find_coverage_fault(tensor(shape, parts))
     count = np.zeros(int(np.prod(shape, dtype=int)), int)
     for region in parts:
         count[indices(region, shape).reshape(-1)] += 1
@@ -72,8 +72,8 @@ def test_what_is_split_is_covered_and_less_or_more_is_not(
     some = [region for region in parts if region.elements]
     if some:
         lost = draw.choice(some)
-        assert cover.fault(tensor(shape, [r for r in parts if r is not lost]))
-        assert cover.fault(tensor(shape, [*parts, lost]))
+        assert coverage.find_coverage_fault(tensor(shape, [r for r in parts if r is not lost]))
+        assert coverage.find_coverage_fault(tensor(shape, [*parts, lost]))
 
 
 @pytest.mark.slow
@@ -86,25 +86,27 @@ def test_any_parts_are_covered_as_counting_says(
     count = np.zeros(int(np.prod(shape)), int)
     for region in parts:
         np.add.at(count, indices(region, shape).reshape(-1), 1)
-    assert (cover.fault(tensor(shape, parts)) == "") == bool((count == 1).all())
+    assert (coverage.find_coverage_fault(tensor(shape, parts)) == "") == bool((count == 1).all())
 
 
-def tensor(shape: tuple[int, ...], parts: list[Region]) -> Tensor:
-    made = tuple(Part("rank-00000.safetensors", "x", r.ranges, "0" * 64, r.flat) for r in parts)
-    return Tensor("float32", shape, made)
+def tensor(shape: tuple[int, ...], parts: list[TensorRegion]) -> ManifestTensor:
+    made = tuple(
+        ManifestPart("rank-00000.safetensors", "x", r.ranges, "0" * 64, r.flat) for r in parts
+    )
+    return ManifestTensor("float32", shape, made)
 
 
 @pytest.mark.parametrize(
     ("region", "shape"),
     [
-        (Region((((0, 5),),)), (4,)),
-        (Region((((0, 2), (1, 3)),)), (4,)),
-        (Region((((2, 1),),)), (4,)),
-        (Region((((-1, 1),),)), (4,)),
-        (Region((((0, 4),),), (0, 5)), (4,)),
-        (Region((((0, 4),),), (3, 2)), (4,)),
-        (Region((((0, 4),), ((0, 1),))), (4,)),
+        (TensorRegion((((0, 5),),)), (4,)),
+        (TensorRegion((((0, 2), (1, 3)),)), (4,)),
+        (TensorRegion((((2, 1),),)), (4,)),
+        (TensorRegion((((-1, 1),),)), (4,)),
+        (TensorRegion((((0, 4),),), (0, 5)), (4,)),
+        (TensorRegion((((0, 4),),), (3, 2)), (4,)),
+        (TensorRegion((((0, 4),), ((0, 1),))), (4,)),
     ],
 )
-def test_what_is_no_region_of_a_shape(region: Region, shape: tuple[int, ...]) -> None:
+def test_what_is_no_region_of_a_shape(region: TensorRegion, shape: tuple[int, ...]) -> None:
     assert region.fault(shape)

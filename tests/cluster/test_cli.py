@@ -15,10 +15,10 @@ from sample_plans import plan as sample
 
 from fxpart import cli
 from fxpart.cli import cluster as verbs
-from fxpart.cluster import Cluster, Curve, Device, Host, Link
-from fxpart.cluster_io.files import decode
-from fxpart.cluster_io.importers import IMPORTERS
-from fxpart.cluster_io.missing import missing_links
+from fxpart.cluster.completeness import missing_links
+from fxpart.cluster.files import decode
+from fxpart.cluster.importers.registry import IMPORTERS
+from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
 
 DATA = Path(__file__).parent / "data"
 
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0)
 
 
 def test_the_page_shows_what_the_commands_print() -> None:
-    """python tests/cluster_pages.py writes it."""
+    """python tests/support/cluster_pages.py writes it."""
     text = PAGE.read_text(encoding="utf-8")
     assert filled(text) == text
 
@@ -44,7 +44,7 @@ def test_the_file_on_the_page_is_one() -> None:
     whole = [cluster, *cluster.devices, *cluster.links]
     whole += [] if cluster.hosts is UNSET else cluster.hosts
     whole += [] if cluster.collectives is UNSET else cluster.collectives
-    assert {type(item) for item in whole} == {Cluster, Device, Link, Host, Curve}
+    assert {type(item) for item in whole} == {Cluster, Device, Link, Host, CollectiveCurve}
     for item in whole:
         given = {name for name in item.__struct_fields__ if getattr(item, name) is not UNSET}
         assert set(item.__struct_fields__) - given <= {"extra", "shared"}

@@ -12,9 +12,9 @@ import pytest
 from cluster_drawing import clusters
 from hypothesis import given, settings
 
-from fxpart.cluster import Cluster, Curve, Device, Host, Link
-from fxpart.cluster_io.files import decode, from_builtins, to_builtins, to_json, to_toml
-from fxpart.cluster_io.missing import MOST, missing_facts, missing_links, misspelt
+from fxpart.cluster.completeness import MOST, find_misspelled_keys, missing_facts, missing_links
+from fxpart.cluster.files import decode, from_builtins, to_builtins, to_json, to_toml
+from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
 from fxpart.errors import FxpartError
 
 CPU = Device(
@@ -23,7 +23,7 @@ CPU = Device(
 )  # fmt: skip
 ANY = Link(source="*", target="*", latency=1e-5, bandwidth=1e9, kind="net")
 PLAIN = Cluster(name="plain", devices=(CPU,), links=(ANY,))
-CURVE = Curve(
+CURVE = CollectiveCurve(
     operation="all_reduce", ranks=2, points=((8.0, 1e-5),), latency=1e-5, inverse_bandwidth=1e-9
 )  # fmt: skip
 
@@ -193,9 +193,9 @@ def test_keys_that_look_like_known_ones_are_told() -> None:
     device = changed(CPU, extra={"lanch": 1e-6, "bought": 2024, "Threads": 2})
     cluster = changed(PLAIN, devices=(device, changed(device, name="a/cpu:1")), extra={"links_": 1})
     assert isinstance(cluster, Cluster) and cluster.problems() == ()
-    assert misspelt(cluster) == (
+    assert find_misspelled_keys(cluster) == (
         "'links_' of the cluster has no effect: 'links' is the key",
         "'lanch' of devices has no effect: 'launch' is the key",
         "'Threads' of devices has no effect: 'threads' is the key",
     )
-    assert misspelt(PLAIN) == ()
+    assert find_misspelled_keys(PLAIN) == ()

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fxpart.cluster import Cluster
-from fxpart.cluster_io import detect, here
-from fxpart.cluster_io.facts import Facts
+from fxpart.cluster import host_detection, job_detection
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
@@ -24,7 +24,7 @@ ELSEWHERE = (
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ELSEWHERE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(here, "nvidia_models", lambda: [])
+    monkeypatch.setattr(job_detection, "nvidia_models", lambda: [])
 
 
 def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, product: str, topo: str) -> None:
@@ -38,30 +38,30 @@ def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, product: str, topo: 
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(here, "nvidia_models", detect.nvidia_models)
+    monkeypatch.setattr(job_detection, "nvidia_models", host_detection.nvidia_models)
 
 
 def test_this_host() -> None:
-    found = here.detect(Facts())
-    assert found.cluster == Cluster.local(detect.cores()) and found.notes == ()
+    found = job_detection.detect(ImportOptions())
+    assert found.cluster == Cluster.local(host_detection.cores()) and found.notes == ()
 
 
 def test_gpus_and_their_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvidia(monkeypatch, tmp_path, "NVIDIA H100 80GB HBM3", "topo_8xh100.txt")
-    found = here.detect(Facts())
+    found = job_detection.detect(ImportOptions())
     assert [device.model for device in found.cluster.devices] == ["h100-sxm"] * 8
     (link,) = found.cluster.links
     assert link.bandwidth == 18 * 26.5e9
     assert found.cluster.hosts is not msgspec.UNSET
-    assert found.cluster.hosts[0].cores == detect.cores()
+    assert found.cluster.hosts[0].cores == host_detection.cores()
 
 
 def test_pcie_is_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nvidia(monkeypatch, tmp_path, "Tesla V100-SXM2-16GB", "topo_dgx1_v100.txt")
-    cluster = here.detect(Facts()).cluster
+    cluster = job_detection.detect(ImportOptions()).cluster
     link = cluster.link("host0/gpu:0", "host0/gpu:7")
     assert link.kind == "pcie" and link.bandwidth == pytest.approx(16 * 1.969e9)
-    given = here.detect(Facts(pcie=1e10)).cluster
+    given = job_detection.detect(ImportOptions(pcie=1e10)).cluster
     assert given.link("host0/gpu:0", "host0/gpu:7").bandwidth == 1e10
 
 
@@ -69,7 +69,7 @@ def test_a_topology_that_does_not_fit_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nvidia(monkeypatch, tmp_path, "Tesla V100-SXM2-16GB", "topo_4xt4_old.txt")
-    found = here.detect(Facts())
+    found = job_detection.detect(ImportOptions())
     assert len(found.cluster.devices) == 8
     assert "topo -m was not used" in found.notes[0]
 
@@ -82,9 +82,9 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, world: int, each: int) -> None:
 
 def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, 4, 4)
-    assert here.detect(Facts()).cluster == Cluster.local(4)
+    assert job_detection.detect(ImportOptions()).cluster == Cluster.local(4)
     torchrun(monkeypatch, 6, 2)
-    found = here.detect(Facts())
+    found = job_detection.detect(ImportOptions())
     names = [device.name for device in found.cluster.devices]
     assert names[:3] == ["host0/cpu:0", "host0/cpu:1", "host1/cpu:0"] and len(names) == 6
     assert "taken to be like host0" in found.cluster.devices[2].source
@@ -92,10 +92,13 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("not known" in note for note in found.notes)
     with pytest.raises(FxpartError, match="FXP403"):
         found.cluster.link("host0/cpu:0", "host1/cpu:0")
-    assert here.detect(Facts(network=1e9)).cluster.link(names[0], names[2]).bandwidth == 1e9
+    assert (
+        job_detection.detect(ImportOptions(network=1e9)).cluster.link(names[0], names[2]).bandwidth
+        == 1e9
+    )
     torchrun(monkeypatch, 5, 2)
     with pytest.raises(FxpartError, match="FXP407"):
-        here.detect(Facts())
+        job_detection.detect(ImportOptions())
 
 
 def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "8(x3)")
-    found = here.detect(Facts())
+    found = job_detection.detect(ImportOptions())
     assert [d.host for d in found.cluster.devices] == ["n1", "n1", "n2", "n2", "n3", "n3"]
     like = ["taken to be like n2" in d.source for d in found.cluster.devices]
     assert like == [True, True, False, False, True, True]

@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
-from fxpart.cluster_io import importers
-from fxpart.cluster_io.facts import Facts
-from fxpart.cluster_io.paddle_export import document_of
+from fxpart.cluster.importers import registry
+from fxpart.cluster.importers.paddle_export import document_of
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = {path.name: path.read_text() for path in sorted(DATA.iterdir())}
-FACTS = Facts(device="a100", pcie=1e10, nvlink=1e10, per_host=2, memory=1e12, operation="broadcast")
-INTO = Facts(into=Cluster.parse("2x8xa100"), pcie=1e10, nvlink=1e10, hosts=("host0",))
+FACTS = ImportOptions(
+    device="a100", pcie=1e10, nvlink=1e10, per_host=2, memory=1e12, operation="broadcast"
+)
+INTO = ImportOptions(into=Cluster.parse("2x8xa100"), pcie=1e10, nvlink=1e10, hosts=("host0",))
 TOKENS = st.sampled_from(
     ["", "0", "-1", "nan", "inf", "1e999", "9" * 30, "X", "NV99", "GPU0", "N/A", "\t", "\n", "#",
      "[", "]", "{", "}", '"', ",", "null", "true", "\x1b[4m", "\x00", "é", "١", "size", "# Rank",
@@ -27,9 +29,9 @@ TOKENS = st.sampled_from(
 )  # fmt: skip
 
 
-def survives(text: str, form: str, facts: Facts) -> None:
+def survives(text: str, form: str, facts: ImportOptions) -> None:
     try:
-        found = importers.read(text, form, facts)
+        found = registry.read(text, form, facts)
     except FxpartError as fault:
         assert {problem.code for problem in fault.problems} == {"FXP407"}
     else:
@@ -46,8 +48,8 @@ def test_changed_texts(name: str, data: st.DataObject) -> None:
         start = data.draw(st.integers(0, len(text)))
         end = data.draw(st.integers(start, min(len(text), start + 12)))
         text = text[:start] + data.draw(TOKENS) + text[end:]
-    form = data.draw(st.sampled_from(["auto", *importers.IMPORTERS]))
-    survives(text, form, data.draw(st.sampled_from([FACTS, INTO, Facts()])))
+    form = data.draw(st.sampled_from(["auto", *registry.IMPORTERS]))
+    survives(text, form, data.draw(st.sampled_from([FACTS, INTO, ImportOptions()])))
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name.endswith(".json")])
@@ -72,7 +74,7 @@ def test_changed_json(name: str, data: st.DataObject) -> None:
         survives(json.dumps(document), form, FACTS)
 
 
-@pytest.mark.parametrize("form", ["auto", *importers.IMPORTERS])
+@pytest.mark.parametrize("form", ["auto", *registry.IMPORTERS])
 @given(text=st.text(max_size=60) | st.lists(TOKENS, max_size=30).map(" ".join))
 @settings(max_examples=60, deadline=None)
 def test_any_text(form: str, text: str) -> None:

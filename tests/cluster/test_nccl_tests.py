@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster, Curve
-from fxpart.cluster_io import nccl_tests
-from fxpart.cluster_io.facts import Facts
-from fxpart.cluster_io.importers import recognise
-from fxpart.cluster_io.line import fit
+from fxpart.cluster.importers import nccl_tests
+from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.latency_bandwidth_fit import fit
+from fxpart.cluster.model import Cluster, CollectiveCurve
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
@@ -24,14 +24,14 @@ def text(name: str) -> str:
     return next(DATA.glob(f"nccl_{name}.*")).read_text()
 
 
-def curves(cluster: Cluster) -> dict[str, Curve]:
+def curves(cluster: Cluster) -> dict[str, CollectiveCurve]:
     assert cluster.collectives is not msgspec.UNSET
     return {curve.operation: curve for curve in cluster.collectives}
 
 
-def why(whole: str, facts: Facts | None = None) -> str:
+def why(whole: str, facts: ImportOptions | None = None) -> str:
     with pytest.raises(FxpartError) as caught:
-        nccl_tests.read(whole, facts or Facts())
+        nccl_tests.read(whole, facts or ImportOptions())
     assert caught.value.code == "FXP407"
     problem = caught.value.problems[0]
     return f"{problem.where}: {problem.why} {problem.fix}"
@@ -44,7 +44,7 @@ def test_recognised(path: Path) -> None:
 
 def test_a_table() -> None:
     """24 us + bytes x 2 x 7/8 / 235 GB/s, rounded to the digits that are printed."""
-    cluster = nccl_tests.read(text("all_reduce_8xa100"), Facts()).cluster
+    cluster = nccl_tests.read(text("all_reduce_8xa100"), ImportOptions()).cluster
     assert [device.model for device in cluster.devices] == ["a100-sxm-80gb"] * 8
     assert cluster.devices[0].host == "node-a" and cluster.links == ()
     curve = curves(cluster)["all_reduce"]
@@ -58,7 +58,7 @@ def test_a_table() -> None:
 
 
 def test_several_runs_in_one_text() -> None:
-    cluster = nccl_tests.read(text("three_2x8xh100"), Facts()).cluster
+    cluster = nccl_tests.read(text("three_2x8xh100"), ImportOptions()).cluster
     assert len(cluster.devices) == 16 and len({d.host for d in cluster.devices}) == 2
     found = curves(cluster)
     assert set(found) == {"all_gather", "reduce_scatter", "all_to_all"}
@@ -71,13 +71,13 @@ def test_several_runs_in_one_text() -> None:
 
 def test_all_to_all_counts_the_whole_tensor() -> None:
     """Each of 16 ranks has what nccl-tests calls the size."""
-    curve = curves(nccl_tests.read(text("three_2x8xh100"), Facts()).cluster)["all_to_all"]
+    curve = curves(nccl_tests.read(text("three_2x8xh100"), ImportOptions()).cluster)["all_to_all"]
     assert curve.points[0][0] == 1024 * 16
     assert curve.inverse_bandwidth == pytest.approx(15 / 16 / 40e9 / 16, rel=5e-3)
 
 
 def test_json() -> None:
-    cluster = nccl_tests.read(text("all_reduce_4xa100"), Facts()).cluster
+    cluster = nccl_tests.read(text("all_reduce_4xa100"), ImportOptions()).cluster
     curve = curves(cluster)["all_reduce"]
     assert (curve.ranks, curve.hosts, len(curve.points)) == (4, 1, 5)
     assert curve.latency == pytest.approx(20e-6, rel=1e-4)
@@ -90,7 +90,7 @@ def test_json_of_one_process_names_its_first_device_only() -> None:
     whole["config"]["ngpus"] = 4
     whole["config"]["devices"] = whole["config"]["devices"][:1]
     whole["results"][0]["out_of_place"] = None
-    cluster = nccl_tests.read(json.dumps(whole), Facts()).cluster
+    cluster = nccl_tests.read(json.dumps(whole), ImportOptions()).cluster
     assert len(cluster.devices) == 4
     curve = curves(cluster)["all_reduce"]
     assert curve.ranks == 4
@@ -99,7 +99,7 @@ def test_json_of_one_process_names_its_first_device_only() -> None:
 
 def test_a_link() -> None:
     into = Cluster.parse("2x8xa100")
-    facts = Facts(into=into)
+    facts = ImportOptions(into=into)
     assert "host 'node-a'" in why(text("sendrecv"), facts)
     assert into.hosts is msgspec.UNSET
     renamed = text("sendrecv").replace("node-a", "host1")
@@ -115,26 +115,26 @@ def test_a_link() -> None:
 
 def test_an_old_table_needs_the_operation() -> None:
     assert "--operation" in why(text("old_4xv100"))
-    cluster = nccl_tests.read(text("old_4xv100"), Facts(operation="all_reduce")).cluster
+    cluster = nccl_tests.read(text("old_4xv100"), ImportOptions(operation="all_reduce")).cluster
     curve = curves(cluster)["all_reduce"]
     assert curve.latency == pytest.approx(30e-6, rel=1e-2)
     assert curve.inverse_bandwidth == pytest.approx(1 / 60e9, rel=1e-3)
 
 
 def test_again_takes_the_place_of_the_old() -> None:
-    first = nccl_tests.read(text("all_reduce_8xa100"), Facts()).cluster
-    second = nccl_tests.read(text("all_reduce_4xa100"), Facts(into=first)).cluster
+    first = nccl_tests.read(text("all_reduce_8xa100"), ImportOptions()).cluster
+    second = nccl_tests.read(text("all_reduce_4xa100"), ImportOptions(into=first)).cluster
     assert second.collectives is not msgspec.UNSET
     assert [curve.ranks for curve in second.collectives] == [8, 4]
-    third = nccl_tests.read(text("all_reduce_8xa100"), Facts(into=second)).cluster
+    third = nccl_tests.read(text("all_reduce_8xa100"), ImportOptions(into=second)).cluster
     assert third == second
 
 
 def test_labels_of_mpirun_and_srun() -> None:
-    plain = nccl_tests.read(text("all_reduce_8xa100"), Facts()).cluster
+    plain = nccl_tests.read(text("all_reduce_8xa100"), ImportOptions()).cluster
     for label in ("[1,0]<stdout>:", "0: "):
         whole = "\n".join(label + line for line in text("all_reduce_8xa100").splitlines())
-        assert nccl_tests.read(whole, Facts()).cluster == plain
+        assert nccl_tests.read(whole, ImportOptions()).cluster == plain
 
 
 def table(line: str) -> str:
@@ -164,7 +164,9 @@ def test_programs_that_say_nothing_to_us() -> None:
 
 
 def test_more_ranks_than_devices() -> None:
-    assert "8 ranks took part" in why(text("all_reduce_8xa100"), Facts(into=Cluster.local(2)))
+    assert "8 ranks took part" in why(
+        text("all_reduce_8xa100"), ImportOptions(into=Cluster.local(2))
+    )
 
 
 @pytest.mark.parametrize(

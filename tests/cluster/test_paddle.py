@@ -13,13 +13,13 @@ from cluster_drawing import VALUES, clusters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
-from fxpart.cluster_io import paddle
-from fxpart.cluster_io.facts import Facts
-from fxpart.cluster_io.files import decode, to_json, to_toml
-from fxpart.cluster_io.importers import recognise
-from fxpart.cluster_io.paddle_export import document_of
-from fxpart.cluster_io.paddle_ranks import mapping_of, ordered
+from fxpart.cluster.files import decode, to_json, to_toml
+from fxpart.cluster.importers import paddle
+from fxpart.cluster.importers.paddle_export import document_of
+from fxpart.cluster.importers.paddle_rank_map import mapping_of, reorder_devices
+from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
@@ -28,7 +28,7 @@ RANKS = (DATA / "paddle_ranks.json").read_text()
 
 
 def imported(document: Any, **facts: Any) -> Cluster:
-    return paddle.read(json.dumps(document), Facts(**facts)).cluster
+    return paddle.read(json.dumps(document), ImportOptions(**facts)).cluster
 
 
 def why(document: Any, **facts: Any) -> str:
@@ -45,7 +45,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_what_a_document_means() -> None:
     assert recognise(TEXT) == "paddle"
-    cluster = paddle.read(TEXT, Facts()).cluster
+    cluster = paddle.read(TEXT, ImportOptions()).cluster
     assert [d.name for d in cluster.devices] == ["m0/gpu:0", "m0/gpu:1", "m1/gpu:0"]
     first, _, last = cluster.devices
     assert first.memory == 40 * 10**9 and first.kind == "gpu"
@@ -61,12 +61,12 @@ def test_what_a_document_means() -> None:
 
 def test_a_missing_latency_comes_from_alpha_latency_or_is_said() -> None:
     """base + inter + hop x switch and base + intra, in µs."""
-    cluster = paddle.read(TEXT, Facts()).cluster
+    cluster = paddle.read(TEXT, ImportOptions()).cluster
     assert cluster.link("m0/gpu:0", "m1/gpu:0").latency == pytest.approx((8.4 + 9.6 + 10) / 1e6)
     assert cluster.link("m0/gpu:1", "m0/gpu:0").latency == pytest.approx((8.4 + 3.4) / 1e6)
     document = json.loads(TEXT)
     del document["alpha_latency"]
-    found = paddle.read(json.dumps(document), Facts())
+    found = paddle.read(json.dumps(document), ImportOptions())
     assert "no latency" in found.cluster.link("m0/gpu:1", "m0/gpu:0").origin
     assert "4 links have no latency" in found.notes[0]
 
@@ -208,7 +208,7 @@ def test_others_changes_beside_our_key_win() -> None:
 
 
 def test_through_toml() -> None:
-    cluster = paddle.read(TEXT, Facts()).cluster
+    cluster = paddle.read(TEXT, ImportOptions()).cluster
     again = decode(to_toml(cluster).encode(), ".toml")
     assert again == cluster and same(document_of(again), json.loads(TEXT))
 
@@ -248,7 +248,7 @@ def test_faults_name_the_key(path: tuple[Any, ...], value: Any, words: str) -> N
 @pytest.mark.parametrize("text", ["{", '{"machines": [}', "[" * 10**5, '{"machines": NaN}', "3"])
 def test_no_json_names_the_line(text: str) -> None:
     with pytest.raises(FxpartError, match="FXP407"):
-        paddle.read(text, Facts())
+        paddle.read(text, ImportOptions())
 
 
 def test_not_into_another() -> None:
@@ -259,8 +259,8 @@ def test_not_into_another() -> None:
 
 
 def test_ranks_out_and_in() -> None:
-    cluster = paddle.read(TEXT, Facts()).cluster
-    other = ordered(cluster, RANKS)
+    cluster = paddle.read(TEXT, ImportOptions()).cluster
+    other = reorder_devices(cluster, RANKS)
     assert [d.name for d in other.devices] == ["m0/gpu:1", "m0/gpu:0", "m1/gpu:0"]
     assert same(mapping_of(other, [d.name for d in other.devices]), json.loads(RANKS))
 
@@ -271,7 +271,7 @@ def test_any_order_of_ranks(order: list[int], count: int) -> None:
     cluster = Cluster.parse("2x3xt4")
     names = [cluster.devices[i].name for i in order[:count]]
     mapping = mapping_of(cluster, names)
-    again = ordered(cluster, json.dumps(mapping))
+    again = reorder_devices(cluster, json.dumps(mapping))
     assert [d.name for d in again.devices][:count] == names
     assert sorted(d.name for d in again.devices) == sorted(d.name for d in cluster.devices)
 
@@ -292,5 +292,5 @@ def test_any_order_of_ranks(order: list[int], count: int) -> None:
 )
 def test_faults_of_a_mapping(text: str, words: str) -> None:
     with pytest.raises(FxpartError, match="FXP407") as caught:
-        ordered(paddle.read(TEXT, Facts()).cluster, text)
+        reorder_devices(paddle.read(TEXT, ImportOptions()).cluster, text)
     assert words in str(caught.value)

@@ -10,7 +10,7 @@ from cluster_drawing import clusters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 

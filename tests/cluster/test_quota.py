@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fxpart.cluster import Cluster
-from fxpart.cluster_io import detect
-from fxpart.cluster_io.quota import quota
+from fxpart.cluster import host_detection
+from fxpart.cluster.cpu_quota import quota
+from fxpart.cluster.model import Cluster
 
 
 def groups(folder: Path, listed: str, **files: str) -> float | None:
@@ -66,8 +66,8 @@ def test_without_control_groups(tmp_path: Path) -> None:
 
 
 def within(monkeypatch: pytest.MonkeyPatch, cores: float, ranks: int) -> Cluster:
-    monkeypatch.setattr(detect, "quota", lambda: cores)
-    monkeypatch.setattr(detect.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host_detection, "quota", lambda: cores)
+    monkeypatch.setattr(host_detection.os, "sched_getaffinity", lambda _: set(range(8)))
     return Cluster.local(ranks).validate()
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
-from fxpart.cluster_io import slurm
-from fxpart.cluster_io.facts import Facts
-from fxpart.cluster_io.importers import recognise
+from fxpart.cluster.importers import slurm
+from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.model import Cluster
 from fxpart.environment import slurm as job
 from fxpart.errors import FxpartError
 
@@ -83,13 +83,13 @@ def test_several_brackets(choices: list[list[int]]) -> None:
 
 def test_a_cluster_from_a_list() -> None:
     assert recognise("node[01-02]\n") == "slurm"
-    found = slurm.read("node[01-02]\n", Facts(device="a100", per_host=4))
+    found = slurm.read("node[01-02]\n", ImportOptions(device="a100", per_host=4))
     assert [d.name for d in found.cluster.devices][3:5] == ["node01/gpu:3", "node02/gpu:0"]
     assert found.cluster.link("node02/gpu:0", "node02/gpu:1").kind == "nvlink"
     assert any("--network-gbs" in note for note in found.notes)
     with pytest.raises(FxpartError, match="node01/gpu:0 -> node02/gpu:0"):
         found.cluster.link("node01/gpu:0", "node02/gpu:0")
-    facts = Facts(device="a100", per_host=4, network=25e9, network_latency=2e-5)
+    facts = ImportOptions(device="a100", per_host=4, network=25e9, network_latency=2e-5)
     link = slurm.read("node01\nnode02\n", facts).cluster.link("node01/gpu:0", "node02/gpu:0")
     assert (link.bandwidth, link.latency, link.origin) == (25e9, 2e-5, "given on the command line")
 
@@ -100,34 +100,42 @@ def test_a_cluster_from_the_environment() -> None:
         "SLURM_JOB_CPUS_PER_NODE='64(x2),32'\n"
     )
     assert recognise(text) == "slurm"
-    cluster = slurm.read(text, Facts(device="h100")).cluster
+    cluster = slurm.read(text, ImportOptions(device="h100")).cluster
     assert len(cluster.devices) == 6
     assert cluster.hosts is not msgspec.UNSET
     assert [(h.name, h.cores) for h in cluster.hosts] == [("n1", 64), ("n2", 64), ("n3", 32)]
 
 
 def test_addresses_onto_a_cluster() -> None:
-    cluster = slurm.read("n[1-2]", Facts(into=Cluster.parse("2x2xt4"))).cluster
+    cluster = slurm.read("n[1-2]", ImportOptions(into=Cluster.parse("2x2xt4"))).cluster
     assert cluster.hosts is not msgspec.UNSET
     assert [(h.name, h.address) for h in cluster.hosts] == [("host0", "n1"), ("host1", "n2")]
     assert cluster.devices == Cluster.parse("2x2xt4").devices
     with pytest.raises(FxpartError, match="names 3 nodes"):
-        slurm.read("n[1-3]", Facts(into=Cluster.parse("2x2xt4")))
+        slurm.read("n[1-3]", ImportOptions(into=Cluster.parse("2x2xt4")))
 
 
 @pytest.mark.parametrize(
     ("text", "facts", "words"),
     [
-        ("n[1-2]", Facts(per_host=2), "--device"),
-        ("n[1-2]", Facts(device="t4"), "--per-host"),
-        ("SLURM_JOB_NODELIST=n1\nSLURM_GPUS_ON_NODE=gpu:a", Facts(device="t4"), "no number of"),
-        ("SLURM_JOB_NODELIST=n1\nSLURM_JOB_CPUS_PER_NODE=4x", Facts(device="t4", per_host=1), "4x"),
-        ("SLURM_JOB_ID=1", Facts(), "neither SLURM_JOB_NODELIST"),
-        ("first line\nnode 2", Facts(), "line 1"),
-        ("n[1-9999]", Facts(device="t4", per_host=9), "more than"),
+        ("n[1-2]", ImportOptions(per_host=2), "--device"),
+        ("n[1-2]", ImportOptions(device="t4"), "--per-host"),
+        (
+            "SLURM_JOB_NODELIST=n1\nSLURM_GPUS_ON_NODE=gpu:a",
+            ImportOptions(device="t4"),
+            "no number of",
+        ),
+        (
+            "SLURM_JOB_NODELIST=n1\nSLURM_JOB_CPUS_PER_NODE=4x",
+            ImportOptions(device="t4", per_host=1),
+            "4x",
+        ),
+        ("SLURM_JOB_ID=1", ImportOptions(), "neither SLURM_JOB_NODELIST"),
+        ("first line\nnode 2", ImportOptions(), "line 1"),
+        ("n[1-9999]", ImportOptions(device="t4", per_host=9), "more than"),
     ],
 )
-def test_what_is_missing(text: str, facts: Facts, words: str) -> None:
+def test_what_is_missing(text: str, facts: ImportOptions, words: str) -> None:
     with pytest.raises(FxpartError, match="FXP407") as caught:
         slurm.read(text, facts)
     assert words in str(caught.value)

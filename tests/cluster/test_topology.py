@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster, Link
-from fxpart.cluster_io import topology
-from fxpart.cluster_io.facts import Facts
-from fxpart.cluster_io.importers import recognise
+from fxpart.cluster.importers import nvidia_topology
+from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.source_facts import ImportOptions
+from fxpart.cluster.model import Cluster, Link
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
@@ -27,9 +27,9 @@ def text(name: str) -> str:
     return (DATA / f"topo_{name}.txt").read_text()
 
 
-def why(name_or_text: str, facts: Facts) -> str:
+def why(name_or_text: str, facts: ImportOptions) -> str:
     with pytest.raises(FxpartError) as caught:
-        topology.read(name_or_text, facts)
+        nvidia_topology.read(name_or_text, facts)
     assert caught.value.code == "FXP407"
     problem = caught.value.problems[0]
     return f"{problem.where}: {problem.why} {problem.fix}"
@@ -44,7 +44,7 @@ def test_recognised(name: str) -> None:
     ("name", "device", "rate"), [("8xh100", "h100", 18 * 26.5), ("8xa100", "a100", 12 * 25)]
 )
 def test_all_alike_is_one_link_of_the_host(name: str, device: str, rate: float) -> None:
-    found = topology.read(text(name), Facts(device=device))
+    found = nvidia_topology.read(text(name), ImportOptions(device=device))
     (link,) = found.cluster.links
     assert (link.source, link.target, link.kind) == ("host0", "host0", "nvlink")
     assert link.bandwidth == rate * GB
@@ -54,7 +54,7 @@ def test_all_alike_is_one_link_of_the_host(name: str, device: str, rate: float) 
 
 
 def test_what_lies_near_each_gpu() -> None:
-    devices = topology.read(text("8xh100"), Facts(device="h100")).cluster.devices
+    devices = nvidia_topology.read(text("8xh100"), ImportOptions(device="h100")).cluster.devices
     said = [device.extra["topology"] for device in devices if device.extra is not msgspec.UNSET]
     assert len(said) == 8
     assert said[0] == {
@@ -63,7 +63,9 @@ def test_what_lies_near_each_gpu() -> None:
         "nics": {"mlx5_0": "PIX", "mlx5_1": "NODE", "mlx5_2": "SYS", "mlx5_3": "SYS"},
     }
     assert said[6]["nics"]["mlx5_3"] == "PIX" and said[6]["numa_affinity"] == "1"
-    old = topology.read(text("dgx1_v100"), Facts(device="v100-sxm2-16gb", pcie=16 * GB))
+    old = nvidia_topology.read(
+        text("dgx1_v100"), ImportOptions(device="v100-sxm2-16gb", pcie=16 * GB)
+    )
     extra = old.cluster.devices[3].extra
     assert extra is not msgspec.UNSET
     assert extra["topology"] == {
@@ -73,8 +75,8 @@ def test_what_lies_near_each_gpu() -> None:
 
 
 def test_the_mesh_of_a_dgx_1() -> None:
-    facts = Facts(device="v100-sxm2-16gb", pcie=15.8 * GB)
-    cluster = topology.read(text("dgx1_v100"), facts).cluster
+    facts = ImportOptions(device="v100-sxm2-16gb", pcie=15.8 * GB)
+    cluster = nvidia_topology.read(text("dgx1_v100"), facts).cluster
     for a, b in permutations(range(8), 2):
         link = cluster.link(cluster.devices[a], cluster.devices[b])
         pair = (min(a, b), max(a, b))
@@ -84,7 +86,9 @@ def test_the_mesh_of_a_dgx_1() -> None:
 
 
 def test_switches_are_segments() -> None:
-    cluster = topology.read(text("4xt4_old"), Facts(device="t4", pcie=15.8 * GB)).cluster
+    cluster = nvidia_topology.read(
+        text("4xt4_old"), ImportOptions(device="t4", pcie=15.8 * GB)
+    ).cluster
     named = {
         (a, b): cluster.link(cluster.devices[a], cluster.devices[b]).segment
         for a, b in permutations(range(4), 2)
@@ -95,37 +99,41 @@ def test_switches_are_segments() -> None:
 
 
 def test_pcie_is_never_guessed() -> None:
-    assert "--pcie-gbs" in why(text("2xrtx4090"), Facts(device="rtx-4090"))
-    found = topology.read(text("2xrtx4090"), Facts(device="rtx-4090", pcie=31.5 * GB))
+    assert "--pcie-gbs" in why(text("2xrtx4090"), ImportOptions(device="rtx-4090"))
+    found = nvidia_topology.read(
+        text("2xrtx4090"), ImportOptions(device="rtx-4090", pcie=31.5 * GB)
+    )
     (link,) = found.cluster.links
     assert link.bandwidth == 31.5 * GB and "as given" in link.origin and "PHB" in link.origin
 
 
 def test_lanes_of_an_unknown_gpu_are_never_guessed() -> None:
     unknown = text("2xrtx4090").replace("PHB", "NV4")
-    assert "--nvlink-gbs" in why(unknown, Facts(device="rtx-4090"))
-    (link,) = topology.read(unknown, Facts(device="rtx-4090", nvlink=14 * GB)).cluster.links
+    assert "--nvlink-gbs" in why(unknown, ImportOptions(device="rtx-4090"))
+    (link,) = nvidia_topology.read(
+        unknown, ImportOptions(device="rtx-4090", nvlink=14 * GB)
+    ).cluster.links
     assert link.bandwidth == 56 * GB
 
 
 def test_onto_a_cluster() -> None:
     into = Cluster.parse("2x8xv100-sxm2-16gb")
-    facts = Facts(into=into, pcie=15.8 * GB)
+    facts = ImportOptions(into=into, pcie=15.8 * GB)
     assert "--host host0" in why(text("dgx1_v100"), facts)
-    one = Facts(into=into, pcie=15.8 * GB, hosts=("host1",))
-    cluster = topology.read(text("dgx1_v100"), one).cluster
+    one = ImportOptions(into=into, pcie=15.8 * GB, hosts=("host1",))
+    cluster = nvidia_topology.read(text("dgx1_v100"), one).cluster
     assert cluster.link("host0/gpu:0", "host0/gpu:1") == into.link("host0/gpu:0", "host0/gpu:1")
     assert cluster.link("host1/gpu:0", "host1/gpu:1").bandwidth == 25 * GB
     assert cluster.link("host0/gpu:0", "host1/gpu:1").kind == "net"
-    both = Facts(into=cluster, pcie=15.8 * GB, hosts=("host0", "host1"))
-    twice = topology.read(text("dgx1_v100"), both).cluster
+    both = ImportOptions(into=cluster, pcie=15.8 * GB, hosts=("host0", "host1"))
+    twice = nvidia_topology.read(text("dgx1_v100"), both).cluster
     assert len(twice.links) == 2 * 56 + 1
-    assert "has 8" in why(text("dgx1_v100"), Facts(into=Cluster.parse("4xt4")))
-    assert "no such host" in why(text("dgx1_v100"), Facts(into=into, hosts=("x",)))
+    assert "has 8" in why(text("dgx1_v100"), ImportOptions(into=Cluster.parse("4xt4")))
+    assert "no such host" in why(text("dgx1_v100"), ImportOptions(into=into, hosts=("x",)))
 
 
 def test_without_devices() -> None:
-    assert "--into" in why(text("8xh100"), Facts())
+    assert "--into" in why(text("8xh100"), ImportOptions())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,7 @@ def test_without_devices() -> None:
 def test_faults_name_the_line(old: str, new: str, words: str) -> None:
     whole = text("2xrtx4090")
     assert old in whole
-    assert words in why(whole.replace(old, new, 1), Facts(device="rtx-4090", pcie=1.0))
+    assert words in why(whole.replace(old, new, 1), ImportOptions(device="rtx-4090", pcie=1.0))
 
 
 @given(st.data())
@@ -159,7 +167,9 @@ def test_random_tables(data: st.DataObject) -> None:
     for a in range(count):
         cells = [types.get((min(a, b), max(a, b)), " X ") for b in range(count)]
         rows.append(gap.join([names[a], *cells, "0-7"]))
-    cluster = topology.read("\n".join(rows), Facts(device="a100", pcie=16 * GB)).cluster
+    cluster = nvidia_topology.read(
+        "\n".join(rows), ImportOptions(device="a100", pcie=16 * GB)
+    ).cluster
     assert len(cluster.devices) == count
     for a, b in permutations(range(count), 2):
         kind = types[min(a, b), max(a, b)]

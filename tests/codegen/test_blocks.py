@@ -13,12 +13,12 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
-from fxpart.codegen.blocks import pieces_of
-from fxpart.codegen.emit import emit
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import materialise
-from fxpart.codegen.split import split
-from fxpart.runtime.recompute import Recompute
+from fxpart.codegen.materialization import materialize
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.recompute_segments import split_recompute_segments
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import split
+from fxpart.runtime.executor.recompute import StageRecomputation
 
 QUICK = ("mlp", "dropouts", "in_place")
 
@@ -100,7 +100,7 @@ def stage_of(width: int = 32, depth: int = 4) -> Any:
 def test_pieces_cover_all_operations_once() -> None:
     """In order; each takes what others make and gives what others use; the text is stable."""
     _, stage = stage_of()
-    pieces = pieces_of(stage.graph)
+    pieces = split_recompute_segments(stage.graph)
     ops = [n for n in stage.graph.nodes if n.op in ("call_function", "call_method")]
     assert [n for piece in pieces for n in piece.ops] == ops
     known = set(stage.graph.find_nodes(op="placeholder"))
@@ -119,11 +119,11 @@ def test_a_stage_keeps_what_lies_between_blocks() -> None:
     captured, stage = stage_of(width=64, depth=6)
     spec, _ = split(assigned(prepared(captured), [0]), captured)
     module = load_stage(emit(stage, blocks=True), stage.spec)
-    materialise(module, spec, captured.state)
+    materialize(module, spec, captured.state)
     x = torch.randn(512, 64)
     held = {}
     for blocks in (False, True):
-        again = Recompute(module, "full")
+        again = StageRecomputation(module, "full")
         vars(module)["call"] = again.call if blocks else lambda piece, *given: piece(*given)
         for _ in range(3):
             start = live()

@@ -17,11 +17,11 @@ from random_models import EXACT, FLOATING, RandomModel, Step
 from ranks import python_path
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
 
-from fxpart.codegen.emit import emit
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.split import split
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.program import dim_value
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import split
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.program.spec import dim_value
 
 
 def everything(kinds: tuple[str, ...] = FLOATING) -> RandomModel:
@@ -62,7 +62,9 @@ def test_another_process_with_another_hash_seed_gives_the_same_text() -> None:
     found = set()
     for seed in ("0", "12345"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        environment["PYTHONPATH"] = python_path(root, root / "tests", Path(__file__).parent)
+        environment["PYTHONPATH"] = python_path(
+            root, root / "tests" / "support", Path(__file__).parent
+        )
         code = "import sys, test_emit; sys.stdout.write(test_emit.digest())"
         command = [sys.executable, "-c", code]
         run = subprocess.run(

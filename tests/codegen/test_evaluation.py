@@ -10,13 +10,13 @@ from stage_runs import assigned, captured_of, prepared, tensors
 from torch import nn
 from zoo import ZOO
 
-from fxpart.codegen.emit import emit
-from fxpart.codegen.evaluation import assign_like
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import materialise
-from fxpart.codegen.split import split
+from fxpart.codegen.evaluation_stages import assign_like
+from fxpart.codegen.materialization import materialize
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import split
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.errors import FxpartError
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
 
 
 class Model(nn.Module):
@@ -63,7 +63,7 @@ def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
     values = dict(zip((s.name for s in spec.inputs), tensors(other, batch), strict=True))
     for stage in stages:
         module = load_stage(emit(stage), stage.spec)
-        materialise(module, spec, other.state)
+        materialize(module, spec, other.state)
         with torch.no_grad():
             results = module(0, *(values[v.name] for v in stage.spec.inputs))
         values |= {v.name: t for v, t in zip(stage.spec.outputs, results, strict=True)}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stage_runs import Stages, assigned, captured_of, prepared
 from torch import nn
 
-from fxpart.codegen.export import export, load_exported
-from fxpart.codegen.materialise import constants_of, materialise
+from fxpart.codegen.materialization import constants_of, materialize
+from fxpart.codegen.program_archive import export, load_exported
 from fxpart.errors import FxpartError
 
 
@@ -76,7 +76,7 @@ def test_it_comes_back_and_computes_the_same(built: Stages, tmp_path: Path) -> N
     assert (back.plan, back.actions) == ('{"a": 1}\n', ("0F0\n0B0\n", "1F0\n1B0\n"))
     weights = {n: built.captured.state[n] for n in built.captured.parameters}
     for module in back.modules.values():
-        materialise(module, back.spec, weights, constants=back.constants)
+        materialize(module, back.spec, weights, constants=back.constants)
     x = torch.randn(5, 3)
     value: Any = (x,)
     expected: Any = (x,)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpart.codegen.emit import emit
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.names import attributes, comment, identifier, place, quoted
-from fxpart.codegen.split import StageGraph
-from fxpart.pipeline import KEY, Annotation
-from fxpart.program import StageSpec, StateSpec, ValueSpec
+from fxpart.codegen.identifiers import attributes, comment, identifier, place, quoted
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import StageGraph
+from fxpart.compiler import KEY, NodeAnnotation
+from fxpart.program.spec import StageSpec, StateSpec, ValueSpec
 
 HOSTILE = (
     "a'); import os  # ",
@@ -70,7 +70,7 @@ def stage(names: list[str], strings: list[str]) -> StageGraph:
     first._rename(value)
     for node in (x, w, b, first, second, third):
         node.meta["val"] = tensor
-        node.meta[KEY] = Annotation(module=module, source=source, stage=0)
+        node.meta[KEY] = NodeAnnotation(module=module, source=source, stage=0)
     graph.output((third,))
     escaped = attributes([(weight, "parameter"), (buffer, "buffer")])
     state = tuple(

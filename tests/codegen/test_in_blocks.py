@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fxpart.codegen.in_blocks import InBlocks
+from fxpart.codegen.blockwise_init import InBlocks
 
 
 def made(rows: int, shape: tuple[int, ...], slices: tuple[slice, ...] | None) -> torch.Tensor:
-    """As :func:`fxpart.codegen.materialise` has it made."""
+    """As :func:`fxpart.codegen.materialization` has it made."""
     calls: list[tuple[int, ...]] = []
 
     def init(name: str, like: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fxpart import rng
-from fxpart.codegen.literals import Names, call, literal
+from fxpart.codegen.literals import NameScope, call, literal
 from fxpart.errors import FxpartError
 
 numbers = st.one_of(
@@ -47,13 +47,13 @@ def back(text: str) -> Any:
 
 @given(arguments)
 def test_values_read_back(value: Any) -> None:
-    read = back(literal(value, Names(), "here"))
+    read = back(literal(value, NameScope(), "here"))
     assert repr(read) == repr(value)  # equal, and equal in type, NaN and minus zero included
 
 
 def test_devices_follow_the_stage() -> None:
     for device in ("cpu", "cuda:3", "meta"):
-        assert literal(torch.device(device), Names(), "here") == "self.device"
+        assert literal(torch.device(device), NameScope(), "here") == "self.device"
 
 
 class Odd:
@@ -66,16 +66,16 @@ class Odd:
 )
 def test_what_cannot_be_written_is_refused(value: Any) -> None:
     with pytest.raises(FxpartError) as caught:
-        literal(value, Names(), "node x")
+        literal(value, NameScope(), "node x")
     assert caught.value.code == "FXP108"
     assert caught.value.problems[0].where == "node x"
 
 
-def expression(target: Any, *args: Any, **kwargs: Any) -> tuple[str, Names]:
+def expression(target: Any, *args: Any, **kwargs: Any) -> tuple[str, NameScope]:
     graph = fx.Graph()
     nodes = {name: graph.placeholder(name) for name in ("x", "y")}
     args = tuple(nodes.get(a, a) if isinstance(a, str) else a for a in args)
-    names = Names()
+    names = NameScope()
     if isinstance(target, str):
         node = graph.create_node("call_method", target, args, kwargs)
     else:

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
 from torch import nn
 
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import constants_of, materialise
+from fxpart.codegen.materialization import constants_of, materialize
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.compiler import BLOCKS_KEY
 from fxpart.errors import FxpartError
-from fxpart.pipeline import BLOCKS_KEY
 
 
 class Small(nn.Module):
@@ -57,7 +57,7 @@ def empty(built: Stages) -> list[nn.Module]:
 def fill(built: Stages, source: Any, **options: Any) -> list[nn.Module]:
     modules = empty(built)
     for module in modules:
-        materialise(module, built.spec, source, **options)
+        materialize(module, built.spec, source, **options)
     return modules
 
 
@@ -115,7 +115,7 @@ def test_only_the_stages_tensors_are_read(built: Stages) -> None:
 
     source = Watched(built.captured.state)
     module = empty(built)[1]
-    materialise(module, built.spec, source)
+    materialize(module, built.spec, source)
     assert Watched.read == {s.name for s in built.spec.stages[1].state}
 
 
@@ -142,7 +142,7 @@ def test_all_faults_at_once_and_nothing_changed(built: Stages) -> None:
     source["stranger"] = torch.zeros(1)
     module = empty(built)[0]
     with pytest.raises(FxpartError) as caught:
-        materialise(module, built.spec, source)
+        materialize(module, built.spec, source)
     text = str(caught.value)
     assert {p.code for p in caught.value.problems} == {"FXP110"}
     for part in ("first.bias", "[3, 4]", "torch.int64", "stranger"):
@@ -150,7 +150,7 @@ def test_all_faults_at_once_and_nothing_changed(built: Stages) -> None:
     assert all(t.is_meta for t in (*module.parameters(), *module.buffers()))
     del source["stranger"]
     with pytest.raises(FxpartError) as caught:
-        materialise(module, built.spec, source, strict=False)
+        materialize(module, built.spec, source, strict=False)
     assert len(caught.value.problems) == 3
 
 

@@ -12,12 +12,12 @@ import torch
 from stage_runs import Stages, captured_of, prepared
 from torch import fx, nn
 
-from fxpart.capture import Captured
-from fxpart.codegen.split import split
+from fxpart.capture import CapturedModel
+from fxpart.codegen.stage_split import split
 from fxpart.compat import fake_mode
+from fxpart.compiler import KEY, LEVEL_KEY, Level, NodeAnnotation
+from fxpart.compiler.graph_edit import annotation
 from fxpart.errors import FxpartError
-from fxpart.pipeline import KEY, LEVEL_KEY, Annotation, Level
-from fxpart.pipeline.edit import annotation
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,9 @@ class Model(nn.Module):
         return self.last(x).square().mean()
 
 
-def placed(model: nn.Module, place: Callable[[fx.Node], int]) -> tuple[Captured, fx.GraphModule]:
+def placed(
+    model: nn.Module, place: Callable[[fx.Node], int]
+) -> tuple[CapturedModel, fx.GraphModule]:
     """A graph whose every op is on the stage that ``place`` says, sound or not."""
     torch.manual_seed(0)
     captured = captured_of(model, (torch.randn(4, 4),), lambda y: y, batch_size=4)
@@ -54,7 +56,7 @@ def by_name(first: Sequence[str]) -> Callable[[fx.Node], int]:
     return lambda node: 0 if node.name.startswith(tuple(first)) else 1
 
 
-def faults(captured: Captured, graph: fx.GraphModule) -> FxpartError:
+def faults(captured: CapturedModel, graph: fx.GraphModule) -> FxpartError:
     with pytest.raises(FxpartError) as caught:
         split(graph, captured)
     return caught.value
@@ -101,7 +103,7 @@ def test_items_stay_with_their_tuple() -> None:
     assert [len(s.inputs) for s in spec.stages] == [1, 2]
 
 
-def selecting(stages: Sequence[int]) -> tuple[Captured, fx.GraphModule]:
+def selecting(stages: Sequence[int]) -> tuple[CapturedModel, fx.GraphModule]:
     """nonzero -> its count -> ones of that count -> their sum, on the given stages."""
     captured, base = placed(Model(), lambda n: 0)
     mode = fake_mode(symbolic=True)
@@ -122,7 +124,7 @@ def selecting(stages: Sequence[int]) -> tuple[Captured, fx.GraphModule]:
             values = fx.node.map_arg(arguments, lambda n: n.meta["val"])
             args = graph.call_function(target, arguments)
             args.meta["val"] = target(*values)
-            args.meta[KEY] = Annotation(stage=stages[len(graph.nodes) - 3])
+            args.meta[KEY] = NodeAnnotation(stage=stages[len(graph.nodes) - 3])
     graph.output((args,))
     module = fx.GraphModule(nn.Module(), graph)
     module.meta.update(base.meta)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from random_models import RandomModel, random_models, random_starts
 from stage_runs import assigned, captured_of, check_equal, prepared, tensors
 
-from fxpart.codegen.dataflow import is_op, live, outputs_of, writes
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.codegen.dataflow import find_live_nodes, is_op, outputs_of, writes
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(FEW, max_examples=40)
@@ -60,7 +60,7 @@ def test_any_models_are_equal(model: RandomModel, data: Any) -> None:
 
 
 def every_op_once(graph: Any, stages: Any) -> None:
-    needed = live([outputs_of(graph.graph)[0], *writes(graph.graph).writers])
+    needed = find_live_nodes([outputs_of(graph.graph)[0], *writes(graph.graph).writers])
     expected = Counter(n.name for n in graph.graph.nodes if n in needed and is_op(n))
     placed = Counter(
         node.name

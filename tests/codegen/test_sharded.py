@@ -8,19 +8,19 @@ from functools import cache
 
 import pytest
 import torch
-from fxpart.passes.annotate import Annotate
-from fxpart.passes.lower import Lower
-from fxpart.passes.propagate import Propagate
+from fxpart.passes.annotate import AnnotatePass
+from fxpart.passes.lower import LowerPass
+from fxpart.passes.propagate import PropagatePass
 from local_runs import cut, homes_of, join, run_whole
 from stage_runs import Stages, assigned
 from torch import fx
 from zoo_graphs import captured, inputs, prepared
 
-from fxpart.codegen.emit import emit
-from fxpart.codegen.sharded import local_captured, sharding_spec
-from fxpart.codegen.split import split
+from fxpart.codegen.local_capture import build_local_capture, sharding_spec
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_split import split
 from fxpart.collectives import Communicator, InProcessHub
-from fxpart.pipeline import BLOCKS_KEY, PassManager
+from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.sharding import PARTIAL, Mesh, parse_placements
 
 MESH = "dp=2,tp=2"
@@ -42,7 +42,7 @@ def local(name: str, lane: int) -> fx.GraphModule:
     """A zoo model's graph on a lane: rows over dp, Megatron's weights over tp."""
     seeds = json.dumps({"input:*": "dp:S(0)", **SEEDS[name]})
     aliases = json.dumps(dict(captured(name).aliases))
-    passes = [Annotate(MESH, seeds, aliases), Propagate(), Lower(lane=str(lane))]
+    passes = [AnnotatePass(MESH, seeds, aliases), PropagatePass(), LowerPass(lane=str(lane))]
     return PassManager().run(passes, prepared(name))
 
 
@@ -62,7 +62,9 @@ def test_stages_of_all_lanes(name: str) -> None:
         state = {n: cut(found.state[n], p, mesh, mine.lane) for n, p in mine_of.items()}
         for n in state:
             state[n].requires_grad_(found.state[n].requires_grad)
-        stages = Stages(replace(local_captured(found, graph), state=found.state | state), graph)
+        stages = Stages(
+            replace(build_local_capture(found, graph), state=found.state | state), graph
+        )
         for module in stages.modules:
             module.mesh = mine
         given = [cut(t, homes_of(n), mesh, mine.lane) for t, n in zip(data, users, strict=True)]
@@ -91,7 +93,7 @@ def test_specs_of_a_lane() -> None:
     """The lane's program has local shapes; the sharding has the whole ones; text is the same."""
     found = captured("gpt2")
     graph = assigned(local("gpt2", 0), (0,))
-    lane = local_captured(found, graph)
+    lane = build_local_capture(found, graph)
     sharding = sharding_spec(found, graph, 1, "dp")
     program, stages = split(graph, lane, sharding=sharding)
     assert program.sharding is sharding and (sharding.zero, sharding.zero_axis) == (1, "dp")

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from fxpart.codegen.sizes import UnsupportedError, dim_text, fold
-from fxpart.codegen.symbols import SizeBuilder, solvable
+from fxpart.codegen.size_builder import SizeBuilder, solvable
+from fxpart.codegen.size_expressions import UnsupportedExpressionError, dim_text, fold
 from fxpart.errors import FxpartError
-from fxpart.program import dim_value
+from fxpart.program.spec import dim_value
 
 S0, S1 = sympy.symbols("s0 s1", integer=True, positive=True)
 
@@ -103,7 +103,7 @@ def test_each_size_is_computed_once() -> None:
 
 
 def test_what_is_no_integer_is_refused() -> None:
-    with pytest.raises(UnsupportedError):
+    with pytest.raises(UnsupportedExpressionError):
         fold(sympy.sqrt(S0), str, lambda f, a, b: "")
 
 

@@ -8,7 +8,7 @@ import pytest
 from stage_runs import assigned, captured_of, check_equal, prepared, tensors
 from zoo import ZOO
 
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 
 QUICK = ("mlp", "shared_mlp", "frozen", "side_mask", "dropouts", "graph_net")
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor import Partial as TorchPartial
 
 from fxpart import collectives as C
-from fxpart.collectives.dtensor import device_mesh, from_dtensor, to_dtensor
+from fxpart.collectives.dtensor_conversion import device_mesh, from_dtensor, to_dtensor
 from fxpart.errors import FxpartError
 from fxpart.sharding import Mesh, parse_placements
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fxpart.passes.rules import Layout, Rule, choices, layout, rule_of
+from fxpart.passes.rules import RuleLayout, ShardingRule, choices, layout, rule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpart import collectives
 from fxpart.collectives import Communicator, FakeCommunicator, GroupCommunicator, InProcessHub
-from fxpart.collectives.expert_forms import owned
+from fxpart.collectives.expert_parallel import owned
 from fxpart.collectives.experts import GROUPED, HALVES, LOOP, PAIRS, WHOLE, statements
 from fxpart.compat import fake_mode
 from fxpart.sharding import Mesh, Partial, Placements, Replicate, Shard, indices, local_shape
@@ -86,7 +86,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
 
 
-def rule(made: Case) -> Rule:
+def rule(made: Case) -> ShardingRule:
     """The op's rule, asked as a pass asks."""
     graph = fx.Graph()
     nodes = []
@@ -135,7 +135,7 @@ def joined(
     return whole
 
 
-def call_of(found: Rule, strategy: tuple[str, ...], mesh: Mesh) -> Any:
+def call_of(found: ShardingRule, strategy: tuple[str, ...], mesh: Mesh) -> Any:
     """What a lane calls: the op, or the form of the factor that needs one."""
     axes: dict[str, list[str]] = {}
     for name, axis in zip(strategy, mesh.names, strict=True):
@@ -179,7 +179,7 @@ def check(made: Case, mesh: Mesh, strategy: tuple[str, ...]) -> None:
 
 
 def _summed(
-    held: list[torch.Tensor], how: Layout, communicator: Communicator
+    held: list[torch.Tensor], how: RuleLayout, communicator: Communicator
 ) -> list[torch.Tensor]:
     """Partial operands: the first lane of each such axis has all, the others zeros."""
     here = communicator.mesh.coordinate(communicator.lane)

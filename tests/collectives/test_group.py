@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Pool
 
 from fxpart import collectives as C
-from fxpart.collectives.pieces import lengths
+from fxpart.collectives.shard_buffer import lengths
 from fxpart.errors import FxpartError
 from fxpart.sharding import Mesh, chunk
 

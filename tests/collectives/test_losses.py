@@ -124,7 +124,7 @@ def test_rows_and_classes(case: dict[str, Any]) -> None:
 
 
 def test_a_vocabulary_parallel_loss_sends_three_rows_and_no_logits() -> None:
-    def lane(comm: C.Communicator) -> C.Counts:
+    def lane(comm: C.Communicator) -> C.CommunicationCounts:
         logits = torch.randn(16, 50).requires_grad_()
         C.cross_entropy_classes(comm, ("a",), 100, logits, torch.arange(16)).backward()
         return comm.counts

@@ -55,7 +55,7 @@ def test_batch_norm(
 def test_one_gather_forward_and_one_sum_backward() -> None:
     x = torch.randn(4, 5)
 
-    def lane(comm: C.Communicator) -> C.Counts:
+    def lane(comm: C.Communicator) -> C.CommunicationCounts:
         y = C.slice_shard(comm, x, "a", 0).requires_grad_()
         C.batch_norm_rows(
             comm, ("a",), 4, y, None, None, None, None, True, 0.1, 1e-5

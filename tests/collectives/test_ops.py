@@ -187,7 +187,7 @@ def test_dtypes_without_gradient(dtype: torch.dtype) -> None:
 def test_counts_are_of_what_the_collective_is_about() -> None:
     mesh = Mesh.parse("a=2,b=1")
 
-    def lane(comm: C.Communicator) -> C.Counts:
+    def lane(comm: C.Communicator) -> C.CommunicationCounts:
         x = torch.ones(4, 6, requires_grad=True)
         y = C.enter(comm, x, "a")
         y = C.all_reduce(comm, C.all_reduce(comm, y * 2, "a"), "b")

@@ -10,7 +10,7 @@ from fxpart.costmodels import alphabeta as ab
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster import Link
+from fxpart.cluster.model import Link
 from fxpart.errors import FxpartError
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from fxpart.costmodels.roofline import Roofline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import Curve, Link
+from fxpart.cluster.model import CollectiveCurve, Link
 from fxpart.errors import FxpartError
 
 SIZES = tuple(1024.0 * 4**i for i in range(8))
@@ -32,7 +32,7 @@ links = st.builds(
     curve=st.one_of(st.just(msgspec.UNSET), points),
 )  # fmt: skip
 curves = st.builds(
-    Curve, operation=st.sampled_from(OPERATIONS), ranks=st.integers(2, 8),
+    CollectiveCurve, operation=st.sampled_from(OPERATIONS), ranks=st.integers(2, 8),
     hosts=st.integers(1, 2), points=points, latency=st.floats(0, 1e-2),
     inverse_bandwidth=st.floats(0, 1e-6),
 )  # fmt: skip
@@ -47,8 +47,10 @@ def ring(n: int, far: int = 0) -> tuple[Link, ...]:
     )  # fmt: skip
 
 
-def curve(operation: str, ranks: int, hosts: int = 1, *, a: float = 1e-4, b: float = 2e-9) -> Curve:
-    return Curve(
+def curve(
+    operation: str, ranks: int, hosts: int = 1, *, a: float = 1e-4, b: float = 2e-9
+) -> CollectiveCurve:
+    return CollectiveCurve(
         operation=operation, ranks=ranks, hosts=hosts, latency=a, inverse_bandwidth=b,
         points=tuple((s, a + b * s) for s in SIZES),
     )  # fmt: skip
@@ -99,7 +101,7 @@ def test_scaling_goes_as_the_formula_does(operation: str, n: int, m: int) -> Non
     k, beta = (2, 1e-9) if m > 1 else (1, 1e-9)
     known = [(s, formula(2, k, s, beta)) for s in SIZES]
     start = formula(2, k, 0.0, beta)
-    made = Curve(
+    made = CollectiveCurve(
         operation=operation, ranks=2, hosts=k, points=tuple(known), latency=start,
         inverse_bandwidth=(known[-1][1] - start) / SIZES[-1],
     )  # fmt: skip
@@ -162,7 +164,7 @@ def test_laws_of_transfers(size: float, more: float, link: Link, faster: float) 
 @laws
 def test_laws_of_reshards(
     change: tuple[str, str], size: float, more: float, group: tuple[Link, ...],
-    known: tuple[Curve, ...], faster: float,
+    known: tuple[CollectiveCurve, ...], faster: float,
 ) -> None:  # fmt: skip
     model = Roofline(curves=known)
     cost = model.reshard(*change, size, group)

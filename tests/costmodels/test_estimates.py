@@ -6,16 +6,16 @@ import math
 from fractions import Fraction
 
 import pytest
-from fxpart.costmodels.estimates import BETWEEN, BEYOND, along
-from fxpart.costmodels.opkeys import scale
+from fxpart.costmodels.memory_traffic import traffic
+from fxpart.costmodels.op_keys import scale
+from fxpart.costmodels.op_time_estimator import BETWEEN, BEYOND, along
 from fxpart.costmodels.roofline import Roofline
-from fxpart.costmodels.traffic import traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_profiles import ahead, cluster, linear, measured
 
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.profile import Crowding
+from fxpart.profiling.store import ContentionProfile
 
 laws = settings(max_examples=50, deadline=None)
 numbers = st.integers(1, 64)
@@ -75,7 +75,7 @@ def test_one_size_that_is_known_twice_is_one_point() -> None:
         return OpSpec("fxpart.collectives.cross_entropy_rows", (part,), (part,), cut, 1, (0,))
 
     known = {ahead(form(4, 2)): 4e-3, ahead(form(4, 4)): 6e-3, ahead(form(8, 2)): 10e-3}
-    model = measured(known, cluster(1), None, {"x": Crowding()})
+    model = measured(known, cluster(1), None, {"x": ContentionProfile()})
     device = cluster(1).devices[0]
     assert model.op(form(6, 2), device, backward=False).seconds == pytest.approx(7.5e-3)
     assert model.op(form(4, 3), device, backward=False).seconds == pytest.approx(5e-3)
@@ -146,7 +146,10 @@ def test_numbers_of_other_ranks_are_drawn_too(
 
     known = {ahead(dropout(n)): took(n, n) for n in (8, 32)}
     known[ahead(dropout(seen[0], seen[0] * seen[1]))] = took(seen[0], seen[0] * seen[1])
-    model, device = measured(known, cluster(1), None, {"x": Crowding()}), cluster(1).devices[0]
+    model, device = (
+        measured(known, cluster(1), None, {"x": ContentionProfile()}),
+        cluster(1).devices[0],
+    )
     found = model.op(dropout(rows, rows * ranks), device, False)
     assert found.seconds == pytest.approx(took(rows, rows * ranks))
     assert found.source in (BEYOND, "measured")
@@ -156,12 +159,15 @@ def test_draws_that_were_never_measured_in_parts() -> None:
     """By ops that do little else than draw; an attention draws a number for each weight."""
     known = {ahead(dropout(8)): 8 * 16 * 2e-8, ahead(dropout(16)): 16 * 16 * 2e-8}
     known |= {ahead(attention(n)): n * 1e-4 for n in (2, 4)}
-    model, device = measured(known, cluster(1), None, {"x": Crowding()}), cluster(1).devices[0]
+    model, device = (
+        measured(known, cluster(1), None, {"x": ContentionProfile()}),
+        cluster(1).devices[0],
+    )
     assert model.op(dropout(4, 12), device, False).seconds == pytest.approx(12 * 16 * 2e-8)
     more = 8 * (2 * 8 * 32) * 2e-8  # rows of others, of heads x queries x keys
     found = model.op(attention(4, 12), device, False)
     assert found.seconds == pytest.approx(4e-4 + more)
-    bare = measured({ahead(attention(2)): 1e-4}, cluster(1), None, {"x": Crowding()})
+    bare = measured({ahead(attention(2)): 1e-4}, cluster(1), None, {"x": ContentionProfile()})
     assert bare.op(attention(2, 4), device, False).source == Roofline().op(
         attention(2, 4), device, False
     ).source  # fmt: skip

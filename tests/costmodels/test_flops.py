@@ -10,12 +10,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from fxpart.costmodels.symbolic import flops
+from fxpart.costmodels.op_work import flops
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxpart.compiler import KEY, NodeAnnotation
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pipeline import KEY, Annotation
 from fxpart.pricing.specs import Specs, tensors_of
 
 
@@ -41,7 +41,7 @@ def ops_of(function: Callable[..., object], *tensors: torch.Tensor) -> list[OpSp
             grad = any(n.meta[KEY].requires_grad for n in node.all_input_nodes)
         values = list(tensors_of(node.meta.get("val")))
         grad = grad and any(t.is_floating_point() for t in values)
-        node.meta[KEY] = Annotation(requires_grad=grad, block=0)
+        node.meta[KEY] = NodeAnnotation(requires_grad=grad, block=0)
     specs = Specs(())
     return [op for node in graph.nodes if (op := specs.op(node)) is not None]
 

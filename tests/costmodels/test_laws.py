@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fxpart.costmodels import COST_MODELS, Measured, find
+from fxpart.costmodels import COST_MODELS, ProfileCostModel, find
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpart import costmodels
-from fxpart.cluster import Cluster, Device, Link
+from fxpart.cluster.model import Cluster, Device, Link
 from fxpart.costs import Cost, CostModel, OpSpec, TensorSpec
 from fxpart.errors import FxpartError
 
@@ -177,7 +177,7 @@ def test_every_model_file_has_a_line_in_the_table() -> None:
                 if own and all(hasattr(kind, name) for name in ("op", "reshard", "transfer")):
                     found.add(kind)
     # that one is made of a file: see test_measured.py
-    assert found == {*COST_MODELS.values(), Measured}
+    assert found == {*COST_MODELS.values(), ProfileCostModel}
     for name, kind in COST_MODELS.items():
         assert kind().name == name
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fxpart.costmodels import Measured, find
-from fxpart.costmodels.classes import CLASSES, op_class
-from fxpart.costmodels.opkeys import family, op_key, parse_key
+from fxpart.costmodels import ProfileCostModel, find
+from fxpart.costmodels.op_classes import CLASSES, op_class
+from fxpart.costmodels.op_keys import family, op_key, parse_key
 from fxpart.costmodels.roofline import Roofline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,18 +21,18 @@ from written_profiles import HERE, ahead, cluster, linear, measured
 from zoo import ZOO
 from zoo_graphs import captured, prepared
 
-from fxpart.cluster import Cluster, Device, Host
+from fxpart.cluster.model import Cluster, Device, Host
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.groups import grouped
+from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.specs import Specs
-from fxpart.pricing.variants import Sizes, Split
-from fxpart.profile import (
+from fxpart.pricing.variants import BatchSplit, Sizes
+from fxpart.profiling.store import (
     Calibration,
-    Crowding,
+    ContentionProfile,
     Profile,
-    Rehearsal,
-    StageTiming,
-    Timing,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
 )
 
 changed = msgspec.structs.replace
@@ -125,7 +125,7 @@ def test_a_quota_lengthens_what_a_processor_takes() -> None:
         assert model.full(device) == pytest.approx(slowed / device.share)
         seconds = model.op(linear(8), device, False).seconds
         assert seconds == pytest.approx(1e-3 * slowed / device.share)
-    (group,) = grouped(held(0.75, 0.25), 2).devices
+    (group,) = group_devices(held(0.75, 0.25), 2).devices
     assert group.name == on.devices[0].name and group.share == 0.25
     assert model.op(linear(8), group, False).seconds == pytest.approx(1e-3 * slowed / 0.25)
     assert measured(known, held(4.0, 1.0)).full(cluster().devices[0]) == 1.5
@@ -165,7 +165,10 @@ def test_a_models_own_calibration_and_crowding_come_first() -> None:
         name: Calibration(factors={"matmul forward": factor})
         for name, factor in (("a", 2.0), ("b", 3.0))
     }
-    crowding = {"a": Crowding(slowdown=(1.0, 2.0)), "": Crowding(slowdown=(1.0, 1.0))}
+    crowding = {
+        "a": ContentionProfile(slowdown=(1.0, 2.0)),
+        "": ContentionProfile(slowdown=(1.0, 1.0)),
+    }
     model = measured({ahead(linear(8)): 1.0}, None, calibrations, crowding)
     device = cluster().devices[0]
     assert model.of("a").op(linear(8), device, False).seconds == pytest.approx(4.0)
@@ -177,23 +180,25 @@ def test_a_models_own_calibration_and_crowding_come_first() -> None:
 
 def test_a_hosts_own_curve_where_the_profile_has_none() -> None:
     hosts = (Host(name="local", cores=2, slowdown=(1.0, 1.8)),)
-    model = measured({ahead(linear(8)): 1.0}, cluster(hosts=hosts), None, {"x": Crowding()})
+    model = measured(
+        {ahead(linear(8)): 1.0}, cluster(hosts=hosts), None, {"x": ContentionProfile()}
+    )
     assert model.of("y").full(cluster().devices[0]) in (1.0, 1.8)
     with tempfile.TemporaryDirectory() as folder:
         with Profile(Path(folder) / "a.db", create=True) as profile:
-            profile.put("ops", HERE, {"x": Timing(1.0, 1.0, 1.0, 1)})
+            profile.put("ops", HERE, {"x": TimeQuartiles(1.0, 1.0, 1.0, 1)})
         found = find(Path(folder) / "a.db", cluster(hosts=hosts))
-    assert isinstance(found, Measured) and found.full(cluster().devices[0]) == 1.8
+    assert isinstance(found, ProfileCostModel) and found.full(cluster().devices[0]) == 1.8
 
 
 def test_stages_and_links() -> None:
-    timing = Timing(1.0, 1.0, 1.0, 3)
-    stage = StageTiming(forward=timing, backward=timing, optimizer=timing, rows=2)
+    timing = TimeQuartiles(1.0, 1.0, 1.0, 3)
+    stage = StageMeasurement(forward=timing, backward=timing, optimizer=timing, rows=2)
     with tempfile.TemporaryDirectory() as folder:
         with Profile(Path(folder) / "a.db", create=True) as profile:
             profile.put("stages", HERE, {"s": stage})
         found = find(Path(folder) / "a.db", cluster())
-    assert isinstance(found, Measured)
+    assert isinstance(found, ProfileCostModel)
     device = cluster().devices[0]
     assert found.stage("s", device) == stage and found.stage("t", device) is None
     links = cluster().links
@@ -205,7 +210,7 @@ def test_stages_and_links() -> None:
 
 def test_ranks_that_meet_in_a_collective() -> None:
     """What was measured of meeting is added to every collective of a host, and to nothing else."""
-    meets = {"": Crowding(slowdown=(1.0, 1.5), meet=(1e-3, 2e-3))}
+    meets = {"": ContentionProfile(slowdown=(1.0, 1.5), meet=(1e-3, 2e-3))}
     model, links = measured({}, cluster(4), None, meets), cluster(4).links
     total = ("partial", "replicate", 1e6)
     for ranks, later in ((2, 1e-3), (3, 2e-3), (4, 2e-3)):
@@ -224,8 +229,8 @@ def test_ranks_that_meet_in_a_collective() -> None:
 
 
 def test_what_ran_on_one_host_says_nothing_of_several() -> None:
-    timing = Timing(1.0, 1.0, 1.0, 3)
-    known = Rehearsal(seconds=timing, label="", model="", predicted=2.0)
+    timing = TimeQuartiles(1.0, 1.0, 1.0, 3)
+    known = TrialRun(seconds=timing, label="", model="", predicted=2.0)
     one, far = cluster(), cluster().devices[1]
     apart = msgspec.structs.replace(
         one, devices=(one.devices[0], msgspec.structs.replace(far, host="far"))
@@ -236,14 +241,18 @@ def test_what_ran_on_one_host_says_nothing_of_several() -> None:
         here, there, slow = (
             find(Path(folder) / "a.db", where) for where in (one, apart, held(1.0, 0.5))
         )
-    assert isinstance(here, Measured) and isinstance(there, Measured)
-    assert isinstance(slow, Measured) and slow.rehearsal("k") is None and slow.rehearsed("") == ()
+    assert isinstance(here, ProfileCostModel) and isinstance(there, ProfileCostModel)
+    assert (
+        isinstance(slow, ProfileCostModel)
+        and slow.rehearsal("k") is None
+        and slow.rehearsed("") == ()
+    )
     assert here.rehearsal("k") == known and here.rehearsal("other") is None
     assert there.rehearsal("k") is None
 
 
 @cache
-def twice() -> tuple[Measured, Measured]:
+def twice() -> tuple[ProfileCostModel, ProfileCostModel]:
     """One profile, read twice."""
     known = {ahead(linear(8)): 1e-3, "not a key forward": 1.0, '["x"] forward': 1.0}
     return measured(known), measured(known)
@@ -269,7 +278,7 @@ def test_little_time_is_of_no_class(name: str) -> None:
     """By the formula's seconds, over all ops of a model."""
     made = captured(name)
     specs = Specs(made.parameters)
-    rows = Sizes(made, Split(made.batch_size, 1))
+    rows = Sizes(made, BatchSplit(made.batch_size, 1))
     seconds: Counter[str] = Counter()
     device = Cluster.local(1).devices[0]
     for node in prepared(name).graph.nodes:

@@ -8,27 +8,35 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fxpart.costmodels import Measured, find
+from fxpart.costmodels import ProfileCostModel, find
 from written_profiles import HERE, ahead, cluster, linear
 
-from fxpart.cluster import Cluster
-from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing, processor
+from fxpart.cluster.model import Cluster
+from fxpart.profiling.store import (
+    Calibration,
+    ContentionProfile,
+    MeasurementEnvironment,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    processor,
+)
 
 changed = msgspec.structs.replace
 
 
-def of_settings(taken: Mapping[Setting, float], on: Cluster) -> Measured:
+def of_settings(taken: Mapping[MeasurementEnvironment, float], on: Cluster) -> ProfileCostModel:
     """A model of a profile with one op, one stage and a factor for each setting."""
     with tempfile.TemporaryDirectory() as folder:
         with Profile(Path(folder) / "a.db", create=True) as profile:
             for setting, s in taken.items():
-                timing = Timing(s, s, s, 3)
-                stage = StageTiming(forward=timing, backward=timing, optimizer=timing, rows=2)
+                timing = TimeQuartiles(s, s, s, 3)
+                stage = StageMeasurement(forward=timing, backward=timing, optimizer=timing, rows=2)
                 profile.put("ops", setting, {ahead(linear(8)): timing})
                 profile.put("stages", setting, {"s": stage})
                 profile.put("calibrations", setting, {"x": Calibration(action=s)})
         found = find(Path(folder) / "a.db", on)
-    assert isinstance(found, Measured)
+    assert isinstance(found, ProfileCostModel)
     return found
 
 
@@ -73,15 +81,15 @@ def test_what_was_not_measured_under_a_quota_is_taken_from_beside() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.db"
         with Profile(path, create=True) as profile:
-            profile.put("ops", HERE, {ahead(linear(8)): Timing(1.0, 1.0, 1.0, 3)})
-            profile.put("crowding", HERE, {"x": Crowding(slowdown=(1.0, 1.5), baseline=1)})
-            profile.put("ops", under, {ahead(linear(4)): Timing(2.0, 2.0, 2.0, 3)})
-            profile.put("crowding", under, {"x": Crowding(baseline=2)})
+            profile.put("ops", HERE, {ahead(linear(8)): TimeQuartiles(1.0, 1.0, 1.0, 3)})
+            profile.put("crowding", HERE, {"x": ContentionProfile(slowdown=(1.0, 1.5), baseline=1)})
+            profile.put("ops", under, {ahead(linear(4)): TimeQuartiles(2.0, 2.0, 2.0, 3)})
+            profile.put("crowding", under, {"x": ContentionProfile(baseline=2)})
         found = find(path, changed(cluster(), devices=(device,)))
-    assert isinstance(found, Measured) and found.setting_of(device) == under
+    assert isinstance(found, ProfileCostModel) and found.setting_of(device) == under
     times = [found.op(linear(rows), device, False).seconds for rows in (8, 4)]
     assert times == pytest.approx([2.0, 4.0])
-    assert found.crowding(device.host) == Crowding(slowdown=(1.0, 1.5), baseline=1)
+    assert found.crowding(device.host) == ContentionProfile(slowdown=(1.0, 1.5), baseline=1)
 
 
 @pytest.mark.parametrize("common", [1, 3, 4])
@@ -90,13 +98,14 @@ def test_what_another_quota_took_is_lengthened_as_what_both_took(common: int) ->
     device = changed(cluster().devices[0], quota=0.5)
     under, slow = changed(HERE, quota=0.5), (1.1, 1.3, 2.0)
 
-    def stage(*seconds: float) -> StageTiming:
-        made = (Timing(s, s, s, 3) for s in seconds)
-        return StageTiming(**dict(zip(("forward", "backward", "optimizer"), made, strict=True)),
+    def stage(*seconds: float) -> StageMeasurement:
+        made = (TimeQuartiles(s, s, s, 3) for s in seconds)
+        names = ("forward", "backward", "optimizer")
+        return StageMeasurement(**dict(zip(names, made, strict=True)),
                            rows=2)  # fmt: skip
 
-    def ops(rows: list[int], times: float) -> dict[str, Timing]:
-        return {ahead(linear(n)): Timing(n * times, n * times, n * times, 3) for n in rows}
+    def ops(rows: list[int], times: float) -> dict[str, TimeQuartiles]:
+        return {ahead(linear(n)): TimeQuartiles(n * times, n * times, n * times, 3) for n in rows}
 
     both = list(range(1, common + 1))
     with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +119,9 @@ def test_what_another_quota_took_is_lengthened_as_what_both_took(common: int) ->
                 key: stage(*(int(key) * t * (9.0 if key == "3" else 1.0) for t in slow))
                 for key in known
             })  # fmt: skip
-            profile.put("crowding", HERE, {"x": Crowding()})
+            profile.put("crowding", HERE, {"x": ContentionProfile()})
         found = find(path, changed(cluster(), devices=(device,)))
-    assert isinstance(found, Measured) and found.setting_of(device) == under
+    assert isinstance(found, ProfileCostModel) and found.setting_of(device) == under
     taken = found.stage("s", device)
     wanted = zip((5.0, 6.0, 7.0), slow if common > 1 else (1.0,) * 3, strict=True)
     assert taken is not None

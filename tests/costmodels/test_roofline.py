@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from fxpart.costmodels.roofline import Roofline
 
-from fxpart.cluster import Cluster
+from fxpart.cluster.model import Cluster
 from fxpart.costs import OpSpec, TensorSpec
 
 (NOMINAL,) = Cluster.parse("1xh100").devices

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.elastic.bounds import Bounds
+from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.errors import FxpartError
 
 
@@ -15,7 +15,7 @@ from fxpart.errors import FxpartError
     [("4", 4, 4), ("2:4", 2, 4), (" 1 : 16384 ", 1, 16384), ("3:3", 3, 3), ("004", 4, 4)],
 )
 def test_what_is_read(text: str, least: int, most: int) -> None:
-    assert Bounds.parse(text) == Bounds(least, most)
+    assert RankBounds.parse(text) == RankBounds(least, most)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_what_is_read(text: str, least: int, most: int) -> None:
 )
 def test_what_is_refused(text: str, why: str) -> None:
     with pytest.raises(FxpartError) as caught:
-        Bounds.parse(text, "--nnodes")
+        RankBounds.parse(text, "--nnodes")
     (problem,) = caught.value.problems
     assert problem.code == "FXP109"
     assert why in problem.why
@@ -47,8 +47,8 @@ def test_what_is_refused(text: str, why: str) -> None:
 
 @given(st.integers(1, 500), st.integers(0, 500))
 def test_as_text_and_back(least: int, more: int) -> None:
-    bounds = Bounds(least, least + more)
-    assert Bounds.parse(str(bounds)) == bounds
+    bounds = RankBounds(least, least + more)
+    assert RankBounds.parse(str(bounds)) == bounds
     assert bounds.elastic == (more > 0)
     assert least in bounds and least + more in bounds
     assert least - 1 not in bounds and least + more + 1 not in bounds
@@ -57,7 +57,7 @@ def test_as_text_and_back(least: int, more: int) -> None:
 @given(st.text(max_size=12))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        bounds = Bounds.parse(text)
+        bounds = RankBounds.parse(text)
     except FxpartError as fault:
         assert fault.code == "FXP109"
     else:

@@ -8,23 +8,29 @@ import msgspec
 import pytest
 import sample_plans
 
-from fxpart.elastic.cache import Asked, Plans, check_same, newest, planned
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.elastic.plan_cache import (
+    PlanCache,
+    PlanCacheKey,
+    check_same,
+    find_or_make_plan,
+    load_newest_plan,
+)
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
-from fxpart.rundir import RunDir
+from fxpart.plan.model import Plan
 
 replace = msgspec.structs.replace
-ASKED = Asked(target="a.py:net")
+ASKED = PlanCacheKey(target="a.py:net")
 
 
 def test_what_is_kept_is_found(tmp_path: Path) -> None:
-    plans = Plans(RunDir(tmp_path / "run"), ASKED)
+    plans = PlanCache(RunDir(tmp_path / "run"), ASKED)
     three, four = sample_plans.plan(3), sample_plans.plan(4)
     for plan in (three, four):
         path = plans.keep(plan)
         name = f"{plan.model.fingerprint}-{plan.cluster_hash}-{plan.world}.json"
         assert path == tmp_path / "run" / "plans" / name
-    again = Plans(RunDir(tmp_path / "run"), ASKED)
+    again = PlanCache(RunDir(tmp_path / "run"), ASKED)
     assert again.find(three.cluster, 3) == three
     assert again.find(four.cluster, 4) == four
     assert again.find(four.cluster, 3) is None
@@ -33,14 +39,14 @@ def test_what_is_kept_is_found(tmp_path: Path) -> None:
 
 def test_other_wishes_find_nothing(tmp_path: Path) -> None:
     plan = sample_plans.plan(2)
-    Plans(RunDir(tmp_path), ASKED).keep(plan)
+    PlanCache(RunDir(tmp_path), ASKED).keep(plan)
     for other in (
         replace(ASKED, constraints={"tp": 2}),
         replace(ASKED, optimizer="sgd"),
         replace(ASKED, cost_model="ab12"),
         replace(ASKED, version="9"),
     ):
-        plans = Plans(RunDir(tmp_path), other)
+        plans = PlanCache(RunDir(tmp_path), other)
         assert plans.find(plan.cluster, 2) is None
         plans.keep(plan)
 
@@ -48,46 +54,46 @@ def test_other_wishes_find_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", '{"digest": 3}', "\x00"])
 def test_a_damaged_folder_begins_anew(tmp_path: Path, text: str) -> None:
     plan = sample_plans.plan(2)
-    path = Plans(RunDir(tmp_path), ASKED).keep(plan)
+    path = PlanCache(RunDir(tmp_path), ASKED).keep(plan)
     (tmp_path / "plans" / "asked.json").write_text(text)
-    plans = Plans(RunDir(tmp_path), ASKED)
+    plans = PlanCache(RunDir(tmp_path), ASKED)
     assert plans.find(plan.cluster, 2) is None
     path.write_text(text)
     assert plans.find(plan.cluster, 2) is None and not path.exists()
 
 
 def test_a_plan_is_made_once(tmp_path: Path) -> None:
-    plans, made = Plans(RunDir(tmp_path), ASKED), []
+    plans, made = PlanCache(RunDir(tmp_path), ASKED), []
     plan = sample_plans.plan(3)
 
     def make() -> Plan:
         made.append(3)
         return plan
 
-    assert planned(plans, plan.cluster, 3, make) == (plan, False)
-    assert planned(plans, plan.cluster, 3, make) == (plan, True)
+    assert find_or_make_plan(plans, plan.cluster, 3, make) == (plan, False)
+    assert find_or_make_plan(plans, plan.cluster, 3, make) == (plan, True)
     assert made == [3]
 
 
 def test_of_two_models_the_runs_own_is_taken(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    plans, plan = Plans(run, ASKED), sample_plans.plan(2)
+    plans, plan = PlanCache(run, ASKED), sample_plans.plan(2)
     other = replace(plan, model=replace(plan.model, fingerprint="1" * 64))
     plans.keep(plan)
     plans.keep(other)
     assert plans.find(plan.cluster, 2) is None
     other.dump(run.plan)
-    assert newest(run) == other
+    assert load_newest_plan(run) == other
     assert plans.find(plan.cluster, 2) == other
 
 
 def test_batch_and_microbatches_stay(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    plans, plan = Plans(run, ASKED), sample_plans.plan(4)
+    plans, plan = PlanCache(run, ASKED), sample_plans.plan(4)
     plan.dump(run.plan)
     fewer = sample_plans.plan(3, microbatches=4)
     with pytest.raises(FxpartError) as caught:
-        planned(plans, fewer.cluster, 3, lambda: fewer)
+        find_or_make_plan(plans, fewer.cluster, 3, lambda: fewer)
     (problem,) = caught.value.problems
     assert problem.code == "FXP109" and "batch size 16, and 8 is asked for" in problem.why
     check_same(sample_plans.plan(3), plan, "run")
@@ -109,4 +115,4 @@ def test_an_asynchronous_run_may_change_its_ranks() -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "plans").write_text("a file")
     with pytest.raises(FxpartError, match="FXP603"):
-        Plans(RunDir(tmp_path), ASKED)
+        PlanCache(RunDir(tmp_path), ASKED)

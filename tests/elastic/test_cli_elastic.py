@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 from cli_calls import TARGET, call
 
-from fxpart.cli.options import Request
-from fxpart.cli.supervised import Planning, asked_of, fixed, run_supervised
-from fxpart.elastic.bounds import Bounds
-from fxpart.elastic.wishes import holding
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.cli.elastic_run import RunPlanner, asked_of, fixed, run_supervised
+from fxpart.cli.options import CommandLineRequest
+from fxpart.elastic.rank_bounds import RankBounds
+from fxpart.elastic.scale_request import lock_run
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
-from fxpart.rundir import RunDir
+from fxpart.plan.model import Plan
 
 
-def request(target: str, **fields: object) -> Request:
+def request(target: str, **fields: object) -> CommandLineRequest:
     """What the command line makes of these options."""
     given: dict[str, object] = {
         "target": target, "cluster": "auto", "batch_size": None, "microbatches": None,
         "optimizer": None, "cost_model": "roofline", "constraint": (), "seed": 0,
     }  # fmt: skip
-    return Request(**{**given, **fields})  # type: ignore[arg-type]
+    return CommandLineRequest(**{**given, **fields})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def target(tmp_path: Path) -> str:
 
 
 def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with holding(RunDir(tmp_path), Bounds(2, 4)) as holder:
+    with lock_run(RunDir(tmp_path), RankBounds(2, 4)) as holder:
         holder.tell(4)
         out, _ = call(capsys, "scale", str(tmp_path), "3")
         assert "for 3 ranks in place of 4" in out
@@ -72,7 +72,7 @@ def test_plans_made_in_advance_are_those_made_at_once(
     )  # fmt: skip
     assert str(folder.plans) in out
     asked = request(target, microbatches=4)
-    planning = Planning(asked, Bounds(2, 4), folder)
+    planning = RunPlanner(asked, RankBounds(2, 4), folder)
     for ranks in (4, 3, 2):
         plan, found = planning.plan(ranks)
         assert found and plan.world == ranks
@@ -81,7 +81,7 @@ def test_plans_made_in_advance_are_those_made_at_once(
     whole = asked.on_ranks(2, "--nproc")
     assert plan.dumps() == whole.compile(whole.workload(), quiet=True).plan.dumps()
     plan.dump(folder.plan)
-    other = Planning(request(target, optimizer="adamw"), Bounds(2, 4), folder)
+    other = RunPlanner(request(target, optimizer="adamw"), RankBounds(2, 4), folder)
     with pytest.raises(FxpartError, match="the run has optimizer 'sgd', and 'adamw' is asked"):
         other.plan(3)
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_elastic(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path / "run")
-    planning = Planning(request(target, mode="async", microbatches=4), Bounds(1, 2), run)
+    planning = RunPlanner(request(target, mode="async", microbatches=4), RankBounds(1, 2), run)
     plan, _ = planning.plan(2)
     assert plan.schedule == "async" and len(plan.stages) == 2
     plan.dump(run.plan)
@@ -112,7 +112,7 @@ def test_a_run_that_has_begun_keeps_its_batch(tmp_path: Path) -> None:
     assert fixed(request("a.py:net"), run).microbatches == 8
     asked = request("a.py:net", microbatches=4, batch_size=17)
     with pytest.raises(FxpartError) as caught:
-        run_supervised(asked, Bounds(2, 4), run, {}, 10, False)
+        run_supervised(asked, RankBounds(2, 4), run, {}, 10, False)
     assert [p.where for p in caught.value.problems] == ["--batch-size 17", "--microbatches 4"]
     # Neither decides which plans are found: both are the run's.
     assert asked_of(asked) == asked_of(request("a.py:net"))
@@ -125,8 +125,8 @@ def test_a_plan_is_for_one_number(tmp_path: Path) -> None:
     sample_plans.plan(4).dump(path)
     whole = request("a.py:net", plan=str(path))
     with pytest.raises(FxpartError, match="one number of ranks"):
-        run_supervised(whole, Bounds(2, 4), RunDir(tmp_path / "run"), {}, 10, False)
-    planning = Planning(whole, Bounds(4, 4), RunDir(tmp_path / "run"))
+        run_supervised(whole, RankBounds(2, 4), RunDir(tmp_path / "run"), {}, 10, False)
+    planning = RunPlanner(whole, RankBounds(4, 4), RunDir(tmp_path / "run"))
     assert planning.plan(4) == (Plan.load(path), True)
     with pytest.raises(FxpartError, match="the plan is for 4 ranks"):
         planning.plan(3)

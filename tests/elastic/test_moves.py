@@ -10,12 +10,12 @@ import sample_plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
-from fxpart.elastic.clusters import for_ranks, without
-from fxpart.elastic.moves import seat
-from fxpart.elastic.shares import common, shares_of
+from fxpart.cluster.model import Cluster
+from fxpart.elastic.available_cluster import adapt_cluster_to_ranks, remove_devices
+from fxpart.elastic.device_reassignment import reassign_devices
+from fxpart.elastic.state_shares import count_common_bytes, shares_of
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 
 BLOCKS = 12
 replace = msgspec.structs.replace
@@ -62,7 +62,7 @@ def test_the_lost_ones_replacement_takes_its_place() -> None:
     new_name = [replace(d, name="host0/cpu:9") if i == 1 else d for i, d in enumerate(four.devices)]
     # The new device comes last, as a machine does that was added.
     mended = replace(four, devices=(new_name[0], *new_name[2:], new_name[1]))
-    found = seat(cut([0, 3, 6, 9], mended), old)
+    found = reassign_devices(cut([0, 3, 6, 9], mended), old)
     names = [found.plan.device(s.ranks[0]).name for s in found.plan.stages]
     assert names == ["host0/cpu:0", "host0/cpu:9", "host0/cpu:2", "host0/cpu:3"]
     assert found.moved == pytest.approx(3 * 12_000, abs=1)
@@ -72,7 +72,7 @@ def test_the_lost_ones_replacement_takes_its_place() -> None:
 
 def test_the_same_plan_again_moves_nothing() -> None:
     old = cut([0, 3, 6, 9], sample_plans.cluster(4), [2, 0, 3, 1])
-    found = seat(cut([0, 3, 6, 9], sample_plans.cluster(4)), old)
+    found = reassign_devices(cut([0, 3, 6, 9], sample_plans.cluster(4)), old)
     assert found.moved == pytest.approx(0.0, abs=1) and found.ranks == ()
     assert [s.ranks for s in found.plan.stages] == [s.ranks for s in old.stages]
 
@@ -81,7 +81,7 @@ def test_nothing_is_known_of_another_model() -> None:
     old = cut([0, 6], sample_plans.cluster(2))
     other = replace(old, model=replace(old.model, fingerprint="1" * 64))
     for before in (None, other):
-        found = seat(old, before)
+        found = reassign_devices(old, before)
         assert found.plan is old and found.ranks == (0, 1)
         assert found.moved == found.before == pytest.approx(144_000, abs=1)
 
@@ -100,10 +100,10 @@ def test_no_way_to_seat_moves_less(
     order = list(range(len(before) + 1))
     random.shuffle(order)  # type: ignore[attr-defined]
     old = cut([0, *sorted(before)], four, order)
-    left = without(four, {f"host0/cpu:{lost}"})
+    left = remove_devices(four, {f"host0/cpu:{lost}"})
     starts = [0, *sorted(after)][: len(left.devices)]
     new = cut(starts, left)
-    found = seat(new, old)
+    found = reassign_devices(new, old)
     found.plan.validate()
     assert found.moved == pytest.approx(lacking(found.plan, old), abs=1)
     least = min(
@@ -129,7 +129,7 @@ def hosts(*names: str) -> Cluster:
 def test_whole_hosts_are_exchanged_and_stages_of_one_stay_together() -> None:
     old = cut([0, 3, 6, 9], hosts("a", "b"))
     new = cut([0, 3, 6, 9], hosts("b", "c"))
-    found = seat(new, old)
+    found = reassign_devices(new, old)
     where = [found.plan.device(s.ranks[0]).host for s in found.plan.stages]
     assert where == ["c", "c", "b", "b"]
     assert found.moved == pytest.approx(6 * 12_000, abs=1)
@@ -139,7 +139,7 @@ def test_unlike_devices_are_not_exchanged() -> None:
     four = sample_plans.cluster(4)
     fast = replace(four, devices=(replace(four.devices[0], bandwidth=2e10), *four.devices[1:]))
     old = cut([0, 3, 6, 9], fast, [1, 0, 2, 3])
-    found = seat(cut([0, 3, 6, 9], fast), old)
+    found = reassign_devices(cut([0, 3, 6, 9], fast), old)
     assert found.plan.device(found.plan.stages[0].ranks[0]).name == "host0/cpu:0"
     assert found.moved == found.before
 
@@ -155,8 +155,8 @@ def test_shares_of_tensor_parallel_lanes_and_zero() -> None:
     # Half the parameters (a third of all bytes) and a quarter of the optimizer's state.
     assert [s.bytes / whole for s in shares] == pytest.approx([1 / 6 + 1 / 6] * 4)
     # Lanes 0 and 2 are the replicas of the first half: the same parameters, other slots.
-    assert common(shares[0], shares[2]) == pytest.approx(whole / 6)
-    assert common(shares[0], shares[1]) == 0.0
+    assert count_common_bytes(shares[0], shares[2]) == pytest.approx(whole / 6)
+    assert count_common_bytes(shares[0], shares[1]) == 0.0
     # All optimizer state once, all parameters twice.
     assert sum(s.bytes for s in shares) == pytest.approx(whole * (2 / 3 + 2 / 3))
 
@@ -170,21 +170,21 @@ def test_what_is_left_of_a_cluster() -> None:
             replace(sample_plans.cluster(1).links[0], source="b", target="a/cpu:1"),
         ),
     )
-    left = without(both, {"a/cpu:1"})
+    left = remove_devices(both, {"a/cpu:1"})
     assert [d.name for d in left.devices] == ["a/cpu:0", "b/cpu:0", "b/cpu:1"]
     assert [n.source for n in left.links] == ["*", "a"]
-    alone = without(both, {"a"})
+    alone = remove_devices(both, {"a"})
     assert [d.name for d in alone.devices] == ["b/cpu:0", "b/cpu:1"]
     assert [n.source for n in alone.links] == ["*"]
     assert left.validate() is left and left.hash != both.hash
-    assert without(both, {"c"}) is both
+    assert remove_devices(both, {"c"}) is both
     with pytest.raises(FxpartError, match="FXP519"):
-        without(both, {"a", "b"})
+        remove_devices(both, {"a", "b"})
 
 
 def test_the_cluster_for_so_many_ranks(tmp_path: object) -> None:
-    assert for_ranks("auto", 3).hash == Cluster.local(3).hash
-    assert len(for_ranks("local:4", 3).devices) == 4
-    assert len(for_ranks("local:4", 3, {"local/cpu:0"}).devices) == 3
+    assert adapt_cluster_to_ranks("auto", 3).hash == Cluster.local(3).hash
+    assert len(adapt_cluster_to_ranks("local:4", 3).devices) == 4
+    assert len(adapt_cluster_to_ranks("local:4", 3, {"local/cpu:0"}).devices) == 3
     with pytest.raises(FxpartError, match="2 devices are left, and 3 ranks"):
-        for_ranks("local:4", 3, {"local/cpu:0", "local/cpu:2"})
+        adapt_cluster_to_ranks("local:4", 3, {"local/cpu:0", "local/cpu:2"})

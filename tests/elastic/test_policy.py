@@ -8,14 +8,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fxpart.elastic.policy import Situation, alone, decide, expected, grown, measured
+from fxpart.elastic.policy import (
+    RankLossScenario,
+    alone,
+    calibrate_step_seconds,
+    decide,
+    expected,
+    grown,
+)
 
 
 def situation(
     arrivals: list[tuple[float, float]], *, steps: int = 1000, change: float = 10.0
-) -> Situation:
+) -> RankLossScenario:
     """A thousand steps left, 1 s each with all ranks, 1.5 s with fewer, 10 s a change."""
-    return Situation(steps, 1.0, 1.5, change, arrivals)
+    return RankLossScenario(steps, 1.0, 1.5, change, arrivals)
 
 
 def test_a_replacement_at_hand_is_taken() -> None:
@@ -66,11 +73,11 @@ def test_odds() -> None:
 
 
 def test_predictions_are_corrected_by_what_was_seen() -> None:
-    assert measured((2.0, 3.0), 4.0) == (4.0, 6.0)
-    assert measured((2.0, 3.0), 0.0) == (2.0, 3.0)
+    assert calibrate_step_seconds((2.0, 3.0), 4.0) == (4.0, 6.0)
+    assert calibrate_step_seconds((2.0, 3.0), 0.0) == (2.0, 3.0)
 
 
-def simulated(it: Situation, back: float, tick: float = 0.01) -> float:
+def simulated(it: RankLossScenario, back: float, tick: float = 0.01) -> float:
     """The end when going on with fewer and growing when all are back, in small steps of time."""
     now, left = it.change, float(it.steps)
     while now < back and left > 0:
@@ -85,7 +92,7 @@ def simulated(it: Situation, back: float, tick: float = 0.01) -> float:
 def test_growing_is_as_simulated(
     steps: int, full: float, factor: float, change: float, back: float
 ) -> None:
-    it = Situation(steps, full, full * factor, change, ())
+    it = RankLossScenario(steps, full, full * factor, change, ())
     found = min(simulated(it, back), alone(it))
     assert isclose(grown(it, back), found, abs_tol=0.1, rel_tol=1e-3)
 
@@ -110,7 +117,7 @@ def test_no_other_wait_is_expected_to_be_better(
 ) -> None:
     whole = sum(share for share, _ in raw)
     arrivals = [(share / whole, back) for share, back in raw]
-    it = Situation(steps, full, full * factor, change, arrivals)
+    it = RankLossScenario(steps, full, full * factor, change, arrivals)
     best = decide(it)
     assert best.seconds <= expected(it, other) * (1 + 1e-9)
     assert best.seconds <= alone(it) * (1 + 1e-9)

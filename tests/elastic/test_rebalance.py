@@ -11,7 +11,7 @@ from torch import nn
 import fxpart
 from fxpart.elastic.rebalance import planned, rebalance, slowed, slower, with_slow
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 from fxpart.report.timeline import plan_steps
 
 BLOCKS, STAGES = 12, 3

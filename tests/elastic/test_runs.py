@@ -21,14 +21,14 @@ import ranks
 import torch
 
 import fxpart
-from fxpart.elastic.progress import finished, reached, saved
-from fxpart.elastic.wishes import ask, running
-from fxpart.plan import Plan
-from fxpart.rundir import RunDir
-from fxpart.runtime.run import ledger
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.elastic.progress import finished, read_checkpoint_step, read_ledger_step
+from fxpart.elastic.scale_request import read_launcher_record, request_rank_count
+from fxpart.plan.model import Plan
+from fxpart.runtime.training_run import ledger
 
 TARGET = Path(__file__).resolve().parents[1] / "benchmarks" / "elastic_target.py"
-SLOW_TARGET = Path(__file__).resolve().parents[1] / "slow_target.py"
+SLOW_TARGET = Path(__file__).resolve().parents[1] / "support" / "slow_target.py"
 LIMIT = 200.0  # seconds on a machine that does much else
 
 
@@ -72,8 +72,8 @@ class Launched:
     def goes_on(self, worlds: list[int]) -> None:
         """Until the generations are these, and three steps more are done."""
         self.until(lambda: self.worlds() == worlds)
-        before = reached(self.run)
-        self.until(lambda: reached(self.run) >= before + 3)
+        before = read_ledger_step(self.run)
+        self.until(lambda: read_ledger_step(self.run) >= before + 3)
 
     def children(self) -> list[int]:
         """The launcher's ranks."""
@@ -107,21 +107,21 @@ def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with launched(folder, "--nproc", "1:2", "--every", "5", "--steps", "100000") as run:
         run.goes_on([2])
-        run.until(lambda: saved(run.run) >= 5)
+        run.until(lambda: read_checkpoint_step(run.run) >= 5)
         os.kill(run.children()[1], signal.SIGKILL)
         run.goes_on([2, 2])
-        ask(run.run, 1)
+        request_rank_count(run.run, 1)
         run.goes_on([2, 2, 1])
-        ask(run.run, 2)
+        request_rank_count(run.run, 2)
         run.goes_on([2, 2, 1, 2])
         run.process.send_signal(signal.SIGTERM)
         said = run.said()
         assert run.process.returncode == 0, said
     assert "ended with signal 9" in said and "2 -> 1 ranks" in said and "1 -> 2 ranks" in said
-    assert running(run.run) is None and not finished(run.run)
-    summary = ledger.check(run.run.ledger)
+    assert read_launcher_record(run.run) is None and not finished(run.run)
+    summary = ledger.check_ledger(run.run.ledger)
     assert not summary.problems and summary.generations == 4
-    losses = [update.number for update in ledger.updates(run.run.ledger)]
+    losses = [update.number for update in ledger.read_updates(run.run.ledger)]
     assert losses == losses_of_one(len(losses))
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"]) for row in bits] == [(2, 2), (2, 1), (1, 2)]
@@ -131,9 +131,9 @@ def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
 def emulated(run: RunDir, root: Path) -> tuple[list[float], Path]:
     """The losses and the last checkpoint of the same plans one after the other, in one process."""
     plans = {Plan.load(path).world: path for path in run.plans.glob("*-*.json")}
-    begun = ledger.begins(run.ledger)
+    begun = ledger.read_ledger_generations(run.ledger)
     losses: list[float] = []
-    stops = [line.after for line in begun[1:]] + [len(ledger.updates(run.ledger))]
+    stops = [line.after for line in begun[1:]] + [len(ledger.read_updates(run.ledger))]
     for line, stop in zip(begun, stops, strict=True):
         trainer = fxpart.compile(
             programs.model(), example_inputs=programs.batch(0), plan=plans[line.world],
@@ -159,14 +159,14 @@ def test_an_asynchronous_run_scaled(tmp_path: Path) -> None:
     options = ("--nproc", "2:3", "--mode", "async", "--fix", "tp=1", "--fix", "dp=1")
     with launched(folder, *options, "--every", "100000", "--steps", "100000") as run:
         run.goes_on([3])
-        ask(run.run, 2)
+        request_rank_count(run.run, 2)
         run.goes_on([3, 2])
-        ask(run.run, 3)
+        request_rank_count(run.run, 3)
         run.goes_on([3, 2, 3])
         run.process.send_signal(signal.SIGTERM)
         said = run.said()
         assert run.process.returncode == 0, said
-    assert not ledger.check(run.run.ledger).problems
+    assert not ledger.check_ledger(run.run.ledger).problems
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"]) for row in bits] == [(3, 2), (2, 3)]
     # All but what a checkpoint says of the stages themselves, which are others.
@@ -175,8 +175,8 @@ def test_an_asynchronous_run_scaled(tmp_path: Path) -> None:
     assert all(row["tensors"] > 60 for row in bits)
     assert Plan.load(run.run.plan).schedule == "async"
     losses, last = emulated(run.run, tmp_path / "emulated")
-    assert [update.number for update in ledger.updates(run.run.ledger)] == losses
-    newest = run.run.checkpoints / f"step-{saved(run.run):010d}"
+    assert [update.number for update in ledger.read_updates(run.run.ledger)] == losses
+    newest = run.run.checkpoints / f"step-{read_checkpoint_step(run.run):010d}"
     assert programs.differences(newest, last) == []
 
 
@@ -187,9 +187,9 @@ def test_a_number_without_a_plan_disturbs_nobody(tmp_path: Path) -> None:
     with launched(tmp_path / "run", *options) as run:
         run.goes_on([2])
         children = run.children()
-        ask(run.run, 1)
-        before = reached(run.run)
-        run.until(lambda: reached(run.run) >= before + 60)
+        request_rank_count(run.run, 1)
+        before = read_ledger_step(run.run)
+        run.until(lambda: read_ledger_step(run.run) >= before + 60)
         assert run.children() == children and run.worlds() == [2]
         run.process.send_signal(signal.SIGTERM)
         said = run.said()
@@ -217,15 +217,15 @@ def test_a_machine_that_goes(tmp_path: Path) -> None:
             first.goes_on([2])
             # The plan for one machine less is there before it is needed.
             first.until(lambda: len(list(first.run.plans.glob("*-1.json"))) == 1)
-            first.until(lambda: saved(first.run) >= 5)
+            first.until(lambda: read_checkpoint_step(first.run) >= 5)
             for pid in (*second.children(), second.process.pid):
                 os.kill(pid, signal.SIGKILL)
             first.goes_on([2, 1])
         first.process.send_signal(signal.SIGTERM)
         first.said()
-    losses = [update.number for update in ledger.updates(first.run.ledger)]
+    losses = [update.number for update in ledger.read_updates(first.run.ledger)]
     assert losses == losses_of_one(len(losses))
-    assert not ledger.check(first.run.ledger).problems
+    assert not ledger.check_ledger(first.run.ledger).problems
     bits = [json.loads(x) for x in (folder / "bits.jsonl").read_text().splitlines()]
     assert [(row["from"], row["to"], row["wrong"]) for row in bits] == [(2, 1, [])]
 
@@ -257,7 +257,7 @@ def test_a_rank_that_has_become_slow_gets_less(tmp_path: Path) -> None:
     options = ("--nproc", "2", "--fix", "stages=2", "--rebalance", "--steps", "100000")
     with launched(folder, *options, target=SLOW_TARGET) as run:
         run.goes_on([2])
-        run.until(lambda: reached(run.run) >= 40)
+        run.until(lambda: read_ledger_step(run.run) >= 40)
         before = Plan.load(run.run.plan)
         with slowed(run.children()[1]):
             run.until(lambda: len(run.worlds()) == 2)
@@ -272,4 +272,4 @@ def test_a_rank_that_has_become_slow_gets_less(tmp_path: Path) -> None:
         for plan in (before, after)
     ]
     assert blocks[1] < blocks[0], blocks
-    assert not ledger.check(run.run.ledger).problems
+    assert not ledger.check_ledger(run.run.ledger).problems

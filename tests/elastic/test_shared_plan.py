@@ -10,7 +10,7 @@ import pytest
 import sample_plans
 from ranks import Pool
 
-from fxpart.elastic.shared_plan import of_hosts
+from fxpart.elastic.plan_broadcast import match_cluster_to_hosts
 from fxpart.errors import FxpartError
 
 replace = msgspec.structs.replace
@@ -34,12 +34,12 @@ def test_the_devices_of_the_machines_that_are_there(tmp_path: Path) -> None:
     )
     path = tmp_path / "cluster.json"
     replace(one, devices=devices).dump(path)
-    left = of_hosts(str(path), ["c", "c", "a", "a"])
+    left = match_cluster_to_hosts(str(path), ["c", "c", "a", "a"])
     assert [d.name for d in left.devices] == ["c/0", "c/1", "a/0", "a/1"]
-    assert [d.name for d in of_hosts(str(path), ["b"]).devices] == ["b/0"]
+    assert [d.name for d in match_cluster_to_hosts(str(path), ["b"]).devices] == ["b/0"]
     left.validate()
     # Names that the cluster does not have say nothing: then any devices will do.
-    assert len(of_hosts(str(path), ["x", "y"]).devices) == 6
-    assert len(of_hosts(str(path), ["a", "a", "a"]).devices) == 6
+    assert len(match_cluster_to_hosts(str(path), ["x", "y"]).devices) == 6
+    assert len(match_cluster_to_hosts(str(path), ["a", "a", "a"]).devices) == 6
     with pytest.raises(FxpartError, match="FXP519"):
-        of_hosts(str(path), ["x"] * 7)
+        match_cluster_to_hosts(str(path), ["x"] * 7)

@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import sample_plans
 
-from fxpart.elastic.bounds import Bounds
-from fxpart.elastic.clusters import without
-from fxpart.elastic.progress import Pace, finished, how_it_ended, reached, saved
-from fxpart.elastic.supervisor import Job, supervise
-from fxpart.elastic.wishes import ask
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.elastic.available_cluster import remove_devices
+from fxpart.elastic.progress import (
+    GenerationTimer,
+    finished,
+    how_it_ended,
+    read_checkpoint_step,
+    read_ledger_step,
+)
+from fxpart.elastic.rank_bounds import RankBounds
+from fxpart.elastic.scale_request import request_rank_count
+from fxpart.elastic.supervisor import ElasticJob, supervise
 from fxpart.errors import FxpartError, error
-from fxpart.launching import Ended, Failed
-from fxpart.plan import Plan
-from fxpart.rundir import RunDir
+from fxpart.launch import JobExit, RankFailure
+from fxpart.plan.model import Plan
 
 KILLED = -int(signal.SIGKILL)
 
@@ -35,8 +41,8 @@ class World:
         self.sent: list[int] = []
         self.refused: set[int] = set()
         self.advanced: list[list[int]] = []
-        self.job = Job(
-            bounds=Bounds.parse(bounds), run=self.run, steps=100, plan=self.plan,
+        self.job = ElasticJob(
+            bounds=RankBounds.parse(bounds), run=self.run, steps=100, plan=self.plan,
             arguments=lambda path: ["train", "--plan", str(path)], tell=self.lines.append,
             advance=lambda numbers: self.advanced.append(list(numbers)), start=self.start, **more,
         )  # fmt: skip
@@ -44,20 +50,20 @@ class World:
     def plan(self, ranks: int, lost: frozenset[str]) -> tuple[Plan, bool]:
         if ranks in self.refused:
             raise error("FXP204", where="x", why="it does not fit", fix="")
-        left = without(sample_plans.cluster(4), lost)
+        left = remove_devices(sample_plans.cluster(4), lost)
         if len(left.devices) < ranks:
             raise error("FXP519", where="x", why=f"{len(left.devices)} devices are left", fix="")
         return sample_plans.plan(ranks, blocks=12), True
 
     def start(
         self, arguments: Sequence[str], ranks: int, *, on_tick: Callable[[Any], object]
-    ) -> Ended:
+    ) -> JobExit:
         plan = Plan.load(arguments[-1])
         assert plan.world == ranks
         self.worlds.append(ranks)
         self.plans.append(plan)
         ended = next(self.generations)(self, lambda: on_tick(self))
-        assert isinstance(ended, Ended)
+        assert isinstance(ended, JobExit)
         return ended
 
     def send(self, number: int) -> None:
@@ -70,33 +76,33 @@ class World:
         return supervise(self.job)
 
 
-def ends(step: int = 0, rank: int | None = None, status: int = KILLED) -> Callable[..., Ended]:
+def ends(step: int = 0, rank: int | None = None, status: int = KILLED) -> Callable[..., JobExit]:
     """A generation that saves at a step, and whose rank ends with that status."""
 
-    def generation(world: World, tick: Callable[[], None]) -> Ended:
+    def generation(world: World, tick: Callable[[], None]) -> JobExit:
         if step:
             world.save(step)
         tick()
-        return Ended(None if rank is None else Failed(rank, 1, status))
+        return JobExit(None if rank is None else RankFailure(rank, 1, status))
 
     return generation
 
 
 def scaled(
     ranks: int, step: int, status: int | None = None, how: str = "SIGUSR1 to rank 0"
-) -> Callable[..., Ended]:
+) -> Callable[..., JobExit]:
     """A generation that is asked to be another, and saves at a step when it is told."""
 
-    def generation(world: World, tick: Callable[[], None]) -> Ended:
+    def generation(world: World, tick: Callable[[], None]) -> JobExit:
         before = len(world.sent)
-        ask(world.run, ranks)
+        request_rank_count(world.run, ranks)
         tick()
         tick()
         assert world.sent[before:] == ([signal.SIGUSR1] if ranks != world.worlds[-1] else [])
         world.save(step)
         with world.run.generations.open("a") as file:
             file.write(f'{{"line":"ended","generation":1,"ended":0,"step":{step},"how":"{how}"}}\n')
-        return Ended(None if status is None else Failed(0, 1, status))
+        return JobExit(None if status is None else RankFailure(0, 1, status))
 
     return generation
 
@@ -132,14 +138,14 @@ def test_a_faster_plan_for_ranks_that_have_become_slow(tmp_path: Path) -> None:
         before.append(plan)
         return next(offers, None)
 
-    def slow(world: World, tick: Callable[[], None]) -> Ended:
+    def slow(world: World, tick: Callable[[], None]) -> JobExit:
         tick()
         assert world.sent == []
         tick()
         tick()
         assert world.sent == [signal.SIGUSR1]
         world.save(30)
-        return Ended(None)
+        return JobExit(None)
 
     generations = [slow, ends(40, rank=2), scaled(3, 50), scaled(4, 60), ends(100)]
     world = World(tmp_path, "2:4", generations, slower=slower)
@@ -181,11 +187,11 @@ def test_a_device_that_loses_its_rank_twice_is_done_without(tmp_path: Path) -> N
 
 
 def test_it_is_tried_with_all_again_later(tmp_path: Path) -> None:
-    def later(world: World, tick: Callable[[], None]) -> Ended:
+    def later(world: World, tick: Callable[[], None]) -> JobExit:
         tick()
         assert world.sent == [signal.SIGUSR1]
         world.save(50)
-        return Ended()
+        return JobExit()
 
     world = World(tmp_path, "2:4", [ends(10, 2), ends(0, 2), later, ends(100)], retry=1e-9)
     world.job = _with(world.job, change=0.0)
@@ -193,7 +199,7 @@ def test_it_is_tried_with_all_again_later(tmp_path: Path) -> None:
     assert world.worlds[-1] == 4
 
 
-def _with(job: Job, **fields: Any) -> Job:
+def _with(job: ElasticJob, **fields: Any) -> ElasticJob:
     from dataclasses import replace
 
     return replace(job, **fields)
@@ -222,29 +228,29 @@ def test_a_failed_stage_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_asked_to_end(tmp_path: Path) -> None:
-    def stopped(world: World, tick: Callable[[], None]) -> Ended:
+    def stopped(world: World, tick: Callable[[], None]) -> JobExit:
         world.save(40)
-        return Ended(asked=int(signal.SIGTERM))
+        return JobExit(asked=int(signal.SIGTERM))
 
     world = World(tmp_path, "2:4", [stopped])
     assert world.supervise() == 0
-    assert saved(world.run) == 40
+    assert read_checkpoint_step(world.run) == 40
 
 
 def test_a_number_without_a_plan_stops_nobody(tmp_path: Path) -> None:
     """Whoever asked for it is told, once, and the ranks train on; another number is taken then."""
 
-    def undisturbed(world: World, tick: Callable[[], None]) -> Ended:
+    def undisturbed(world: World, tick: Callable[[], None]) -> JobExit:
         before = list(world.sent)
-        ask(world.run, 3)
+        request_rank_count(world.run, 3)
         for _ in range(3):
             tick()
         assert world.sent == before
         world.save(20)
-        ask(world.run, 4)
+        request_rank_count(world.run, 4)
         tick()
         assert world.sent == [*before, signal.SIGUSR1]
-        return Ended()
+        return JobExit()
 
     world = World(tmp_path, "2:4", [scaled(2, 10), undisturbed, ends(100)])
     world.refused = {3}
@@ -266,9 +272,9 @@ def test_a_lost_number_without_a_plan_is_left_out(tmp_path: Path) -> None:
 def test_the_words_at_an_end(tmp_path: Path) -> None:
     """That the same command goes on is said where the job ends, and is not done."""
 
-    def stopped(world: World, tick: Callable[[], None]) -> Ended:
+    def stopped(world: World, tick: Callable[[], None]) -> JobExit:
         world.save(40)
-        return Ended(asked=int(signal.SIGTERM))
+        return JobExit(asked=int(signal.SIGTERM))
 
     world = World(tmp_path, "2:4", [scaled(3, 10), scaled(4, 20), stopped])
     assert world.supervise() == 0
@@ -296,11 +302,11 @@ def test_fewer_devices_than_the_least(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_not_saved_is_progress_too(tmp_path: Path) -> None:
-    def further(world: World, tick: Callable[[], None]) -> Ended:
-        step = reached(world.run) + 1
+    def further(world: World, tick: Callable[[], None]) -> JobExit:
+        step = read_ledger_step(world.run) + 1
         with world.run.ledger.open("a") as file:
             file.write(f'{{"line":"update","step":{step}}}\n')
-        return Ended(Failed(0, 1, KILLED))
+        return JobExit(RankFailure(0, 1, KILLED))
 
     world = World(tmp_path, "4", [further] * 6 + [ends(100)])
     assert world.supervise() == 0
@@ -312,14 +318,14 @@ def test_what_a_damaged_folder_says(tmp_path: Path, text: str) -> None:
     run = RunDir(tmp_path)
     for path in (run.ledger, run.generations):
         path.write_text(text)
-    assert reached(run) == 0 and how_it_ended(run) == "" and not finished(run)
+    assert read_ledger_step(run) == 0 and how_it_ended(run) == "" and not finished(run)
 
 
 def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lines = [f'{{"line":"update","step":{step}}}' for step in range(5000)]
     run.ledger.write_text("\n".join(lines) + '\n{"line":"upd')
-    assert reached(run) == 4999
+    assert read_ledger_step(run) == 4999
     run.generations.write_text('{"line":"ended","how":"data"}\n')
     assert finished(run)
     run.generations.write_text('{"line":"ended","how":"data"}\n{"line":"began"}\n')
@@ -328,7 +334,7 @@ def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
 
 def test_the_pace_of_a_generation(tmp_path: Path) -> None:
     run, now = RunDir(tmp_path), 100.0
-    pace = Pace(run, 10, lambda: now)
+    pace = GenerationTimer(run, 10, lambda: now)
     for at, step in ((100.5, 11), (105.0, 10), (112.0, 12), (112.5, 13), (122.0, 32)):
         run.ledger.write_text(f'{{"line":"update","step":{step}}}\n')
         now = at
@@ -336,12 +342,12 @@ def test_the_pace_of_a_generation(tmp_path: Path) -> None:
     # Seen: nothing more at 105 s, step 12 at 112 s, step 32 at 122 s.
     assert pace.start_seconds == 12.0
     assert pace.step_seconds == 0.5
-    assert Pace(run, 99, lambda: now).step_seconds == 0.0
+    assert GenerationTimer(run, 99, lambda: now).step_seconds == 0.0
 
 
 def test_what_counts_as_saved(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert saved(run) == 0
+    assert read_checkpoint_step(run) == 0
     for name in ("step-0000000012", "step-3", ".partial-g1-step-0000000099", "step-00000000123"):
         (run.checkpoints / name).mkdir(parents=True)
-    assert saved(run) == 12
+    assert read_checkpoint_step(run) == 12

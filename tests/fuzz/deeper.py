@@ -16,7 +16,7 @@ from fuzz.mutations import Sample
 from fuzz.reading import plain, scratch
 
 if TYPE_CHECKING:
-    from fxpart.cluster import Device
+    from fxpart.cluster.model import Device
 
 Seal = Callable[[bytes], bytes]
 _APART = b"\x00\x00"  # between the name of a place and what stands there
@@ -38,7 +38,7 @@ def _rows() -> list[tuple[str, str, str]]:
 
 @cache
 def _device() -> Device:
-    from fxpart.cluster import Cluster
+    from fxpart.cluster.model import Cluster
 
     return Cluster.parse("1xa100").devices[0]
 
@@ -46,7 +46,7 @@ def _device() -> Device:
 def read_row(data: bytes) -> object:
     """A profile of which one row has this value, or this key; then what is priced by it."""
     from fxpart.costmodels import AUTO, find
-    from fxpart.costmodels.measured import Measured
+    from fxpart.costmodels.profile_cost_model import ProfileCostModel
 
     from fxpart.costs import OpSpec, TensorSpec
 
@@ -61,7 +61,7 @@ def read_row(data: bytes) -> object:
         base.commit()
     base.close()
     shown = inputs.read_profile(path)
-    known = Measured.load(path, None, find(AUTO))
+    known = ProfileCostModel.load(path, None, find(AUTO))
     two = TensorSpec((2, 5), "float32")
     op = OpSpec("aten.relu.default", (two,), (two,), gradient_inputs=(0,), gradients=1)
     for setting in known.measurements:
@@ -92,18 +92,18 @@ def _placed(place: str, key: str) -> Seal:
 def read_mapping(data: bytes) -> object:
     """The devices in the order of a mapping's ranks, as `cluster import --ranks` has them."""
     from fxpart.cli.cluster import _text
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.paddle_ranks import ordered
+    from fxpart.cluster.importers.paddle_rank_map import reorder_devices
+    from fxpart.cluster.model import Cluster
 
     path = scratch() / "mapping.json"
     path.write_bytes(data)
-    return ordered(Cluster.parse("2x2xh100"), _text(str(path)))
+    return reorder_devices(Cluster.parse("2x2xh100"), _text(str(path)))
 
 
 def mappings() -> list[Sample]:
     """Of four devices."""
-    from fxpart.cluster import Cluster
-    from fxpart.cluster_io.paddle_ranks import mapping_of
+    from fxpart.cluster.importers.paddle_rank_map import mapping_of
+    from fxpart.cluster.model import Cluster
 
     cluster = Cluster.parse("2x2xh100")
     names = [device.name for device in cluster.devices][::-1]
@@ -142,9 +142,9 @@ def _within(header: dict[str, object], key: str, seal: Seal) -> Seal:
 
 def read_whole(path: Path) -> object:
     """Such a file as convert reads it."""
-    from fxpart.checkpoint.exchange.convert import Options, _open, detect
+    from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open, detect
 
-    source = _open(path, detect(path), Options())
+    source = _open(path, detect(path), ConversionOptions())
     return [source.read(key) for key in source.tensors]
 
 
@@ -154,7 +154,7 @@ def read_whole(path: Path) -> object:
 def read_end(data: bytes) -> object:
     """The words about a run of which one rank left this ring or failure."""
     from fxpart.cli import postmortem
-    from fxpart.events.postmortem import examine
+    from fxpart.diagnostics.postmortem import examine
 
     folder = scratch() / "ended" / "events" / "generation-1"
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,12 +184,12 @@ def read_compared(data: bytes) -> object:
     """What a recording says of its plan, in words and as a page."""
     import sample_plans
 
-    from fxpart.report.compared import compare
-    from fxpart.report.comparing import told
+    from fxpart.report.comparison_builder import compare
+    from fxpart.report.comparison_text import format_comparison
     from fxpart.report.html import report_html
-    from fxpart.report.measured import belongs, decode
+    from fxpart.report.recording_file import check_recording, decode
 
     plan, recording = sample_plans.plan(2, 2), decode(data, "trace")
-    belongs(recording, plan, "trace")
+    check_recording(recording, plan, "trace")
     found = compare(plan, recording)
-    return told(found), report_html(plan, recording, found)
+    return format_comparison(found), report_html(plan, recording, found)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS)]
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
 
 from fuzz.mutations import Sample, mutated  # noqa: E402
 from fuzz.readers import READERS  # noqa: E402

@@ -12,8 +12,8 @@ from fuzz.reading import TESTS, in_file, plain, scratch
 
 
 def read_plan(data: bytes) -> object:
-    from fxpart.plan import Plan
-    from fxpart.report.explain import explain
+    from fxpart.plan.model import Plan
+    from fxpart.report.explanation_text import explain
 
     return explain(Plan.loads(data))
 
@@ -30,19 +30,19 @@ def plans() -> list[Sample]:
 
 def read_cluster(suffix: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        from fxpart.cluster_io.files import decode, to_json
-        from fxpart.report.cluster import shown
+        from fxpart.cluster.files import decode, to_json
+        from fxpart.report.cluster import format_cluster
 
         found = decode(data, suffix)
-        return to_json(found), shown(found, ())
+        return to_json(found), format_cluster(found, ())
 
     return read
 
 
 def clusters(suffix: str) -> Callable[[], list[Sample]]:
     def samples() -> list[Sample]:
-        from fxpart.cluster import Cluster
-        from fxpart.cluster_io.files import to_json, to_toml
+        from fxpart.cluster.files import to_json, to_toml
+        from fxpart.cluster.model import Cluster
 
         found = [Cluster.parse(name) for name in ("2x2xh100", "local:2", "2xa100+1xt4")]
         if suffix == ".json":
@@ -54,10 +54,10 @@ def clusters(suffix: str) -> Callable[[], list[Sample]]:
 
 def read_import(form: str) -> Callable[[bytes], object]:
     def load(path: Path) -> object:
-        from fxpart.cluster_io.facts import Facts
-        from fxpart.cluster_io.importers import load
+        from fxpart.cluster.importers.registry import load
+        from fxpart.cluster.importers.source_facts import ImportOptions
 
-        facts = Facts(
+        facts = ImportOptions(
             device="a100", pcie=1e10, nvlink=1e10, per_host=2, memory=1e12, operation="broadcast"
         )
         return load(path, form, facts)
@@ -104,7 +104,7 @@ def schedules(csv: bool) -> Callable[[], list[Sample]]:
 
 
 def read_recording(data: bytes) -> object:
-    from fxpart.report.measured import decode
+    from fxpart.report.recording_file import decode
 
     return decode(data, "trace")
 
@@ -122,12 +122,13 @@ def recordings() -> list[Sample]:
 
 def read_problem(kind: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        from fxpart.solver import archive, placement
+        from fxpart.solver import archive
         from fxpart.solver.joint import archive as joint
+        from fxpart.solver.placement import portfolio
 
         readers: dict[str, Callable[[bytes], object]] = {
             "partition": archive.problem_from_json,
-            "placement": placement.problem_from_json,
+            "placement": portfolio.problem_from_json,
             "joint": joint.from_json,
         }
         return readers[kind](data)
@@ -195,27 +196,34 @@ def annotations(suffix: str) -> Callable[[], list[Sample]]:
 
 
 def read_profile(path: Path) -> object:
-    from fxpart.profile import Profile
-    from fxpart.report.profiled import contents, describe_profile
+    from fxpart.profiling.store import Profile
+    from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:
         return contents(profile), describe_profile(profile)
 
 
 def profiles() -> list[Sample]:
-    from fxpart.profile import Calibration, Crowding, Profile, Setting, StageTiming, Timing
+    from fxpart.profiling.store import (
+        Calibration,
+        ContentionProfile,
+        MeasurementEnvironment,
+        Profile,
+        StageMeasurement,
+        TimeQuartiles,
+    )
 
     path = scratch() / "made.profile"
     path.unlink(missing_ok=True)
-    here = Setting(device="cpu", chip="chip", threads=1, torch="2.13.0")
-    timing = Timing(0.5, 0.25, 1.0, 3)
+    here = MeasurementEnvironment(device="cpu", chip="chip", threads=1, torch="2.13.0")
+    timing = TimeQuartiles(0.5, 0.25, 1.0, 3)
     key = '["aten.relu.default",[["float32",[2,3]]],[["float32",[2,3]]],[],[0]] forward'
     with Profile(path, create=True) as profile:
         profile.put("ops", here, {key: timing}, "2026-01-01")
-        whole = StageTiming(
+        whole = StageMeasurement(
             forward=timing, backward=timing, optimizer=timing, rows=2, parts={"a": 1.0}
         )
         profile.put("stages", here, {"stage": whole})
         profile.put("calibrations", here, {"": Calibration(residuals=(("s", 1.0, 2.0),))})
-        profile.put("crowding", here, {"": Crowding(slowdown=(1.0, 1.5))})
+        profile.put("crowding", here, {"": ContentionProfile(slowdown=(1.0, 1.5))})
     return plain("binary", path.read_bytes())

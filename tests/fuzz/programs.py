@@ -59,8 +59,8 @@ def program() -> dict[str, bytes]:
     import torch
     from stage_runs import Stages, assigned, captured_of, prepared
 
-    from fxpart.codegen.export import export
-    from fxpart.codegen.materialise import constants_of
+    from fxpart.codegen.materialization import constants_of
+    from fxpart.codegen.program_archive import export
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
@@ -84,7 +84,7 @@ def read_program(name: str) -> Callable[[bytes], object]:
     """A program of which one file is changed; its digest is right, so that the file is read."""
 
     def read(data: bytes) -> object:
-        from fxpart.codegen.export import load_exported
+        from fxpart.codegen.program_archive import load_exported
 
         folder = scratch() / f"program-{name}"
         if not folder.exists():
@@ -122,7 +122,7 @@ def reproducer() -> dict[str, bytes]:
     import torch
     from stage_runs import captured_of
 
-    from fxpart.pipeline.reproduce import write_reproducer
+    from fxpart.compiler.reproducer import write_reproducer
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
     captured = captured_of(model, (torch.randn(4, 3),), torch.mean, batch_size=4)
@@ -132,7 +132,7 @@ def reproducer() -> dict[str, bytes]:
 
 def read_reproducer(name: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        from fxpart.pipeline.reproduce import read_reproducer
+        from fxpart.compiler.reproducer import read_reproducer
 
         folder = scratch() / "reproducer"
         folder.mkdir(exist_ok=True)

@@ -45,7 +45,7 @@ def converted(form: str) -> Files:
     """The same checkpoint in another tool's format."""
     from checkpoint_files import Sample as Tensors
 
-    from fxpart.checkpoint.exchange.convert import convert
+    from fxpart.checkpoint.exchange.conversion import convert
 
     kinds = ("float32", "int64", "bfloat16", "uint8")
     folder = Tensors.make(0, most=3, count=4, seen=kinds).save(scratch() / f"for-{form}", world=2)
@@ -79,12 +79,12 @@ def beside(
 
 def sealed(data: bytes) -> bytes:
     """A manifest with the digest of what it says now."""
-    from fxpart.checkpoint import encoding
+    from fxpart.checkpoint import manifest_codec
 
     try:
         document = msgspec.json.decode(data)
         bare = msgspec.json.encode({**document, "digest": ""}, order="sorted")
-        return encoding.signed(bare)
+        return manifest_codec.signed(bare)
     except (TypeError, ValueError, AssertionError, RecursionError, OverflowError):
         return data
 
@@ -125,20 +125,20 @@ def read_header(path: Path) -> object:
 
 def read_told(folder: Path) -> object:
     """What ranks have written, put together."""
-    from fxpart.checkpoint.merging import merge, told
+    from fxpart.checkpoint.manifest_merge import merge, read_rank_manifests
 
     rest = {"step": 1, "calls": 1, "seed": 0, "fingerprint": "", "plan": "", "generation": 0}
-    return merge(told(folder, 2), **rest)
+    return merge(read_rank_manifests(folder, 2), **rest)
 
 
 def read_foreign(form: str) -> Callable[[Path], object]:
     """Another tool's checkpoint, recognised and read as converting it does."""
 
     def load(folder: Path) -> object:
-        from fxpart.checkpoint.exchange.convert import Options, _open, detect
+        from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open, detect
 
         detect(folder)
-        source = _open(folder, form, Options())  # type: ignore[arg-type]
+        source = _open(folder, form, ConversionOptions())  # type: ignore[arg-type]
         return [(source.read(key), source.layout(key)) for key in source.tensors]
 
     return load
@@ -169,18 +169,18 @@ def header_of(files: Callable[[], Files], name: str) -> Callable[[], list[Sample
 
 def read_ring(path: Path) -> object:
     """A rank's last events."""
-    from fxpart.events.ring import read
+    from fxpart.diagnostics.flight_recorder import read
 
     return [event.words for event in read(path).events]
 
 
 def rings() -> list[Sample]:
     """One that is full and one that is not."""
-    from fxpart.events.ring import Ring
+    from fxpart.diagnostics.flight_recorder import FlightRecorder
 
     found = []
     for count in (3, 20):
-        ring = Ring.create(scratch() / f"made-{count}.ring", 1, 8, generation=2)
+        ring = FlightRecorder.create(scratch() / f"made-{count}.ring", 1, 8, generation=2)
         for number in range(count):
             ring.put("F#", "begin" if number % 2 else "wait", stage=1, microbatch=number, peer=0)
         found.append(Path(str(ring.path)).read_bytes())
@@ -189,15 +189,15 @@ def rings() -> list[Sample]:
 
 def read_failure(path: Path) -> object:
     """What a rank said of its end."""
-    from fxpart.events.failures import read_failure
+    from fxpart.diagnostics.failure_record import read_failure
 
     return read_failure(path)
 
 
 def failures() -> list[Sample]:
     """One of ours and one of the user's."""
+    from fxpart.diagnostics.failure_record import record_failure
     from fxpart.errors import error
-    from fxpart.events.failures import record_failure
 
     causes = (error("FXP514", where="rank 1", why="gone"), ValueError("no"))
     for number, cause in enumerate(causes):
@@ -208,23 +208,23 @@ def failures() -> list[Sample]:
 
 def read_ledger(path: Path) -> object:
     """Every step once?"""
-    from fxpart.runtime.run.ledger import check, updates
+    from fxpart.runtime.training_run.ledger import check_ledger, read_updates
 
-    return check(path), updates(path)
+    return check_ledger(path), read_updates(path)
 
 
 def ledgers() -> list[Sample]:
     """A run that went on once."""
-    from fxpart.runtime.run.ledger import Begin, Ledger, Update
+    from fxpart.runtime.training_run.ledger import Ledger, LedgerGeneration, LedgerUpdate
 
     path = scratch() / "made-steps.jsonl"
     path.unlink(missing_ok=True)
     ledger = Ledger(path)
     for generation, (start, stop) in enumerate([(0, 4), (2, 5)], 1):
-        ledger.begin(Begin(generation=generation, after=start, world=2, same="s"))
+        ledger.begin(LedgerGeneration(generation=generation, after=start, world=2, same="s"))
         for n in range(start, stop):
             ledger.write(
-                Update(step=n + 1, epoch=0, first=n, batches=1, rows=4, loss=0.5, digest="d")
+                LedgerUpdate(step=n + 1, epoch=0, first=n, batches=1, rows=4, loss=0.5, digest="d")
             )
     ledger.close()
     return plain("lines", path.read_bytes())
@@ -232,18 +232,18 @@ def ledgers() -> list[Sample]:
 
 def read_generations(path: Path) -> object:
     """How often a run was started, and how that ended."""
-    from fxpart.runtime.run.generations import read
+    from fxpart.runtime.training_run.generations import load_generations
 
-    return [generation.how for generation in read(path)]
+    return [generation.how for generation in load_generations(path)]
 
 
 def generations() -> list[Sample]:
     """Two lives of a run."""
-    from fxpart.runtime.run.generations import Generations
+    from fxpart.runtime.training_run.generations import GenerationWriter
 
     path = scratch() / "made-generations.jsonl"
     path.unlink(missing_ok=True)
-    made = Generations(path)
+    made = GenerationWriter(path)
     for number in (1, 2):
         made.begin(number, world=2, step=3, reached=4, plan="p")
         made.end(number, step=5, how="failed", why="FXP514")
@@ -253,14 +253,18 @@ def generations() -> list[Sample]:
 
 def read_progress(data: bytes) -> object:
     """The same two files, looked at from outside."""
+    from fxpart.checkpoint.run_directory import RunDir
     from fxpart.elastic import progress
-    from fxpart.rundir import RunDir
 
     run = RunDir(scratch() / "progress")
     run.path.mkdir(exist_ok=True)
     for path in (run.ledger, run.generations):
         path.write_bytes(data)
-    return progress.reached(run), progress.how_it_ended(run), progress.saved(run)
+    return (
+        progress.read_ledger_step(run),
+        progress.how_it_ended(run),
+        progress.read_checkpoint_step(run),
+    )
 
 
 def lines() -> list[Sample]:
@@ -270,16 +274,16 @@ def lines() -> list[Sample]:
 
 def read_wish(data: bytes) -> object:
     """How many ranks are wished for, and what plans were asked for."""
-    from fxpart.elastic.bounds import Bounds
-    from fxpart.elastic.cache import _asked_digest
-    from fxpart.elastic.wishes import Holder
-    from fxpart.rundir import RunDir
+    from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.elastic.plan_cache import _asked_digest
+    from fxpart.elastic.rank_bounds import RankBounds
+    from fxpart.elastic.scale_request import RunLock
 
     run = RunDir(scratch() / "wishes")
     run.path.mkdir(exist_ok=True)
     for name in ("scale.json", "asked.json"):
         (run.path / name).write_bytes(data)
-    return Holder(run, Bounds(1, 8), -1).wish(), _asked_digest(run.path / "asked.json")
+    return RunLock(run, RankBounds(1, 8), -1).wish(), _asked_digest(run.path / "asked.json")
 
 
 def wishes() -> list[Sample]:
@@ -289,13 +293,13 @@ def wishes() -> list[Sample]:
 
 def read_slow(data: bytes) -> object:
     """Which ranks have become slow."""
-    from fxpart.elastic.slow_ranks import told_slow
-    from fxpart.rundir import RunDir
+    from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.elastic.slow_rank_report import read_slow_rank_report
 
     run = RunDir(scratch() / "slow")
     run.path.mkdir(exist_ok=True)
     (run.path / "slow.json").write_bytes(data)
-    return told_slow(run)
+    return read_slow_rank_report(run)
 
 
 def slow() -> list[Sample]:
@@ -307,8 +311,8 @@ def slow() -> list[Sample]:
 
 def read_launcher(data: bytes) -> object:
     """Who runs a run: a file that is locked for as long as that is so."""
-    from fxpart.elastic.wishes import running
-    from fxpart.rundir import RunDir
+    from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.elastic.scale_request import read_launcher_record
 
     run = RunDir(scratch() / "launched")
     run.path.mkdir(exist_ok=True)
@@ -316,7 +320,7 @@ def read_launcher(data: bytes) -> object:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(data)
         file.flush()
-        return running(run)
+        return read_launcher_record(run)
 
 
 def launchers() -> list[Sample]:

@@ -19,7 +19,7 @@ from pages import Page
 from fuzz.hostile import words
 from fuzz.readers import READERS
 from fxpart.errors import FxpartError
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 from fxpart.report.html import report_html
 
 # Readers that the tests give bytes, or a database or a locked file of their own making.

@@ -15,13 +15,13 @@ from fuzz import inputs, programs
 from fuzz.driving import LONGEST, bounded
 from fuzz.readers import READERS
 from fxpart import cli
-from fxpart.bounded import toml
-from fxpart.cluster import Cluster
-from fxpart.cluster_io.files import to_json
+from fxpart.cluster.files import to_json
+from fxpart.cluster.model import Cluster
+from fxpart.compiler.graph_json import _distinct
 from fxpart.errors import FxpartError
-from fxpart.pipeline.graph_json import _distinct
-from fxpart.plan import Plan
-from fxpart.profile import Profile
+from fxpart.files import toml
+from fxpart.plan.model import Plan
+from fxpart.profiling.store import Profile
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.archive import from_json
 from fxpart.solver.joint.archive import to_json as problem_to_json

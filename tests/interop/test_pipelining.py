@@ -10,8 +10,8 @@ from pipelining_programs import Answer, fxparts, torchs
 from ranks import TESTS, Pool, torchrun
 
 from fxpart.errors import FxpartError
-from fxpart.interop.chain import boundaries
-from fxpart.program import ProgramSpec, ShardingSpec, StageSpec, ValueSpec
+from fxpart.interop.chain_stage import boundaries
+from fxpart.program.spec import ProgramSpec, ShardingSpec, StageSpec, ValueSpec
 
 EXAMPLES = TESTS.parent / "examples"
 

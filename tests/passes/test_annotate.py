@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import pytest
 import torch
 from fxpart.passes import PREPARE
-from fxpart.passes.annotate import Annotate
-from fxpart.passes.propagation.positions import fits, to_left, to_whole
+from fxpart.passes.annotate import AnnotatePass
+from fxpart.passes.propagation.axis_placements import fits, to_left, to_whole
 from hypothesis import given
 from hypothesis import strategies as st
 from inplace_programs import Builder
 from sharded_graphs import annotated, calls, drawn_graphs, placed, shardings, small, strategy
 from torch import fx
 
+from fxpart.compiler import MESH_KEY, PassManager, format_pipeline
 from fxpart.errors import FxpartError
-from fxpart.pipeline import MESH_KEY, PassManager, format_pipeline
 from fxpart.sharding import Mesh, Placement, Replicate, Shard
 from fxpart.sharding.layout import local_shape
 
@@ -31,10 +31,10 @@ def wrong(graph: fx.GraphModule, mesh: str, seeds: Mapping[str, str]) -> list[tu
 
 
 def test_the_pipeline_text_round_trips() -> None:
-    item = Annotate("dp=2,tp=2", json.dumps({'layers.*."up"': "tp:S(1,3)"}), '{"a": "b"}')
+    item = AnnotatePass("dp=2,tp=2", json.dumps({'layers.*."up"': "tp:S(1,3)"}), '{"a": "b"}')
     text = format_pipeline([item])
     assert PassManager().parse(text) == (item,)
-    assert PassManager().parse('annotate{mesh="dp=2"}') == (Annotate("dp=2"),)
+    assert PassManager().parse('annotate{mesh="dp=2"}') == (AnnotatePass("dp=2"),)
 
 
 @pytest.mark.slow
@@ -113,11 +113,11 @@ def test_options_that_are_no_json(option: str) -> None:
 def test_other_names_of_a_parameter() -> None:
     aliases = json.dumps({"head.weight": "up.weight", "idle.weight": ""})
     seeds = json.dumps({"head.*": "tp:S(0)", "idle.weight": "tp:S(0)"})
-    graph = PassManager().run([Annotate("tp=2", seeds, aliases)], small("mlp"))
+    graph = PassManager().run([AnnotatePass("tp=2", seeds, aliases)], small("mlp"))
     assert placed(graph, "up.weight") == "S(0)"
     both = json.dumps({"head.weight": "tp:S(0)", "up.weight": "tp:S(1)"})
     with pytest.raises(FxpartError) as caught:
-        PassManager().run([Annotate("tp=2", both, aliases)], small("mlp"))
+        PassManager().run([AnnotatePass("tp=2", both, aliases)], small("mlp"))
     (problem,) = caught.value.problems
     assert problem.code == "FXP112"
     assert "'head.weight' says tp:S(0), 'up.weight' says tp:S(1)" in problem.why

@@ -8,8 +8,8 @@ from fxpart.passes import PREPARE
 from inplace_programs import Builder
 from torch import fx, nn
 
+from fxpart.compiler import KEY, NO_CUT_KEY, Level, PassManager
 from fxpart.errors import FxpartError
-from fxpart.pipeline import KEY, NO_CUT_KEY, Level, PassManager
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from zoo_entry import Built
 from zoo_language import _LLAMA, _causal
 
 import fxpart
-from fxpart.capture import Captured, capture
-from fxpart.pipeline import PassManager
+from fxpart.capture import CapturedModel, capture
+from fxpart.compiler import PassManager
 
 DATA = {"input:*": "dp:S(0)"}
 EXPERTS = {"*.experts.gate_up_proj": "ep:S(0)", "*.experts.down_proj": "ep:S(0)"}
@@ -55,7 +55,7 @@ def built(**options: bool) -> Built:
 
 
 @cache
-def mixtral(losses: bool) -> tuple[fx.GraphModule, Captured, list[torch.Tensor]]:
+def mixtral(losses: bool) -> tuple[fx.GraphModule, CapturedModel, list[torch.Tensor]]:
     """Prepared, with its inputs. losses: the router's own loss too."""
     made = built(output_router_logits=losses)
     held = capture(made.model, made.batch, loss=None, batch_size=made.batch_size)

@@ -10,7 +10,7 @@ from torch import fx, nn
 from zoo import ZOO
 
 import fxpart
-from fxpart.pipeline.garbage import EVERY, seldom_collected
+from fxpart.compiler.garbage_collection import EVERY, reduce_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +22,12 @@ def usual() -> Iterator[None]:
 
 
 def test_less_often_and_as_before() -> None:
-    with seldom_collected():
+    with reduce_garbage_collection():
         assert gc.get_threshold() == (EVERY, 10, 10)
-        with seldom_collected():
+        with reduce_garbage_collection():
             assert gc.get_threshold() == (EVERY, 10, 10)
     assert gc.get_threshold() == (700, 10, 10)
-    with pytest.raises(ValueError, match="why"), seldom_collected():
+    with pytest.raises(ValueError, match="why"), reduce_garbage_collection():
         raise ValueError("why")
     assert gc.get_threshold() == (700, 10, 10)
 
@@ -35,7 +35,7 @@ def test_less_often_and_as_before() -> None:
 @pytest.mark.parametrize("given", [0, EVERY, 10**6])
 def test_off_or_seldom_stays(given: int) -> None:
     gc.set_threshold(given, 10, 10)
-    with seldom_collected():
+    with reduce_garbage_collection():
         assert gc.get_threshold() == (given, 10, 10)
 
 

@@ -12,12 +12,12 @@ from torch import fx, nn
 from zoo import ZOO
 from zoo_graphs import captured, prepared
 
+from fxpart.compiler import BLOCKS_KEY, KEY, NO_CUT_KEY, PassManager
+from fxpart.compiler.effects import packet_name
+from fxpart.compiler.graph_cuts import closed_cuts, crossing, operations
+from fxpart.compiler.tensor_sizes import tensors
+from fxpart.compiler.work_estimate import is_heavy
 from fxpart.errors import FxpartError
-from fxpart.pipeline import BLOCKS_KEY, KEY, NO_CUT_KEY, PassManager
-from fxpart.pipeline.cuts import closed_cuts, crossing, operations
-from fxpart.pipeline.effects import packet_name
-from fxpart.pipeline.sizes import tensors
-from fxpart.pipeline.work import is_heavy
 
 aten = torch.ops.aten
 NAMES = [n for n, entry in ZOO.items() if entry.available]

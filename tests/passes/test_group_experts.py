@@ -12,9 +12,9 @@ from torch.nn import functional
 from zoo import ZOO
 from zoo_language import _causal
 
-from fxpart.capture import Captured, capture
+from fxpart.capture import CapturedModel, capture
 from fxpart.collectives.experts import statements
-from fxpart.pipeline import PassManager
+from fxpart.compiler import PassManager
 
 BEFORE = "drop_asserts,inline_regions,remove_inplace,simplify"
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 6, 4, 2, 8, 12
@@ -93,7 +93,7 @@ def _loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def captured(change: str) -> Captured:
+def captured(change: str) -> CapturedModel:
     torch.manual_seed(0)
     x = torch.randn(TOKENS // 2, 2, WIDTH)
     return capture(
@@ -106,14 +106,16 @@ def grouped(graph: fx.GraphModule) -> list[fx.Node]:
     return graph.graph.find_nodes(op="call_function", target=torch.ops.fxpart.experts.default)
 
 
-def results(graph: fx.GraphModule, whole: Captured, given: list[Any]) -> list[torch.Tensor | None]:
+def results(
+    graph: fx.GraphModule, whole: CapturedModel, given: list[Any]
+) -> list[torch.Tensor | None]:
     """Outputs and gradients of all parameters."""
     outs = fx.Interpreter(graph).run(*given)
     trained = [t for _, t in sorted(whole.state.items()) if t.requires_grad]
     return [*outs, *torch.autograd.grad(outs[0], trained, allow_unused=True)]
 
 
-def same(whole: Captured, given: list[Any]) -> list[fx.Node]:
+def same(whole: CapturedModel, given: list[Any]) -> list[fx.Node]:
     """Run with and without the pass; every bit is equal. The new ops."""
     before = PassManager().run(BEFORE, whole.graph)
     after = PassManager().run(f"{BEFORE},group_experts", whole.graph)

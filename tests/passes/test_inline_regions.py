@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.nn import functional
 
 from fxpart.capture import capture
+from fxpart.compiler import Level, PassManager
+from fxpart.compiler.effects import packet_name
 from fxpart.errors import FxpartError
-from fxpart.pipeline import Level, PassManager
-from fxpart.pipeline.effects import packet_name
 
 HIGHER = "higher_order"
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))

@@ -13,9 +13,9 @@ from inplace_programs import Builder, run, same_bits
 from torch import fx, nn
 
 from fxpart.capture import capture
+from fxpart.compiler import KEY, PassManager
+from fxpart.compiler.effects import is_random
 from fxpart.errors import FxpartError
-from fxpart.pipeline import KEY, PassManager
-from fxpart.pipeline.effects import is_random
 from fxpart.rng import mix, seeded
 
 aten = torch.ops.aten

@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import torch
 from fxpart.passes import PREPARE
-from fxpart.passes.annotate import Annotate
-from fxpart.passes.lower import Lower
-from fxpart.passes.propagate import Propagate
+from fxpart.passes.annotate import AnnotatePass
+from fxpart.passes.lower import LowerPass
+from fxpart.passes.propagate import PropagatePass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_runs import Outcome, by_hand, check, lower_all
 from random_sharded import Maker, shard_at_random
 from torch import fx, nn
 
-from fxpart.capture import Captured, capture
+from fxpart.capture import CapturedModel, capture
+from fxpart.compiler import MESH_KEY, PassManager
+from fxpart.compiler.collective_calls import is_collective
+from fxpart.compiler.graph_edit import annotation
+from fxpart.compiler.graph_json import graph_from_json, graph_to_json
+from fxpart.compiler.node_annotation import PARTIAL_KEY
 from fxpart.errors import FxpartError
-from fxpart.pipeline import MESH_KEY, PassManager
-from fxpart.pipeline.annotation import PARTIAL_KEY
-from fxpart.pipeline.collective import is_collective
-from fxpart.pipeline.edit import annotation
-from fxpart.pipeline.graph_json import graph_from_json, graph_to_json
 from fxpart.sharding import Mesh
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def squares(output: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def model(inner: int = 16) -> tuple[Captured, fx.GraphModule]:
+def model(inner: int = 16) -> tuple[CapturedModel, fx.GraphModule]:
     """The captured model in float64, and its prepared graph."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def sharded(graph: fx.GraphModule, mesh: str, seeds: dict[str, str]) -> fx.GraphModule:
-    return PassManager().run([Annotate(mesh, json.dumps(seeds)), Propagate()], graph)
+    return PassManager().run([AnnotatePass(mesh, json.dumps(seeds)), PropagatePass()], graph)
 
 
 def everywhere(seeds: dict[str, str]) -> dict[str, str]:
@@ -247,7 +247,7 @@ def test_saved_bytes_are_local() -> None:
 def test_lane_outside_the_mesh() -> None:
     _, graph = model()
     with pytest.raises(FxpartError, match="FXP109"):
-        PassManager().run([Lower(lane="2")], sharded(graph, "tp=2", {}))
+        PassManager().run([LowerPass(lane="2")], sharded(graph, "tp=2", {}))
 
 
 @pytest.mark.slow

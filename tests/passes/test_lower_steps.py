@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes.lowering.steps import Whole, steps
+from fxpart.passes.lowering.reshard_steps import Whole, steps
 from local_runs import cut, join
 
 from fxpart import collectives

@@ -12,8 +12,8 @@ from torch import fx, nn
 from zoo import ZOO
 from zoo_graphs import captured, inputs, prepared
 
-from fxpart.pipeline import KEY, PassManager
-from fxpart.pipeline.sizes import tensors
+from fxpart.compiler import KEY, PassManager
+from fxpart.compiler.tensor_sizes import tensors
 
 aten = torch.ops.aten
 

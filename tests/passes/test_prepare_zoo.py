@@ -11,9 +11,9 @@ from torch import fx
 from zoo import ZOO
 from zoo_graphs import captured, inputs, prepared
 
+from fxpart.compiler import Level, PassManager
+from fxpart.compiler.effects import is_random, state_written
 from fxpart.errors import FxpartError
-from fxpart.pipeline import Level, PassManager
-from fxpart.pipeline.effects import is_random, state_written
 
 NAMES = [n for n, entry in ZOO.items() if entry.available]
 

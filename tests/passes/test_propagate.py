@@ -20,9 +20,9 @@ from zoo import ZOO
 from zoo_graphs import captured, prepared
 
 from fxpart.annotations import sharding_text, why
-from fxpart.annotations.values import is_item, sharding
+from fxpart.annotations.graph_values import is_item, sharding
+from fxpart.compiler import PassManager
 from fxpart.errors import FxpartError
-from fxpart.pipeline import PassManager
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ import operator
 import pytest
 import torch
 from fxpart.passes import PREPARE
-from fxpart.passes.propagate import Propagate
-from fxpart.passes.propagation.ruled import Rules
-from fxpart.passes.propagation.spread import Spread, spread
-from fxpart.passes.propagation.values import read
+from fxpart.passes.propagate import PropagatePass
+from fxpart.passes.propagation.axis_propagation import AxisPropagation, propagate_axes
+from fxpart.passes.propagation.axis_rules import GraphRules
+from fxpart.passes.propagation.propagation_graph import build_propagation_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inplace_programs import Builder
@@ -31,9 +31,9 @@ from torch import fx
 
 from fxpart.annotations import dump_annotations, why
 from fxpart.annotations.files import parse_annotations
-from fxpart.annotations.values import sharding
+from fxpart.annotations.graph_values import sharding
+from fxpart.compiler import MESH_KEY, PassManager
 from fxpart.errors import FxpartError
-from fxpart.pipeline import MESH_KEY, PassManager
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Shard
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def test_the_fewer_bytes_win(rows: int, columns: int, expected: str) -> None:
 
 def run_alone(graph: fx.GraphModule) -> fx.GraphModule:
     """propagate without the verifier (a shuffled graph has its blocks out of order)."""
-    return Propagate().run(graph)
+    return PropagatePass().run(graph)
 
 
 def from_seeds(drawn: Drawn) -> fx.GraphModule | None:
@@ -95,7 +95,7 @@ def test_laws(drawn: Drawn, seed: int) -> None:
 def _check_layouts(graph: fx.GraphModule) -> None:
     """Every strategy is possible, and what is not annotated lies as its op leaves it."""
     mesh: Mesh = graph.meta[MESH_KEY]
-    rules = Rules(mesh)
+    rules = GraphRules(mesh)
     for n in graph.graph.nodes:
         held = sharding(n)
         if held is None or n.op != "call_function":
@@ -132,21 +132,21 @@ def test_completed_annotations_come_back(drawn: Drawn) -> None:
 def test_work_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are looked up once per distinct op; each op is looked at a few times at most."""
     looked = 0
-    original = Spread._choose
+    original = AxisPropagation._choose
 
-    def counted(self: Spread, op: object) -> object:
+    def counted(self: AxisPropagation, op: object) -> object:
         nonlocal looked
         looked += 1
         return original(self, op)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Spread, "_choose", counted)
+    monkeypatch.setattr(AxisPropagation, "_choose", counted)
     seen = []
     for layers in (4, 16):
         looked = 0
         graph = annotated(deep(layers), "dp=2,tp=2", {"input:x": "dp:S(0)", "up*": "tp:S(0)"})
-        rules = Rules(graph.meta[MESH_KEY])
-        ops = read(graph, rules)
-        spread(ops, range(2), rules)
+        rules = GraphRules(graph.meta[MESH_KEY])
+        ops = build_propagation_graph(graph, rules)
+        propagate_axes(ops, range(2), rules)
         assert all(op.strategy[0] for op in ops if not op.leaf)
         seen.append((looked / len(ops), rules.looked_up))
     (few, distinct), (many, same) = seen
@@ -156,7 +156,7 @@ def test_work_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_placements_of_a_strategy() -> None:
     """The example of fxpart.passes.rules: what a factor means for operands and results."""
-    rules = Rules(Mesh.parse("tp=2"))
+    rules = GraphRules(Mesh.parse("tp=2"))
     ruled = rules.of(calls(annotated(small("mlp"), "tp=2", {}), "linear")[0])
     assert ruled is not None
     made = ruled.along("k", 0)

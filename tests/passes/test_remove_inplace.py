@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from inplace_programs import Builder, programs, run, same_bits
 from torch import fx
 
+from fxpart.compiler import PassManager
+from fxpart.compiler.effects import list_written_nodes, packet_name, state_written
 from fxpart.errors import FxpartError
-from fxpart.pipeline import PassManager
-from fxpart.pipeline.effects import packet_name, state_written, written
 
 aten = torch.ops.aten
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
@@ -67,7 +67,7 @@ def test_random_programs(module: fx.GraphModule) -> None:
     for a, b in zip(eager, run(rewritten, X.clone()), strict=True):
         assert same_bits(a, b), rewritten.print_readable(print_output=False)
     state = state_written(rewritten.graph)
-    assert all(n in state for n in rewritten.graph.nodes if written(n))
+    assert all(n in state for n in rewritten.graph.nodes if list_written_nodes(n))
     assert [n.format_node() for n in module.graph.nodes] == untouched
 
 
@@ -85,7 +85,7 @@ def test_write_through_two_views_is_seen_by_all_aliases() -> None:
     builder.call(aten.mul_.Scalar, row, 3.0)
     late = builder.call(aten.sum.default, row)
     module = assert_same(builder.finish(y, t, early, late), X)
-    assert not any(written(n) for n in module.graph.nodes)
+    assert not any(list_written_nodes(n) for n in module.graph.nodes)
 
 
 def test_copy_converts_dtype_and_broadcasts() -> None:

@@ -12,8 +12,8 @@ from zoo import ZOO
 
 from fxpart import compat
 from fxpart.capture import capture
-from fxpart.pipeline import KEY, PassManager, seen
-from fxpart.pipeline.behaviour import Walk
+from fxpart.compiler import KEY, PassManager, observation_cache
+from fxpart.compiler.op_behavior import StorageAnalysis
 
 
 def marked(name: str) -> fx.GraphModule:
@@ -31,15 +31,15 @@ def told(module: fx.GraphModule) -> list[Any]:
 @pytest.fixture
 def observed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops that were run on stand-ins, from an empty table on."""
-    seen._table.cache_clear()
+    observation_cache._table.cache_clear()
     found: list[str] = []
-    observe = Walk._observe
+    observe = StorageAnalysis._observe
 
-    def counted(self: Walk, node: fx.Node) -> Any:
+    def counted(self: StorageAnalysis, node: fx.Node) -> Any:
         found.append(node.name)
         return observe(self, node)
 
-    monkeypatch.setattr(Walk, "_observe", counted)
+    monkeypatch.setattr(StorageAnalysis, "_observe", counted)
     return found
 
 
@@ -51,7 +51,7 @@ def test_a_model_captured_again_is_not_observed_again(name: str, observed: list[
     observed.clear()
     assert told(marked(name)) == first
     assert observed == []
-    seen._table.cache_clear()
+    observation_cache._table.cache_clear()
     assert told(marked(name)) == first
     assert observed
 
@@ -76,8 +76,8 @@ def test_other_batches_and_settings_are_other_surroundings(observed: list[str]) 
 def test_symbols_that_data_decide_have_other_names_elsewhere() -> None:
     rows, found = sympy.symbols("s0 u0", integer=True)
     signature = ("op", ("list", ((rows, 3), torch.float32)))
-    assert seen.lasts([4, 3 * rows], signature)
-    assert not seen.lasts([found], signature)
+    assert observation_cache.is_reusable_size([4, 3 * rows], signature)
+    assert not observation_cache.is_reusable_size([found], signature)
 
 
 def test_facts_of_symbols() -> None:

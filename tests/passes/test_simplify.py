@@ -6,7 +6,7 @@ import torch
 from inplace_programs import Builder, run, same_bits
 from torch import fx, nn
 
-from fxpart.pipeline import PassManager
+from fxpart.compiler import PassManager
 
 aten = torch.ops.aten
 X = torch.arange(12.0).reshape(3, 4)

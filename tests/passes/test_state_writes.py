@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import fxpart
 from fxpart.capture import capture
+from fxpart.compiler import PassManager
+from fxpart.compiler.effects import list_written_nodes, packet_name, state_written
 from fxpart.errors import FxpartError
-from fxpart.pipeline import PassManager
-from fxpart.pipeline.effects import packet_name, state_written, written
-from tests.plain_training import ONE, batches_of, difference
+from tests.support.plain_training import ONE, batches_of, difference
 
 TENSOR = {"mesh": "tp=2", "stages": 1}
 BOTH = {"mesh": "dp=2,tp=2", "stages": 1}
@@ -179,7 +179,7 @@ def test_followed_buffers_are_written_once_at_the_end() -> None:
     assert sorted(names for names in writers.values()) == [("count",), ("history",), ("mean",)]
     for writer in writers:
         assert packet_name(writer.target) == "aten.copy_"
-        assert written(writer)[0].op == "get_attr"
+        assert list_written_nodes(writer)[0].op == "get_attr"
 
 
 def test_single_writes_stay_as_they_are() -> None:

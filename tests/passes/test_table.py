@@ -12,8 +12,8 @@ import fxpart.passes
 import pytest
 from fxpart.passes import PASSES, PREPARE, all_passes
 
+from fxpart.compiler import Level, PassManager, format_pipeline
 from fxpart.errors import FxpartError
-from fxpart.pipeline import Level, PassManager, format_pipeline
 
 FOLDER = Path(fxpart.passes.__file__).parent
 

@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from fxpart.pricing import buckets
-from fxpart.pricing.buckets import largest_bucket
-from fxpart.pricing.sharing import Sharing
-from fxpart.runtime import scatter, terms
-from fxpart.runtime.terms import Term
+from fxpart.pricing import gradient_buckets
+from fxpart.pricing.gradient_buckets import largest_bucket
+from fxpart.pricing.stage_parallelism import StageParallelism
+from fxpart.runtime.gradients import buckets as terms
+from fxpart.runtime.gradients import reduce_scatter
+from fxpart.runtime.gradients.buckets import PartialGradient
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import Weight
 
@@ -30,13 +31,13 @@ def _packed(sizes: list[int]) -> int:
     found = []
     for size in reversed(sizes):
         line = torch.empty(size // 4, device="meta")
-        found.append(Term(line, line, ("dp",), "", size))
-    packed = [b for b in terms.buckets(found) if len(b.terms) + bool(b.flags) > 1]
+        found.append(PartialGradient(line, line, ("dp",), "", size))
+    packed = [b for b in terms.make_buckets(found) if len(b.terms) + bool(b.flags) > 1]
     return max((bucket.bytes for bucket in packed), default=0)
 
 
 def test_limits_are_the_runtime_s() -> None:
-    assert (buckets.BUCKET, buckets.FIRST) == (scatter.BUCKET, terms.FIRST)
+    assert (gradient_buckets.BUCKET, gradient_buckets.FIRST) == (reduce_scatter.BUCKET, terms.FIRST)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -45,14 +46,14 @@ def test_the_largest_bucket_is_the_one_that_the_runtime_packs(seed: int) -> None
     most = draw.choice([1 << 16, 1 << 22, 30 << 20])
     sizes = [4 * draw.randint(1, most // 4) for _ in range(draw.randint(1, 40))]
     state = [_weight(number, size) for number, size in enumerate(sizes)]
-    sharing = Sharing(MESH, partial={weight.name: ("dp",) for weight in state})
+    sharing = StageParallelism(MESH, partial={weight.name: ("dp",) for weight in state})
     assert largest_bucket(state, sharing) == _packed(sizes)
 
 
 def test_nothing_is_packed_where_nothing_is_summed() -> None:
     state = [_weight(0, 4000), _weight(1, 4000)]
-    assert largest_bucket(state, Sharing(Mesh())) == 0
-    assert largest_bucket(state, Sharing(MESH)) == 0, "equal on all lanes"
-    assert largest_bucket([], Sharing(MESH)) == 0
-    alone = Sharing(MESH, partial={"w000": ("dp",)})
+    assert largest_bucket(state, StageParallelism(Mesh())) == 0
+    assert largest_bucket(state, StageParallelism(MESH)) == 0, "equal on all lanes"
+    assert largest_bucket([], StageParallelism(MESH)) == 0
+    alone = StageParallelism(MESH, partial={"w000": ("dp",)})
     assert largest_bucket(state, alone) == 4000, "the other is no sum"

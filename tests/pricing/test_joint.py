@@ -10,25 +10,25 @@ from stage_runs import prepared
 from torch import fx
 from zoo import ZOO
 
-from fxpart.capture import Captured, capture
-from fxpart.cluster import Cluster
+from fxpart.capture import CapturedModel, capture
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
-from fxpart.price import price
 from fxpart.pricing.joint import joint_problem
-from fxpart.pricing.joint_space import Space
-from fxpart.pricing.own import Own
-from fxpart.pricing.sharing import packing
+from fxpart.pricing.joint_space import SearchSpace
+from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.partition import price
+from fxpart.pricing.stage_parallelism import packing
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.objective import evaluate as evaluate_partition
-from fxpart.solver.problem import Choice
+from fxpart.solver.problem import PartitionChoice
 
 MODELS = ["gpt2", "llama", "resnet50", "shared_mlp", "frozen"]
-ALONE = Space(tensor=(1,))
+ALONE = SearchSpace(tensor=(1,))
 
 
 @cache
-def model(name: str) -> tuple[fx.GraphModule, Captured]:
+def model(name: str) -> tuple[fx.GraphModule, CapturedModel]:
     """A zoo model, captured and prepared."""
     if not ZOO[name].available:
         pytest.skip(f"{name} needs {ZOO[name].needs}")
@@ -81,7 +81,9 @@ def test_one_rank_for_a_stage_costs_what_price_says(name: str, cluster: str) -> 
         starts = (0, *sorted(rng.sample(range(1, len(old.blocks)), stages - 1)))
         schedule = rng.choice(names)
         count = old.variants[variant].microbatches
-        one = evaluate_partition(old, Choice(starts=starts, variant=variant, schedule=schedule))  # type: ignore[arg-type]
+        one = evaluate_partition(
+            old, PartitionChoice(starts=starts, variant=variant, schedule=schedule)
+        )  # type: ignore[arg-type]
         other = evaluate(
             new,
             JointChoice(
@@ -113,7 +115,7 @@ def test_replicas_take_parts_of_the_batch_and_sum_gradients() -> None:
     cut = problem.options[option(problem, data=4, zero=2)]
     size, device = 10**8, Cluster.parse("8xh100").devices[0]
     # All pack the same bytes into buckets, or out of them; what is sent beside that is half each.
-    packed = size * packing("partial", "replicate") * Own(device).copying
+    packed = size * packing("partial", "replicate") * NonOpCosts(device).copying
     whole, half, back = (line(size) - packed for line in (plain.reduce, cut.reduce, cut.gather))
     assert half == pytest.approx(whole / 2, rel=0.1)
     assert half + back == pytest.approx(whole, rel=0.1)
@@ -153,7 +155,7 @@ def test_equal_layers_are_one_kind() -> None:
 
 @pytest.mark.slow
 def test_a_space_limits_what_is_chosen_from() -> None:
-    space = Space(
+    space = SearchSpace(
         tensor=(1,), data=(1, 3), zero=(1,), recompute=("full",), uniform=True, max_stages=2
     )
     problem = joint("gpt2", "6xa100", batch_size=12, microbatches=2, space=space)
@@ -168,7 +170,9 @@ def test_a_space_limits_what_is_chosen_from() -> None:
 
 @pytest.mark.slow
 def test_options_are_capped_far_from_powers_of_two_first() -> None:
-    problem = joint("gpt2", "8xh100", batch_size=64, space=Space(tensor=(1,), most_options=36))
+    problem = joint(
+        "gpt2", "8xh100", batch_size=64, space=SearchSpace(tensor=(1,), most_options=36)
+    )
     assert len(problem.options) <= 36
     assert {1, 2, 4, 8} <= {o.data for o in problem.options}
     assert 7 not in {o.data for o in problem.options}
@@ -194,7 +198,7 @@ def test_wrong_arguments_are_refused(options: dict[str, object], code: str) -> N
 )
 def test_a_wrong_space_is_refused(options: dict[str, object]) -> None:
     with pytest.raises(FxpartError) as caught:
-        Space(**options)  # type: ignore[arg-type]
+        SearchSpace(**options)  # type: ignore[arg-type]
     assert {p.code for p in caught.value.problems} == {"FXP109"}
 
 

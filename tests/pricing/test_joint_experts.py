@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from wide_models import LENGTH, large
 
-from fxpart.cluster import Cluster
+from fxpart.cluster.model import Cluster
 from fxpart.pricing.joint import joint_problem
-from fxpart.pricing.joint_space import Space, expert_degrees
+from fxpart.pricing.joint_space import SearchSpace, expert_degrees
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 
@@ -16,7 +16,7 @@ ROWS, EXPERTS, CHOSEN, WIDTH, INNER = 8, 8, 2, 4096, 11008
 
 def problem(**options: object) -> JointProblem:
     graph, captured = large("mixtral")
-    space = Space(tensor=(1,), recompute=("none", "full"), **options)  # type: ignore[arg-type]
+    space = SearchSpace(tensor=(1,), recompute=("none", "full"), **options)  # type: ignore[arg-type]
     cluster = Cluster.parse("8xh100")
     return joint_problem(graph, captured, cluster, batch_size=ROWS, space=space)[0]
 

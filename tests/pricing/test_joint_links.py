@@ -10,12 +10,12 @@ from fxpart.costmodels import find
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster, Device, Link
-from fxpart.cluster_io.lookup import Links
+from fxpart.cluster.link_index import LinkIndex
+from fxpart.cluster.model import Cluster, Device, Link
 from fxpart.errors import FxpartError
-from fxpart.pricing.joint_links import BUCKET, Lines, device_pools
+from fxpart.pricing.device_limits import RESERVE, limits
+from fxpart.pricing.joint_device_pools import BUCKET, ReplicaCollectiveTimes, device_pools
 from fxpart.pricing.joint_space import data_degrees, host_size, microbatch_counts, tensor_degrees
-from fxpart.pricing.places import RESERVE, limits
 
 
 def device(host: int, number: int, model: str, memory: int = 100) -> Device:
@@ -48,7 +48,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @pytest.mark.slow
 @given(clusters())
 def test_worst_links_are_those_of_all_pairs(cluster: Cluster) -> None:
-    model, links = find("auto"), Links(cluster)
+    model, links = find("auto"), LinkIndex(cluster)
     pools = device_pools(cluster, model)
     of = {}
     for d in cluster.devices:
@@ -92,13 +92,13 @@ def test_memory_is_that_of_places_and_hosts_are_counted() -> None:
 
 def test_thousands_of_hosts_cost_a_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
-    real = Links.__call__
+    real = LinkIndex.__call__
 
-    def counted(self: Links, source: str, target: str) -> Link:
+    def counted(self: LinkIndex, source: str, target: str) -> Link:
         looks.append((source, target))
         return real(self, source, target)
 
-    monkeypatch.setattr(Links, "__call__", counted)
+    monkeypatch.setattr(LinkIndex, "__call__", counted)
     (pool,) = device_pools(Cluster.parse("2048x8xh100"), find("auto"))
     assert pool.pool.devices == 16384
     assert len(looks) <= 20
@@ -107,7 +107,7 @@ def test_thousands_of_hosts_cost_a_few_looks(monkeypatch: pytest.MonkeyPatch) ->
 def test_rings_fill_hosts_and_lines_lie_just_above_buckets() -> None:
     model = find("auto")
     (pool,) = device_pools(Cluster.parse("16x8xh100"), model)
-    lines = Lines(model)
+    lines = ReplicaCollectiveTimes(model)
     kinds = {
         (count, stride): [link.kind for link in lines.ring(pool, count, stride)]
         for count, stride in ((8, 1), (2, 4), (2, 8), (16, 1), (16, 8), (1, 8))

@@ -12,17 +12,17 @@ import torch
 from stage_runs import assigned, prepared
 from torch import fx, nn
 
-from fxpart.capture import Captured, capture
-from fxpart.cluster import Cluster
-from fxpart.codegen.emit import emit
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import materialise
-from fxpart.codegen.split import split
+from fxpart.capture import CapturedModel, capture
+from fxpart.cluster.model import Cluster
+from fxpart.codegen.materialization import materialize
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import split
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_recompute import WORTH
-from fxpart.pricing.joint_space import Space
-from fxpart.runtime.recompute import Recompute
-from fxpart.solver.joint.problem import JointProblem, Work
+from fxpart.pricing.joint_space import SearchSpace
+from fxpart.runtime.executor.recompute import StageRecomputation
+from fxpart.solver.joint.problem import JointProblem, MicrobatchCost
 
 ROWS, LENGTH, WIDTH, HEADS = 4, 1024, 1024, 16
 
@@ -58,7 +58,7 @@ class Stack(nn.Module):
 
 
 @cache
-def stack() -> tuple[fx.GraphModule, Captured]:
+def stack() -> tuple[fx.GraphModule, CapturedModel]:
     with torch.device("meta"):
         model = Stack(3).bfloat16().train()
         x = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16)
@@ -68,11 +68,11 @@ def stack() -> tuple[fx.GraphModule, Captured]:
 
 def problem(**options: object) -> JointProblem:
     graph, captured = stack()
-    space = Space(tensor=(1,), data=(1,), **options)  # type: ignore[arg-type]
+    space = SearchSpace(tensor=(1,), data=(1,), **options)  # type: ignore[arg-type]
     return joint_problem(graph, captured, Cluster.parse("8xh100"), batch_size=ROWS, space=space)[0]
 
 
-def works(found: JointProblem) -> dict[str, Work]:
+def works(found: JointProblem) -> dict[str, MicrobatchCost]:
     return {w.recompute: w for w in found.works if w.rows == ROWS}
 
 
@@ -136,7 +136,7 @@ def test_a_block_without_backward_is_not_made_again() -> None:
             part.requires_grad_(False)
         x = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.bfloat16)
     captured = capture(model, (x, x), loss=torch.nn.functional.mse_loss, batch_size=ROWS)
-    space = Space(tensor=(1,), data=(1,))
+    space = SearchSpace(tensor=(1,), data=(1,))
     found, _ = joint_problem(
         prepared(captured), captured, Cluster.parse("8xh100"), batch_size=ROWS, space=space
     )
@@ -174,8 +174,8 @@ def test_priced_again_is_what_runs_again() -> None:
     graph = prepared(captured)
     spec, (stage,) = split(assigned(graph, [0]), captured)
     module = load_stage(emit(stage, blocks=True), stage.spec)
-    materialise(module, spec, captured.state)
-    again, runs = Recompute(module, "full"), Counter[str]()
+    materialize(module, spec, captured.state)
+    again, runs = StageRecomputation(module, "full"), Counter[str]()
 
     def call(piece: Callable[..., Any], *given: Any) -> Any:
         @wraps(piece)
@@ -191,7 +191,7 @@ def test_priced_again_is_what_runs_again() -> None:
         (loss,) = module(0, x, x)
         loss.backward()
 
-    space = Space(tensor=(1,), data=(1,))
+    space = SearchSpace(tensor=(1,), data=(1,))
     cluster = Cluster.parse("local:1")
     found, _ = joint_problem(graph, captured, cluster, batch_size=8, space=space)
     rows = {w.recompute: w for w in found.works if w.rows == 8}

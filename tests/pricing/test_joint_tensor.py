@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from wide_models import large
 
-from fxpart.cluster import Cluster
-from fxpart.price import price
+from fxpart.cluster.model import Cluster
+from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
+from fxpart.planner.request import make_request
 from fxpart.pricing.joint import joint_problem
-from fxpart.pricing.joint_space import Space
-from fxpart.requests import make_request
-from fxpart.sharded.decide import Expected, shard
+from fxpart.pricing.joint_space import SearchSpace
+from fxpart.pricing.partition import price
 from fxpart.solver.joint.objective import evaluate
-from fxpart.solver.joint.problem import JointChoice, JointProblem, Work
+from fxpart.solver.joint.problem import JointChoice, JointProblem, MicrobatchCost
 from fxpart.solver.objective import evaluate as evaluate_partition
-from fxpart.solver.problem import Choice
+from fxpart.solver.problem import PartitionChoice
 
 ROWS = 8
 CLUSTER = "8xh100"
@@ -22,12 +22,12 @@ CLUSTER = "8xh100"
 
 def problem(name: str, tensor: int, **options: object) -> JointProblem:
     graph, captured = large(name)
-    space = Space(tensor=(1, tensor), recompute=("none",), zero=(0,), expert=(1,))
+    space = SearchSpace(tensor=(1, tensor), recompute=("none",), zero=(0,), expert=(1,))
     given: dict[str, object] = {"batch_size": ROWS, "space": space}
     return joint_problem(graph, captured, Cluster.parse(CLUSTER), **(given | options))[0]  # type: ignore[arg-type]
 
 
-def work(found: JointProblem, tensor: int, rows: int = ROWS) -> Work:
+def work(found: JointProblem, tensor: int, rows: int = ROWS) -> MicrobatchCost:
     return next(
         w for w in found.works if found.layouts[w.layout].tensor == tensor and w.rows == rows
     )
@@ -44,12 +44,12 @@ def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, ten
     graph, captured = large(name)
     cluster = Cluster.parse(CLUSTER)
     request = make_request(cluster, "adamw", "auto", {"mesh": f"tp={tensor}"}, 0)
-    sharded = shard(graph, captured, request, {}, Expected(1, request.stages[1]))
+    sharded = shard_graph(graph, captured, request, {}, ShardingAssumptions(1, request.stages[1]))
     exact, _ = price(
         sharded.local(0), captured, cluster, batch_size=ROWS, microbatches=1,
         sharing=sharded.sharing(),
     )  # fmt: skip
-    one = evaluate_partition(exact, Choice(starts=(0,), variant=0, schedule="1f1b"))
+    one = evaluate_partition(exact, PartitionChoice(starts=(0,), variant=0, schedule="1f1b"))
     found = problem(name, tensor)
     index = next(
         i for i, o in enumerate(found.options)
@@ -97,7 +97,7 @@ def test_values_between_blocks_stay_as_they_are() -> None:
 @pytest.mark.slow
 def test_more_layers_are_not_more_kinds() -> None:
     """Two layers more add blocks alone: kinds, layouts and works stay."""
-    space = Space(tensor=(1, 2), zero=(0,))
+    space = SearchSpace(tensor=(1, 2), zero=(0,))
     sizes = []
     for layers in (4, 6):
         graph, captured = large("gpt2", layers)

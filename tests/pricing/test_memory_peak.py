@@ -8,17 +8,17 @@ import torch
 from zoo import ZOO
 from zoo_graphs import captured, inputs, prepared
 
-from fxpart.cluster import Cluster
-from fxpart.measuring.memory import allocations
-from fxpart.planning import rank_prediction
-from fxpart.price import price
-from fxpart.pricing.live import StagePeak
-from fxpart.pricing.memory import needed
+from fxpart.cluster.model import Cluster
+from fxpart.planner.plan_builder import rank_prediction
+from fxpart.pricing.live_tensors import StagePeak
+from fxpart.pricing.memory import find_needed_nodes
+from fxpart.pricing.partition import price
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.variants import Sizes, Split
+from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.weights import trained_names
+from fxpart.profiling.memory import allocations
 from fxpart.solver.objective import evaluate
-from fxpart.solver.problem import Choice
+from fxpart.solver.problem import PartitionChoice
 
 
 @pytest.mark.slow
@@ -30,12 +30,12 @@ def test_the_peak_of_a_microbatch(name: str) -> None:
     model, graph, batch = captured(name), prepared(name), inputs(name)
     rows = model.batch_size
     problem, _ = price(graph, model, Cluster.local(1), batch_size=rows, microbatches=1)
-    cost = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0,))).stages[0]
+    cost = evaluate(problem, PartitionChoice(variant=0, schedule="1f1b", starts=(0,))).stages[0]
     entry = msgspec.structs.replace(rank_prediction(0, (0,), cost, None, problem), in_flight=1)
-    alive = needed(graph.graph)
+    alive = find_needed_nodes(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     follow = StagePeak(
-        nodes, problem.weights, Specs(trained_names(model)), Sizes(model, Split(rows, 1))
+        nodes, problem.weights, Specs(trained_names(model)), Sizes(model, BatchSplit(rows, 1))
     )
     found = follow.predicted(entry, microbatches=2)
     memory = entry.memory

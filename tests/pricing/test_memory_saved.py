@@ -17,8 +17,8 @@ from zoo import ZOO
 from zoo_graphs import captured, inputs
 from zoo_graphs import prepared as prepared_zoo
 
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.pipeline.private import LstmWorkspace, lstm_workspace
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.compiler.kernel_memory import LstmWorkspace, lstm_workspace
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.cluster import Cluster
+from fxpart.cluster.model import Cluster
+from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError
-from fxpart.measuring.memory import allocations
-from fxpart.optimizers import choose
-from fxpart.temporaries import UNKNOWN, Temporaries, temporaries
+from fxpart.pricing.optimizer_temporaries import UNKNOWN, OptimizerTemporaries, temporaries
+from fxpart.profiling.memory import allocations
 
 
 class Words(nn.Module):
@@ -68,7 +68,7 @@ def test_what_cannot_be_stepped_alone_counts_as_adamw() -> None:
 
 def test_several_count_as_the_largest() -> None:
     found = temporaries(choose({"a*": "adamax", "b*": "rmsprop", "*": "radam"}))
-    assert found == Temporaries(own=2.0, carried=1.0)
+    assert found == OptimizerTemporaries(own=2.0, carried=1.0)
 
 
 def plan_for(memory: int) -> fxpart.Plan:

@@ -14,9 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpart
-import fxpart.price
-from fxpart.collectives.pieces import lengths, pack, spread, take, unpack
-from fxpart.pricing.moved import Move, Moved, copies, moves
+import fxpart.pricing.partition
+from fxpart.collectives.shard_buffer import lengths, pack, spread, take, unpack
+from fxpart.pricing.collective_traffic import (
+    CollectiveTransfer,
+    NodeTraffic,
+    compute_node_traffic,
+    copies,
+)
 
 _NAMES = {
     ("partial", "replicate"): "all_reduce",
@@ -78,14 +83,14 @@ def test_collectives_that_are_priced_are_those_that_start(
     made: Any, mesh: str, cut: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By kind, of a microbatch's forward and backward. Sums of a step are not among them."""
-    priced: list[Move] = []
+    priced: list[CollectiveTransfer] = []
 
-    def told(*args: Any) -> Moved:
-        found = moves(*args)
+    def told(*args: Any) -> NodeTraffic:
+        found = compute_node_traffic(*args)
         priced.extend((*found.forward, *found.backward))
         return found
 
-    monkeypatch.setattr(fxpart.price, "moves", told)
+    monkeypatch.setattr(fxpart.pricing.partition, "compute_node_traffic", told)
     torch.manual_seed(0)
     model, example, loss = made()
     wishes = {"mesh": mesh, "stages": 1} | (

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster import Cluster
-from fxpart.pricing.own import ADDED, FRESH, Own, gradient_parts
-from fxpart.pricing.updates import (
+from fxpart.cluster.model import Cluster
+from fxpart.pricing.non_op_costs import ADDED, FRESH, NonOpCosts, gradient_parts
+from fxpart.pricing.optimizer_step import (
     RATE,
     ROWS,
     TABLES,
     TENSORS,
     TOUCHED,
     UPDATE,
+    compute_update_bytes,
     update_parts,
-    updated,
 )
 from fxpart.solver.problem import SPARSE_COPIES, Weight
 
@@ -43,7 +43,7 @@ def test_rows_of_microbatches_are_merged_one_by_one(m: int, rows: int) -> None:
     """
     merges = sum(7 * i * rows / RATE for i in range(2, m + 1))
     held = [table(SPARSE_COPIES * m * rows)]
-    own = Own(DEVICE, {ADDED: 1.0, FRESH: 1.0, ROWS: 1.0, TABLES: 2.0})
+    own = NonOpCosts(DEVICE, {ADDED: 1.0, FRESH: 1.0, ROWS: 1.0, TABLES: 2.0})
     found = own.sums(held, 1, m)[0] * m
     assert found == pytest.approx(merges + 2 * 16 * 3e-6 * m)
     assert found == pytest.approx(own.merging(held, m) * m)
@@ -56,7 +56,9 @@ def test_rows_of_microbatches_are_merged_one_by_one(m: int, rows: int) -> None:
 @given(m=st.integers(1, 40), rows=st.integers(1, 500), timed=st.sampled_from([1, 2]))
 def test_an_update_that_was_timed_and_the_merges_of_a_plan(m: int, rows: int, timed: int) -> None:
     """Scaled, with the plan's merges: what the parts of its step say, whatever was timed."""
-    own = Own(DEVICE, {UPDATE: 2.0, TENSORS: 1.0, ROWS: 3.0, TABLES: 1.0, TOUCHED: 2.0}, full=1.5)
+    own = NonOpCosts(
+        DEVICE, {UPDATE: 2.0, TENSORS: 1.0, ROWS: 3.0, TABLES: 1.0, TOUCHED: 2.0}, full=1.5
+    )
     held = [table(SPARSE_COPIES * m * rows), dense(1000)]
 
     def taken(share: float, microbatches: int) -> float:
@@ -73,7 +75,7 @@ def test_an_update_that_was_timed_and_the_merges_of_a_plan(m: int, rows: int, ti
 
 def test_an_update_of_part_of_a_batch_s_rows() -> None:
     """What was measured of one is scaled by rows where there are tables, else it stays."""
-    own = Own(DEVICE, {UPDATE: 2.0, TENSORS: 1.0, ROWS: 3.0, TABLES: 1.0}, full=1.5)
+    own = NonOpCosts(DEVICE, {UPDATE: 2.0, TENSORS: 1.0, ROWS: 3.0, TABLES: 1.0}, full=1.5)
     assert own.of_timed([dense(1000)], 0.25, 1) == 1.0
     large = table(1 << 30, 1 << 44)
     assert own.of_timed([large], 0.25, 1) == pytest.approx(4.0, rel=1e-3)
@@ -86,11 +88,13 @@ def test_rows_that_are_asked_for_again_are_updated_once(times: int, entries: int
     """Drawn at random, of a table of so many; never more than all, or than are asked for."""
     row = 64
     held = table(SPARSE_COPIES * times * row, entries * row, state=2)
-    each = updated(held) / (row * (1 + 2 + 1 + 2 + 1))  # read and written, and the summed gradient
+    each = compute_update_bytes(held) / (
+        row * (1 + 2 + 1 + 2 + 1)
+    )  # read and written, and the summed gradient
     assert each <= min(times, entries) + 1e-9
     wanted = entries * (1 - (1 - 1 / entries) ** times)
     assert each == pytest.approx(wanted, rel=0.05, abs=0.5)
-    assert updated(held, 2.0) <= 2 * updated(held) + 1e-9
+    assert compute_update_bytes(held, 2.0) <= 2 * compute_update_bytes(held) + 1e-9
 
 
 @given(size=st.integers(36, 60), state=st.integers(0, 3))
@@ -102,7 +106,7 @@ def test_a_larger_table_takes_no_longer(size: int, state: int) -> None:
 
 @given(size=st.integers(1, 40), state=st.integers(0, 3))
 def test_a_smaller_table_takes_less_by_what_is_asked_for_twice(size: int, state: int) -> None:
-    small, large = (updated(table(1 << 16, 1 << s, state)) for s in (size, size + 1))
+    small, large = (compute_update_bytes(table(1 << 16, 1 << s, state)) for s in (size, size + 1))
     assert small <= large <= (1 << 15) * (2 + 2 * state + 1)
 
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 import zoo_graphs
 from fxpart.passes import PREPARE
-from fxpart.passes.place import CHOSEN, Place
+from fxpart.passes.place import CHOSEN, PlacePass
 from local_runs import assert_same, lower_all, run_lanes, run_whole
 from sharded_graphs import MODELS, propagated, shardings
 from torch import fx, nn
 
-from fxpart.capture import Captured, capture
-from fxpart.cluster import Cluster
+from fxpart.capture import CapturedModel, capture
+from fxpart.cluster.model import Cluster
+from fxpart.compiler import PassManager
 from fxpart.errors import FxpartError
-from fxpart.pipeline import PassManager
-from fxpart.pricing.placements import Assignment, build, choose_placements
+from fxpart.pricing.placements import StrategyAssignment, build, choose_placements
 from fxpart.sharding import Mesh
-from fxpart.solver.placement import evaluate, solve_placement
-from fxpart.solver.placement_problem import Numbers
+from fxpart.solver.placement.portfolio import evaluate, solve_placement
+from fxpart.solver.placement.problem import PlacementArrays
 
 CLUSTER = Cluster.parse("2x8xh100")
 
 
 @cache
-def model(name: str) -> tuple[Captured, fx.GraphModule]:
+def model(name: str) -> tuple[CapturedModel, fx.GraphModule]:
     """One of MODELS in float64, prepared; not to be changed."""
     torch.manual_seed(0)
     made = MODELS[name]().double()
@@ -39,7 +39,7 @@ def model(name: str) -> tuple[Captured, fx.GraphModule]:
 
 
 @cache
-def gpt(layers: int = 2) -> tuple[Captured, fx.GraphModule]:
+def gpt(layers: int = 2) -> tuple[CapturedModel, fx.GraphModule]:
     """GPT-3's layers on the meta device."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -68,7 +68,7 @@ def test_elimination_and_highs_agree_on_real_graphs(name: str, mesh: str) -> Non
         two = solve_placement(problem, solver="highs", time_limit=120.0)
         assert one.seconds == pytest.approx(two.seconds, rel=1e-6)
     draw = random.Random(0)
-    numbers = Numbers(problem)
+    numbers = PlacementArrays(problem)
     for _ in range(50):
         choice = tuple(draw.randrange(n) for n in numbers.sizes)
         assert numbers.evaluate(choice).seconds >= one.bound * (1 - 1e-9)
@@ -89,14 +89,16 @@ def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
     tight = solve_placement(msgspec.structs.replace(built.problem, budget=free.least))
     assert free.choice is not None and tight.choice is not None
     draw = random.Random(mesh + name)
-    sizes = Numbers(built.problem).sizes
+    sizes = PlacementArrays(built.problem).sizes
     others = [tuple(draw.randrange(n) for n in sizes) for _ in range(2)]
     inputs = [torch.randn(4, 6, 8, dtype=torch.float64)]
     wanted = run_whole(graph, captured.state, inputs, 7)
     for choice in dict.fromkeys([free.choice, tight.choice, *others]):
         choice = built.settled(choice)
-        chosen = Assignment(Mesh.parse(mesh), built.strategies(choice), built.placements(choice))
-        ready = PassManager().run([Place(chosen.text())], whole)
+        chosen = StrategyAssignment(
+            Mesh.parse(mesh), built.strategies(choice), built.placements(choice)
+        )
+        ready = PassManager().run([PlacePass(chosen.text())], whole)
         found = run_lanes(lower_all(ready), captured.state, inputs, 7, wanted)
         # the loss, a mean of squares, is kept in float32
         assert_same(found, wanted, rtol=1e-6)
@@ -110,7 +112,7 @@ def test_the_zoo_runs_with_what_is_chosen_under_tight_memory(name: str) -> None:
     least = solve_placement(build(whole, captured, CLUSTER, budget=0.0).problem).least
     chosen, _ = choose_placements(whole, captured, CLUSTER, budget=1.02 * least)
     assert any(any(strategy) for strategy in chosen.strategies.values())
-    ready = PassManager().run([Place(chosen.text())], whole)
+    ready = PassManager().run([PlacePass(chosen.text())], whole)
     given = zoo_graphs.inputs(name)
     wanted = run_whole(graph, captured.state, given, 7)
     found = run_lanes(lower_all(ready), captured.state, given, 7, wanted)
@@ -124,7 +126,7 @@ def test_chosen_placements_are_written_where_axes_are_open() -> None:
     before = shardings(whole)
     assert any(None in s.strategy for s in before.values())
     chosen, certificate = choose_placements(whole, captured, CLUSTER, batch_size=4)
-    ready = PassManager().run([Place(chosen.text())], whole)
+    ready = PassManager().run([PlacePass(chosen.text())], whole)
     after = shardings(ready)
     assert before.keys() == after.keys()
     for name, old in before.items():
@@ -165,10 +167,10 @@ def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
 def test_a_wrong_choice_is_refused(choice: str, why: str) -> None:
     whole = propagated(model("mlp")[1], "dp=2,tp=2", {})
     with pytest.raises(FxpartError, match="FXP109") as caught:
-        PassManager().run([Place(choice)], whole)
+        PassManager().run([PlacePass(choice)], whole)
     assert why in str(caught.value)
     with pytest.raises(FxpartError, match="FXP109"):
-        PassManager().run([Place("")], model("mlp")[1])
+        PassManager().run([PlacePass("")], model("mlp")[1])
 
 
 @pytest.mark.slow
@@ -301,7 +303,7 @@ def test_points_hold_what_lives_together() -> None:
     problem = build(graph, captured, CLUSTER, mesh=mesh, budget=1e15).problem
     assert 1 <= len(problem.points) <= 8
     logits = 16 * 2047 * 50257
-    numbers = Numbers(problem)
+    numbers = PlacementArrays(problem)
     choice = tuple(0 for _ in numbers.sizes)
     # bfloat16 and float32 side by side
     assert numbers.peak(choice) >= 6 * logits

@@ -11,10 +11,10 @@ from zoo import ZOO
 
 import fxpart
 from fxpart import costmodels
-from fxpart.cluster import Cluster
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
-from fxpart.pricing.places import RESERVE, VARIES, limits, usable
-from fxpart.profile import Crowding
+from fxpart.pricing.device_limits import RESERVE, VARIES, get_usable_bytes, limits
+from fxpart.profiling.store import ContentionProfile
 
 GIB = 1 << 30
 
@@ -23,10 +23,10 @@ GIB = 1 << 30
 class Weighing:
     """A cost model that knows a host's processes as well."""
 
-    found: Crowding
+    found: ContentionProfile
     base: Any = field(default_factory=lambda: costmodels.find("auto"))
 
-    def crowding(self, host: str) -> Crowding:
+    def crowding(self, host: str) -> ContentionProfile:
         """The same on every host."""
         return self.found
 
@@ -44,34 +44,37 @@ def _cluster(memory: int, kind: str = "cpu") -> Cluster:
 
 
 def test_a_process_leaves_its_tensors_what_it_does_not_take() -> None:
-    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    model = Weighing(ContentionProfile(baseline=300 << 20, overhead=0.25))
     (device, _) = _cluster(GIB).devices
-    left = usable(device, model)
+    left = get_usable_bytes(device, model)
     assert left == int((GIB * (1 - VARIES) - (300 << 20)) / 1.25)
     assert [limit.memory for limit in limits(_cluster(GIB), model)] == [left, left]
 
 
 def test_of_a_large_device_the_share_is_kept_that_was_always_kept() -> None:
-    model = Weighing(Crowding(baseline=300 << 20, overhead=0.01))
+    model = Weighing(ContentionProfile(baseline=300 << 20, overhead=0.01))
     (device, _) = _cluster(100 * GIB).devices
-    assert usable(device, model) == int(100 * GIB * (1 - RESERVE))
+    assert get_usable_bytes(device, model) == int(100 * GIB * (1 - RESERVE))
 
 
-@pytest.mark.parametrize("model", [costmodels.find("auto"), Weighing(Crowding())])
+@pytest.mark.parametrize("model", [costmodels.find("auto"), Weighing(ContentionProfile())])
 def test_what_was_not_measured_takes_nothing(model: Any) -> None:
     (device, _) = _cluster(GIB).devices
-    assert usable(device, model) == int(GIB * (1 - RESERVE))
+    assert get_usable_bytes(device, model) == int(GIB * (1 - RESERVE))
 
 
 def test_other_devices_have_no_process_in_their_memory() -> None:
-    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    model = Weighing(ContentionProfile(baseline=300 << 20, overhead=0.25))
     (device, _) = _cluster(GIB, "cuda").devices
-    assert usable(device, model) == int(GIB * (1 - RESERVE))
+    assert get_usable_bytes(device, model) == int(GIB * (1 - RESERVE))
 
 
 def test_plans_of_all_that_is_known_say_what_processes_take() -> None:
     """Those of stages that recompute, too, which are only proposed."""
-    built, model = ZOO["mlp"].build(), Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    built, model = (
+        ZOO["mlp"].build(),
+        Weighing(ContentionProfile(baseline=300 << 20, overhead=0.25)),
+    )
     plan = fxpart.propose(
         built.model, _cluster(GIB), example_inputs=built.batch, loss=built.loss, microbatches=2,
         cost_model=model, constraints={"dp": 1, "tp": 1, "stages": 2, "recompute": "full"},
@@ -93,7 +96,7 @@ def _compiled(memory: int, model: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_plan_says_what_its_processes_take_and_fits_with_them() -> None:
-    model = Weighing(Crowding(baseline=300 << 20, overhead=0.25))
+    model = Weighing(ContentionProfile(baseline=300 << 20, overhead=0.25))
     plan = _compiled(GIB, model).plan
     for entry in plan.prediction.ranks:
         assert entry.process == 300 << 20

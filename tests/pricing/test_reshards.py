@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from fxpart import costmodels
-from fxpart.cluster import Cluster
-from fxpart.pricing.groups import Rings
-from fxpart.pricing.placement_edges import Reshards, asked
+from fxpart.cluster.model import Cluster
+from fxpart.pricing.device_groups import Rings
+from fxpart.pricing.placement_edges import ReshardCosts, get_gradient_placements
 from fxpart.sharding import Mesh, Placements, parse_placements
 
 CLUSTER = Cluster.parse("2x8xh100")
 
 
-def reshards(text: str) -> Reshards:
+def reshards(text: str) -> ReshardCosts:
     """On a mesh over the cluster."""
     mesh = Mesh.parse(text)
-    return Reshards(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh))
+    return ReshardCosts(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh))
 
 
 def at(text: str, mesh: str) -> Placements:
@@ -64,7 +64,7 @@ def test_a_reshard_costs_what_the_model_says(
 def test_pieces_that_lie_apart_are_copied(source: str, target: str, times: float) -> None:
     """A second per byte: what was read and written shows."""
     mesh = Mesh.parse("x=8")
-    slow = Reshards(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh), 1.0)
+    slow = ReshardCosts(mesh, costmodels.find("roofline"), Rings(CLUSTER, mesh), 1.0)
     fast = reshards("x=8").seconds(at(source, "x=8"), at(target, "x=8"), 1e6)
     assert slow.seconds(at(source, "x=8"), at(target, "x=8"), 1e6) - fast == times * 1e6
 
@@ -96,7 +96,14 @@ def test_gradients_go_the_way_back() -> None:
     """Column-parallel: a replicated operand leaves a Partial gradient, an all-reduce away."""
     found = reshards("x=8")
     r, p, s = (at(f"x:{text}", "x=8") for text in ("R", "P", "S(0)"))
-    givers = found.ports([(r, asked(r)), (p, asked(p)), (s, asked(s)), (r, p)])
+    givers = found.ports(
+        [
+            (r, get_gradient_placements(r)),
+            (p, get_gradient_placements(p)),
+            (s, get_gradient_placements(s)),
+            (r, p),
+        ]
+    )
     takers = found.ports([(r, p), (s, s), (r, r)])
     values = found.matrix(givers, takers, 1e6, True)
     forward = found.matrix(givers, takers, 1e6, False)

@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from fxpart.costmodels import find
 
-from fxpart.cluster import Cluster, Device, Link
+from fxpart.cluster.model import Cluster, Device, Link
 from fxpart.errors import FxpartError
-from fxpart.pricing.groups import Rings, grouped
-from fxpart.pricing.sharing import Sharing
-from fxpart.requests import make_request
+from fxpart.planner.request import make_request
+from fxpart.pricing.device_groups import Rings, group_devices
+from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import Weight
 
@@ -40,7 +40,7 @@ def cluster(hosts: int = 2, each: int = 4) -> Cluster:
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 def test_a_group_is_its_slowest_member_and_links_are_the_worst(lanes: int) -> None:
     whole = cluster()
-    small = grouped(whole, lanes)
+    small = group_devices(whole, lanes)
     assert len(small.devices) == 8 // lanes
     groups = [whole.devices[g * lanes : (g + 1) * lanes] for g in range(8 // lanes)]
     for device, members in zip(small.devices, groups, strict=True):
@@ -84,15 +84,17 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
         """Its share of a full bucket."""
         return size / (25 << 20) * seconds(source, target, 25 << 20, axis)
 
-    plain = Sharing(mesh, partial=partial).sums(WEIGHTS, 3, model, rings)
+    plain = StageParallelism(mesh, partial=partial).sums(WEIGHTS, 3, model, rings)
     total = ("partial", "replicate")
     a = share(*total, 1000, "dp") + share(*total, 1000, "tp")
     assert plain.by_block == pytest.approx((a, share(*total, 500, "dp"), 0.0))
     assert plain.once == pytest.approx(seconds(*total, 1, "dp") + seconds(*total, 1, "tp"))
-    zero = Sharing(mesh, partial=partial, zero=1, zero_axis="dp").sums(WEIGHTS, 3, model, rings)
+    zero = StageParallelism(mesh, partial=partial, zero=1, zero_axis="dp").sums(
+        WEIGHTS, 3, model, rings
+    )
     b = share("partial", "shard(0)", 500, "dp") + share("shard(0)", "replicate", 500, "dp")
     assert zero.by_block[1] == pytest.approx(b)
-    nothing = Sharing(Mesh.parse("dp=2")).sums(WEIGHTS, 3, model, rings)
+    nothing = StageParallelism(Mesh.parse("dp=2")).sums(WEIGHTS, 3, model, rings)
     assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
 
 
@@ -110,9 +112,11 @@ def test_rows_of_tables_are_gathered_whatever_zero_does() -> None:
         return size / (25 << 20) * bucket
 
     rows = share(400, "dp") + share(400, "tp")
-    plain = Sharing(mesh, partial=partial).sums((table,), 3, model, rings)
+    plain = StageParallelism(mesh, partial=partial).sums((table,), 3, model, rings)
     assert plain.by_block == pytest.approx((0.0, rows, 0.0))
-    zero = Sharing(mesh, partial=partial, zero=2, zero_axis="dp").sums((table,), 3, model, rings)
+    zero = StageParallelism(mesh, partial=partial, zero=2, zero_axis="dp").sums(
+        (table,), 3, model, rings
+    )
     assert zero.by_block == pytest.approx((0.0, rows + share(9000, "dp"), 0.0))
 
 
@@ -123,7 +127,7 @@ def test_packing_buckets_is_paid_by_the_byte() -> None:
     partial = {"a": ("dp",), "b": ("dp",)}
 
     def more(**options: object) -> tuple[float, ...]:
-        sharing = Sharing(mesh, partial=partial, **options)  # type: ignore[arg-type]
+        sharing = StageParallelism(mesh, partial=partial, **options)  # type: ignore[arg-type]
         free = sharing.sums(WEIGHTS, 3, model, rings).by_block
         paid = sharing.sums(WEIGHTS, 3, model, rings, 1e-3).by_block
         return tuple(b - a for a, b in zip(free, paid, strict=True))
@@ -136,7 +140,7 @@ def test_packing_buckets_is_paid_by_the_byte() -> None:
     ("zero", "gradient", "optimizer"), [(0, 500, 1001), (1, 500, 501), (2, 250, 501)]
 )
 def test_zero_divides_what_it_says(zero: int, gradient: int, optimizer: int) -> None:
-    sharing = Sharing(Mesh.parse("dp=2"), zero=zero, zero_axis="dp" if zero else "")
+    sharing = StageParallelism(Mesh.parse("dp=2"), zero=zero, zero_axis="dp" if zero else "")
     held = sharing.divided(WEIGHTS[1])
     assert (held.weight, held.gradient, held.optimizer) == (500, gradient, optimizer)
     assert sharing.divided(WEIGHTS[2]) == WEIGHTS[2]
@@ -164,12 +168,12 @@ def test_a_table_that_zero_cuts_is_updated_by_the_rows_of_all(zero: int) -> None
     table = Weight(
         name="t", blocks=(1,), weight=9000, gradient=800, optimizer=9000, sparse=True
     )  # fmt: skip
-    sharing = Sharing(mesh, partial={"t": ("dp",)}, zero=zero, zero_axis="dp")
+    sharing = StageParallelism(mesh, partial={"t": ("dp",)}, zero=zero, zero_axis="dp")
     held = sharing.divided(table)
     assert (held.gradient, held.optimizer) == (800, 4500)
-    plain = Sharing(mesh, partial={"t": ("dp",)})
+    plain = StageParallelism(mesh, partial={"t": ("dp",)})
 
-    def more(one: Sharing) -> float:
+    def more(one: StageParallelism) -> float:
         paid, free = (one.sums((table,), 3, model, rings, rate) for rate in (1e-3, 0.0))
         return paid.by_block[1] - free.by_block[1]
 

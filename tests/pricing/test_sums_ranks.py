@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.measuring.memory import allocations
-from fxpart.measuring.processes import together
-from fxpart.measuring.rehearsing import drawn, load_batch, save_batch
-from fxpart.optimizers import choose
-from fxpart.parts import write
-from fxpart.running import load_trainer
+from fxpart.codegen.generated_program import write_program
+from fxpart.compat.optimizer_choice import choose
+from fxpart.profiling.memory import allocations
+from fxpart.profiling.processes import run_on_processes
+from fxpart.profiling.trial_worker import draw_weight, load_batch, save_batch
+from fxpart.training.trainer_factory import load_trainer
 
 WIDTH, LAYERS = 512, 8
 ONE = 4 * WIDTH * WIDTH  # bytes of a layer's weight
@@ -40,7 +40,7 @@ def weighed(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     folder = Path(payload["folder"])
 
     def train() -> None:
-        trainer = load_trainer(folder / "program", choose("adamw").make, weights=drawn)
+        trainer = load_trainer(folder / "program", choose("adamw").make, weights=draw_weight)
         batch = load_batch(folder)
         for _ in range(3):
             trainer.step(batch)
@@ -56,11 +56,11 @@ def test_packed_gradients_are_there_twice(tmp_path: Path) -> None:
         Layers(), "local:2", example_inputs=(batch,), microbatches=1, optimizer="adamw",
         constraints={"mesh": "dp=2", "stages": 1},
     )  # fmt: skip
-    write(program.plan, program.parts, tmp_path / "program")
+    write_program(program.plan, program.parts, tmp_path / "program")
     save_batch((batch,), tmp_path)
     (entry,) = program.plan.prediction.ranks
     assert entry.memory.sums == (LAYERS - 1) * ONE, "one travels first and alone"
-    rows = together(2, f"{__name__}:weighed", {"folder": str(tmp_path)}, 120.0)
+    rows = run_on_processes(2, f"{__name__}:weighed", {"folder": str(tmp_path)}, 120.0)
     for row in rows:
         assert row["peak"] > entry.memory.total - entry.memory.sums
         assert entry.memory.total == pytest.approx(row["peak"], rel=0.03)

@@ -12,11 +12,11 @@ from fxpart.passes import PREPARE
 from sparse_models import batch, model, program
 
 from fxpart.capture import capture
-from fxpart.cluster import Cluster
-from fxpart.optimizers import choose
-from fxpart.pipeline import PassManager
-from fxpart.pipeline.lookups import sparse_tables
-from fxpart.pricing.touched import heavy_tables, touched_bytes
+from fxpart.cluster.model import Cluster
+from fxpart.compat.optimizer_choice import choose
+from fxpart.compiler import PassManager
+from fxpart.compiler.sparse_lookups import sparse_tables
+from fxpart.pricing.sparse_gradients import find_large_embedding_tables, touched_bytes
 from fxpart.pricing.weights import step_seconds, trained_names, weights
 
 ROW = 4 * 4 + 8  # four numbers and their row's
@@ -37,7 +37,7 @@ def test_rows_of_the_batch_are_counted(again: bool) -> None:
     found = touched_bytes(graph.graph)
     assert found["bags.weight"] == 2 * 32 * ROW
     assert found["ids.weight"] == 2 * (32 + 16 * again) * ROW
-    assert heavy_tables(graph.graph) == ["bags.weight", "ids.weight"]
+    assert find_large_embedding_tables(graph.graph) == ["bags.weight", "ids.weight"]
 
 
 @pytest.mark.slow

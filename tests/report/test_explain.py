@@ -7,10 +7,10 @@ import pytest
 import sample_plans
 from hypothesis import given, settings
 
-from fxpart.plan import Plan
-from fxpart.report import units
-from fxpart.report.explain import certificate, explain
-from fxpart.report.figures import balance
+from fxpart import units
+from fxpart.plan.model import Plan
+from fxpart.report.explanation_builder import balance
+from fxpart.report.explanation_text import certificate, explain
 from fxpart.report.table import shortened, table
 
 

@@ -14,9 +14,9 @@ import pytest
 import sample_plans
 from figures_by_hand import MEMORY, NAMES, recomputed
 
-from fxpart.plan import HostLoad, Plan
-from fxpart.report.explain import explain
-from fxpart.report.figures import explanation
+from fxpart.plan.model import HostLoad, Plan
+from fxpart.report.explanation_builder import explanation
+from fxpart.report.explanation_text import explain
 from fxpart.report.timeline import plan_timeline
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve

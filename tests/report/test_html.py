@@ -15,7 +15,7 @@ import sample_plans
 from hypothesis import given, settings
 from pages import Page, count
 
-from fxpart.plan import Plan
+from fxpart.plan.model import Plan
 from fxpart.report.html import report_html
 
 BROWSER = next(

@@ -17,14 +17,14 @@ from recordings import recorded
 import fxpart
 from fxpart import cli
 from fxpart.errors import FxpartError
-from fxpart.plan import HostLoad, Plan
-from fxpart.planned.decided import decisions
-from fxpart.report.compared import compare
-from fxpart.report.comparing import told
+from fxpart.plan.model import HostLoad, Plan
+from fxpart.planner.prediction.plan_digest import decisions
 from fxpart.report.comparison import BACKWARD, FORWARD, WAITING
+from fxpart.report.comparison_builder import compare
+from fxpart.report.comparison_text import format_comparison
 from fxpart.report.html import report_html
-from fxpart.report.measured import belongs, decode, load
-from fxpart.schedule.recording import OPTIMIZER, Recording
+from fxpart.report.recording_file import check_recording, decode, load
+from fxpart.schedule.measured_timeline import OPTIMIZER, MeasuredTimeline
 
 
 def wrong(plan: Plan, stage: int, name: str, factor: float) -> Plan:
@@ -69,7 +69,7 @@ def test_on_a_shared_host_nobody_waits_for_less_than_nothing() -> None:
             assert part.measured == pytest.approx(part.predicted, abs=1e-12), name
 
 
-def trace(recording: Recording) -> bytes:
+def trace(recording: MeasuredTimeline) -> bytes:
     return msgspec.json.encode(recording.chrome_trace())
 
 
@@ -83,7 +83,7 @@ def test_a_right_plan_differs_in_nothing(stages: int, microbatches: int) -> None
         for name, part in [*stage.each.items(), *stage.step.items()]:
             assert part.measured == pytest.approx(part.predicted, abs=1e-12), name
     assert found.differences[0].share is None
-    assert "The step is as predicted" in told(found)
+    assert "The step is as predicted" in format_comparison(found)
     for memory in found.memory:
         assert memory.needed == memory.predicted
 
@@ -122,7 +122,7 @@ def test_the_largest_difference_is_named_first() -> None:
     found = compare(plan, recorded(wrong(plan, 2, "backward_seconds", 3), of=plan))
     assert found.stage == 2 and found.differences[0].name == BACKWARD
     assert found.differences[0].source == plan.provenance["compute"]
-    text = " ".join(told(found).split())
+    text = " ".join(format_comparison(found).split())
     assert "backward: 480 ms instead of 160 ms, 320 ms longer" in text
     assert "% of the difference; prediction: analytic roofline" in text
     others = [each for each in found.differences if each.name == WAITING]
@@ -133,7 +133,7 @@ def test_the_output_in_the_documentation() -> None:
     """The page shows what the verb says of a plan whose second backward was predicted too short."""
     plan = sample(2, 4)
     real = wrong(wrong(plan, 1, "backward_seconds", 1.5), 0, "optimizer_seconds", 0.5)
-    text = told(compare(plan, recorded(real, of=plan)))
+    text = format_comparison(compare(plan, recorded(real, of=plan)))
     said = f"```console\n$ fxpart report plan.json --measured run.json\n{text}```\n"
     page = (Path(fxpart.__file__).parent / "docs" / "reading_a_run.md").read_text("utf-8")
     assert f"<!-- output: comparison -->\n{said}<!-- /output -->" in page, said
@@ -215,20 +215,22 @@ def test_no_file_breaks_it(data: bytes) -> None:
 def test_another_plan() -> None:
     plan = sample()
     recording = recorded(plan)
-    belongs(recording, wrong(plan, 0, "forward_seconds", 2), "t.json")  # costs are no decision
+    check_recording(
+        recording, wrong(plan, 0, "forward_seconds", 2), "t.json"
+    )  # costs are no decision
     other = msgspec.structs.replace(plan, schedule="gpipe")
     with pytest.raises(FxpartError, match="schedule 1f1b, and the plan says gpipe"):
-        belongs(recording, other, "t.json")
+        check_recording(recording, other, "t.json")
     with pytest.raises(FxpartError, match="another plan"):
-        belongs(recording, sample(2, 8), "t.json")
+        check_recording(recording, sample(2, 8), "t.json")
     model = msgspec.structs.replace(plan.model, fingerprint="f" * 64)
     with pytest.raises(FxpartError) as caught:
-        belongs(recording, msgspec.structs.replace(plan, model=model), "t.json")
+        check_recording(recording, msgspec.structs.replace(plan, model=model), "t.json")
     assert caught.value.code == "FXP304"
     bare = msgspec.structs.replace(recording, decisions={})
-    belongs(bare, plan, "t.json")
+    check_recording(bare, plan, "t.json")
     with pytest.raises(FxpartError, match="another plan"):
-        belongs(bare, other, "t.json")
+        check_recording(bare, other, "t.json")
     assert decisions(plan).keys() == decisions(other).keys()
 
 

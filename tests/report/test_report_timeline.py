@@ -7,10 +7,10 @@ import pytest
 import sample_plans
 
 from fxpart.errors import FxpartError
-from fxpart.plan import HostLoad, Plan
-from fxpart.planned.scheduled import plan_schedule
+from fxpart.plan.model import HostLoad, Plan
+from fxpart.plan.schedule import plan_schedule
 from fxpart.report.timeline import plan_steps, plan_timeline, transfer_seconds
-from fxpart.schedule.action import Kind
+from fxpart.schedule.action import ActionKind
 
 
 def bare(plan: Plan) -> Plan:
@@ -45,8 +45,8 @@ def test_edges_of_the_plan_are_served() -> None:
         sample_plans.plan(3, 2), edges=((0, 1, True), (0, 2, False), (1, 2, True))
     )
     actions = [a for rank in plan_schedule(plan).ranks for a in rank]
-    sends = {(a.stage, a.peer) for a in actions if a.kind is Kind.SEND_F}
-    back = {(a.stage, a.peer) for a in actions if a.kind is Kind.SEND_B}
+    sends = {(a.stage, a.peer) for a in actions if a.kind is ActionKind.SEND_F}
+    back = {(a.stage, a.peer) for a in actions if a.kind is ActionKind.SEND_B}
     assert sends == {(0, 1), (0, 2), (1, 2)}
     assert back == {(1, 0), (2, 1)}
 

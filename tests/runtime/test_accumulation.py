@@ -23,7 +23,7 @@ from ranks import Pool
 from torch import nn
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.accumulation import Accumulation
+from fxpart.runtime.gradients.accumulation import GradientAccumulation
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"mesh": "none", "stages": 1},
@@ -154,7 +154,7 @@ def test_asynchronous_trainers_refuse_to_accumulate() -> None:
 
 
 def test_weights_are_relative_to_the_first_batch() -> None:
-    waiting = Accumulation()
+    waiting = GradientAccumulation()
     factors = []
     for weight in (4.0, 8.0, 2.0):
         factors.append(waiting.factor(weight))

@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxpart
 from fxpart.api import Program
 from fxpart.errors import FxpartError
-from fxpart.runtime.ambient import MODES, Ambient
+from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.entry_point import ENTRY_POINTS
-from fxpart.runtime.queued.trainer import QueueTrainer
-from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.queues.trainer import QueueTrainer
+from fxpart.runtime.torch_modes import MODES, TorchModes
 from fxpart.runtime.trainer import Trainer
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -394,7 +394,7 @@ def test_an_asynchronous_trainer_refuses_the_same() -> None:
     assert trainer.updates == 1
 
 
-@pytest.mark.parametrize("kind", [Trainer, StreamTrainer, QueueTrainer])
+@pytest.mark.parametrize("kind", [Trainer, AsyncTrainer, QueueTrainer])
 def test_every_public_call_is_an_entry_point(kind: type) -> None:
     """A new method that computes or reads state belongs into the table, or here."""
     others = {
@@ -410,4 +410,4 @@ def test_every_public_call_is_an_entry_point(kind: type) -> None:
 
 def test_every_mode_has_a_reason_and_a_fix() -> None:
     assert all(mode.name and mode.fix and mode.refused for mode in MODES)
-    assert not any(mode.read(Ambient()) for mode in MODES)
+    assert not any(mode.read(TorchModes()) for mode in MODES)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart.errors import FxpartError
-from fxpart.program import ConstantSpec, Dim, InputSpec, ProgramSpec
-from fxpart.runtime.batch import Reader
+from fxpart.program.spec import ConstantSpec, Dim, InputSpec, ProgramSpec
+from fxpart.runtime.batch.batch_reader import BatchReader
 
 
 def program(
@@ -43,7 +43,7 @@ def tensor(
 def test_pieces_are_those_of_tensor_split(rows: int, microbatches: int, dim: int) -> None:
     shape: list[Dim] = [2, 3, 4]
     shape[dim] = "b"
-    reader = Reader(program(tensor("x", tuple(shape), dim), symbols={"b": ("x", dim)}))
+    reader = BatchReader(program(tensor("x", tuple(shape), dim), symbols={"b": ("x", dim)}))
     size = [2, 3, 4]
     size[dim] = rows
     x = torch.arange(float(torch.tensor(size).prod())).reshape(size)
@@ -58,7 +58,7 @@ def test_pieces_are_those_of_tensor_split(rows: int, microbatches: int, dim: int
 
 
 def test_all_faults_at_once() -> None:
-    reader = Reader(language().spec())
+    reader = BatchReader(language().spec())
     given = batch()
     del given["ids"]
     given["mask"] = given["mask"].double()
@@ -93,14 +93,14 @@ def test_all_faults_at_once() -> None:
 )
 def test_sizes_that_contradict(change: dict[str, Any], where: str, why: str) -> None:
     with pytest.raises(FxpartError) as caught:
-        Reader(language().spec()).read({**batch(), **change}, 4)
+        BatchReader(language().spec()).read({**batch(), **change}, 4)
     (problem,) = caught.value.problems
     assert problem.where == (f"batch['{where}']" if where else "batch")
     assert why in problem.why
 
 
 def test_a_missing_none_is_a_none_and_so_is_an_extra() -> None:
-    reader = Reader(language().spec())
+    reader = BatchReader(language().spec())
     given = batch()
     del given["scale"]
     given["position_ids"] = None
@@ -109,7 +109,7 @@ def test_a_missing_none_is_a_none_and_so_is_an_extra() -> None:
 
 def test_constants_are_compared_with_their_type() -> None:
     fixed = ConstantSpec(path=("flag",), value=True)
-    reader = Reader(program(tensor("x", (2,), None), constants=(fixed,)))
+    reader = BatchReader(program(tensor("x", (2,), None), constants=(fixed,)))
     x = torch.zeros(2)
     reader.read({"x": x, "flag": True}, 1)
     for other in (1, False, "True"):
@@ -121,11 +121,11 @@ def test_constants_are_compared_with_their_type() -> None:
 
 def test_tuples_nested_dicts_and_lone_tensors() -> None:
     first, second = tensor("a", ("b", 2), path=(0,)), tensor("m", ("b",), path=(1, "mask"))
-    reader = Reader(program(first, second, symbols={"b": ("a", 0)}))
+    reader = BatchReader(program(first, second, symbols={"b": ("a", 0)}))
     cut = reader.read((torch.zeros(4, 2), {"mask": torch.ones(4)}), 2)
     assert [piece["m"].shape for piece in cut.inputs] == [(2,), (2,)]
     assert reader.read([torch.zeros(4, 2), {"mask": torch.ones(4)}], 2).rows == (2, 2)
-    lone = Reader(program(first, symbols={"b": ("a", 0)}))
+    lone = BatchReader(program(first, symbols={"b": ("a", 0)}))
     assert lone.read(torch.zeros(4, 2), 2).rows == (2, 2)
     with pytest.raises(FxpartError, match="FXP105"):
         lone.read({"a": torch.zeros(4, 2)}, 2)
@@ -133,7 +133,7 @@ def test_tuples_nested_dicts_and_lone_tensors() -> None:
 
 def test_captured_at_a_fixed_microbatch_size() -> None:
     """As many pieces of that size as there are; otherwise the error says what to do."""
-    reader = Reader(program(tensor("x", (4, 3))))
+    reader = BatchReader(program(tensor("x", (4, 3))))
     assert reader.read({"x": torch.zeros(12, 3)}, 2).rows == (4, 4, 4)
     assert reader.read({"x": torch.zeros(4, 3)}, 2).rows == (4,)
     for rows in (0, 3, 10):
@@ -147,7 +147,7 @@ def test_captured_at_a_fixed_microbatch_size() -> None:
 def test_a_batch_dim_that_is_a_multiple_of_the_rows() -> None:
     """Two views of each row in one tensor: cut at twice the rows."""
     spec = program(tensor("x", ("b", 2)), tensor("y", ("2*b",)), symbols={"b": ("x", 0)})
-    reader = Reader(spec)
+    reader = BatchReader(spec)
     cut = reader.read({"x": torch.zeros(5, 2), "y": torch.arange(10.0)}, 2)
     assert [piece["y"].tolist() for piece in cut.inputs] == [
         [0, 1, 2, 3, 4, 5], [6, 7, 8, 9],
@@ -157,5 +157,5 @@ def test_a_batch_dim_that_is_a_multiple_of_the_rows() -> None:
 
 
 def test_without_any_batch_dim_the_batch_is_one_microbatch() -> None:
-    cut = Reader(program(tensor("x", (2, 3), None))).read({"x": torch.zeros(2, 3)}, 4)
+    cut = BatchReader(program(tensor("x", (2, 3), None))).read({"x": torch.zeros(2, 3)}, 4)
     assert (cut.rows, cut.weights) == ((1,), (1.0,))

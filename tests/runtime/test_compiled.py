@@ -14,9 +14,9 @@ from torch import nn
 from fxpart import compat
 from fxpart.api import Program
 from fxpart.errors import FxpartError
-from fxpart.runtime import compiled
-from fxpart.runtime.compiled import Compiled
-from fxpart.verify import relative
+from fxpart.runtime.executor import torch_compile
+from fxpart.runtime.executor.torch_compile import StageCompilation
+from fxpart.verification.comparison import relative
 
 pytestmark = pytest.mark.slow  # torch.compile takes seconds
 EVEN, UNEVEN = (8, 8), (8, 7, 5, 6, 8)  # rows of each step's batch, cut into two microbatches
@@ -31,7 +31,7 @@ def program(dropout: float = 0.0) -> Program:
 
 def train(
     made: Program, rows: Sequence[int], **options: Any
-) -> tuple[list[float], dict[str, Any], Compiled | None]:
+) -> tuple[list[float], dict[str, Any], StageCompilation | None]:
     """Losses of batches of so many rows, parameters at the end, and what was compiled."""
     trainer = made.trainer("sgd", **options)
     losses = [float(trainer.step(words(count))) for count in rows]
@@ -72,7 +72,9 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(FxpartError, match="FXP109") as found:
             program().trainer("sgd", **options)
         assert words_of in found.value.problems[0].why
-    monkeypatch.setattr(compiled, "compiler_fault", lambda backend, kind: "there is no compiler")
+    monkeypatch.setattr(
+        torch_compile, "compiler_fault", lambda backend, kind: "there is no compiler"
+    )
     with pytest.raises(FxpartError, match="FXP601") as missing:
         program().trainer("sgd", compile_stages=True)
     assert "there is no compiler" in missing.value.problems[0].why

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fxpart.runtime.control import Control, join
-from fxpart.runtime.transport import PeerLostError, TransferTimeoutError
+from fxpart.runtime.transport.control_channel import ControlChannel, connect_control_channel
+from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError
 
 
 class Board:
@@ -36,12 +36,14 @@ class Board:
         return give
 
 
-def mesh(ranks: int, work: Callable[[int, Control | None], Any], **options: Any) -> list[Any]:
+def mesh(
+    ranks: int, work: Callable[[int, ControlChannel | None], Any], **options: Any
+) -> list[Any]:
     board = Board(ranks, options.pop("disturb", None))
     timeout = options.pop("timeout", 10.0)
 
     def play(rank: int) -> Any:
-        control = join(rank, ranks, board.spread(rank), timeout)
+        control = connect_control_channel(rank, ranks, board.spread(rank), timeout)
         try:
             return work(rank, control)
         finally:
@@ -54,7 +56,7 @@ def mesh(ranks: int, work: Callable[[int, Control | None], Any], **options: Any)
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_every_rank_gets_every_row_in_order(ranks: int) -> None:
-    def work(rank: int, control: Control | None) -> list[list[list[int]]]:
+    def work(rank: int, control: ControlChannel | None) -> list[list[list[int]]]:
         assert control is not None
         first = control.end(control.begin([rank, -rank, 2**62 + rank]))
         second = control.end(control.begin([100 + rank]))
@@ -82,7 +84,7 @@ def test_a_stranger_is_turned_away() -> None:
 
 
 def test_a_lost_end_is_noticed() -> None:
-    def work(rank: int, control: Control | None) -> str:
+    def work(rank: int, control: ControlChannel | None) -> str:
         assert control is not None
         if rank == 1:
             control.close()
@@ -97,7 +99,7 @@ def test_a_lost_end_is_noticed() -> None:
 def test_a_silent_end_is_noticed_in_time() -> None:
     done = threading.Event()
 
-    def work(rank: int, control: Control | None) -> float:
+    def work(rank: int, control: ControlChannel | None) -> float:
         assert control is not None
         if rank == 1:
             assert done.wait(20)

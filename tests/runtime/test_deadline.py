@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxpart.runtime import deadline
-from fxpart.runtime.deadline import Deadline
+from fxpart.runtime.transport import deadline
+from fxpart.runtime.transport.deadline import Deadline
 
 
 class Clock:

@@ -14,11 +14,11 @@ from ranks import Pool
 from runtime_programs import bits, make
 
 from fxpart.errors import FxpartError
-from fxpart.program import ProgramSpec
+from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, Trainer, connect
+from fxpart.runtime.batch.outputs import Outputs, OutputSpec
 from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
-from fxpart.runtime.lanes import Lane
-from fxpart.runtime.outputs import Outputs, OutputSpec
+from fxpart.runtime.mesh.mesh_ranks import MeshRank
 
 CUT = (1, 2, 1)
 
@@ -41,8 +41,8 @@ def trainer(cut: tuple[int, ...] = CUT, **options: Any) -> Trainer:
             made[index] = mine
         return other.spec(), made
 
-    def prediction(loss: bool) -> tuple[list[Lane], Outputs]:
-        return [Lane(0, *lanes())], Outputs((OutputSpec("logits", "output", 0),))
+    def prediction(loss: bool) -> tuple[list[MeshRank], Outputs]:
+        return [MeshRank(0, *lanes())], Outputs((OutputSpec("logits", "output", 0),))
 
     return make(hand, transport, evaluation=lanes, prediction=prediction, **options)
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fxpart.runtime import footprint
-from fxpart.runtime.footprint import Footprint
+from fxpart.runtime.monitor import memory_footprint
+from fxpart.runtime.monitor.memory_footprint import MemoryFootprint
 
 MIB = 2**20
 
@@ -26,7 +26,7 @@ def mapped(mebibytes: int) -> Iterator[None]:
 
 
 def test_the_peak_is_that_since_the_start() -> None:
-    footprint_ = Footprint()
+    footprint_ = MemoryFootprint()
     with mapped(64):
         pass
     footprint_.start()
@@ -42,10 +42,10 @@ def test_the_peak_is_that_since_the_start() -> None:
 
 
 def test_where_linux_says_nothing(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    nowhere = footprint._STATUS.with_name("no such file")
-    monkeypatch.setattr(footprint, "_STATUS", nowhere)
-    monkeypatch.setattr(footprint, "_CLEAR", nowhere / "below")
-    footprint_ = Footprint()
+    nowhere = memory_footprint._STATUS.with_name("no such file")
+    monkeypatch.setattr(memory_footprint, "_STATUS", nowhere)
+    monkeypatch.setattr(memory_footprint, "_CLEAR", nowhere / "below")
+    footprint_ = MemoryFootprint()
     footprint_.start()
     peaks = footprint_.peaks()
     assert peaks.peak >= peaks.baseline > 0 and not peaks.exact
@@ -53,7 +53,7 @@ def test_where_linux_says_nothing(monkeypatch) -> None:  # type: ignore[no-untyp
 
 @pytest.mark.slow
 def test_live_tensors_count_each_storage_once_until_it_is_freed() -> None:
-    footprint_ = Footprint(tensors=True)
+    footprint_ = MemoryFootprint(tensors=True)
     footprint_.start()
     try:
         x = torch.ones(1000)
@@ -78,7 +78,7 @@ def test_live_tensors_count_each_storage_once_until_it_is_freed() -> None:
 
 def test_live_tensors_see_the_backward() -> None:
     weight = torch.ones(100, 100, requires_grad=True)
-    footprint_ = Footprint(tensors=True)
+    footprint_ = MemoryFootprint(tensors=True)
     footprint_.start()
     try:
         (weight * weight).sum().backward()

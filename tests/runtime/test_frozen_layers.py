@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpart
-from fxpart.runtime.links import edges
-from fxpart.schedule.action import Kind
+from fxpart.program.edges import find_stage_edges
+from fxpart.schedule.action import ActionKind
 
 
 class Adapted(nn.Linear):
@@ -77,14 +77,14 @@ def test_adapters(ranks: tuple[int, ...], schedule: str) -> None:
     trained = [s.index for s in program.spec.stages if any(x.requires_grad for x in s.state)]
     lowest = min(trained)
     assert ranks[0] or lowest, "the frozen layers have a stage of their own"
-    back = {(e.source, e.target): e.backward for e in edges(program.spec)}
+    back = {(e.source, e.target): e.backward for e in find_stage_edges(program.spec)}
     assert back == {(i, i + 1): i >= lowest for i in range(3)}
     (executors,) = next(iter(trainer._engine._executors.values()))
     sends = [
         i.action
         for executor in executors
         for i in executor._instructions
-        if i.action.kind is Kind.SEND_B
+        if i.action.kind is ActionKind.SEND_B
     ]
     assert {a.peer for a in sends} == set(range(lowest, 3))
     assert all(not executor._tables[k].trains for executor in executors

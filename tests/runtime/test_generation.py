@@ -14,8 +14,8 @@ import pytest
 
 from fxpart.environment import Launch
 from fxpart.errors import FxpartError
-from fxpart.launching.rendezvous import loopback_store
-from fxpart.runtime.generation import Meeting, meet
+from fxpart.launch.rendezvous import loopback_store
+from fxpart.runtime.transport.rendezvous import JobRendezvous, join_rendezvous
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ class Process(threading.Thread):
 
     def __init__(self, found: Launch, timeout: float, after: int = 0) -> None:
         super().__init__(daemon=True)
-        self.result: Meeting | FxpartError | None = None
+        self.result: JobRendezvous | FxpartError | None = None
         self._given = found, timeout, after
         self.start()
 
     def run(self) -> None:
         found, timeout, after = self._given
         try:
-            self.result = meet(found, timeout, after=after)
+            self.result = join_rendezvous(found, timeout, after=after)
         except FxpartError as fault:
             self.result = fault
 
@@ -54,8 +54,10 @@ def life(world: int, port: int, seed: int, timeout: float = 20.0, **more: Any) -
         time.sleep(draw.choice((0, 0, 0.02)))
     for each in made:
         each.join(timeout)
-    assert all(isinstance(each.result, Meeting) for each in made), [each.result for each in made]
-    return {each.result.generation for each in made if isinstance(each.result, Meeting)}
+    assert all(isinstance(each.result, JobRendezvous) for each in made), [
+        each.result for each in made
+    ]
+    return {each.result.generation for each in made if isinstance(each.result, JobRendezvous)}
 
 
 @pytest.mark.slow
@@ -90,7 +92,7 @@ def test_others_come_before_rank_0_has_counted(port: int) -> None:
     first = Process(process(0, 3, port), 20)
     for each in (*early, first):
         each.join(20)
-        assert isinstance(each.result, Meeting) and each.result.generation == 2
+        assert isinstance(each.result, JobRendezvous) and each.result.generation == 2
 
 
 @pytest.mark.slow
@@ -116,8 +118,8 @@ def test_rank_0_may_own_the_store() -> None:
     found = [Process(each, 20) for each in given]
     for each in found:
         each.join(20)
-        assert isinstance(each.result, Meeting), each.result
-    stores = [each.result.store for each in found if isinstance(each.result, Meeting)]
+        assert isinstance(each.result, JobRendezvous), each.result
+    stores = [each.result.store for each in found if isinstance(each.result, JobRendezvous)]
     stores[2].set("word", b"yes")
     assert stores[1].get("word") == b"yes"
 
@@ -128,5 +130,5 @@ def test_no_store_is_said_in_time() -> None:
         port = free.getsockname()[1]
     began = time.monotonic()
     with pytest.raises(FxpartError, match=f"FXP516[\\s\\S]*127.0.0.1:{port}"):
-        meet(process(1, 2, port), 1.0)
+        join_rendezvous(process(1, 2, port), 1.0)
     assert time.monotonic() - began < 6

@@ -14,7 +14,7 @@ from runtime_programs import bits, make
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer, connect
-from fxpart.runtime.groups import assign, no_decay
+from fxpart.runtime.optimizer.parameter_groups import assign_groups, no_decay
 
 SHAPES = {"a.weight": (2, 3), "a.bias": (2,), "norm.weight": (3,), "scale": ()}
 GROUPS: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def names(given: Any) -> list[tuple[str, ...]]:
-    return [group.names for group in assign(given, SHAPES)]
+    return [group.names for group in assign_groups(given, SHAPES)]
 
 
 def test_patterns_and_the_rest() -> None:
@@ -40,7 +40,7 @@ def test_functions() -> None:
     assert names(lambda name: {"lr": 0.5} if name == "scale" else None) == [
         ("a.weight", "a.bias", "norm.weight"), ("scale",),
     ]  # fmt: skip
-    groups = assign(no_decay(0.3, skip=["norm*"]), SHAPES)
+    groups = assign_groups(no_decay(0.3, skip=["norm*"]), SHAPES)
     assert [(g.label(i), g.options["weight_decay"], g.names) for i, g in enumerate(groups)] == [
         ("decay", 0.3, ("a.weight",)), ("no_decay", 0.0, ("a.bias", "norm.weight", "scale")),
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_functions() -> None:
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(FxpartError) as caught:
-        assign([{"params": "b.*"}, {"params": "a.*"}, {"params": ["*.bias", "c"]}], SHAPES)
+        assign_groups([{"params": "b.*"}, {"params": "a.*"}, {"params": ["*.bias", "c"]}], SHAPES)
     wrong = [(p.code, p.where) for p in caught.value.problems]
     assert wrong == [
         ("FXP109", "group 0, params 'b.*'"),
@@ -60,7 +60,7 @@ def test_all_faults_at_once() -> None:
 @pytest.mark.parametrize("given", [[7], [{}, {}], [{"params": [torch.ones(1)]}], lambda name: 3])
 def test_what_is_no_group(given: Any) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        assign(given, SHAPES)
+        assign_groups(given, SHAPES)
 
 
 def oracle(optimizer: Any, groups: Any = None, tied: bool = False) -> Whole:
@@ -73,7 +73,7 @@ def oracle(optimizer: Any, groups: Any = None, tied: bool = False) -> Whole:
     whole = Whole(hand, grouped)
     if groups is not None:
         named = {n: p for n, p in whole.named.items() if p.requires_grad}
-        found = assign(groups, {n: tuple(p.shape) for n, p in named.items()})
+        found = assign_groups(groups, {n: tuple(p.shape) for n, p in named.items()})
         given = [{**g.options, "params": [named[n] for n in g.names]} for g in found]
         whole.optimizer = optimizer(given)
     return whole

@@ -12,7 +12,7 @@ import pytest
 # Frees 64 tensors of 1 MiB over and over, and counts the pages that the system had to clear.
 _SCRIPT = """
 import resource, sys, torch
-from fxpart.runtime.heap import keep_freed
+from fxpart.runtime.host.heap import keep_freed
 if sys.argv[1] == "keep":
     assert keep_freed()
 def turn():
@@ -37,8 +37,8 @@ def _faults(*words: str, script: str = _SCRIPT, **variables: str) -> int:
 # A thread, and then the main one, hold 64 tensors of 1 MiB; by how much the process has grown.
 _THREADS = """
 import sys, threading, torch
-from fxpart.runtime.footprint import resident
-from fxpart.runtime.heap import keep_freed
+from fxpart.runtime.monitor.memory_footprint import resident
+from fxpart.runtime.host.heap import keep_freed
 if sys.argv[1] == "keep":
     assert keep_freed()
 def turn():
@@ -68,7 +68,7 @@ def test_threads_use_what_others_have_freed() -> None:
 
 
 def test_what_the_user_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxpart.runtime.heap import keep_freed
+    from fxpart.runtime.host.heap import keep_freed_memory
 
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000")
-    assert not keep_freed()
+    assert not keep_freed_memory()

@@ -13,9 +13,9 @@ from ranks import Pool
 from torch import nn
 
 import fxpart
-from fxpart.codegen.in_blocks import InBlocks
+from fxpart.codegen.blockwise_init import InBlocks
 from fxpart.errors import FxpartError
-from fxpart.measuring.memory import allocations
+from fxpart.profiling.memory import allocations
 
 ROWS, WIDTH = 150_000, 32
 TABLE = ROWS * WIDTH * 4

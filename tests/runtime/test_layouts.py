@@ -10,31 +10,37 @@ import pytest
 import torch
 from torch import nn
 
-from fxpart.runtime.layouts import has_order, is_plain, order_of, packed, unpacked
-from tests.plain_training import batches_of, difference
+from fxpart.runtime.executor.dim_order import (
+    get_dim_order,
+    has_several_orders,
+    is_contiguous_order,
+    pack_to_order,
+    unpack_from_order,
+)
+from tests.support.plain_training import batches_of, difference
 
 
 @pytest.mark.parametrize("dims", [2, 3, 4])
 def test_tensors_arrive_with_their_strides(dims: int) -> None:
     for order in permutations(range(dims)):
         tensor = torch.randn(2, 3, 4, 5)[(0,) * (4 - dims)].permute(order)
-        found = order_of(tensor)
-        sent = packed(tensor, found)
+        found = get_dim_order(tensor)
+        sent = pack_to_order(tensor, found)
         assert sent.is_contiguous() and sent.shape == tensor.shape
         assert sent.data_ptr() == tensor.data_ptr()
-        arrived = unpacked(sent.clone(), found)
+        arrived = unpack_from_order(sent.clone(), found)
         assert arrived.stride() == tensor.stride() and torch.equal(arrived, tensor)
 
 
 def test_another_order_than_that_of_the_link_is_copied() -> None:
     tensor = torch.randn(2, 3, 4).permute(2, 0, 1)
     for order in ((0, 1, 2), (2, 1, 0)):
-        assert torch.equal(unpacked(packed(tensor, order), order), tensor)
+        assert torch.equal(unpack_from_order(pack_to_order(tensor, order), order), tensor)
     expanded = torch.randn(3, 1).expand(3, 4)
-    order = order_of(expanded)
-    assert torch.equal(unpacked(packed(expanded, order), order), expanded)
-    assert is_plain((0, 1)) and not is_plain((1, 0))
-    assert has_order((2, 3)) and not has_order((2,))
+    order = get_dim_order(expanded)
+    assert torch.equal(unpack_from_order(pack_to_order(expanded, order), order), expanded)
+    assert is_contiguous_order((0, 1)) and not is_contiguous_order((1, 0))
+    assert has_several_orders((2, 3)) and not has_several_orders((2,))
 
 
 class Last(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.plain_training import batches_of, difference
+from tests.support.plain_training import batches_of, difference
 
 
 class Mixed(nn.Module):

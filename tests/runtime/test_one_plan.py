@@ -19,8 +19,8 @@ import sample_plans
 from ranks import Pool, _environment, torchrun
 
 from fxpart.errors import FxpartError
-from fxpart.launching.rendezvous import loopback_store
-from fxpart.runtime import one_plan
+from fxpart.launch.rendezvous import loopback_store
+from fxpart.planner import plan_agreement
 
 SCRIPT = Path(programs.__file__)
 STATIC = ("--rdzv-backend=static", "--master-addr=127.0.0.1")
@@ -127,7 +127,7 @@ def test_rank_0_waits_for_nobody(pool: Pool) -> None:
     began = time.monotonic()
     found = pool.run(programs.found, "only-0", ranks=2)
     assert [line["planned"] for line in found] == [1, 0]
-    assert time.monotonic() - began < one_plan.SILENCE
+    assert time.monotonic() - began < plan_agreement.SILENCE
 
 
 class Talks:
@@ -135,15 +135,15 @@ class Talks:
 
     def __init__(self, world: int) -> None:
         self.store = loopback_store()
-        self.each = [one_plan._Talk(self.store, rank, world) for rank in range(world)]
+        self.each = [plan_agreement._PlanChannel(self.store, rank, world) for rank in range(world)]
 
 
 @pytest.mark.slow
 def test_a_wait_without_word_ends_and_was_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(one_plan, "SILENCE", 0.5)
-    monkeypatch.setattr(one_plan, "_TOLD", 0.1)
+    monkeypatch.setattr(plan_agreement, "SILENCE", 0.5)
+    monkeypatch.setattr(plan_agreement, "_TOLD", 0.1)
     talk = Talks(2).each[1]
     with caplog.at_level(logging.WARNING, "fxpart"), pytest.raises(FxpartError) as caught:
         talk.hear(*talk.next("one"))
@@ -154,8 +154,8 @@ def test_a_wait_without_word_ends_and_was_told(
 @pytest.mark.slow
 def test_a_long_search_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the silence: what is heard of it counts."""
-    monkeypatch.setattr(one_plan, "SILENCE", 0.6)
-    monkeypatch.setattr(one_plan, "_EVERY", 0.1)
+    monkeypatch.setattr(plan_agreement, "SILENCE", 0.6)
+    monkeypatch.setattr(plan_agreement, "_EVERY", 0.1)
     talks, plan = Talks(2), sample_plans.plan(2)
 
     def search() -> Any:
@@ -204,8 +204,11 @@ def test_the_same_wish_twice_is_two_plans() -> None:
 @pytest.mark.slow
 def test_a_plan_larger_than_a_stores_message() -> None:
     """Names repeat, so that the text becomes small."""
-    answer = one_plan.Answer(plan='{"layer": 1}' * 2_000_000)
-    assert len(answer.written()) < 1 << 20 and one_plan.Answer.read(answer.written()) == answer
+    answer = plan_agreement.PlanReply(plan='{"layer": 1}' * 2_000_000)
+    assert (
+        len(answer.written()) < 1 << 20
+        and plan_agreement.PlanReply.read(answer.written()) == answer
+    )
 
 
 @pytest.mark.parametrize("variables", [{}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
@@ -214,5 +217,5 @@ def test_one_process_plans(monkeypatch: pytest.MonkeyPatch, variables: dict[str,
         monkeypatch.delenv(name, raising=False)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert one_plan.plan_of_all("one", lambda: sample_plans.plan(2), 8).world == 2
+    assert plan_agreement.agree_on_plan("one", lambda: sample_plans.plan(2), 8).world == 2
     assert os.environ.get("RANK") == variables.get("RANK")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.optimizer import make_optimizer
+from fxpart.runtime.optimizer.factory import make_optimizer
 
 
 def parameters() -> list[nn.Parameter]:

@@ -222,7 +222,7 @@ def test_what_cannot_be_honored_is_refused(make: Make, why: str) -> None:
 
 
 def test_an_instance_of_an_exported_program_is_refused(tmp_path: Any) -> None:
-    from fxpart.running import load_trainer
+    from fxpart.training.trainer_factory import load_trainer
 
     model = perceptron()
     made = program(model, "stages")

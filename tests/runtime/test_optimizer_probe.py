@@ -274,12 +274,18 @@ def test_number_by_number_is_accepted_everywhere(make: Any) -> None:
 
 def test_it_is_cheap() -> None:
     """Generously: tens of milliseconds on an idle machine."""
-    from fxpart.runtime.optimizer_parts import Cut, Division, check_division
+    from fxpart.runtime.optimizer.division_check import (
+        OptimizerDivision,
+        ParameterSplit,
+        check_division,
+    )
 
     model = nn.TransformerEncoderLayer(512, 8, 2048)
     optimizer = ELEMENTWISE[2](model.parameters())
     names = {id(p): name for name, p in model.named_parameters()}
-    division = Division(between=True, copies=False, cut=dict.fromkeys(names.values(), Cut(2)))
+    division = OptimizerDivision(
+        between=True, copies=False, cut=dict.fromkeys(names.values(), ParameterSplit(2))
+    )
     start = time.perf_counter()
     assert check_division(optimizer, division, names)
     assert time.perf_counter() - start < 2.0

@@ -16,9 +16,10 @@ from torch import nn
 
 from fxpart.collectives import Communicator, InProcessHub
 from fxpart.errors import FxpartError
-from fxpart.runtime import scatter, terms
-from fxpart.runtime.sums import Queue, StageSums
-from fxpart.runtime.terms import Term, buckets
+from fxpart.runtime.gradients import buckets as terms
+from fxpart.runtime.gradients import reduce_scatter
+from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
+from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReducer
 from fxpart.sharding import Mesh
 
 CLIPPED = {"clip_norm": 0.5}
@@ -90,10 +91,10 @@ def test_a_gradient_that_some_lanes_have_not(zero: int) -> None:
 # -- one stage alone ---------------------------------------------------------------------------
 
 
-def stage(comm: Communicator, sizes: list[int]) -> tuple[list[nn.Parameter], StageSums]:
+def stage(comm: Communicator, sizes: list[int]) -> tuple[list[nn.Parameter], StageGradientReducer]:
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
-    made = [Term(p, p, ("dp",), "", p.nbytes) for p in parameters]
-    return parameters, StageSums(comm, buckets(made), Queue())
+    made = [PartialGradient(p, p, ("dp",), "", p.nbytes) for p in parameters]
+    return parameters, StageGradientReducer(comm, make_buckets(made), ReductionQueue())
 
 
 @settings(max_examples=25)
@@ -126,11 +127,11 @@ def test_lanes_whose_gradients_come_in_other_orders(data: st.DataObject) -> None
                     assert (parameter.grad == 2 * (index + step) + 1).all()
                 parameter.grad = None
 
-    before, scatter.BUCKET, terms.FIRST = (scatter.BUCKET, terms.FIRST), 24, 12
+    before, reduce_scatter.BUCKET, terms.FIRST = (reduce_scatter.BUCKET, terms.FIRST), 24, 12
     try:
         InProcessHub(Mesh.parse("dp=2"), timeout=20).run(lane)
     finally:
-        scatter.BUCKET, terms.FIRST = before
+        reduce_scatter.BUCKET, terms.FIRST = before
 
 
 def test_a_gradient_that_grows_after_its_sum_has_begun_is_an_error() -> None:
@@ -179,8 +180,10 @@ def test_sums_keep_the_layout_of_gradients() -> None:
     def lane(comm: Communicator) -> Any:
         weight = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
         bias = nn.Parameter(torch.ones(4))
-        made = StageSums(
-            comm, buckets([Term(p, p, ("dp",), "", p.nbytes) for p in (weight, bias)]), Queue()
+        made = StageGradientReducer(
+            comm,
+            make_buckets([PartialGradient(p, p, ("dp",), "", p.nbytes) for p in (weight, bias)]),
+            ReductionQueue(),
         )
         whole = torch.arange(48.0).view(4, 3, 2, 2)
         ((weight * whole).sum() + bias.sum()).backward()
@@ -211,12 +214,12 @@ def test_buckets_hold_each_gradient_once_in_order(data: st.DataObject) -> None:
     made = []
     for size, axes, cut, dtype in kinds:
         parameter = torch.empty(size, dtype=dtype)
-        made.append(Term(parameter, parameter, axes, "dp" * cut, parameter.nbytes))
-    before, scatter.BUCKET, terms.FIRST = (scatter.BUCKET, terms.FIRST), 100, 20
+        made.append(PartialGradient(parameter, parameter, axes, "dp" * cut, parameter.nbytes))
+    before, reduce_scatter.BUCKET, terms.FIRST = (reduce_scatter.BUCKET, terms.FIRST), 100, 20
     try:
-        found = buckets(made)
+        found = make_buckets(made)
     finally:
-        scatter.BUCKET, terms.FIRST = before
+        reduce_scatter.BUCKET, terms.FIRST = before
     flat = [term for bucket in found for term in bucket.terms]
     assert sorted(map(id, flat)) == sorted(map(id, made))
     assert all(b.bytes <= 100 or len(b.terms) == 1 for b in found)

@@ -25,7 +25,7 @@ from torch import nn
 
 import fxpart
 from fxpart.errors import FxpartError
-from fxpart.runtime.repetition import divide, times
+from fxpart.runtime.batch.row_repetition import count_repeats, split_rows
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"mesh": "none", "stages": 2},
@@ -356,9 +356,9 @@ def test_a_fixed_microbatch_size_refuses_what_is_no_multiple(microbatches: int) 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
 def test_rows_are_divided(multiple: int, microbatches: int) -> None:
     for rows in range(1, 40):
-        found = divide(rows, multiple, microbatches)
+        found = split_rows(rows, multiple, microbatches)
         assert sum(found) == rows and 1 <= len(found) <= microbatches and min(found) > 0
         assert all(count % multiple == 0 for count in found[:-1])
-        assert all(count * times(count, multiple) % multiple == 0 for count in found)
+        assert all(count * count_repeats(count, multiple) % multiple == 0 for count in found)
         if microbatches > 1 and rows > multiple:
-            assert times(found[-1], multiple) == 1 or found[-1] < multiple
+            assert count_repeats(found[-1], multiple) == 1 or found[-1] < multiple

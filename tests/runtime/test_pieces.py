@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from fxpart.codegen.materialise import materialise
+from fxpart.codegen.materialization import materialize
 from fxpart.codegen.tensor_files import TensorFiles
 from fxpart.errors import FxpartError
-from fxpart.runtime.pieces import LanePart, Pieces
-from fxpart.runtime.state import cut_again
+from fxpart.program.shard_layout import ShardLayout, StateSlicer
+from fxpart.runtime.state.model_state import shard_along_axis
 from fxpart.sharding import REPLICATE, Mesh, Shard, indices
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Pieces:
+def layouts(draw: st.DrawFn) -> ShardLayout:
     """A tensor of two or three dims on a mesh of one or two axes, fused dims among them."""
     mesh = Mesh(
         tuple((name, draw(st.integers(1, 3))) for name in draw(st.sampled_from(["a", "ab"])))
@@ -38,15 +38,15 @@ def layouts(draw: st.DrawFn) -> Pieces:
     if len(mesh.axes) == 2 and placements[0] == placements[1]:
         placements[1] = REPLICATE  # a fused dim need not fall into parts a second time
     shape = tuple(outer * draw(st.integers(0 if d else 1, 5)) for d in range(dims))
-    return Pieces(shape, tuple(placements), mesh)
+    return ShardLayout(shape, tuple(placements), mesh)
 
 
 @given(layouts(), st.booleans())
-def test_parts_are_what_the_indices_say(pieces: Pieces, flat: bool) -> None:
+def test_parts_are_what_the_indices_say(pieces: ShardLayout, flat: bool) -> None:
     """Taken out, they are the lane's elements; put in, the sources set each element once."""
     whole = torch.arange(math.prod(pieces.shape)).view(pieces.shape)
     axis = pieces.mesh.names[0]
-    cut = cut_again(pieces, axis) if flat and axis not in pieces.axes else pieces
+    cut = shard_along_axis(pieces, axis) if flat and axis not in pieces.axes else pieces
     rebuilt, written = torch.full_like(whole, -1), 0
     for at in range(pieces.mesh.size):
         held = indices(pieces.shape, pieces.placements, pieces.mesh, at)
@@ -73,13 +73,13 @@ def test_a_part_in_one_range_is_a_view() -> None:
     whole = torch.zeros(6, 4)
     storage = whole.untyped_storage().data_ptr()
     for dim in (0, 1):
-        part = Pieces((6, 4), (Shard(dim),), mesh).part(whole, 1)
+        part = ShardLayout((6, 4), (Shard(dim),), mesh).part(whole, 1)
         assert part.untyped_storage().data_ptr() == storage
-    fused = Pieces((6, 4), (Shard(0, 3),), mesh).part(whole, 1)
+    fused = ShardLayout((6, 4), (Shard(0, 3),), mesh).part(whole, 1)
     assert fused.untyped_storage().data_ptr() != storage
 
 
-def stage_zero(index: int, mesh: str) -> tuple[Any, nn.Module, LanePart]:
+def stage_zero(index: int, mesh: str) -> tuple[Any, nn.Module, StateSlicer]:
     """A lane's spec, its first stage without weights, and what cuts them."""
     given = sharding(mesh)
     made = lane(index, given, [0])
@@ -87,7 +87,7 @@ def stage_zero(index: int, mesh: str) -> tuple[Any, nn.Module, LanePart]:
     vars(module)["INDEX"], vars(module)["device"] = 0, torch.device("cpu")
     for state in made.spec.stages[0].state:
         setattr(module, state.attribute, nn.Parameter(torch.zeros(state.shape)))
-    return made.spec, module, LanePart(given, index)
+    return made.spec, module, StateSlicer(given, index)
 
 
 @pytest.mark.parametrize("source", ["file", "tensors", "function"])
@@ -112,7 +112,7 @@ def test_weights_come_in_parts(
     elif source == "function":
         given = lambda name, meta: whole[name].reshape(meta.shape)  # noqa: E731
     spec, module, part = stage_zero(index, "tp=2")
-    materialise(module, spec, given, part=part)
+    materialize(module, spec, given, part=part)
     expected = 0
     for state in spec.stages[0].state:
         mine = getattr(module, state.attribute)
@@ -128,4 +128,4 @@ def test_a_stored_shape_that_is_wrong_is_told_whole(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "w.safetensors")
     spec, module, part = stage_zero(0, "tp=2")
     with pytest.raises(FxpartError, match=r"its shape is \[5, 6\], the model's is \[10, 6\]"):
-        materialise(module, spec, tmp_path, part=part)
+        materialize(module, spec, tmp_path, part=part)

@@ -12,31 +12,40 @@ from hypothesis import strategies as st
 from ranks import Pool
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.pinning import Core, physical, pin, shares, topology
+from fxpart.runtime.host.cpu_affinity import (
+    LogicalCpu,
+    count_physical_cores,
+    pin_process,
+    read_cpu_topology,
+    split_cores,
+)
 
-SMT = [Core(cpu // 4 % 2, cpu % 8, cpu) for cpu in range(16)]  # cpu 8 is the twin of cpu 0
+SMT = [LogicalCpu(cpu // 4 % 2, cpu % 8, cpu) for cpu in range(16)]  # cpu 8 is the twin of cpu 0
 
 
 def test_hyperthreads_stay_with_their_core() -> None:
-    found = shares(SMT, 4)
+    found = split_cores(SMT, 4)
     assert found == ((0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15))
-    assert [physical(share, SMT) for share in found] == [2, 2, 2, 2]
+    assert [count_physical_cores(share, SMT) for share in found] == [2, 2, 2, 2]
 
 
 def test_shares_lie_within_a_node() -> None:
     """Three ranks on two nodes of four cores: one core of each share's worth is left over."""
-    found = shares([Core(cpu // 4, cpu, cpu) for cpu in range(8)], 3)
+    found = split_cores([LogicalCpu(cpu // 4, cpu, cpu) for cpu in range(8)], 3)
     assert found == ((0, 1), (2, 3), (4, 5))
 
 
 def test_without_room_in_nodes_cores_are_dealt_in_a_row() -> None:
-    found = shares([Core(cpu // 3, cpu, cpu) for cpu in range(6)], 3)
+    found = split_cores([LogicalCpu(cpu // 3, cpu, cpu) for cpu in range(6)], 3)
     assert found == ((0, 1), (2, 3), (4, 5))
 
 
 def test_fewer_cores_than_ranks() -> None:
-    assert shares([Core(0, 0, 0), Core(0, 0, 1)], 2) == ((0,), (1,))  # two threads of one core
-    assert shares([Core(0, 0, 0)], 2) == ()
+    assert split_cores([LogicalCpu(0, 0, 0), LogicalCpu(0, 0, 1)], 2) == (
+        (0,),
+        (1,),
+    )  # two threads of one core
+    assert split_cores([LogicalCpu(0, 0, 0)], 2) == ()
 
 
 @given(
@@ -44,13 +53,16 @@ def test_fewer_cores_than_ranks() -> None:
     st.integers(1, 8),
 )
 def test_equal_and_disjoint(places: list[tuple[int, int]], ranks: int) -> None:
-    cores = [Core(node, physical, cpu) for cpu, (node, physical) in enumerate(places)]
-    found = shares(cores, ranks)
+    cores = [LogicalCpu(node, physical, cpu) for cpu, (node, physical) in enumerate(places)]
+    found = split_cores(cores, ranks)
     flat = [cpu for share in found for cpu in share]
     assert len(flat) == len(set(flat)) and set(flat) <= set(range(len(cores)))
     assert len(found) in (0, ranks)
     assert bool(found) == (len(cores) >= ranks)
-    assert len({physical(share, cores) for share in found}) <= 1 or len(set(places)) < ranks
+    assert (
+        len({count_physical_cores(share, cores) for share in found}) <= 1
+        or len(set(places)) < ranks
+    )
 
 
 def test_what_sys_says(tmp_path: Path) -> None:
@@ -59,25 +71,25 @@ def test_what_sys_says(tmp_path: Path) -> None:
         (folder / "topology").mkdir(parents=True)
         (folder / f"node{node}").mkdir()
         (folder / "topology" / "thread_siblings_list").write_text(siblings + "\n")
-    assert topology((0, 1, 2, 3), tmp_path) == (
-        Core(0, 0, 0), Core(1, 1, 1), Core(0, 0, 2), Core(1, 1, 3)
+    assert read_cpu_topology((0, 1, 2, 3), tmp_path) == (
+        LogicalCpu(0, 0, 0), LogicalCpu(1, 1, 1), LogicalCpu(0, 0, 2), LogicalCpu(1, 1, 3)
     )  # fmt: skip
-    assert topology((5,), tmp_path) == (Core(0, 5, 5),)
+    assert read_cpu_topology((5,), tmp_path) == (LogicalCpu(0, 5, 5),)
 
 
 def test_nothing_is_done_where_nothing_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        pin("yes", 0, 2)
-    assert "one rank" in pin(True, 0, 1).why
+        pin_process("yes", 0, 2)
+    assert "one rank" in pin_process(True, 0, 1).why
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
-    assert "cannot bind" in pin(True, 0, 2).why
+    assert "cannot bind" in pin_process(True, 0, 2).why
 
 
 def _pinned() -> tuple[list[int], int, list[int], int]:
     import torch.distributed as dist
 
     before, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-    found = pin(True, dist.get_rank(), dist.get_world_size())
+    found = pin_process(True, dist.get_rank(), dist.get_world_size())
     during, count = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
     assert sorted(found.cpus) == during and not found.why
     found.restore()

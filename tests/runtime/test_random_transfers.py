@@ -9,7 +9,7 @@ import transfer_programs as programs
 from ranks import Pool
 
 from fxpart.runtime import InProcess
-from fxpart.schedule.action import Kind, Schedule, StageEdge, parse
+from fxpart.schedule.action import ActionKind, Schedule, StageEdge, parse
 from fxpart.schedule.make import make
 
 TINY, LARGE = 5, 2 << 20  # elements of float32: 20 bytes and 8 MiB
@@ -25,7 +25,7 @@ def test_cases_are_of_every_sort() -> None:
         found[schedule.name] += 1
         found["copies"] += bool(schedule.replicas)
         found["virtual"] += len(set(schedule.stage_rank)) < schedule.stages
-        found["split"] += any(a.kind is Kind.W for actions in schedule.ranks for a in actions)
+        found["split"] += any(a.kind is ActionKind.W for actions in schedule.ranks for a in actions)
         found["skip"] += any(
             abs(a.stage - a.peer) > 1 for actions in schedule.ranks for a in actions if a.peer
         )
@@ -65,7 +65,7 @@ def test_over_real_ranks_every_value_is_right(
     if elements == TINY:
         assert total["driven"] and total["F"] > 300 and total["B"] > 200
     received = sum(
-        a.kind in (Kind.RECV_F, Kind.RECV_B)
+        a.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
         for seed in seeds
         for actions in programs.case(seed, elements).schedule.ranks
         for a in actions

@@ -19,16 +19,16 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
-from fxpart.cluster import Cluster, Device, Link
-from fxpart.collectives.dtensor import device_mesh
+from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.collectives.dtensor_conversion import device_mesh
+from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError
-from fxpart.optimizers import choose
-from fxpart.plan import Plan
-from fxpart.running import gpu_of
+from fxpart.plan.model import Plan
 from fxpart.runtime import InProcess
-from fxpart.runtime.lanes import rank_table
+from fxpart.runtime.mesh.mesh_ranks import build_rank_table
 from fxpart.sharding import Mesh
-from fxpart.verify import compare
+from fxpart.training.trainer_factory import gpu_of
+from fxpart.verification.comparison import compare
 
 Table = tuple[tuple[int, ...], ...]
 TABLES: list[Table] = [((2, 3), (0, 1)), ((0, 2), (1, 3)), ((3, 0), (1, 2))]
@@ -129,10 +129,10 @@ def test_each_rank_has_the_program_of_its_stage(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_make_the_mesh_are_refused() -> None:
-    assert rank_table((0, 2), 2) == ((0, 1), (2, 3))
+    assert build_rank_table((0, 2), 2) == ((0, 1), (2, 3))
     for wrong in (((0, 1), (1, 2)), ((0,), (1, 2)), ((0, 1, 2), (3, 4, 5))):
         with pytest.raises(FxpartError) as caught:
-            rank_table(wrong, 2)
+            build_rank_table(wrong, 2)
         assert caught.value.problems[0].code == "FXP109"
     with pytest.raises(FxpartError):
         trainer(InProcess(4), "dp=2", ranks=((0, 1), (2, 4)))

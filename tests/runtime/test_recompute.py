@@ -14,8 +14,8 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
-from fxpart.runtime.recompute import Recompute
-from fxpart.runtime.split_backward import Halves
+from fxpart.runtime.executor.recompute import StageRecomputation
+from fxpart.runtime.executor.split_backward import BackwardSplitter
 
 MODES = ("selective", "full")
 
@@ -27,8 +27,8 @@ MODES = ("selective", "full")
 def test_bits_of_one_that_keeps_all(name: str, mode: Any, split: bool) -> None:
     """Two microbatches in flight, their gradients added up; each piece runs again once."""
     plain, thrifty = made(name), made(name)
-    again = Recompute(thrifty, mode)
-    halves = Halves(thrifty, (), again)
+    again = StageRecomputation(thrifty, mode)
+    halves = BackwardSplitter(thrifty, (), again)
     for step in range(2):
         given = [(inputs(name, 2 * step + i), inputs(name, 2 * step + i)) for i in range(2)]
         outs = [(plain(x), again.call(as_stage(thrifty), 0, y)[0]) for x, y in given]
@@ -81,7 +81,7 @@ def test_branches(mode: str) -> None:
 
 def test_user_functions_run_again_forward_only() -> None:
     module, x = made("own"), inputs("own", 0)
-    again, before = Recompute(module, "full"), Scale.calls
+    again, before = StageRecomputation(module, "full"), Scale.calls
     (out,) = again.call(as_stage(module), 0, x)
     out.sum().backward()
     assert Scale.calls == before + 1
@@ -104,7 +104,7 @@ class Kept(nn.Module):
 def test_inputs_and_buffers_that_are_written() -> None:
     """They are as they were while the piece runs again, and afterwards as if it had not."""
     plain, thrifty = Kept(), Kept()
-    again = Recompute(thrifty, "full")
+    again = StageRecomputation(thrifty, "full")
     for step in range(2):
         pairs = [(leaf(4, 6, seed=i), leaf(4, 6, seed=i)) for i in range(3)]
         outs = [(plain(x * 1.0), again.call(as_stage(thrifty), 0, y * 1.0)[0]) for x, y in pairs]
@@ -118,7 +118,7 @@ def test_inputs_and_buffers_that_are_written() -> None:
 
 def test_an_input_that_is_changed_later_is_refused() -> None:
     module = made("twice")
-    again = Recompute(module, "full")
+    again = StageRecomputation(module, "full")
     for _ in range(2):
         x = leaf(4, 6) * 1.0
         (out,) = again.call(as_stage(module), 0, x)
@@ -137,7 +137,7 @@ def test_memory_between_forward_and_backward() -> None:
     module = nn.Sequential(Attention(32), Attention(32))
     held: dict[str, int] = {}
     for mode in ("none", "selective", "full"):
-        again = Recompute(module, mode)  # type: ignore[arg-type]
+        again = StageRecomputation(module, mode)  # type: ignore[arg-type]
         for number in range(5):
             x = leaf(2, 256, 32)
             start = live()
@@ -167,7 +167,7 @@ def test_selective_keeps_long_products_only() -> None:
 
     torch.manual_seed(0)
     module = Attention(64)
-    again = Recompute(module, "selective")
+    again = StageRecomputation(module, "selective")
     for _ in range(2):
         (out,) = again.call(as_stage(module), 0, leaf(2, 256, 64))
         with Watch():
@@ -186,7 +186,7 @@ def test_what_keeps_nothing_of_its_own_is_not_run_again() -> None:
     torch.manual_seed(0)
     short = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
     for module, wanted in ((short, 1), (made("twice"), 3)):  # the first call is always recorded
-        again = Recompute(module, "full")
+        again = StageRecomputation(module, "full")
         for step in range(3):
             x, y = leaf(4, 6, seed=step), leaf(4, 6, seed=step)
             (out,) = again.call(as_stage(module), 0, x)

@@ -19,30 +19,32 @@ from runtime_programs import Faulty, make
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
-from fxpart.runtime.clocks import offset
-from fxpart.runtime.engine import place
-from fxpart.runtime.executor import Executor, Instruction
-from fxpart.schedule.recording import PHASES, Measured, Recording
+from fxpart.runtime.engine import resolve_schedule
+from fxpart.runtime.executor.executor import Executor, Instruction
+from fxpart.runtime.monitor.clock_offset import measure_clock_offset
+from fxpart.schedule.measured_timeline import PHASES, MeasuredSpan, MeasuredTimeline
 
 STEPS = tuple(range(WARM, WARM + RECORDED))
 
 
 def expected(cut: tuple[int, ...], options: dict[str, Any]) -> dict[int, list[str]]:
     """The oracle: per rank the actions of the schedule that the runtime lowers."""
-    schedule = place(options.get("schedule", "1f1b"), language(cut).spec(), range(len(cut)), 4)
+    schedule = resolve_schedule(
+        options.get("schedule", "1f1b"), language(cut).spec(), range(len(cut)), 4
+    )
     return {rank: sorted(map(str, actions)) for rank, actions in enumerate(schedule.ranks)}
 
 
-def lanes_of(recording: Recording) -> dict[tuple[object, ...], list[Measured]]:
+def lanes_of(recording: MeasuredTimeline) -> dict[tuple[object, ...], list[MeasuredSpan]]:
     """Spans that are one after another: by rank and lane, transfers by connection."""
-    found: dict[tuple[object, ...], list[Measured]] = {}
+    found: dict[tuple[object, ...], list[MeasuredSpan]] = {}
     for span in recording.spans:
         link = span.action.peer if span.lane in ("send", "receive") else None
         found.setdefault((span.rank, span.lane, link), []).append(span)
     return found
 
 
-def check(recording: Recording, actions: dict[int, list[str]]) -> None:
+def check(recording: MeasuredTimeline, actions: dict[int, list[str]]) -> None:
     """What holds of every recording."""
     assert recording.steps == STEPS
     for rank, names in actions.items():
@@ -59,7 +61,7 @@ def check(recording: Recording, actions: dict[int, list[str]]) -> None:
     check_sums(recording)
 
 
-def check_sums(recording: Recording) -> None:
+def check_sums(recording: MeasuredTimeline) -> None:
     """Each rank's step holds all that it did, and what it did is no longer than the step."""
     for rank in recording.ranks:
         for step in STEPS:
@@ -272,7 +274,7 @@ class Late:
 def test_clocks(ahead: int, delays: list[tuple[int, int]]) -> None:
     """The offset is right to within what it says, which is what the fastest messages allow."""
     transport: Any = Late(ahead, delays)
-    found = offset(transport, clock=transport.clock, rounds=len(delays))
+    found = measure_clock_offset(transport, clock=transport.clock, rounds=len(delays))
     assert abs(found.nanoseconds - ahead) <= found.within + 1
     fastest = min(max(pair) for pair in delays) + min(there for there, _ in delays[:-1])
     assert found.within <= fastest

@@ -19,7 +19,7 @@ from ranks import Pool
 from runtime_programs import Bits, bits, make
 
 from fxpart.runtime import InProcess, connect
-from fxpart.runtime.transport import Transport
+from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.builders import BUILDERS
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]

@@ -11,14 +11,15 @@ from ranks import Pool
 from torch import nn
 
 import fxpart
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import materialise
+from fxpart.codegen.materialization import materialize
+from fxpart.codegen.stage_loader import load_stage
 from fxpart.errors import FxpartError
-from fxpart.program import ProgramSpec
-from fxpart.runtime import InProcess, Trainer, scatter
-from fxpart.runtime.links import edges, links
-from fxpart.runtime.replicas import original, replicated
-from fxpart.runtime.transport import STATE
+from fxpart.program.edges import find_stage_edges, find_value_edges
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.gradients import reduce_scatter
+from fxpart.runtime.gradients.stage_replicas import get_original_stage, replicate_stages
+from fxpart.runtime.transport.interface import STATE
 from fxpart.schedule.make import make
 
 
@@ -57,12 +58,12 @@ def copied(
     compiled: fxpart.api.Program, counts: Sequence[int], transport: object, name: str, clip: float
 ) -> Trainer:
     """A trainer of so many copies of each stage, one a rank."""
-    spec = replicated(compiled.spec, [range(n) for n in counts])
+    spec = replicate_stages(compiled.spec, [range(n) for n in counts])
     here = [k for k in range(len(spec.stages)) if k in transport.local]  # type: ignore[attr-defined]
-    of = {k: original(spec, k) for k in here}
+    of = {k: get_original_stage(spec, k) for k in here}
     modules = {k: load_stage(compiled.sources[j], spec.stages[k]) for k, j in of.items()}
     for module in modules.values():
-        materialise(module, spec, compiled.captured.state)
+        materialize(module, spec, compiled.captured.state)
     return Trainer(
         spec, modules, ranks=range(len(spec.stages)), transport=transport,  # type: ignore[arg-type]
         microbatches=6, schedule=name, clip_norm=clip,
@@ -131,7 +132,7 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
     """The same bits; no message is larger than a bucket, which the embedding (352 bytes) is."""
     once, often = Watched(5), Watched(5)
     whole = trained((2, 3), "1f1b", once)
-    monkeypatch.setattr(scatter, "BUCKET", 300)  # bytes: a layer has 256 and 32
+    monkeypatch.setattr(reduce_scatter, "BUCKET", 300)  # bytes: a layer has 256 and 32
     losses, norm, state = trained((2, 3), "1f1b", often)
     assert (losses, norm) == whole[:2]
     assert {k: v.tobytes() for k, v in state.items()} == {
@@ -144,7 +145,7 @@ def _over_gloo(counts: tuple[int, ...]) -> tuple:  # type: ignore[type-arg]
     from fxpart.runtime import connect
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter, "BUCKET", 300)
+        patch.setattr(reduce_scatter, "BUCKET", 300)
         return trained(counts, "1f1b", connect(sum(counts)))
 
 
@@ -156,24 +157,24 @@ def test_over_gloo(pool: Pool, counts: tuple[int, ...]) -> None:
 
 
 def test_every_copy_is_fed_by_every_copy() -> None:
-    spec = replicated(program(2).spec, ((0, 1), (0, 1, 2)))
+    spec = replicate_stages(program(2).spec, ((0, 1), (0, 1, 2)))
     assert spec.replicas == ((0, 1), (2, 3, 4))
-    pairs = {(e.source, e.target) for e in edges(spec)}
+    pairs = {(e.source, e.target) for e in find_stage_edges(spec)}
     assert pairs == {(a, b) for a in (0, 1) for b in (2, 3, 4)}
-    assert all(link.back == link.source for link in links(spec))
-    schedule = make("1f1b", range(5), 6, edges(spec), replicas=spec.replicas)
+    assert all(link.back == link.source for link in find_value_edges(spec))
+    schedule = make("1f1b", range(5), 6, find_stage_edges(spec), replicas=spec.replicas)
     assert [schedule.takes(3, m) for m in range(6)] == [False, True, False] * 2
-    assert [original(spec, k) for k in range(5)] == [0, 0, 1, 1, 1]
+    assert [get_original_stage(spec, k) for k in range(5)] == [0, 0, 1, 1, 1]
 
 
 def test_one_copy_each_changes_nothing() -> None:
     spec = program(2).spec
-    assert replicated(spec, ((0,), (0,))) is spec
+    assert replicate_stages(spec, ((0,), (0,))) is spec
 
 
 @pytest.mark.parametrize("rounds", [[(0, 1)], [(), (0,)], [(0,), (0, 1), (0,)], [], [(0, 2), (0,)]])
 def test_rounds_that_do_not_fit_are_refused(rounds: list[tuple[int, ...]]) -> None:
     spec: ProgramSpec = program(2).spec
     with pytest.raises(FxpartError) as caught:
-        replicated(spec, rounds)
+        replicate_stages(spec, rounds)
     assert caught.value.code == "FXP109"

@@ -13,15 +13,15 @@ from ranks import Pool
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
-from fxpart.runtime.distributed import Distributed
-from fxpart.runtime.reshard import reshard
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
+from fxpart.runtime.transport.reshard import reshard
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Partial, Placement, Shard, indices
-from fxpart.sharding.transfers import Side
+from fxpart.sharding.transfers import TransferEndpoint
 
 SHAPE = (3, 5)
 
 
-def sides(ranks: int) -> Iterator[tuple[Side, Side]]:
+def sides(ranks: int) -> Iterator[tuple[TransferEndpoint, TransferEndpoint]]:
     """Meshes up to 2x2 on the first and on the last ranks, with every placement."""
     options: list[Placement] = [REPLICATE, PARTIAL, Shard(0), Shard(1)]
     meshes = [m for m in map(Mesh.parse, ["", "a=2", "a=3", "a=2,b=2"]) if m.size <= ranks]
@@ -29,17 +29,20 @@ def sides(ranks: int) -> Iterator[tuple[Side, Side]]:
         for a in itertools.product(options, repeat=len(one.axes)):
             for b in itertools.product(options, repeat=len(two.axes)):
                 last = tuple(range(ranks - two.size, ranks))
-                yield Side(one, a, tuple(range(one.size))), Side(two, b, last)
+                yield (
+                    TransferEndpoint(one, a, tuple(range(one.size))),
+                    TransferEndpoint(two, b, last),
+                )
 
 
-def part(whole: torch.Tensor, side: Side, lane: int) -> torch.Tensor:
+def part(whole: torch.Tensor, side: TransferEndpoint, lane: int) -> torch.Tensor:
     """What a lane holds, not counting sums."""
     for dim, index in enumerate(indices(whole.shape, side.placements, side.mesh, lane)):
         whole = whole.index_select(dim, torch.from_numpy(index))
     return whole
 
 
-def term(side: Side, lane: int) -> int:
+def term(side: TransferEndpoint, lane: int) -> int:
     """The lane's weight in sums: they add up to 3 ** partial axes on axes of 2, 6 of 3."""
     weight = 1
     for at, p in zip(side.mesh.coordinate(lane), side.placements, strict=True):
@@ -47,10 +50,10 @@ def term(side: Side, lane: int) -> int:
     return weight
 
 
-def least(source: Side, target: Side) -> int:
+def least(source: TransferEndpoint, target: TransferEndpoint) -> int:
     """Bytes, by looking at each element of each lane."""
 
-    def elements(side: Side, lane: int) -> set[tuple[Any, ...]]:
+    def elements(side: TransferEndpoint, lane: int) -> set[tuple[Any, ...]]:
         held = itertools.product(*map(list, indices(SHAPE, side.placements, side.mesh, lane)))
         return set(held)
 
@@ -86,7 +89,7 @@ class Counting:
         return self.inner.send(source, target, channel, tensor)
 
 
-def one(transport: Any, source: Side, target: Side) -> int:
+def one(transport: Any, source: TransferEndpoint, target: TransferEndpoint) -> int:
     """Move a tensor and check this process's results; returns the bytes that it sent."""
     whole = torch.arange(1.0, 16.0).view(SHAPE)
     counting = Counting(transport)
@@ -120,7 +123,7 @@ def test_every_pair_in_one_process() -> None:
 def over_gloo() -> list[int]:
     """The bytes that this rank sent, per pair."""
     ranks = dist.get_world_size()
-    transport = Distributed(timeout=20.0)
+    transport = ProcessGroupTransport(timeout=20.0)
     return [one(transport, source, target) for source, target in sides(ranks)]
 
 
@@ -134,7 +137,10 @@ def test_every_pair_over_gloo(pool: Pool, ranks: int) -> None:
 
 def test_a_part_of_the_wrong_shape_is_named() -> None:
     mesh = Mesh.parse("a=2")
-    source, target = Side(mesh, (Shard(0),), (0, 1)), Side(mesh, (REPLICATE,), (0, 1))
+    source, target = (
+        TransferEndpoint(mesh, (Shard(0),), (0, 1)),
+        TransferEndpoint(mesh, (REPLICATE,), (0, 1)),
+    )
     with pytest.raises(FxpartError, match="rank 1"):
         given = {0: torch.zeros(2, 5), 1: torch.zeros(2, 5)}
         reshard(InProcess(2), given, SHAPE, source, target, dtype=torch.float32)
@@ -145,9 +151,12 @@ def late() -> str:
     if dist.get_rank() == 1:
         return ""
     mesh = Mesh.parse("a=1")
-    source, target = Side(mesh, (REPLICATE,), (1,)), Side(mesh, (REPLICATE,), (0,))
+    source, target = (
+        TransferEndpoint(mesh, (REPLICATE,), (1,)),
+        TransferEndpoint(mesh, (REPLICATE,), (0,)),
+    )
     with pytest.raises(FxpartError) as caught:
-        reshard(Distributed(timeout=1.0), {}, SHAPE, source, target, dtype=torch.float32)
+        reshard(ProcessGroupTransport(timeout=1.0), {}, SHAPE, source, target, dtype=torch.float32)
     return caught.value.code
 
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.runtime import scatter
-from fxpart.runtime.rows.holders import Found, _receive, _send
-from fxpart.runtime.rows.parts import Parts
+from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradientParts
+from fxpart.runtime.embedding_tables.tied_tables import Found, _receive, _send
+from fxpart.runtime.gradients import reduce_scatter
 
 WIDTHS = ((3,), (), (2, 2))
 
@@ -48,7 +48,7 @@ def parts(lengths: Sequence[int] | None, width: tuple[int, ...], dtype: torch.dt
         return None
     rows = sum(lengths)
     ids = torch.randint(0, 9, (rows,))
-    return Parts(tuple(lengths), ids, torch.rand(rows, *width, dtype=dtype))
+    return SparseGradientParts(tuple(lengths), ids, torch.rand(rows, *width, dtype=dtype))
 
 
 tables = st.tuples(
@@ -66,7 +66,7 @@ def test_all_tables_round_trip(wanted: list[Any], bucket: int) -> None:
     like = [torch.zeros(9, *width, dtype=dtype) for _, width, dtype in wanted]
     wire: Any = Wire()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter, "BUCKET", bucket)
+        patch.setattr(reduce_scatter, "BUCKET", bucket)
         _send(wire, (0, 1), given_)
         found = _receive(wire, (0, 1), like)
     assert not wire.sent

@@ -7,7 +7,7 @@ import same_weights_programs
 import torch
 from ranks import Pool
 
-from fxpart.runtime.same_weights import checksum
+from fxpart.runtime.state.weight_consistency import checksum
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.api import Program
-from fxpart.codegen.load import load_stage
-from fxpart.codegen.materialise import materialise
-from fxpart.optimizers import choose
+from fxpart.codegen.materialization import materialize
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.compat.optimizer_choice import choose
 from fxpart.runtime import InProcess, Trainer
 from fxpart.schedule.builders import BUILDERS
-from fxpart.verify import Seen, compare
+from fxpart.verification.comparison import PartitionedRun, compare
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 MODES = ("none", "full", "selective")
@@ -45,7 +45,7 @@ def modules(found: Program) -> dict[int, nn.Module]:
     made = {}
     for stage, source in zip(found.spec.stages, found.sources, strict=True):
         made[stage.index] = load_stage(source, stage)
-        materialise(made[stage.index], found.spec, found.captured.state)
+        materialize(made[stage.index], found.spec, found.captured.state)
     return made
 
 
@@ -70,7 +70,7 @@ def check(name: str, schedule: str, recompute: str = "none") -> None:
         losses.append(trainer.backward(batch))
         gradients.append(trainer.gradients())
         trainer.update()
-    seen = Seen(losses, gradients, trainer.state_dict())
+    seen = PartitionedRun(losses, gradients, trainer.state_dict())
     result = compare(found, choose("adamw").make, batch, seen)
     assert result.passed, result
 

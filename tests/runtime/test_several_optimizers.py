@@ -10,9 +10,9 @@ import pytest
 import torch
 from sparse_models import batch, model, program
 
-from fxpart.compat.several import Several, members
+from fxpart.compat.multi_optimizer import MultiOptimizer, members
+from fxpart.compat.optimizer_choice import choose, state_bytes
 from fxpart.errors import FxpartError
-from fxpart.optimizers import choose, state_bytes
 
 BOTH: dict[str, Any] = {
     "*.weight": partial(torch.optim.SparseAdam, lr=0.05),
@@ -102,10 +102,10 @@ def parameters() -> dict[str, torch.nn.Parameter]:
     return {n: torch.nn.Parameter(torch.randn(3, 2)) for n in ("table", "w", "b")}
 
 
-def both_of(lr: float, of: dict[str, torch.nn.Parameter]) -> Several:
+def both_of(lr: float, of: dict[str, torch.nn.Parameter]) -> MultiOptimizer:
     make: Any = choose({"table": partial(torch.optim.SGD, lr=lr), "*": "adamw"}).make
     made = make(of.items())
-    assert isinstance(made, Several)
+    assert isinstance(made, MultiOptimizer)
     return made
 
 

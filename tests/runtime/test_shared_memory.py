@@ -20,10 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool, RankError
 
-from fxpart.runtime import shared_memory
-from fxpart.runtime.distributed import Distributed
-from fxpart.runtime.shared_memory import AHEAD, SharedMemory, join
-from fxpart.runtime.transport import BACKWARD, FORWARD, STATE, PeerLostError, TransferTimeoutError
+from fxpart.runtime.transport import shared_memory
+from fxpart.runtime.transport.interface import (
+    BACKWARD,
+    FORWARD,
+    STATE,
+    PeerLostError,
+    TransferTimeoutError,
+)
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
+from fxpart.runtime.transport.shared_memory import AHEAD, SharedMemory, connect_shared_memory
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -61,7 +67,7 @@ def play(
     board = Board(ranks, disturb)
 
     def one(rank: int) -> Any:
-        memory = join(rank, ranks, board.spread(rank), timeout)
+        memory = connect_shared_memory(rank, ranks, board.spread(rank), timeout)
         if memory is None:
             return None
         try:
@@ -287,16 +293,16 @@ def test_without_shared_memory_all_fall_back(monkeypatch: pytest.MonkeyPatch, la
     elif lack == "map":
         monkeypatch.setattr(mmap, "mmap", refuse)
     else:
-        kept, count = shared_memory.attach, iter(range(100))
+        kept, count = shared_memory.map_region, iter(range(100))
         monkeypatch.setattr(
-            shared_memory, "attach", lambda *a: refuse() if next(count) == 2 else kept(*a)
+            shared_memory, "map_region", lambda *a: refuse() if next(count) == 2 else kept(*a)
         )
     assert play(3, lambda rank, memory: memory) == [None] * 3
 
 
 def flood(megabytes: int) -> list[float]:
     """Two ranks send as much to each other at the same time, before either receives."""
-    transport = Distributed(timeout=30.0, one_machine=True)
+    transport = ProcessGroupTransport(timeout=30.0, one_machine=True)
     assert transport.shares_memory
     me, other = dist.get_rank(), 1 - dist.get_rank()
     size = (1 << 20) // 4
@@ -320,7 +326,7 @@ def test_two_ranks_send_much_to_each_other_at_once(pool: Pool) -> None:
 
 def killed() -> float:
     """Rank 1 is killed while its messages are under way; what had come is whole."""
-    transport = Distributed(timeout=30.0, one_machine=True)
+    transport = ProcessGroupTransport(timeout=30.0, one_machine=True)
     me = dist.get_rank()
     if me == 1:
         for _ in range(3):
@@ -348,7 +354,7 @@ def test_a_killed_rank_leaves_nothing_behind(pool: Pool) -> None:
 
 def steady(steps: int) -> list[int]:
     """Descriptors and shared bytes after a first and after many further steps."""
-    transport = Distributed(timeout=30.0, one_machine=True)
+    transport = ProcessGroupTransport(timeout=30.0, one_machine=True)
     me, other, found = dist.get_rank(), 1 - dist.get_rank(), []
     for step in range(steps):
         posted = [transport.post(other, me, FORWARD, (500,), F32, CPU) for _ in range(3)]

@@ -11,15 +11,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.runtime import shared_memory_slots
-from fxpart.runtime.shared_memory_slots import Arena, Mapped, Slot, slot_size, tensor_of
+from fxpart.runtime.transport import shared_memory_arena
+from fxpart.runtime.transport.shared_memory_arena import (
+    Arena,
+    ArenaSlot,
+    MappedRegion,
+    compute_slot_size,
+    view_as_tensor,
+)
 
 
 class Pair:
     """An arena and what its receiver has mapped, in one process."""
 
     def __init__(self) -> None:
-        self.mapped: dict[int, Mapped] = {}
+        self.mapped: dict[int, MappedRegion] = {}
         self.gone: list[int] = []
         self.arena = Arena(self.announce)
 
@@ -28,21 +34,21 @@ class Pair:
             self.gone.append(region)
             del self.mapped[region]
         else:
-            self.mapped[region] = Mapped(descriptor, size, whole)
+            self.mapped[region] = MappedRegion(descriptor, size, whole)
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.itemsize
         slot = self.arena.take(size)
         slot.fill(tensor)
         message = self.mapped[slot.region].message(slot.index, size)
-        return tensor_of(message, tensor.dtype, tuple(tensor.shape))
+        return view_as_tensor(message, tensor.dtype, tuple(tensor.shape))
 
 
 @given(st.integers(1, 1 << 32))
 def test_a_slot_is_large_enough_and_little_larger(size: int) -> None:
-    found = slot_size(size)
+    found = compute_slot_size(size)
     assert size <= found <= max(size + 4095, size * 9 // 8 + 64)
-    assert found % 64 == 0 and slot_size(found) == found
+    assert found % 64 == 0 and compute_slot_size(found) == found
 
 
 @pytest.mark.slow
@@ -109,7 +115,7 @@ def test_every_kind_of_tensor_is_itself_again(dtype: torch.dtype, shape: tuple[i
 
 def test_memory_that_was_not_used_for_long_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to IDLE bytes, and never what is held."""
-    monkeypatch.setattr(shared_memory_slots, "IDLE", 5 << 20)
+    monkeypatch.setattr(shared_memory_arena, "IDLE", 5 << 20)
     pair = Pair()
     kept = pair.move(torch.ones(1 << 20))
     for _ in range(2):
@@ -117,7 +123,7 @@ def test_memory_that_was_not_used_for_long_goes_back(monkeypatch: pytest.MonkeyP
         del many
     full, regions = pair.arena.size, len(pair.mapped)
     assert 20 << 20 <= full <= 24 << 20 and regions == 7  # the second time takes no more
-    for _ in range(shared_memory_slots.AGE):
+    for _ in range(shared_memory_arena.AGE):
         pair.arena.tidy()
     assert pair.arena.size == full
     for _ in range(3):
@@ -129,9 +135,9 @@ def test_memory_that_was_not_used_for_long_goes_back(monkeypatch: pytest.MonkeyP
 
 def test_memory_that_every_step_uses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if nothing is in it whenever a step ends."""
-    monkeypatch.setattr(shared_memory_slots, "IDLE", 5 << 20)
+    monkeypatch.setattr(shared_memory_arena, "IDLE", 5 << 20)
     pair = Pair()
-    for _ in range(3 * shared_memory_slots.AGE):
+    for _ in range(3 * shared_memory_arena.AGE):
         many = [pair.move(torch.zeros(1 << 18)) for _ in range(12)]
         del many
         pair.arena.tidy()
@@ -177,7 +183,7 @@ def _maps() -> int:
 def test_a_slot_is_filled_from_any_layout() -> None:
     pair = Pair()
     given_ = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
-    slot: Slot = pair.arena.take(24)
+    slot: ArenaSlot = pair.arena.take(24)
     slot.fill(given_)
-    found = tensor_of(pair.mapped[0].message(slot.index, 24), torch.float32, (3, 2))
+    found = view_as_tensor(pair.mapped[0].message(slot.index, 24), torch.float32, (3, 2))
     assert torch.equal(found, given_)

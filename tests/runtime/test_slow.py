@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fxpart.runtime.slow import Pace, Slow
+from fxpart.runtime.monitor.straggler_detector import Straggler, StragglerDetector
 
 BASE = (10e6, 12e6, 9e6, 11e6)  # nanoseconds a step
 
 
 def told(
     rows: Iterator[tuple[int, ...]], planned: dict[int, float] | None = None
-) -> tuple[list[Slow], Pace]:
-    pace, found = Pace([(0,), (1,), (2,), (3,)]), []
+) -> tuple[list[Straggler], StragglerDetector]:
+    pace, found = StragglerDetector([(0,), (1,), (2,), (3,)]), []
     pace.listeners.append(found.append)
     if planned is not None:
         pace.expect(planned)
@@ -56,7 +56,7 @@ def test_three_times_slower_is_told_once_with_numbers() -> None:
 
 
 def test_two_ranks_and_the_first() -> None:
-    pace, found = Pace([(0,), (1,)]), []
+    pace, found = StragglerDetector([(0,), (1,)]), []
     pace.listeners.append(found.append)
     for step in range(100):
         pace.note(step, (30_000_000 if step >= 50 else 10_000_000, 12_000_000))
@@ -100,7 +100,7 @@ def test_slow_from_the_beginning_by_the_plan() -> None:
 
 
 def test_what_is_not_known_is_not_looked_at() -> None:
-    pace, found = Pace([(0,), (1,)]), []
+    pace, found = StragglerDetector([(0,), (1,)]), []
     pace.listeners.append(found.append)
     for step in range(100):
         pace.note(step, (0, 10))  # a GPU
@@ -113,7 +113,7 @@ def test_what_is_not_known_is_not_looked_at() -> None:
 
 
 def test_lanes_and_virtual_stages_are_one_stage() -> None:
-    pace = Pace([(0, 1), (2, 3), (0, 1), (2, 3)], warns=True)
+    pace = StragglerDetector([(0, 1), (2, 3), (0, 1), (2, 3)], warns=True)
     with pytest.warns(UserWarning, match=r"rank 3 \(stage 1\) is 4\.0 times slower than before"):
         for step in range(60):
             slow = 4 if step > 30 else 1

@@ -11,7 +11,10 @@ from ranks import Pool
 from sparse_models import OPTIMIZERS, ROWS, Clicks, alone, batch, model, program, trained
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.rows.parts import Parts, merged
+from fxpart.runtime.embedding_tables.sparse_gradient_parts import (
+    SparseGradientParts,
+    merge_parts,
+)
 
 DATA = (("input:*", "dp:S(0)"),)
 ROWS_OF = {axis: tuple((name, f"{axis}:S(0)") for name in ROWS) for axis in ("dp", "tp")}
@@ -153,11 +156,11 @@ def test_an_optimizer_that_takes_no_sparse_gradient_is_refused_at_once() -> None
 
 
 def test_parts_are_put_in_the_order_of_microbatches() -> None:
-    def part(lengths: list[int], first: int) -> Parts:
+    def part(lengths: list[int], first: int) -> SparseGradientParts:
         ids = torch.arange(first, first + sum(lengths))
-        return Parts(tuple(lengths), ids, ids.unsqueeze(1).float())
+        return SparseGradientParts(tuple(lengths), ids, ids.unsqueeze(1).float())
 
-    found = merged([((0, 1, 2), part([1, 0, 2], 0)), ((0, 1, 2), part([2, 1, 1], 10))])
+    found = merge_parts([((0, 1, 2), part([1, 0, 2], 0)), ((0, 1, 2), part([2, 1, 1], 10))])
     assert found.ids.tolist() == [0, 10, 11, 12, 1, 2, 13]
     assert found.lengths == (3, 1, 3)
     assert found.values.squeeze(1).tolist() == found.ids.tolist()
@@ -171,7 +174,7 @@ def test_parts_are_added_as_autograd_adds_them() -> None:
         weights = torch.randn(len(ids), 2)
         (rows * weights).sum().backward()
         given.append(torch.sparse_coo_tensor(torch.tensor([ids]), weights, (9, 2)))
-    found = Parts.of(given).gradient(table)
+    found = SparseGradientParts.of(given).gradient(table)
     assert table.grad is not None and found._nnz() == table.grad._nnz()
     assert torch.equal(found._indices(), table.grad._indices())
     assert torch.equal(found._values(), table.grad._values())

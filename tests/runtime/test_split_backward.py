@@ -14,7 +14,7 @@ from split_models import MODELS, Attention, Lookup, Scale, gradients, inputs, le
 from torch import nn
 from torch.nn import functional as F
 
-from fxpart.runtime.split_backward import Halves
+from fxpart.runtime.executor.split_backward import BackwardSplitter
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -22,7 +22,7 @@ from fxpart.runtime.split_backward import Halves
 def test_bits_of_one_backward(name: str, late: bool) -> None:
     """Over three microbatches whose gradients add up."""
     whole, halved = made(name), made(name)
-    halves, rests = Halves(halved), []
+    halves, rests = BackwardSplitter(halved), []
     for microbatch in range(3):
         x, y = inputs(name, microbatch), inputs(name, microbatch)
         out = whole(x)
@@ -52,7 +52,7 @@ def test_what_is_early_and_what_is_late() -> None:
         ("own", {"w"}),
     ):  # fmt: skip
         module, x = made(name), inputs(name, 0)
-        halves = Halves(module)
+        halves = BackwardSplitter(module)
         rest = halves.first([out := module(x)], [torch.ones_like(out)], [x])
         trainable = {n for n, p in module.named_parameters() if p.requires_grad}
         assert set(halves.early) == early
@@ -69,7 +69,7 @@ def test_a_first_stage_has_no_first_half() -> None:
     whole = Lookup()
     for tied in ([], ["table"]):
         module = copy.deepcopy(whole)
-        halves = Halves(module, [module.table.weight] if tied else [])
+        halves = BackwardSplitter(module, [module.table.weight] if tied else [])
         out = module(ids)
         rest = halves.first([out], [torch.ones_like(out)], [])
         early = {n.split(".")[0] for n, p in module.named_parameters() if p.grad is not None}
@@ -84,7 +84,7 @@ def test_a_first_stage_has_no_first_half() -> None:
 def test_nothing_runs_twice() -> None:
     module, x = made("own"), inputs("own", 0)
     before = Scale.calls
-    rest = Halves(module).first([out := module(x)], [torch.ones_like(out)], [x])
+    rest = BackwardSplitter(module).first([out := module(x)], [torch.ones_like(out)], [x])
     assert rest is not None
     rest.run()
     assert Scale.calls == before + 1
@@ -115,7 +115,7 @@ def test_ops_that_run_in_each_half() -> None:
     module, x = made("attention"), inputs("attention", 0)
     out = module(x)
     with Count() as first:
-        rest = Halves(module).first([out], [gradient], [x])
+        rest = BackwardSplitter(module).first([out], [gradient], [x])
     with Count() as second:
         assert rest is not None
         rest.run()
@@ -130,7 +130,7 @@ def test_less_is_alive_after_the_first_half() -> None:
     """Attention scores, activations and norms are dropped: their memory is given back."""
     torch.manual_seed(0)
     module = nn.Sequential(Attention(32), Attention(32))
-    halves = Halves(module)
+    halves = BackwardSplitter(module)
     held = []
     for _ in range(4):
         x = leaf(2, 256, 32)
@@ -201,7 +201,7 @@ def test_random_graphs(
     for split in (False, True):
         module = Random(ops, frozen)
         mine = [p for i, p in enumerate(module.weights) if tied >> i & 1 and p.requires_grad]
-        halves = Halves(module, mine)
+        halves = BackwardSplitter(module, mine)
         for microbatch in range(2):
             given = [leaf(4, 4, seed=20 + microbatch + 5 * i).detach() for i in range(2)]
             leaves = [given[i].requires_grad_() for i in wanted]

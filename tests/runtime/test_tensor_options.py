@@ -14,8 +14,8 @@ from ranks import Pool
 from runtime_programs import bits, make
 
 from fxpart.runtime import InProcess, connect
-from fxpart.runtime.optimizer_state import option
-from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime.optimizer.optimizer_state import convert_option
 from fxpart.schedule.weight_modes import MODES
 
 CUT = (2, 2)
@@ -34,7 +34,7 @@ def trainer(mode: str, transport: Any = None, **given: Any) -> Any:
     hand = language(CUT)
     if not mode:
         return make(hand, transport, optimizer=optimizer)
-    return StreamTrainer(
+    return AsyncTrainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(len(CUT)), transport=transport,
         microbatches=4 if mode == "2bw" else 2, optimizer=optimizer, weights=MODES[mode],
     )  # fmt: skip
@@ -86,11 +86,11 @@ def test_a_rate_that_is_a_number_again(tmp_path: Path) -> None:
 
 def test_tensors_within_tuples_and_shared_ones() -> None:
     current = (torch.tensor(0.5), 0.999)
-    first, second = option(current, [0.9, 0.99])
+    first, second = convert_option(current, [0.9, 0.99])
     assert torch.equal(first, torch.tensor(0.9)) and second == 0.99
     given = torch.tensor(0.1)
-    assert option(torch.tensor(0.0), given) is not given
-    assert option((1, 2), [3]) == (3,) and option(0.1, 0.2) == 0.2
+    assert convert_option(torch.tensor(0.0), given) is not given
+    assert convert_option((1, 2), [3]) == (3,) and convert_option(0.1, 0.2) == 0.2
 
 
 def told_by_ranks() -> list[Any]:

@@ -13,15 +13,15 @@ from runtime_programs import bits, make
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, connect
-from fxpart.runtime.batch import Reader
-from fxpart.runtime.needs import Needs
+from fxpart.runtime.batch.batch_reader import BatchReader
+from fxpart.runtime.batch.batch_requirements import BatchRequirements
 
 SHAPES = ((8, 5), (8, 5), (5, 7), (8, 5), (1, 3))
 
 
 def test_absent_inputs_are_cut_by_the_sizes_of_others() -> None:
-    reader = Reader(language().spec(), needed=frozenset({"labels"}))
-    whole, given = Reader(language().spec()).read(batch(), 3), batch()
+    reader = BatchReader(language().spec(), needed=frozenset({"labels"}))
+    whole, given = BatchReader(language().spec()).read(batch(), 3), batch()
     seen = reader.look({"labels": given["labels"], "ids": None})
     assert seen.absent == ("ids", "mask")
     others = {"ids": ("int64", (8, 5)), "mask": ("float32", (5, 5))}
@@ -33,11 +33,11 @@ def test_absent_inputs_are_cut_by_the_sizes_of_others() -> None:
 
 
 def test_what_no_rank_has() -> None:
-    reader = Reader(language().spec(), needed=frozenset())
+    reader = BatchReader(language().spec(), needed=frozenset())
     with pytest.raises(FxpartError, match="no rank was given it"):
         reader.cut(reader.look(None), 4)
     with pytest.raises(FxpartError, match="it is missing"):
-        Reader(language().spec(), needed=frozenset({"mask"})).look({})
+        BatchReader(language().spec(), needed=frozenset({"mask"})).look({})
 
 
 def train_on_parts(partial: bool) -> Any:
@@ -122,9 +122,11 @@ def test_lanes_give_their_rows_alone(pool: Pool, zero: int) -> None:
     assert pool.run(train_on_rows, True, zero, ranks=4) == whole
 
 
-def needs(mesh: str, lane: int, microbatches: int = 2) -> Needs:
+def needs(mesh: str, lane: int, microbatches: int = 2) -> BatchRequirements:
     given = hand_lanes.sharding(mesh)
-    return Needs.of([hand_lanes.lane(lane, given, [0])], frozenset({"ids"}), microbatches)
+    return BatchRequirements.of(
+        [hand_lanes.lane(lane, given, [0])], frozenset({"ids"}), microbatches
+    )
 
 
 def test_rows_of_lanes() -> None:

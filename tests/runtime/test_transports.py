@@ -9,16 +9,18 @@ from ranks import Pool
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
-from fxpart.runtime.distributed import Distributed
-from fxpart.runtime.shapes import shape
-from fxpart.runtime.transport import BACKWARD, FORWARD
+from fxpart.runtime.batch.symbolic_shapes import make_shape_function
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
 
 
 def talk(one_machine: bool, shared_memory: bool) -> list[object]:
     """Each rank's view of a round of every call; run on two ranks."""
-    transport = Distributed(timeout=20.0, one_machine=one_machine, shared_memory=shared_memory)
+    transport = ProcessGroupTransport(
+        timeout=20.0, one_machine=one_machine, shared_memory=shared_memory
+    )
     assert transport.shares_memory == (one_machine and shared_memory)
     me, other = dist.get_rank(), 1 - dist.get_rank()
     kinds = [
@@ -81,13 +83,13 @@ def test_in_process_receivers_have_tensors_of_their_own() -> None:
 
 
 def test_shapes_follow_their_symbols() -> None:
-    of = shape(("b", 3, "2*b + s//2", "max(b, s)"))
+    of = make_shape_function(("b", 3, "2*b + s//2", "max(b, s)"))
     assert of({"b": 2, "s": 5}) == (2, 3, 6, 5)
     assert of({"b": 3, "s": 5}) == (3, 3, 8, 5)
-    assert shape((4, 2))({}) == (4, 2)
+    assert make_shape_function((4, 2))({}) == (4, 2)
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "b.real", "b if s else 1", "lambda: 1"])
 def test_a_shape_is_never_code(text: str) -> None:
     with pytest.raises(FxpartError):
-        shape((text,))({"b": 2, "s": 5})
+        make_shape_function((text,))({"b": 2, "s": 5})

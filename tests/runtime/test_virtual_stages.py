@@ -12,7 +12,7 @@ from runtime_programs import Bits, Faulty, bits, make, train_placed
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
-from fxpart.schedule.action import Kind
+from fxpart.schedule.action import ActionKind
 from fxpart.schedule.builders import BUILDERS
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
@@ -71,7 +71,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
     assert bits(whole.state()).items() <= bits(parts.state_dict()).items()
     (executors,) = next(iter(parts._engine._executors.values()))
     for executor in executors:
-        sends = [i.action for i in executor._instructions if i.action.kind is Kind.SEND_B]
+        sends = [i.action for i in executor._instructions if i.action.kind is ActionKind.SEND_B]
         assert all(action.peer != 0 for action in sends)
 
 

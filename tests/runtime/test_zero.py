@@ -13,11 +13,12 @@ from hand_lanes import SHAPES, Last, Whole, batch, trainer
 from lane_programs import assert_close, one_process, train
 from ranks import Pool
 
-from fxpart.collectives import moves
+from fxpart.collectives import redistribution
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess, Trainer, scatter
-from fxpart.runtime.held import Held
-from fxpart.runtime.stage import Keeping
+from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.executor.stage_signature import SavedTensorPolicy
+from fxpart.runtime.gradients import reduce_scatter
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     (mesh, options)
@@ -117,17 +118,17 @@ def test_zero_2_accumulates_a_part_of_the_gradients(lanes: int) -> None:
 def test_zero_2_sends_gradients_while_a_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small buckets: at its end whole gradients are left of ties alone, and sums are right."""
     left: set[str] = set()
-    after = Held.after_backward
+    after = OptimizerShards.after_backward
 
-    def look(self: Held, lane: int, stage: int) -> None:
+    def look(self: OptimizerShards, lane: int, stage: int) -> None:
         for name, entry in self._state.entries.items():
             found = entry.copies.get((stage, lane))
             if found is not None and found.grad is not None:
                 left.add(name)
         after(self, lane, stage)
 
-    monkeypatch.setattr(scatter, "BUCKET", 1)
-    monkeypatch.setattr(Held, "after_backward", look)
+    monkeypatch.setattr(reduce_scatter, "BUCKET", 1)
+    monkeypatch.setattr(OptimizerShards, "after_backward", look)
     for mine, expected in zip(train("dp=2", {"zero": 2}), one_process(), strict=True):
         assert_close(mine, expected)
     assert left == {"embed.weight", "scale"}, "the number without dims is not cut"
@@ -140,7 +141,7 @@ def test_buckets_of_any_size_give_the_same(
 ) -> None:
     found = []
     for size in (1, 100, 1 << 20):
-        monkeypatch.setattr(scatter, "BUCKET", size)
+        monkeypatch.setattr(reduce_scatter, "BUCKET", size)
         found.append(train("dp=2,tp=2", options))
     assert found[0] == found[1] == found[2]
 
@@ -235,7 +236,7 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
     gathered: list[weakref.ref[torch.Tensor]] = []
     sizes: list[int] = []
     calls = [0]
-    original = moves.gather
+    original = redistribution.gather
 
     def gather(*args: Any) -> torch.Tensor:
         found = original(*args)
@@ -243,9 +244,9 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
         gathered.append(weakref.ref(found.untyped_storage()))  # type: ignore[arg-type]
         return found
 
-    called = Keeping.call
+    called = SavedTensorPolicy.call
 
-    def call(self: Keeping, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    def call(self: SavedTensorPolicy, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         if not regather:
             self.regather = None
         outputs = called(self, *args, **options)
@@ -255,8 +256,8 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
             sizes.append(sum(s.nbytes() for s in alive if s is not None))  # type: ignore[attr-defined]
         return outputs
 
-    monkeypatch.setattr(moves, "gather", gather)
-    monkeypatch.setattr(Keeping, "call", call)
+    monkeypatch.setattr(redistribution, "gather", gather)
+    monkeypatch.setattr(SavedTensorPolicy, "call", call)
     made = trainer(InProcess(4), "dp=2", zero3=True, microbatches=1)
     made.step(batch())
     return max(sizes), calls[0]

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from random_schedules import run_threads, stage_graphs
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.bubbles import flush_bubble, stream_bubble, stream_gain
+from fxpart.schedule.bubbles import async_bubble, async_speedup, flush_bubble
 from fxpart.schedule.builders import asynchronous, one_f_one_b
-from fxpart.schedule.builders.asynchronous import stream_in_flight
+from fxpart.schedule.builders.asynchronous import count_async_in_flight
 from fxpart.schedule.dependence import chain, depths
-from fxpart.schedule.flight import in_flight
+from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
+from fxpart.schedule.multi_step import simulate_steps
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.steps import simulate_steps
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_one_long_step_of_1f1b(data: st.DataObject, stages: int, count: int) -> 
     edges = data.draw(stage_graphs(stages))
     found = make("async", range(stages), count, edges)
     assert found.ranks == make("1f1b", range(stages), count, edges).ranks
-    assert in_flight(found) == tuple(min(count, most) for most in depths(stages, edges))
+    assert count_in_flight(found) == tuple(min(count, most) for most in depths(stages, edges))
     assert run_threads(found, edges).right
 
 
@@ -42,15 +42,15 @@ def test_bubbles_and_gain(stages: int, every: int) -> None:
     sync = simulate_steps(one, steps, edges, forward, backward)
     free = simulate_steps(one, steps, edges, forward, backward, flush=False)
     assert sync.timeline.bubble == pytest.approx(flush_bubble(stages, every))
-    assert free.timeline.bubble == pytest.approx(stream_bubble(stages, steps * every))
+    assert free.timeline.bubble == pytest.approx(async_bubble(stages, steps * every))
     gain = sync.timeline.step_seconds / free.timeline.step_seconds
-    assert gain == pytest.approx(stream_gain(stages, every, steps))
+    assert gain == pytest.approx(async_speedup(stages, every, steps))
     bound = (every + stages - 1) / every
-    assert stream_gain(stages, every) == pytest.approx(bound)
+    assert async_speedup(stages, every) == pytest.approx(bound)
     assert gain <= bound + 1e-12
     # What is missing of the bound is the fill and the drain of the whole run.
-    assert bound - gain == pytest.approx(bound * stream_bubble(stages, steps * every))
-    assert stream_gain(stages, every, 10**6) == pytest.approx(bound, rel=1e-4)
+    assert bound - gain == pytest.approx(bound * async_bubble(stages, steps * every))
+    assert async_speedup(stages, every, 10**6) == pytest.approx(bound, rel=1e-4)
 
 
 def test_updates_take_their_time_in_both() -> None:
@@ -76,7 +76,7 @@ def test_a_stream_that_is_given_by_name() -> None:
     free = simulate_steps(one, 5, edges, [1.0] * 3, [2.0] * 3, flush=False)
     whole = simulate(make("async", range(3), 20, edges), edges, [1.0] * 3, [2.0] * 3)
     assert free.timeline.step_seconds == whole.step_seconds == (20 + 2) * 3
-    assert whole.bubble == pytest.approx(stream_bubble(3, 20))
+    assert whole.bubble == pytest.approx(async_bubble(3, 20))
 
 
 def test_one_stage_a_rank() -> None:
@@ -84,8 +84,8 @@ def test_one_stage_a_rank() -> None:
         with pytest.raises(FxpartError, match="one stage a rank"):
             asynchronous(ranks, 4)
         with pytest.raises(FxpartError, match="one stage a rank"):
-            stream_in_flight(ranks, 4)
-    for call in (asynchronous, stream_in_flight):
+            count_async_in_flight(ranks, 4)
+    for call in (asynchronous, count_async_in_flight):
         with pytest.raises(FxpartError, match="copies of one another"):
             call(3, 4, replicas=((0, 1),))
     folded = make("1f1b", (0, 0), 2, chain(2))

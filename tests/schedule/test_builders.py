@@ -21,17 +21,17 @@ from fxpart.schedule.builders import (
     zb_h1,
     zb_v,
 )  # fmt: skip
-from fxpart.schedule.builders.protocol import Build
+from fxpart.schedule.builders.protocol import BuildFunction
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
-from fxpart.schedule.flight import activation_peak, in_flight
+from fxpart.schedule.in_flight import activation_peak, count_in_flight
 from fxpart.schedule.lower import lower
-from fxpart.schedule.place import place
+from fxpart.schedule.rank_merge import merge_onto_ranks
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
 
 LOOP = (0, 1, 0, 1)
-PICTURES: list[tuple[Build, int | tuple[int, ...], int]] = [
+PICTURES: list[tuple[BuildFunction, int | tuple[int, ...], int]] = [
     (gpipe, 3, 4), (one_f_one_b, 3, 4), (forward_only, 3, 4), (interleaved, LOOP, 3),
     (breadth_first, LOOP, 3), (zb_h1, 3, 5), (zb_v, 4, 3), (asynchronous, 3, 4),
 ]  # fmt: skip
@@ -39,7 +39,7 @@ PICTURES: list[tuple[Build, int | tuple[int, ...], int]] = [
 
 @pytest.mark.parametrize(("builder", "ranks", "m"), PICTURES)
 def test_picture_in_the_docstring_is_what_is_built(
-    builder: Build, ranks: int | tuple[int, ...], m: int
+    builder: BuildFunction, ranks: int | tuple[int, ...], m: int
 ) -> None:
     text = inspect.getdoc(builder)
     assert text is not None
@@ -62,14 +62,16 @@ def test_the_table_names_the_schedules() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 16])
 def test_in_flight_is_the_closed_form(stages: int, microbatches: int) -> None:
-    assert in_flight(gpipe(stages, microbatches)) == (microbatches,) * stages
+    assert count_in_flight(gpipe(stages, microbatches)) == (microbatches,) * stages
     expected = tuple(min(microbatches, stages - s) for s in range(stages))
-    assert in_flight(one_f_one_b(stages, microbatches)) == expected
-    assert in_flight(forward_only(stages, microbatches)) == (0,) * stages
+    assert count_in_flight(one_f_one_b(stages, microbatches)) == expected
+    assert count_in_flight(forward_only(stages, microbatches)) == (0,) * stages
     for name, builder in BUILDERS.items():
         if name == "zb-v" and stages % 2:
             continue
-        assert builder.in_flight(stages, microbatches) == in_flight(builder(stages, microbatches))
+        assert builder.in_flight(stages, microbatches) == count_in_flight(
+            builder(stages, microbatches)
+        )
 
 
 def texts(schedule: Schedule) -> list[list[str]]:
@@ -105,8 +107,8 @@ def test_warm_up_follows_the_longest_path() -> None:
     towers, m = 4, 12
     edges = tuple(StageEdge(k, towers) for k in range(towers))
     by_depth = one_f_one_b(towers + 1, m, edges)
-    assert in_flight(by_depth) == (2, 2, 2, 2, 1)
-    assert in_flight(one_f_one_b(towers + 1, m)) == (5, 4, 3, 2, 1)
+    assert count_in_flight(by_depth) == (2, 2, 2, 2, 1)
+    assert count_in_flight(one_f_one_b(towers + 1, m)) == (5, 4, 3, 2, 1)
     lowered = lower(by_depth, edges)
     assert not check(lowered, edges)
     found = simulate(lowered, edges, [1.0] * 5, [2.0] * 5).step_seconds
@@ -116,8 +118,8 @@ def test_warm_up_follows_the_longest_path() -> None:
 def test_several_stages_on_a_rank() -> None:
     """Each stage keeps its order and its bound; the ranks work without a gap they need not have."""
     stages, m = 4, 4
-    folded = place(one_f_one_b(stages, m), [0, 1, 0, 1])
-    assert in_flight(folded) == in_flight(one_f_one_b(stages, m))
+    folded = merge_onto_ranks(one_f_one_b(stages, m), [0, 1, 0, 1])
+    assert count_in_flight(folded) == count_in_flight(one_f_one_b(stages, m))
     for stage in range(stages):
         (row,) = [r for r in one_f_one_b(stages, m).ranks if r[0].stage == stage]
         merged = folded.ranks[folded.stage_rank[stage]]
@@ -125,7 +127,7 @@ def test_several_stages_on_a_rank() -> None:
     step = simulate(folded, chain(stages), [1.0] * stages, [2.0] * stages).step_seconds
     # Two virtual stages a rank halve the bubble of two stages of twice the size: 2 m t + t.
     assert step == 2 * m * 3 + 3
-    one_rank = place(gpipe(3, 2), [0, 0, 0])
+    one_rank = merge_onto_ranks(gpipe(3, 2), [0, 0, 0])
     assert len(one_rank.ranks) == 1
     assert not check(lower(one_rank, chain(3)), chain(3))
     assert not lower(one_rank, chain(3)).is_lowered  # nothing to transfer
@@ -134,17 +136,17 @@ def test_several_stages_on_a_rank() -> None:
 def test_place_refuses() -> None:
     for ranks in ([0, 2], [0], [1, 1], [0, 1, 1]):
         with pytest.raises(FxpartError, match="FXP109"):
-            place(gpipe(2, 2), ranks)
+            merge_onto_ranks(gpipe(2, 2), ranks)
     with pytest.raises(FxpartError, match="FXP109"):
-        place(lower(gpipe(2, 2), chain(2)), [0, 0])
+        merge_onto_ranks(lower(gpipe(2, 2), chain(2)), [0, 0])
 
 
 def test_peaks_of_several_stages_need_not_coincide() -> None:
-    folded = place(one_f_one_b(4, 8), [0, 1, 0, 1])
+    folded = merge_onto_ranks(one_f_one_b(4, 8), [0, 1, 0, 1])
     sizes = (100, 10, 1, 1000)
     held = activation_peak(folded, sizes)
     sums = [0, 0]
-    for stage, most in enumerate(in_flight(folded)):
+    for stage, most in enumerate(count_in_flight(folded)):
         sums[folded.stage_rank[stage]] += most * sizes[stage]
     assert all(peak <= limit for peak, limit in zip(held, sums, strict=True))
     assert activation_peak(one_f_one_b(4, 8), sizes) == (400, 30, 2, 1000)

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from random_schedules import placements, run_threads, stage_graphs
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Kind, Schedule, StageEdge
+from fxpart.schedule.action import ActionKind, Schedule, StageEdge
 from fxpart.schedule.builders import (
     BUILDERS,
+    assign_loop_ranks,
+    assign_v_ranks,
     breadth_first,
     gpipe,
-    in_a_loop,
-    in_a_v,
     interleaved,
     one_f_one_b,
     zb_h1,
     zb_v,
 )
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.flight import activation_peak, in_flight
+from fxpart.schedule.in_flight import activation_peak, count_in_flight
 from fxpart.schedule.lower import lower
-from fxpart.schedule.make import make, truncated
+from fxpart.schedule.make import make, truncate_schedule
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.torch_csv import from_torch_csv
 from fxpart.schedule.verify import check
@@ -51,7 +51,7 @@ def test_interleaving_divides_the_bubble(
     """(p - 1) (tF + tB) / v where a rank's v stages take tF and tB together: Narayanan et al."""
     stages = ranks * virtual
     for m in (ranks, 2 * ranks, 5 * ranks):
-        schedule = interleaved(in_a_loop(stages, ranks), m)
+        schedule = interleaved(assign_loop_ranks(stages, ranks), m)
         took = step(schedule, forward, backward, 0.0)
         bubble = took - m * virtual * (forward + backward)
         assert bubble == (ranks - 1) * (forward + backward)
@@ -72,13 +72,13 @@ def test_interleaving_any_number_of_microbatches(ranks: int) -> None:
     for virtual in (2, 3):
         stages = ranks * virtual
         for m in range(ranks, 3 * ranks + 1):
-            schedule = interleaved(in_a_loop(stages, ranks), m)
+            schedule = interleaved(assign_loop_ranks(stages, ranks), m)
             assert step(schedule, 1, 2, 0) == 3 * m * virtual + 3 * (ranks - 1)
 
 
 def test_breadth_first_is_a_loop_of_gpipe() -> None:
     for ranks in (2, 3, 4):
-        schedule = breadth_first(in_a_loop(2 * ranks, ranks), 2 * ranks)
+        schedule = breadth_first(assign_loop_ranks(2 * ranks, ranks), 2 * ranks)
         assert step(schedule, 1, 2, 0) == 2 * 3 * 2 * ranks + 3 * (ranks - 1)
         assert breadth_first(ranks, 7).ranks == gpipe(ranks, 7).ranks
 
@@ -94,7 +94,7 @@ def test_h1_has_a_third_of_the_bubble(ranks: int, times: tuple[float, float, flo
         schedule = zb_h1(ranks, m)
         bubble = step(schedule, *times) - m * sum(times)
         assert bubble == (ranks - 1) * (forward + first - second)
-        assert in_flight(schedule) == (min(m, ranks),) * ranks
+        assert count_in_flight(schedule) == (min(m, ranks),) * ranks
         if forward == first == second:
             whole = step(one_f_one_b(ranks, m), *times) - m * sum(times)
             assert 3 * bubble == whole
@@ -104,7 +104,7 @@ def test_h1_has_a_third_of_the_bubble(ranks: int, times: tuple[float, float, flo
 def test_v_waits_for_nothing(ranks: int) -> None:
     """Where F, I and W are equal: no gap on any rank, and at most what 1F1B holds."""
     for m in (2 * ranks - 1, 2 * ranks, 17):
-        schedule = zb_v(in_a_v(2 * ranks), m)
+        schedule = zb_v(assign_v_ranks(2 * ranks), m)
         assert step(schedule, 1, 1, 1) == 6 * m + (ranks - 1)
         costs = [1.0] * 2 * ranks, [2.0] * 2 * ranks
         timeline = simulate(schedule, chain(2 * ranks), *costs)
@@ -154,10 +154,10 @@ def test_any_stage_graph_is_safe_and_within_bounds(
     ranks = data.draw(placements(name, stages))
     made = make(name, ranks, microbatches, edges)
     limits = BUILDERS[name].in_flight(ranks, microbatches)
-    assert all(a <= b for a, b in zip(in_flight(made), limits, strict=True))
+    assert all(a <= b for a, b in zip(count_in_flight(made), limits, strict=True))
     fewer = data.draw(st.integers(1, microbatches))
     bare = BUILDERS[name](ranks, microbatches, edges)
-    assert not check(lower(truncated(bare, fewer), edges), edges, memory=limits)
+    assert not check(lower(truncate_schedule(bare, fewer), edges), edges, memory=limits)
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_two_ranks_feed_three(name: str) -> None:
     """Copies that take n times as long keep the pipeline full: one microbatch a second."""
     edges, m = joined(GROUPS), 24
     made = make(name, range(5), m, edges, replicas=GROUPS)
-    assert [sorted(a.microbatch for a in r if a.kind is Kind.F) for r in made.ranks] == [
+    assert [sorted(a.microbatch for a in r if a.kind is ActionKind.F) for r in made.ranks] == [
         list(range(0, m, 2)), list(range(1, m, 2)),
         list(range(0, m, 3)), list(range(1, m, 3)), list(range(2, m, 3)),
     ]  # fmt: skip
@@ -212,7 +212,7 @@ def test_two_ranks_feed_three(name: str) -> None:
     work = {"gpipe": 2 * m, "1f1b": 2 * m, "forward": m}[name]
     assert took <= work + 2 * (2 + 3)
     if name == "1f1b":
-        assert in_flight(made) == (3, 3, 1, 1, 1)
+        assert count_in_flight(made) == (3, 3, 1, 1, 1)
 
 
 @pytest.mark.slow
@@ -231,10 +231,10 @@ def test_copies_are_safe(sizes: list[int], m: int, name: str, shared: bool) -> N
         first += size
     edges = joined(tuple(groups))
     copies = tuple(group for group in groups if len(group) > 1)
-    ranks = in_a_loop(first, min(2, first)) if shared else tuple(range(first))
+    ranks = assign_loop_ranks(first, min(2, first)) if shared else tuple(range(first))
     made = make(name, ranks, m, edges, replicas=copies)
     limits = BUILDERS[name].in_flight(ranks, m, copies)
-    assert all(a <= b for a, b in zip(in_flight(made), limits, strict=True))
+    assert all(a <= b for a, b in zip(count_in_flight(made), limits, strict=True))
     for group in groups:
         for stage in group:
             taken = [a.microbatch for r in made.ranks for a in r if a.stage == stage and not a.peer]

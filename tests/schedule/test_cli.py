@@ -10,7 +10,7 @@ from cli_calls import call
 from schedule_pages import PAGE, filled
 
 from fxpart.cli.schedule import command
-from fxpart.schedule.action import Kind
+from fxpart.schedule.action import ActionKind
 from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
@@ -19,14 +19,14 @@ from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.text import to_text
 from fxpart.schedule.torch_csv import to_torch_csv
-from fxpart.schedule.versioned import versioned
+from fxpart.schedule.version_annotation import annotate_versions
 from fxpart.schedule.weight_modes import MODES
 
 Capsys = pytest.CaptureFixture[str]
 
 
 def test_the_page_shows_what_the_commands_print() -> None:
-    """python tests/schedule_pages.py writes it."""
+    """python tests/support/schedule_pages.py writes it."""
     text = PAGE.read_text(encoding="utf-8")
     assert filled(text) == text
     assert all(f"| `{name}` |" in text for name in (*BUILDERS, *MODES))
@@ -185,7 +185,7 @@ def test_versions_are_of_a_stash(capsys: Capsys, tmp_path: Path) -> None:
     assert err.count("does not name the weight version") == 2
     path.write_text(path.read_text().replace("F1", "F1@2").replace("B1", "B1@2"))
     call(capsys, "schedule", "validate", str(path))
-    assert load(path).ranks[0][2].kind is Kind.F
+    assert load(path).ranks[0][2].kind is ActionKind.F
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_versions_are_of_a_stash(capsys: Capsys, tmp_path: Path) -> None:
 def test_weights_of_a_stream(name: str, capsys: Capsys, tmp_path: Path) -> None:
     """Named, written, read from a file, proved and run in time, in every mode."""
     given = ["async", "-s", "3", "-m", "9", "--weights", name, "--every", "3"]
-    named = versioned(make("async", range(3), 9, chain(3)), name, 3)
+    named = annotate_versions(make("async", range(3), 9, chain(3)), name, 3)
     text, _ = call(capsys, "schedule", "show", *given, "--text")
     assert text == to_text(named)
     path = tmp_path / "stream.txt"

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge, parse
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge, parse
 from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.make import make
+from fxpart.schedule.multi_step import simulate_steps
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.steps import simulate_steps
 from fxpart.schedule.verify import check
 
 GROUPS = ((0, 1), (2, 3, 4))
@@ -77,8 +77,8 @@ def test_a_microbatch_of_another_copy() -> None:
     """Stage 3 does what is stage 2's: said so, and that it is missing there."""
     schedule = two_feed_three(6)
     ranks = [list(actions) for actions in schedule.ranks]
-    ranks[2].remove(Action(2, Kind.F, 3))
-    ranks[3].append(Action(3, Kind.F, 3))
+    ranks[2].remove(Action(2, ActionKind.F, 3))
+    ranks[3].append(Action(3, ActionKind.F, 3))
     wrong = replace(schedule, ranks=tuple(map(tuple, ranks)))
     said = {(p.where, p.why) for p in check(wrong, EDGES)}
     assert ("3F3", "another copy of the stage does it") in said

@@ -12,19 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
-from fxpart.cluster import Unevenness
+from fxpart.cluster.model import CpuLoadImbalance
 from fxpart.errors import FxpartError
-from fxpart.prediction import HostLoad
-from fxpart.runtime import inbox, prepared, shared_memory
-from fxpart.schedule import window
-from fxpart.schedule.action import Action, Kind, Schedule
+from fxpart.plan.prediction import HostLoad
+from fxpart.runtime.executor import rank_instructions, receive_queue
+from fxpart.runtime.transport import shared_memory
+from fxpart.schedule import transfer_window
+from fxpart.schedule.action import Action, ActionKind, Schedule
 from fxpart.schedule.builders import BUILDERS, forward_only, gpipe
-from fxpart.schedule.causes import Sends
-from fxpart.schedule.crowd import Crowd, crowd_of, factor
-from fxpart.schedule.crowded import Talk
 from fxpart.schedule.dependence import chain
+from fxpart.schedule.event_graph import Sends
+from fxpart.schedule.host_contention import (
+    HostContention,
+    build_host_contention,
+    interpolate_slowdown,
+)
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.simulation_tasks import StageCommunicationTime
 from fxpart.schedule.timeline import Timeline
 
 # Whole seconds, so that many things happen at the same moment.
@@ -44,7 +49,8 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     sends = draw(st.sampled_from(["overlapped", "runtime", "shared"]))
     parts, part = st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([0.25, 0.5, 0.75, 1.0])
     uneven = st.builds(
-        Unevenness, cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
+        CpuLoadImbalance,
+        cores=st.integers(1, 3), seconds=st.integers(1, 4).map(float), fallen=parts,
         risen=parts,
     )  # fmt: skip
     return crowd_oracle.Case(
@@ -60,9 +66,9 @@ def crowded(draw: st.DrawFn, max_stages: int = 4, max_microbatches: int = 6) -> 
     )  # fmt: skip
 
 
-def crowd_for(case: crowd_oracle.Case) -> Crowd:
+def crowd_for(case: crowd_oracle.Case) -> HostContention:
     """The package's words for it."""
-    return Crowd(
+    return HostContention(
         tuple(case.host), tuple(map(tuple, case.curves)), tuple(case.weights),
         uneven=tuple(case.uneven), share=tuple(case.shares),
     )  # fmt: skip
@@ -140,8 +146,10 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
             given = case.transfer[span.action.stage, span.action.peer]
             assert work == pytest.approx(given, rel=1e-6, abs=1e-6)
             continue
-        costs = case.forward if span.action.kind is Kind.F else case.backward
-        wanted = costs[span.action.stage] / (2 if span.action.kind in (Kind.I, Kind.W) else 1)
+        costs = case.forward if span.action.kind is ActionKind.F else case.backward
+        wanted = costs[span.action.stage] / (
+            2 if span.action.kind in (ActionKind.I, ActionKind.W) else 1
+        )
         assert work == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
@@ -156,9 +164,9 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
     bare = simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends)
     ranks = len(schedule.ranks)
     for crowd in (
-        Crowd((0,) * ranks, ((),)),
-        Crowd((0,) * ranks, ((1.0,) * ranks,), (0.0,)),
-        Crowd(tuple(range(ranks)), ((1.0, 5.0),) * ranks),
+        HostContention((0,) * ranks, ((),)),
+        HostContention((0,) * ranks, ((1.0,) * ranks,), (0.0,)),
+        HostContention(tuple(range(ranks)), ((1.0, 5.0),) * ranks),
     ):
         assert (
             simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends, crowd=crowd) == bare
@@ -169,7 +177,7 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
 @pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 2), (3, 8), (4, 3), (6, 12)])
 def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -> None:
     schedule = lower(BUILDERS[name](stages, m), chain(stages))
-    crowd = Crowd((0,) * stages, ((1.0,) * stages,))
+    crowd = HostContention((0,) * stages, ((1.0,) * stages,))
     ways: tuple[Sends, ...] = ("overlapped", "runtime", "shared")
     for sends in ways:
         found = simulate(
@@ -183,7 +191,7 @@ def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -
 def test_one_core_does_all_the_work(ranks: int) -> None:
     """k ranks on one core take the sum of their seconds alone, however they wait; others wait."""
     curve = tuple(float(k) for k in range(1, ranks + 1))
-    crowd = Crowd((0,) * ranks, (curve,))
+    crowd = HostContention((0,) * ranks, (curve,))
     for name, m in (("gpipe", 7), ("1f1b", 7), ("forward", 4)):
         schedule = lower(BUILDERS[name](ranks, m), chain(ranks))
         f, b = [2.0 * ranks] * ranks, [4.0 * ranks] * ranks  # of all ranks at once
@@ -195,7 +203,7 @@ def test_one_core_does_all_the_work(ranks: int) -> None:
 def test_two_that_are_always_busy_take_twice_as_long() -> None:
     """Two ranks without an edge on one core: a second alone each, two beside each other."""
     schedule = forward_only(2, 5)
-    crowd = Crowd((0, 0), ((1.0, 2.0),))
+    crowd = HostContention((0, 0), ((1.0, 2.0),))
     found = simulate(schedule, (), [2.0, 2.0], [0.0, 0.0], crowd=crowd)
     assert found.step_seconds == 10.0 and found.busy == (10.0, 10.0)
     # The second has half the work: 2 seconds together, then the other's half alone.
@@ -206,11 +214,11 @@ def test_two_that_are_always_busy_take_twice_as_long() -> None:
 def test_a_core_is_lost_until_the_system_looks() -> None:
     """Three ranks on two cores; one stops after 3 seconds, when the others have 2 of 4 left."""
     schedule, seconds = forward_only(3, 1), [2.0, 4.0, 4.0]
-    given = Crowd((0, 0, 0), ((1.0, 1.0, 1.5),), loaded=(1,))
+    given = HostContention((0, 0, 0), ((1.0, 1.0, 1.5),), loaded=(1,))
     assert simulate(schedule, (), seconds, [0.0] * 3, crowd=given).busy == (3.0, 5.0, 5.0)
 
     def busy(cores: int, lasts: float, fallen: float) -> tuple[float, ...]:
-        uneven = Unevenness(cores=cores, seconds=lasts, fallen=fallen, risen=1.0)
+        uneven = CpuLoadImbalance(cores=cores, seconds=lasts, fallen=fallen, risen=1.0)
         crowd = replace(given, uneven=(uneven,))
         return simulate(schedule, (), seconds, [0.0] * 3, crowd=crowd).busy
 
@@ -226,7 +234,7 @@ def test_a_core_is_lost_until_the_system_looks() -> None:
 def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
     """Two ranks of a cluster of four: at their best a computation takes 1/2 of its seconds."""
     (host,) = (HostLoad(ranks=(0, 1), slowdown=(1.0, 1.0, 1.5, 2.0), full=4),)
-    crowd = crowd_of([host], 2)
+    crowd = build_host_contention([host], 2)
     assert crowd.full(0) == crowd.full(1) == 2.0
     schedule = lower(gpipe(2, 3), chain(2))
     whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], crowd=crowd)
@@ -236,11 +244,11 @@ def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
 @pytest.mark.parametrize("talk", [0.0, 1.0, 3.0, 4.0])
 def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
     """Of 4 s on one core, so many are talk: nobody is slowed down by them, nor they by anybody."""
-    one = Crowd((0, 0), ((1.0, 2.0),))
+    one = HostContention((0, 0), ((1.0, 2.0),))
     apart = lower(forward_only(2, 1), ())
     given = 2 * (4 - talk) + talk  # computation as it is given: for two that compute
     costs = [given, given]
-    said = Talk([talk] * 2, [0.0] * 2, [0.0] * 2)
+    said = StageCommunicationTime([talk] * 2, [0.0] * 2, [0.0] * 2)
     found = simulate(apart, [], costs, [0.0] * 2, crowd=one, talk=said)
     seen = round(64 * (1 - talk / given)) / 64
     assert found.step_seconds == pytest.approx(talk + (4 - talk) * (1 + seen))
@@ -249,13 +257,15 @@ def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
 
 def test_lanes_count_by_themselves() -> None:
     """A stage of two ranks on one host is slowed down by itself, and by both ranks of the other."""
-    crowd = Crowd((0, 0, 0, 0), ((1.0, 2.0, 3.0, 4.0),))
+    crowd = HostContention((0, 0, 0, 0), ((1.0, 2.0, 3.0, 4.0),))
     schedule = lower(forward_only(2, 1), chain(2))
     found = simulate(
         schedule, chain(2), [4.0, 4.0], [0.0, 0.0], crowd=crowd, places=[(0, 1), (2, 3)]
     )
     assert [s.end - s.start for s in found.spans] == [2.0, 2.0]
-    apart = Crowd((0, 1, 0, 1), ((1.0, 2.0), (1.0, 3.0)))  # lanes on two hosts: as the slower
+    apart = HostContention(
+        (0, 1, 0, 1), ((1.0, 2.0), (1.0, 3.0))
+    )  # lanes on two hosts: as the slower
     found = simulate(
         lower(forward_only(2, 1), ()), (), [6.0, 6.0], [0.0, 0.0], crowd=apart,
         places=[(0, 1), (2, 3)],
@@ -280,14 +290,17 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
     edges = chain(3)[:1]
     schedule = lower(forward_only(3, 1), edges)
     for weight, taken in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
-        crowd = Crowd((0, 1, 0), ((1.0, 2.0), ()), (weight, 0.0))
+        crowd = HostContention((0, 1, 0), ((1.0, 2.0), ()), (weight, 0.0))
         found = simulate(schedule, edges, [0.0, 0.0, 4.0], [0.0] * 3, lambda *_: 4.0, crowd=crowd)
         assert found.busy[2] == taken
 
 
 def test_windows_are_the_runtimes_own() -> None:
-    assert (window.WINDOW, window.AHEAD) == (prepared.WINDOW, inbox.AHEAD)
-    assert window.STORED == shared_memory.AHEAD
+    assert (transfer_window.WINDOW, transfer_window.AHEAD) == (
+        rank_instructions.WINDOW,
+        receive_queue.AHEAD,
+    )
+    assert transfer_window.STORED == shared_memory.AHEAD
 
 
 def test_a_fast_sender_waits_for_a_window() -> None:
@@ -320,7 +333,7 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
     """Rank 0 copies for 4 seconds beside rank 2, which has 2 seconds to compute, on one core."""
     edges = chain(3)[:1]
     schedule = lower(forward_only(3, 1), edges)
-    crowd = Crowd((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
+    crowd = HostContention((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
     found = simulate(
         schedule, edges, [0.0, 3.0, 6.0], [0.0] * 3, lambda *_: 4.0, sends="shared", crowd=crowd
     )
@@ -333,20 +346,26 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
 
 @pytest.mark.parametrize(
     "crowd",
-    [Crowd((0,), ((1.0, 2.0),)), Crowd((0, 0), ((1.0, 0.0),)), Crowd((0, 0), ((-1.0,),))],
+    [
+        HostContention((0,), ((1.0, 2.0),)),
+        HostContention((0, 0), ((1.0, 0.0),)),
+        HostContention((0, 0), ((-1.0,),)),
+    ],
 )
-def test_no_such_crowd(crowd: Crowd) -> None:
+def test_no_such_crowd(crowd: HostContention) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
         simulate(gpipe(2, 1), chain(2), [1.0, 1.0], [1.0, 1.0], crowd=crowd)
 
 
 def test_a_schedule_that_cannot_run() -> None:
-    broken = Schedule("gpipe", 1, 1, ((Action(0, Kind.B, 0), Action(0, Kind.F, 0)),), (0,))
+    broken = Schedule(
+        "gpipe", 1, 1, ((Action(0, ActionKind.B, 0), Action(0, ActionKind.F, 0)),), (0,)
+    )
     with pytest.raises(FxpartError, match="FXP901"):
-        simulate(broken, (), [1.0], [1.0], crowd=Crowd((0,), ((1.0, 2.0),)))
+        simulate(broken, (), [1.0], [1.0], crowd=HostContention((0,), ((1.0, 2.0),)))
 
 
 @pytest.mark.slow
 @given(curves, st.floats(0, 9))
 def test_a_curve_between_and_past_its_points(curve: list[float], busy: float) -> None:
-    assert factor(curve, busy) == pytest.approx(crowd_oracle.curve_at(curve, busy))
+    assert interpolate_slowdown(curve, busy) == pytest.approx(crowd_oracle.curve_at(curve, busy))

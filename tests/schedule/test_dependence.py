@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, StageEdge, parse
+from fxpart.schedule.action import Action, ActionKind, StageEdge, parse
 from fxpart.schedule.builders import one_f_one_b
-from fxpart.schedule.dependence import Dependence, chain, partner, sending
+from fxpart.schedule.dependence import Dependence, chain, get_transfer_partner, get_transfer_send
+from fxpart.schedule.event_times import compute_earliest_times
 from fxpart.schedule.lower import lower
-from fxpart.schedule.order import earliest
 
 # Stage 0 feeds 1, 2 and 3; stages 0 and 2 share rank 0; nothing comes back from 1 to 0.
 EDGES = (
@@ -94,34 +94,36 @@ def test_partners(case: Case) -> None:
     for actions in lower(case.schedule, case.edges).ranks:
         for action in actions:
             if not action.kind.is_compute:
-                assert partner(partner(action)) == action
-                assert sending(action) == sending(partner(action))
-                assert sending(action).kind in (Kind.SEND_F, Kind.SEND_B)
+                assert get_transfer_partner(get_transfer_partner(action)) == action
+                assert get_transfer_send(action) == get_transfer_send(get_transfer_partner(action))
+                assert get_transfer_send(action).kind in (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 def numbered(*microbatches: int) -> list[Action]:
-    return [Action(0, Kind.F, m) for m in microbatches]
+    return [Action(0, ActionKind.F, m) for m in microbatches]
 
 
 def test_earliest_times() -> None:
     """Two lanes that share an event, one event in no lane, one cause across."""
     a, b, c, d, e = numbered(0, 1, 2, 3, 4)
     seconds = {a: 2.0, b: 1.0, c: 4.0, d: 0.5, e: 1.0}
-    times = earliest([[a, c], [b, c, d]], {d: [a], e: [b]}, lambda event: seconds[event])
+    times = compute_earliest_times(
+        [[a, c], [b, c, d]], {d: [a], e: [b]}, lambda event: seconds[event]
+    )
     assert times == {a: (0, 2), b: (0, 1), c: (2, 6), d: (6, 6.5), e: (1, 2)}
 
 
 def test_lanes_that_contradict_each_other() -> None:
     a, b, missing = numbered(0, 1, 2)
     with pytest.raises(FxpartError, match="2 actions wait for each other"):
-        earliest([[a, b], [b, a]], {}, lambda _: 1.0)
+        compute_earliest_times([[a, b], [b, a]], {}, lambda _: 1.0)
     with pytest.raises(FxpartError, match="1 actions wait"):
-        earliest([[a]], {a: [missing]}, lambda _: 1.0)
+        compute_earliest_times([[a]], {a: [missing]}, lambda _: 1.0)
 
 
 def test_no_torch() -> None:
     """Plans are explained and schedules checked without torch, NumPy or a solver."""
-    names = ("builders", "lower", "place", "verify", "simulate", "draw", "text", "torch_csv")
+    names = ("builders", "lower", "rank_merge", "verify", "simulate", "draw", "text", "torch_csv")
     code = "import sys\n" + "".join(f"import fxpart.schedule.{name}\n" for name in names)
     code += "print([m for m in ('torch', 'numpy', 'ortools', 'msgspec') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,15 @@ from queued_rehearsal import Rehearsal
 from queued_shapes import queues, shapes
 
 from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
-from fxpart.schedule.queues.orders import Begun, Failed, Forward, Lost, Met, Ran, Stop
+from fxpart.schedule.queues.messages import (
+    BarrierArrival,
+    ComputationReport,
+    FailureReport,
+    ForwardOrder,
+    MinibatchStartReport,
+    ReplicaLossReport,
+    StopOrder,
+)
 
 
 @pytest.mark.slow
@@ -55,52 +63,58 @@ def chain(staleness: int = 0) -> Dispatcher:
 
 def test_the_free_copy_takes_the_next() -> None:
     desk = chain()
-    orders = [o for copy in (0, 1, 2) for o in desk.hear(copy, Begun(0, 4, "x"))]
-    assert orders == [(0, Forward(0, 0, ((1, 2),))), (1, Forward(0, 1, ((1, 2),)))]
-    first = desk.hear(1, Ran(False, 0, 1))
+    orders = [o for copy in (0, 1, 2) for o in desk.hear(copy, MinibatchStartReport(0, 4, "x"))]
+    assert orders == [(0, ForwardOrder(0, 0, ((1, 2),))), (1, ForwardOrder(0, 1, ((1, 2),)))]
+    first = desk.hear(1, ComputationReport(False, 0, 1))
     # Copy 1 was faster: it takes microbatch 2, and copy 2 begins with what is there.
-    assert first == [(2, Forward(0, 1, ())), (1, Forward(0, 2, ((1, 2),)))]
+    assert first == [(2, ForwardOrder(0, 1, ())), (1, ForwardOrder(0, 2, ((1, 2),)))]
 
 
 def test_a_slow_copy_leaves_the_last_to_one_that_is_sooner_done() -> None:
     desk = Dispatcher(queues([2], set(), 1, [2]), [0])
     for copy in (0, 1):
-        desk.hear(copy, Begun(0, 4, "x"))
-    assert desk.hear(0, Ran(False, 0, 0, seconds=1.0)) == [(0, Forward(0, 2, ()))]
+        desk.hear(copy, MinibatchStartReport(0, 4, "x"))
+    assert desk.hear(0, ComputationReport(False, 0, 0, seconds=1.0)) == [
+        (0, ForwardOrder(0, 2, ()))
+    ]
     # One is left: copy 1 would take five seconds for it, copy 0 is done with both in two.
-    assert desk.hear(1, Ran(False, 0, 1, seconds=5.0)) == []
-    assert desk.hear(0, Ran(False, 0, 2, seconds=1.0)) == [(0, Forward(0, 3, ()))]
+    assert desk.hear(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
+    assert desk.hear(0, ComputationReport(False, 0, 2, seconds=1.0)) == [
+        (0, ForwardOrder(0, 3, ()))
+    ]
 
 
 def test_a_slow_copy_takes_what_it_left_when_the_others_are_gone() -> None:
     desk = Dispatcher(queues([2], set(), 1, [2]), [0])
     for copy in (0, 1):
-        desk.hear(copy, Begun(0, 4, "x"))
-    desk.hear(0, Ran(False, 0, 0, seconds=1.0))
-    assert desk.hear(1, Ran(False, 0, 1, seconds=5.0)) == []
-    again = desk.hear(1, Lost(0))
-    assert again == [(1, Forward(0, 0, ()))]  # what copy 0 had done, first
+        desk.hear(copy, MinibatchStartReport(0, 4, "x"))
+    desk.hear(0, ComputationReport(False, 0, 0, seconds=1.0))
+    assert desk.hear(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
+    again = desk.hear(1, ReplicaLossReport(0))
+    assert again == [(1, ForwardOrder(0, 0, ()))]  # what copy 0 had done, first
 
 
 def test_batches_must_be_alike() -> None:
     desk = chain()
-    desk.hear(0, Begun(0, 4, "12 rows"))
-    orders = desk.hear(1, Begun(0, 3, "9 rows"))
-    assert {type(order) for _, order in orders} == {Stop}
+    desk.hear(0, MinibatchStartReport(0, 4, "12 rows"))
+    orders = desk.hear(1, MinibatchStartReport(0, 3, "9 rows"))
+    assert {type(order) for _, order in orders} == {StopOrder}
     assert desk.problems[0][0] == "FXP501" and "9 rows" in desk.problems[0][2]
 
 
 def test_a_failure_stops_all() -> None:
     desk = chain()
     problem = (("FXP105", "x", "y", "z"),)
-    assert desk.hear(1, Failed(problem)) == [(copy, Stop(problem)) for copy in (0, 1, 2)]
-    assert desk.hear(0, Begun(0, 1, "")) == []
+    assert desk.hear(1, FailureReport(problem)) == [
+        (copy, StopOrder(problem)) for copy in (0, 1, 2)
+    ]
+    assert desk.hear(0, MinibatchStartReport(0, 1, "")) == []
 
 
 def test_those_that_live_meet() -> None:
     desk = chain()
-    assert desk.hear(0, Met(0)) == desk.hear(2, Met(0)) == []
-    orders = desk.hear(0, Lost(1))
+    assert desk.hear(0, BarrierArrival(0)) == desk.hear(2, BarrierArrival(0)) == []
+    orders = desk.hear(0, ReplicaLossReport(1))
     assert [(copy, order.number, order.lost) for copy, order in orders] == [
         (0, 0, (1,)), (2, 0, (1,)),
     ]  # fmt: skip

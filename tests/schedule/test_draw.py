@@ -10,7 +10,7 @@ from fxpart.schedule.builders import gpipe, one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
 from fxpart.schedule.lower import lower
-from fxpart.schedule.place import place
+from fxpart.schedule.rank_merge import merge_onto_ranks
 from fxpart.schedule.simulate import simulate
 
 
@@ -40,7 +40,7 @@ def test_the_picture_is_the_simulation(case: Case) -> None:
 
 
 def test_several_stages_name_the_stage() -> None:
-    picture = draw(place(gpipe(2, 2), [0, 0]))
+    picture = draw(merge_onto_ranks(gpipe(2, 2), [0, 0]))
     assert picture == "0 | 0F0 1F0 0F1 1F1 1B0 === 1B1 === 0B0 === 0B1 ==="
 
 

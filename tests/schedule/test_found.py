@@ -10,9 +10,9 @@ from random_schedules import Case, cases
 from fxpart.errors import FxpartError
 from fxpart.schedule.builders import one_f_one_b
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.found import from_plan, to_plan
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
+from fxpart.schedule.plan_actions import format_plan_actions, parse_plan_actions
 from fxpart.schedule.verify import check
 
 
@@ -22,18 +22,18 @@ def test_what_is_written_reads_back_and_may_be_cut_short(case: Case, data: st.Da
     schedule = case.schedule
     if not schedule.trains:
         return
-    lines = to_plan(lower(schedule, case.edges))
-    back = from_plan(lines, schedule.stage_rank, schedule.microbatches)
+    lines = format_plan_actions(lower(schedule, case.edges))
+    back = parse_plan_actions(lines, schedule.stage_rank, schedule.microbatches)
     assert (back.ranks, back.name) == (schedule.ranks, "found")
     fewer = data.draw(st.integers(1, schedule.microbatches))
-    short = from_plan(lines, schedule.stage_rank, schedule.microbatches, fewer)
+    short = parse_plan_actions(lines, schedule.stage_rank, schedule.microbatches, fewer)
     made = make(short, schedule.stage_rank, fewer, case.edges)
     assert made == make(back, schedule.stage_rank, fewer, case.edges)
     assert not check(made, case.edges)
     assert {a.microbatch for actions in made.ranks for a in actions} == set(range(fewer))
 
 
-LINES = to_plan(one_f_one_b(2, 2))
+LINES = format_plan_actions(one_f_one_b(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -56,23 +56,23 @@ LINES = to_plan(one_f_one_b(2, 2))
 )
 def test_lines_that_are_no_schedule(lines: tuple[str, ...], why: str) -> None:
     with pytest.raises(FxpartError, match=why) as caught:
-        from_plan(lines, (0, 1), 2)
+        parse_plan_actions(lines, (0, 1), 2)
     assert caught.value.code == "FXP303"
 
 
 def test_a_huge_number_of_microbatches_is_refused_at_once() -> None:
     with pytest.raises(FxpartError, match="forwards"):
-        from_plan(LINES, (0, 1), 10**9)
+        parse_plan_actions(LINES, (0, 1), 10**9)
 
 
 def test_lines_in_an_unsafe_order_are_not_run() -> None:
-    found = from_plan(("0B0 0F0", "1F0 1B0"), (0, 1), 1)
+    found = parse_plan_actions(("0B0 0F0", "1F0 1B0"), (0, 1), 1)
     with pytest.raises(FxpartError, match="FXP901"):
         make(found, (0, 1), 1, chain(2))
 
 
 def test_more_microbatches_and_other_ranks_than_it_is_for() -> None:
-    found = from_plan(LINES, (0, 1), 2)
+    found = parse_plan_actions(LINES, (0, 1), 2)
     with pytest.raises(FxpartError, match="FXP109"):
         make(found, (0, 1), 3, chain(2))
     with pytest.raises(FxpartError, match="FXP109"):

@@ -12,14 +12,20 @@ from hypothesis import strategies as st
 from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, StageEdge
+from fxpart.schedule.action import Action, ActionKind, StageEdge
 from fxpart.schedule.builders import BUILDERS, gpipe, one_f_one_b
-from fxpart.schedule.dependence import Dependence, chain, depths, partner, sending
+from fxpart.schedule.dependence import (
+    Dependence,
+    chain,
+    depths,
+    get_transfer_partner,
+    get_transfer_send,
+)
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
 
-SENDS = (Kind.SEND_F, Kind.SEND_B)
+SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
 
 
 @given(cases(max_stages=6, max_microbatches=8), st.data())
@@ -54,11 +60,11 @@ def test_transfers_are_counted_by_the_edges(case: Case) -> None:
         for m in (
             range(case.schedule.microbatches) if rank[edge.source] != rank[edge.target] else ()
         ):
-            send = Action(edge.source, Kind.SEND_F, m, edge.target)
-            expected.update([send, partner(send)])
+            send = Action(edge.source, ActionKind.SEND_F, m, edge.target)
+            expected.update([send, get_transfer_partner(send)])
             if edge.backward and case.schedule.trains:
-                send = Action(edge.target, Kind.SEND_B, m, edge.source)
-                expected.update([send, partner(send)])
+                send = Action(edge.target, ActionKind.SEND_B, m, edge.source)
+                expected.update([send, get_transfer_partner(send)])
     assert found == expected
 
 
@@ -72,7 +78,7 @@ def test_both_sides_see_one_order(case: Case) -> None:
         for other in range(one):
             orders = [
                 [
-                    sending(a)
+                    get_transfer_send(a)
                     for a in lowered.ranks[here]
                     if a.peer is not None and rank[a.peer] == there
                 ]

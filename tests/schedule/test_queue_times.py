@@ -12,10 +12,10 @@ from queued_shapes import queues, shapes
 
 from fxpart.schedule.action import StageEdge
 from fxpart.schedule.make import make
+from fxpart.schedule.multi_step import simulate_steps
 from fxpart.schedule.queues.dispatcher import Queues
-from fxpart.schedule.queues.pace import Paces
+from fxpart.schedule.queues.replica_times import ReplicaTimes
 from fxpart.schedule.queues.simulate import QueueTimes, simulate_queues
-from fxpart.schedule.steps import simulate_steps
 
 
 def times(
@@ -113,7 +113,7 @@ def test_updates_that_may_be_missed_fill_what_waits() -> None:
 
 
 def test_what_is_not_known_is_left_to_nobody() -> None:
-    paces = Paces()
+    paces = ReplicaTimes()
     assert paces.of(0, trains=True) == 0
     paces.heard(0, False, 1.0)
     assert paces.of(0, trains=True) == 0 and paces.of(0, trains=False) == 1.0

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from fxpart.schedule.action import Kind, StageEdge
+from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.fast_simulation import NAMES, compute_last_backward_ends
 from fxpart.schedule.lower import lower
-from fxpart.schedule.quick import NAMES, last_ends
 from fxpart.schedule.simulate import simulate
 
 
@@ -31,8 +31,8 @@ def test_as_the_full_simulation(seed: int) -> None:
     rng = random.Random(-seed)
     moved = {(e.source, e.target): rng.choice((0.0, 0.3, rng.uniform(0, 2))) for e in edges}
 
-    def transfer(stage: int, peer: int, kind: Kind) -> float:
-        return moved[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
+    def transfer(stage: int, peer: int, kind: ActionKind) -> float:
+        return moved[(stage, peer) if kind is ActionKind.SEND_F else (peer, stage)]
 
     built = BUILDERS[name](len(forward), microbatches, edges)
     # With other costs a stage's order and its links stay as they are; only the times differ.
@@ -42,12 +42,12 @@ def test_as_the_full_simulation(seed: int) -> None:
     for span in timeline.spans:
         if span.lane == "compute":
             ends[span.action.stage] = max(ends[span.action.stage], span.end)
-    found = last_ends(name, microbatches, edges, forward, backward, moved)
+    found = compute_last_backward_ends(name, microbatches, edges, forward, backward, moved)
     assert found == pytest.approx(ends, rel=1e-12, abs=1e-12)
 
 
 def test_equal_stages_take_the_closed_form() -> None:
     edges = tuple(StageEdge(k, k + 1) for k in range(3))
     for name in NAMES:
-        ends = last_ends(name, 9, edges, [1.0] * 4, [2.0] * 4, {})
+        ends = compute_last_backward_ends(name, 9, edges, [1.0] * 4, [2.0] * 4, {})
         assert max(ends) == pytest.approx((4 + 9 - 1) * 3)

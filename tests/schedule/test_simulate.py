@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge, parse
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge, parse
 from fxpart.schedule.builders import BUILDERS, forward_only, gpipe, one_f_one_b
 from fxpart.schedule.dependence import Dependence, chain
 from fxpart.schedule.lower import lower
@@ -19,7 +19,7 @@ from fxpart.schedule.simulate import simulate
 seconds = st.integers(0, 20).map(float)
 
 
-def free(_stage: int, _peer: int, _kind: Kind) -> float:
+def free(_stage: int, _peer: int, _kind: ActionKind) -> float:
     return 0.0
 
 
@@ -118,7 +118,7 @@ def by_small_steps(schedule: Schedule, edges: tuple[StageEdge, ...], f: list[int
             for rank, actions in enumerate(schedule.ranks):
                 while at[rank] < len(actions) and until.get(rank, 0) <= clock:
                     action = actions[at[rank]]
-                    if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                    if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
                         finished += 1
                     elif not action.kind.is_compute:
                         # Counted when it arrives.
@@ -126,8 +126,8 @@ def by_small_steps(schedule: Schedule, edges: tuple[StageEdge, ...], f: list[int
                         link = (rank, schedule.stage_rank[action.peer])
                         queue.setdefault(link, []).append(action)
                     elif all(need in done for need in dependence.requires(action)):
-                        cost = f[action.stage] if action.kind is Kind.F else b[action.stage]
-                        cost //= 2 if action.kind in (Kind.I, Kind.W) else 1
+                        cost = f[action.stage] if action.kind is ActionKind.F else b[action.stage]
+                        cost //= 2 if action.kind in (ActionKind.I, ActionKind.W) else 1
                         until[rank] = clock + cost
                         running.append((clock + cost, action))
                     else:
@@ -137,12 +137,18 @@ def by_small_steps(schedule: Schedule, edges: tuple[StageEdge, ...], f: list[int
             for link, waiting in queue.items():
                 if waiting and link_until.get(link, 0) <= clock:
                     send = waiting[0]
-                    kinds = [Kind.F] if send.kind is Kind.SEND_F else [Kind.B, Kind.I]
+                    kinds = (
+                        [ActionKind.F]
+                        if send.kind is ActionKind.SEND_F
+                        else [ActionKind.B, ActionKind.I]
+                    )
                     if not any(Action(send.stage, k, send.microbatch) in done for k in kinds):
                         continue
                     waiting.pop(0)
                     link_until[link] = clock + tau
-                    receive = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+                    receive = (
+                        ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
+                    )
                     assert send.peer is not None
                     twin = Action(send.peer, receive, send.microbatch, send.stage)
                     running.append((clock + tau, twin))
@@ -229,16 +235,16 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
 
 def test_transfer_costs_are_asked_by_stage_and_direction() -> None:
     edges = (StageEdge(0, 1), StageEdge(1, 2), StageEdge(0, 2, backward=False))
-    asked: set[tuple[int, int, Kind]] = set()
+    asked: set[tuple[int, int, ActionKind]] = set()
 
-    def transfer(stage: int, peer: int, kind: Kind) -> float:
+    def transfer(stage: int, peer: int, kind: ActionKind) -> float:
         asked.add((stage, peer, kind))
         return 1.0
 
     simulate(lower(gpipe(3, 2), edges), edges, [1.0] * 3, [1.0] * 3, transfer)
     assert asked == {
-        (0, 1, Kind.SEND_F), (1, 2, Kind.SEND_F), (0, 2, Kind.SEND_F),
-        (1, 0, Kind.SEND_B), (2, 1, Kind.SEND_B),
+        (0, 1, ActionKind.SEND_F), (1, 2, ActionKind.SEND_F), (0, 2, ActionKind.SEND_F),
+        (1, 0, ActionKind.SEND_B), (2, 1, ActionKind.SEND_B),
     }  # fmt: skip
 
 

@@ -11,30 +11,30 @@ from random_schedules import stage_graphs
 from fxpart.schedule.action import StageEdge
 from fxpart.schedule.builders import one_f_one_b
 from fxpart.schedule.dependence import chain, depths
-from fxpart.schedule.flight import in_flight
+from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import verify
-from fxpart.solver.branches.objective import evaluate, stage_edges
-from fxpart.solver.branches.portfolio import solve_branches
-from fxpart.solver.branches.problem import BranchChoice
 from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.stage_graph.objective import evaluate, stage_edges
+from fxpart.solver.stage_graph.portfolio import solve_branches
+from fxpart.solver.stage_graph.problem import StageGraphChoice
 
 
-def edges_of(problem: PartitionProblem, choice: BranchChoice) -> tuple[StageEdge, ...]:
+def edges_of(problem: PartitionProblem, choice: StageGraphChoice) -> tuple[StageEdge, ...]:
     """The choice's stage graph."""
     later = stage_edges(problem, choice.stage_of)
     return tuple(StageEdge(p, q) for p, found in enumerate(later) for q in sorted(found))
 
 
-def simulated(problem: PartitionProblem, choice: BranchChoice) -> float:
+def simulated(problem: PartitionProblem, choice: StageGraphChoice) -> float:
     """Seconds of the schedule that runs the choice; its in-flight counts are those evaluated."""
     found = evaluate(problem, choice)
     edges = edges_of(problem, choice)
     m = problem.variants[choice.variant].microbatches
     schedule = make(choice.schedule, range(choice.stages), m, edges)
-    assert in_flight(schedule) == tuple(stage.in_flight for stage in found.stages)
+    assert count_in_flight(schedule) == tuple(stage.in_flight for stage in found.stages)
     forward = [stage.forward_seconds for stage in found.stages]
     backward = [stage.backward_seconds for stage in found.stages]
     return simulate(schedule, edges, forward, backward).step_seconds
@@ -50,7 +50,7 @@ def test_any_stage_graph_is_safe_and_keeps_its_depth_in_flight(
     built = one_f_one_b(stages, microbatches, edges)
     lowered = lower(built, edges)
     verify(lowered, edges, memory=[min(microbatches, depth) for depth in deep])
-    assert in_flight(lowered) == tuple(min(microbatches, depth) for depth in deep)
+    assert count_in_flight(lowered) == tuple(min(microbatches, depth) for depth in deep)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
@@ -90,7 +90,7 @@ def test_eight_branches_take_what_was_predicted() -> None:
     for i in range(8):
         stage_of[24 + i] = 12 + i // 2
     problem = branches_and_trunk(8, 3, 8, stages=16, microbatches=64, backward=2 / 3)
-    choice = BranchChoice(variant=0, schedule="1f1b", stage_of=tuple(stage_of))
+    choice = StageGraphChoice(variant=0, schedule="1f1b", stage_of=tuple(stage_of))
     assert evaluate(problem, choice).seconds == pytest.approx(138)
     assert simulated(problem, choice) == pytest.approx(138)
 

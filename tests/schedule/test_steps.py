@@ -11,11 +11,11 @@ from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.builders import gpipe, one_f_one_b
-from fxpart.schedule.crowd import Crowd
 from fxpart.schedule.dependence import chain
+from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.lower import lower
+from fxpart.schedule.multi_step import simulate_steps
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.steps import simulate_steps
 
 seconds = st.integers(0, 9).map(float)
 
@@ -81,7 +81,7 @@ def test_steps_with_a_flush(case: Case, data: st.DataObject) -> None:
 def test_updates_crowd_each_other_too() -> None:
     """Two ranks on one core; after they have met both update at once, for twice as long."""
     schedule = lower(gpipe(2, 2), chain(2))
-    crowd = Crowd((0, 0), ((1.0, 2.0),))
+    crowd = HostContention((0, 0), ((1.0, 2.0),))
     f, b, once = [2.0, 2.0], [4.0, 4.0], [6.0, 6.0]  # half of that alone
     joined = simulate(schedule, chain(2), f, b, once=once, join=True, crowd=crowd)
     assert [u.end - u.start for u in joined.updates] == [6.0, 6.0]

@@ -11,7 +11,7 @@ from random_schedules import Case, cases, mutated
 
 import fxpart.schedule.text as text_module
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, Kind, StageEdge, parse
+from fxpart.schedule.action import Action, ActionKind, StageEdge, parse
 from fxpart.schedule.builders import BUILDERS, one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
@@ -23,7 +23,7 @@ numbers = st.integers(0, 999_999_999)
 computations = st.builds(
     Action,
     numbers,
-    st.sampled_from([kind for kind in Kind if kind.is_compute]),
+    st.sampled_from([kind for kind in ActionKind if kind.is_compute]),
     numbers,
     st.none(),
     st.none() | numbers,
@@ -31,7 +31,7 @@ computations = st.builds(
 transfers = st.builds(
     Action,
     st.integers(0, 500),
-    st.sampled_from([kind for kind in Kind if not kind.is_compute]),
+    st.sampled_from([kind for kind in ActionKind if not kind.is_compute]),
     numbers,
     st.integers(501, 999),
     st.none() | numbers,
@@ -63,9 +63,9 @@ def test_huge_numbers_do_not_crash() -> None:
 
 def test_a_transfer_without_a_peer_cannot_be_made() -> None:
     with pytest.raises(AssertionError):
-        Action(0, Kind.SEND_F, 0)
+        Action(0, ActionKind.SEND_F, 0)
     with pytest.raises(AssertionError):
-        Action(0, Kind.F, 0, 1)
+        Action(0, ActionKind.F, 0, 1)
 
 
 @given(cases(), st.booleans())

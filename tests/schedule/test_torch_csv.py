@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from schedule_draws import broken, drawn
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Kind, Schedule, StageEdge, parse
-from fxpart.schedule.builders import BUILDERS, gpipe, in_a_loop, in_a_v, one_f_one_b
+from fxpart.schedule.action import ActionKind, Schedule, StageEdge, parse
+from fxpart.schedule.builders import (
+    BUILDERS,
+    assign_loop_ranks,
+    assign_v_ranks,
+    gpipe,
+    one_f_one_b,
+)
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
-from fxpart.schedule.place import place
+from fxpart.schedule.rank_merge import merge_onto_ranks
 from fxpart.schedule.simulate import Sends, simulate
 from fxpart.schedule.text import from_text, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
@@ -31,7 +37,7 @@ def torch_schedules() -> Any:
 
 
 def neighbours_only(stages: int, ranks: list[int]) -> Schedule:
-    return place(one_f_one_b(stages, 4), ranks)
+    return merge_onto_ranks(one_f_one_b(stages, 4), ranks)
 
 
 @pytest.mark.slow
@@ -39,8 +45,9 @@ def neighbours_only(stages: int, ranks: list[int]) -> Schedule:
     "schedule",
     [gpipe(4, 6), one_f_one_b(4, 6), one_f_one_b(5, 2), neighbours_only(4, [0, 1, 0, 1]),
      neighbours_only(6, [0, 1, 2, 0, 1, 2]), neighbours_only(4, [0, 0, 1, 1]),
-     BUILDERS["interleaved"](in_a_loop(8, 4), 8), BUILDERS["breadth-first"](in_a_loop(6, 2), 5),
-     BUILDERS["zb-h1"](4, 6), BUILDERS["zb-v"](in_a_v(6), 8), BUILDERS["forward"](3, 4)],
+     BUILDERS["interleaved"](assign_loop_ranks(8, 4), 8),
+     BUILDERS["breadth-first"](assign_loop_ranks(6, 2), 5),
+     BUILDERS["zb-h1"](4, 6), BUILDERS["zb-v"](assign_v_ranks(6), 8), BUILDERS["forward"](3, 4)],
     ids=["gpipe", "1f1b", "short", "two-by-two", "two-by-three", "neighbours", "interleaved",
          "breadth-first", "zb-h1", "zb-v", "forward"],
 )  # fmt: skip
@@ -75,7 +82,7 @@ def test_torch_judges_random_schedules_alike(torch_schedules: Any) -> None:
         if case.edges != chain(one.stages) or case.stash or one.replicas or not one.trains:
             continue
         seen += 1
-        split += any(a.kind is Kind.I for actions in one.ranks for a in actions)
+        split += any(a.kind is ActionKind.I for actions in one.ranks for a in actions)
         virtual += len(one.ranks) < one.stages
         assert torch_accepts(torch_schedules, one)
         bare = computations_of(one)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.schedule.action import Schedule, StageEdge, members
-from fxpart.schedule.builders import limits
-from fxpart.schedule.builders.copies_ahead import copies_ahead
+from fxpart.schedule.action import Schedule, StageEdge, list_group_stages
+from fxpart.schedule.builders import get_in_flight_limits
+from fxpart.schedule.builders.replica_warmup import count_warmup_forwards
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.text import from_text, to_text
@@ -28,9 +28,9 @@ def two_and_one(microbatches: int, name: str = "1f1b") -> Schedule:
 def test_a_round_is_repeated(turns: list[int], microbatches: int) -> None:
     schedule = Schedule("x", 5, microbatches, (), tuple(range(5)), (tuple(turns),))
     for m in range(microbatches):
-        takers = [k for k in members(turns) if schedule.takes(k, m)]
+        takers = [k for k in list_group_stages(turns) if schedule.takes(k, m)]
         assert takers == [turns[m % len(turns)]]
-    taken = [m for k in members(turns) for m in schedule.taken(k)]
+    taken = [m for k in list_group_stages(turns) for m in schedule.taken(k)]
     assert sorted(taken) == list(range(microbatches))
     assert schedule.taken(4) == tuple(range(microbatches))
 
@@ -62,8 +62,8 @@ def seconds_edges() -> tuple[StageEdge, ...]:
     ],
 )
 def test_ahead_by_hand(replicas: tuple[tuple[int, ...], ...], expected: tuple[int, ...]) -> None:
-    edges = tuple(StageEdge(a, b) for a in (0, 1) for b in members(replicas[1]))
-    assert copies_ahead(len(expected), 12, edges, replicas) == expected
+    edges = tuple(StageEdge(a, b) for a in (0, 1) for b in list_group_stages(replicas[1]))
+    assert count_warmup_forwards(len(expected), 12, edges, replicas) == expected
 
 
 def drawn(seed: int) -> tuple[int, list[tuple[int, ...]], tuple[StageEdge, ...]]:
@@ -81,8 +81,8 @@ def drawn(seed: int) -> tuple[int, list[tuple[int, ...]], tuple[StageEdge, ...]]
     pairs = {(i, i + 1) for i in range(len(units) - 1)}
     pairs |= {(i, j) for j in range(2, len(units)) for i in range(j - 1) if source.random() < 0.3}
     edges = tuple(
-        StageEdge(a, b) for i, j in sorted(pairs) for a in members(units[i])
-        for b in members(units[j])
+        StageEdge(a, b) for i, j in sorted(pairs) for a in list_group_stages(units[i])
+        for b in list_group_stages(units[j])
     )  # fmt: skip
     return first, units, edges
 
@@ -92,11 +92,11 @@ def drawn(seed: int) -> tuple[int, list[tuple[int, ...]], tuple[StageEdge, ...]]
 def test_no_round_deadlocks(seed: int) -> None:
     """Proved by the verifier for sends that wait; what is in flight is as the builder says."""
     stages, units, edges = drawn(seed)
-    groups = [unit for unit in units if len(members(unit)) > 1]
+    groups = [unit for unit in units if len(list_group_stages(unit)) > 1]
     count = Random(seed).randint(1, 24)
     for name in ("gpipe", "1f1b", "forward"):
         made = make(name, range(stages), count, edges, replicas=groups)
         assert from_text(to_text(made)) == made
     made = make("1f1b", range(stages), count, edges, replicas=groups)
     held = simulate(made, edges, [1.0] * stages, [2.0] * stages).in_flight
-    assert all(h <= most for h, most in zip(held, limits(made) or (), strict=True))
+    assert all(h <= most for h, most in zip(held, get_in_flight_limits(made) or (), strict=True))

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from random_schedules import stage_graphs
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Kind, Schedule
+from fxpart.schedule.action import ActionKind, Schedule
 from fxpart.schedule.builders import asynchronous
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make
 from fxpart.schedule.text import from_text, to_text
 from fxpart.schedule.verify import check
-from fxpart.schedule.versioned import versioned
+from fxpart.schedule.version_annotation import annotate_versions
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 STREAMED = [mode for mode in MODES.values() if not mode.flush]
@@ -28,14 +28,14 @@ def stream(stages: int, count: int) -> Schedule:
 
 
 def test_stash_by_hand() -> None:
-    found = versioned(asynchronous(2, 4), "stash", 1)
+    found = annotate_versions(asynchronous(2, 4), "stash", 1)
     assert [[str(a) for a in actions] for actions in found.ranks] == [
         ["0F0@0", "0F1@0", "0B0@0", "0F2@1", "0B1@0", "0F3@2", "0B2@1", "0B3@2"],
         ["1F0@0", "1B0@0", "1F1@1", "1B1@1", "1F2@2", "1B2@2", "1F3@3", "1B3@3"],
     ]
-    naive = versioned(asynchronous(2, 3), MODES["naive"], 1)
+    naive = annotate_versions(asynchronous(2, 3), MODES["naive"], 1)
     assert " ".join(map(str, naive.ranks[0])) == "0F0@0 0F1@0 0B0@0 0F2@1 0B1@1 0B2@2"
-    assert versioned(found, "flush", 1) == asynchronous(2, 4)
+    assert annotate_versions(found, "flush", 1) == asynchronous(2, 4)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_every_mode_is_proved(
     edges = data.draw(stage_graphs(stages))
     bare = make("async", data.draw(st.permutations(range(stages))), count, edges)
     try:
-        named = versioned(bare, mode, every)
+        named = annotate_versions(bare, mode, every)
     except FxpartError as refused:
         assert mode.name == "2bw" and refused.code == "FXP109" and every < stages
         return
@@ -65,7 +65,7 @@ def test_damaged_versions_are_caught() -> None:
     source = random.Random(1)
     for mode in STREAMED:
         every = 4 if mode.name == "2bw" else source.randint(1, 3)
-        named = versioned(stream(4, 12), mode, every)
+        named = annotate_versions(stream(4, 12), mode, every)
         for _ in range(10):
             rank = source.randrange(4)
             actions = list(named.ranks[rank])
@@ -84,7 +84,7 @@ def test_damaged_versions_are_caught() -> None:
 
 
 def test_another_number_of_microbatches_to_an_update() -> None:
-    named = versioned(stream(3, 12), "naive", 2)
+    named = annotate_versions(stream(3, 12), "naive", 2)
     assert not check(named, chain(3), weights="naive", every=2)
     for every in (1, 3):
         assert check(named, chain(3), weights="naive", every=every)
@@ -110,9 +110,9 @@ def test_a_version_that_is_not_there_yet() -> None:
 def test_orders_that_are_no_stream(name: str) -> None:
     ranks = (0, 1, 0, 1) if name == "interleaved" else (0, 1, 2, 3)
     with pytest.raises(FxpartError, match="FXP109"):
-        versioned(make(name, ranks, 6, chain(4)), "stash", 1)
+        annotate_versions(make(name, ranks, 6, chain(4)), "stash", 1)
     with pytest.raises(FxpartError, match="FXP109"):
-        versioned(stream(2, 3), "stash", 0)
+        annotate_versions(stream(2, 3), "stash", 0)
     with pytest.raises(FxpartError, match="no weight mode of that name"):
         check(stream(2, 3), chain(2), weights="huh")
 
@@ -123,7 +123,7 @@ def test_copies_of_stages_have_no_versions() -> None:
     edges = (StageEdge(0, 2), StageEdge(1, 2))
     made = make("1f1b", range(3), 4, edges, replicas=((0, 1),))
     with pytest.raises(FxpartError, match="copies of a stage"):
-        versioned(made, "stash", 1)
+        annotate_versions(made, "stash", 1)
     assert any("copies" in p.why for p in check(made, edges, weights="stash", every=1))
 
 
@@ -135,5 +135,5 @@ def test_backwards_in_halves_name_the_same() -> None:
         for actions in bare.ranks
     )
     assert not check(replace(bare, ranks=ranks), chain(2), weights="stash", every=8)
-    assert any(a.kind is Kind.W for a in bare.ranks[0])
+    assert any(a.kind is ActionKind.W for a in bare.ranks[0])
     assert check(replace(bare, ranks=ranks), chain(2), weights="stash", every=1)

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from random_schedules import stage_graphs
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Kind, StageEdge
+from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.builders import asynchronous
-from fxpart.schedule.causes import Sends
 from fxpart.schedule.dependence import chain, depths
+from fxpart.schedule.event_graph import Sends
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
-from fxpart.schedule.reads import Applied
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.versioned import stream_versions
-from fxpart.schedule.versions import Versions, chain_ahead
+from fxpart.schedule.version_annotation import derive_version_counters
+from fxpart.schedule.version_check import AppliedUpdates
+from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 SENDS: tuple[Sends, ...] = ("overlapped", "buffered", "rendezvous", "runtime", "shared")
@@ -31,7 +31,7 @@ FULL = 60  # a microbatch that finds the pipeline full
 @pytest.mark.parametrize("every", [1, 2, 3, 8])
 def test_the_notes_table(stages: int, every: int) -> None:
     """u_f = floor(max(0, t - (K - k)) / a), u_b = floor((t - 1) / a), of t = 1, 2, ..."""
-    versions = Versions(chain_ahead(stages), every)
+    versions = WeightVersionCounters(count_chain_warmup(stages), every)
     for k in range(stages):
         gaps = []
         for t in range(1, 5 * stages + 5 * every):
@@ -45,7 +45,7 @@ def test_the_notes_table(stages: int, every: int) -> None:
 
 
 def test_four_stages_tenth_minibatch() -> None:
-    versions = Versions(chain_ahead(4), 1)
+    versions = WeightVersionCounters(count_chain_warmup(4), 1)
     found = [
         (versions.forward(k, 9), versions.backward(k, 9), versions.staleness(k, 9))
         for k in range(4)
@@ -61,7 +61,7 @@ def test_four_stages_tenth_minibatch() -> None:
     ],
 )
 def test_horizons_of_spectrain(stages: int, forward: list[int], backward: list[int]) -> None:
-    versions = Versions(chain_ahead(stages), 1)
+    versions = WeightVersionCounters(count_chain_warmup(stages), 1)
     reads = [versions.read(MODES["spectrain"], k, FULL) for k in range(stages)]
     assert [read.look_forward for read in reads] == forward
     assert [read.look_backward for read in reads] == backward
@@ -78,7 +78,7 @@ def test_horizons_of_spectrain(stages: int, forward: list[int], backward: list[i
 @pytest.mark.parametrize("stages", [2, 4, 7])
 def test_versions_of_each_mode(stages: int) -> None:
     """Weights in F(t) by the table: W_{t-(K-k)}, or what stage 0 used, W_{max(0, t-K)}."""
-    versions = Versions(chain_ahead(stages), 1)
+    versions = WeightVersionCounters(count_chain_warmup(stages), 1)
     for t in (1, 2, stages, 30):
         for k in range(stages):
             own = max(0, t - (stages - k))
@@ -92,7 +92,7 @@ def test_versions_of_each_mode(stages: int) -> None:
 @pytest.mark.parametrize("every", [4, 5, 8])
 def test_double_buffers(every: int) -> None:
     """Delay 1 on every stage, and the weights are there by then."""
-    versions = Versions(chain_ahead(4), every)
+    versions = WeightVersionCounters(count_chain_warmup(4), every)
     versions.check(MODES["2bw"])
     for microbatch in range(6 * every):
         for k in range(4):
@@ -102,22 +102,26 @@ def test_double_buffers(every: int) -> None:
 
 def test_a_double_buffer_needs_many_microbatches() -> None:
     with pytest.raises(FxpartError, match=r"3 microbatches to an update, and 4 in flight"):
-        Versions(chain_ahead(4), 3).check(MODES["2bw"])
+        WeightVersionCounters(count_chain_warmup(4), 3).check(MODES["2bw"])
     for name in set(MODES) - {"2bw"}:
-        Versions(chain_ahead(4), 1).check(MODES[name])
+        WeightVersionCounters(count_chain_warmup(4), 1).check(MODES[name])
 
 
 def test_one_stage_reads_the_latest() -> None:
     for mode in MODES.values():
         for every in (1, 3):
-            read = Versions((1,), every, start=5).read(mode, 0, 10)
+            read = WeightVersionCounters((1,), every, start=5).read(mode, 0, 10)
             now = 5 + 10 // every
             assert (read.version, read.forward, read.backward) == (now, now, now)
-            assert (read.look_forward, read.look_backward, Versions((1,), every).lag) == (0, 0, 0)
+            assert (
+                read.look_forward,
+                read.look_backward,
+                WeightVersionCounters((1,), every).lag,
+            ) == (0, 0, 0)
 
 
 def test_a_later_stream_counts_on() -> None:
-    first, later = (Versions(chain_ahead(4), 2, start) for start in (0, 7))
+    first, later = (WeightVersionCounters(count_chain_warmup(4), 2, start) for start in (0, 7))
     for mode in MODES.values():
         for k in range(4):
             for m in range(20):
@@ -135,9 +139,9 @@ def test_counted_from_the_lists(data: st.DataObject, stages: int, count: int, ev
     """On any stage graph what is done before an action gives what the formulas say."""
     edges = data.draw(stage_graphs(stages))
     schedule = make("async", data.draw(st.permutations(range(stages))), count, edges)
-    by_depth = Versions(depths(stages, edges), every)
-    by_lists = stream_versions(schedule, every)
-    counted = Applied.count(schedule, every)
+    by_depth = WeightVersionCounters(depths(stages, edges), every)
+    by_lists = derive_version_counters(schedule, every)
+    counted = AppliedUpdates.count(schedule, every)
     for versions in (by_depth, by_lists):
         for k in range(stages):
             for m in range(count):
@@ -164,22 +168,22 @@ def test_whatever_the_times() -> None:
         forward, backward = ([source.randint(1, 50) for _ in range(stages)] for _ in "FB")
         delay = {(a, b): source.randint(0, 60) for a in range(stages) for b in range(stages)}
 
-        def transfer(a: int, b: int, _: Kind, delay: Delay = delay) -> float:
+        def transfer(a: int, b: int, _: ActionKind, delay: Delay = delay) -> float:
             return delay[a, b]
 
         how: Sends = source.choice(SENDS)
         found = simulate(built, edges, forward, backward, transfer, sends=how)
-        versions = Versions(depths(stages, edges), every)
+        versions = WeightVersionCounters(depths(stages, edges), every)
         ends = [
-            [s.end for s in found.spans if s.action.stage == k and s.action.kind is Kind.B]
+            [s.end for s in found.spans if s.action.stage == k and s.action.kind is ActionKind.B]
             for k in range(stages)
         ]
         for span in found.spans:
             k, m, kind = span.action.stage, span.action.microbatch, span.action.kind
             updates = sum(end <= span.start for end in ends[k]) // every
-            if kind is Kind.F:
+            if kind is ActionKind.F:
                 assert updates == versions.forward(k, m)
-            elif kind is Kind.B:
+            elif kind is ActionKind.B:
                 assert updates == versions.backward(k, m)
 
 
@@ -187,7 +191,7 @@ def test_what_repeats_is_late_enough() -> None:
     """Versions lag the same, and horizons are the same, an update later and ever after."""
     for stages in (1, 3, 6):
         for every in (1, 2, 4, 9):
-            versions = Versions(chain_ahead(stages), every)
+            versions = WeightVersionCounters(count_chain_warmup(stages), every)
             for mode in MODES.values():
                 for k in range(stages):
                     for m in versions.period():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.copies import WeightCopies, copies
-from fxpart.schedule.stream_table import stage_reads
-from fxpart.schedule.versions import Versions, chain_ahead
+from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
+from fxpart.schedule.weight_copies import WeightCopies, count_weight_copies
 from fxpart.schedule.weight_modes import MODES, WeightMode
+from fxpart.schedule.weight_staleness import compute_stage_staleness
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8, 16])
@@ -18,7 +18,9 @@ def test_the_notes_table(stages: int) -> None:
         last, flying = k == stages - 1, stages - k
 
         def of(name: str, every: int = 1, k: int = k) -> WeightCopies:
-            return copies(MODES[name], Versions(chain_ahead(stages), every), k)
+            return count_weight_copies(
+                MODES[name], WeightVersionCounters(count_chain_warmup(stages), every), k
+            )
 
         assert of("flush") == of("naive") == WeightCopies(1)
         assert of("stash") == of("nadam-stash") == WeightCopies(flying)
@@ -34,9 +36,9 @@ def test_the_notes_table(stages: int) -> None:
 
 def test_xpipe_keeps_one_for_each_minibatch() -> None:
     """Four microbatches to an update: of the microbatches in flight none is of a third."""
-    versions = Versions(chain_ahead(4), 4)
-    assert [copies(MODES["xpipe"], versions, k).kept for k in range(4)] == [3, 3, 3, 1]
-    assert [copies(MODES["stash"], versions, k).kept for k in range(4)] == [2, 2, 2, 1]
+    versions = WeightVersionCounters(count_chain_warmup(4), 4)
+    assert [count_weight_copies(MODES["xpipe"], versions, k).kept for k in range(4)] == [3, 3, 3, 1]
+    assert [count_weight_copies(MODES["stash"], versions, k).kept for k in range(4)] == [2, 2, 2, 1]
 
 
 def test_copies_beside_the_weights() -> None:
@@ -46,10 +48,10 @@ def test_copies_beside_the_weights() -> None:
 
 def test_a_mode_that_does_not_fit() -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        copies(MODES["2bw"], Versions(chain_ahead(4), 3), 0)
+        count_weight_copies(MODES["2bw"], WeightVersionCounters(count_chain_warmup(4), 3), 0)
 
 
-def kept(mode: WeightMode, versions: Versions, stage: int) -> int:
+def kept(mode: WeightMode, versions: WeightVersionCounters, stage: int) -> int:
     """A stage with a shelf: what a microbatch, in flight or to come, still reads stays there."""
     count = 3 * (max(versions.ahead) + 3 * versions.every)
     ahead, every = versions.ahead[stage], versions.every
@@ -84,20 +86,28 @@ def kept(mode: WeightMode, versions: Versions, stage: int) -> int:
 def test_a_shelf_of_weights(name: str, every: int) -> None:
     """What is kept and freed step by step, for chains and for other graphs' depths."""
     for ahead in ((1,), (3, 2, 1), (5, 4, 3, 2, 1), (2, 4, 3, 2, 1)):
-        versions = Versions(ahead, every)
+        versions = WeightVersionCounters(ahead, every)
         if name == "2bw" and every < max(ahead):
             continue
         for stage in range(len(ahead)):
-            assert copies(MODES[name], versions, stage).kept == kept(MODES[name], versions, stage)
+            assert count_weight_copies(MODES[name], versions, stage).kept == kept(
+                MODES[name], versions, stage
+            )
 
 
 def test_the_table_of_a_stream() -> None:
-    rows = stage_reads(MODES["pipemare"], Versions(chain_ahead(4), 2))
+    rows = compute_stage_staleness(
+        MODES["pipemare"], WeightVersionCounters(count_chain_warmup(4), 2)
+    )
     assert [row.staleness for row in rows] == [(1, 2), (1, 1), (0, 1), (0, 0)]
     assert [row.in_flight for row in rows] == [4, 3, 2, 1]
-    rows = stage_reads(MODES["vertical"], Versions(chain_ahead(4), 1))
+    rows = compute_stage_staleness(
+        MODES["vertical"], WeightVersionCounters(count_chain_warmup(4), 1)
+    )
     assert [row.behind for row in rows] == [(3, 3)] * 4
     assert [row.staleness for row in rows] == [(3, 3), (2, 2), (1, 1), (0, 0)]
-    rows = stage_reads(MODES["lookahead"], Versions(chain_ahead(4), 2))
+    rows = compute_stage_staleness(
+        MODES["lookahead"], WeightVersionCounters(count_chain_warmup(4), 2)
+    )
     assert [row.in_flight for row in rows] == [2, 2, 2, 1]
     assert {row.staleness for row in rows} == {(0, 0)}

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from fxpart.errors import FxpartError
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Shard, indices
-from fxpart.sharding.transfers import Piece, Side, moved, plan_transfer
+from fxpart.sharding.transfers import TransferBox, TransferEndpoint, moved, plan_transfer
 
 MESHES = ["", "a=2", "a=3", "a=2,b=2", "a=1,b=2", "a=4"]
 
 
 def carried(
-    shape: tuple[int, ...], source: Side, target: Side, pieces: tuple[Piece, ...]
+    shape: tuple[int, ...],
+    source: TransferEndpoint,
+    target: TransferEndpoint,
+    pieces: tuple[TransferBox, ...],
 ) -> list[np.ndarray]:
     """Run the pieces on arrays: each term of a sum is the value times a number of its own."""
     whole = np.arange(1.0, 1 + np.prod(shape, dtype=int)).reshape(shape)
@@ -45,7 +48,7 @@ def carried(
     return found
 
 
-def weight(source: Side, lane: int) -> int:
+def weight(source: TransferEndpoint, lane: int) -> int:
     """Different on every rank of a partial axis."""
     place = source.mesh.coordinate(lane)
     weight = 1
@@ -54,7 +57,7 @@ def weight(source: Side, lane: int) -> int:
     return weight
 
 
-def total(source: Side) -> int:
+def total(source: TransferEndpoint) -> int:
     """What the terms' weights add up to."""
     sums = 1
     for size, placement in zip(source.mesh.shape, source.placements, strict=True):
@@ -62,10 +65,10 @@ def total(source: Side) -> int:
     return sums
 
 
-def fewest(shape: tuple[int, ...], source: Side, target: Side) -> int:
+def fewest(shape: tuple[int, ...], source: TransferEndpoint, target: TransferEndpoint) -> int:
     """Brute force: for each element and term that a rank needs and does not hold, one."""
 
-    def elements(side: Side, lane: int) -> set[tuple[int, ...]]:
+    def elements(side: TransferEndpoint, lane: int) -> set[tuple[int, ...]]:
         return set(itertools.product(*map(list, indices(shape, side.placements, side.mesh, lane))))
 
     def term(lane: int) -> tuple[int, ...]:
@@ -86,7 +89,9 @@ def fewest(shape: tuple[int, ...], source: Side, target: Side) -> int:
     return count
 
 
-def check(shape: tuple[int, ...], source: Side, target: Side) -> tuple[Piece, ...]:
+def check(
+    shape: tuple[int, ...], source: TransferEndpoint, target: TransferEndpoint
+) -> tuple[TransferBox, ...]:
     pieces = plan_transfer(shape, source, target)
     whole = np.arange(1.0, 1 + np.prod(shape, dtype=int)).reshape(shape) * total(source)
     for lane, found in enumerate(carried(shape, source, target, pieces)):
@@ -112,7 +117,7 @@ def test_every_pair_of_placements(first: str, second: str, apart: bool) -> None:
     ranks = tuple(range(one.size, one.size + two.size)) if apart else ()
     for a in itertools.product(options(2), repeat=len(one.axes)):
         for b in itertools.product(options(2), repeat=len(two.axes)):
-            check((3, 5), Side(one, a), Side(two, b, ranks))
+            check((3, 5), TransferEndpoint(one, a), TransferEndpoint(two, b, ranks))
 
 
 @given(st.data())
@@ -129,13 +134,16 @@ def test_random(data: st.DataObject) -> None:
                 one = Shard(one.dim, data.draw(st.sampled_from([1, 2, 3])))
             cut.append(one)
         ranks = data.draw(st.permutations(range(6)))[: mesh.size]
-        sides.append(Side(mesh, tuple(cut), tuple(ranks)))
+        sides.append(TransferEndpoint(mesh, tuple(cut), tuple(ranks)))
     check(shape, *sides)
 
 
 def test_rows_to_columns_on_other_ranks_moves_128_bytes() -> None:
     mesh = Mesh.parse("a=2")
-    source, target = Side(mesh, (Shard(0),), (0, 1)), Side(mesh, (Shard(1),), (2, 3))
+    source, target = (
+        TransferEndpoint(mesh, (Shard(0),), (0, 1)),
+        TransferEndpoint(mesh, (Shard(1),), (2, 3)),
+    )
     pieces = check((8, 4), source, target)
     assert 4 * moved(pieces, source, target) == 128
     assert [(p.source, p.target, p.elements) for p in pieces] == [
@@ -144,8 +152,8 @@ def test_rows_to_columns_on_other_ranks_moves_128_bytes() -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    source = Side(Mesh.parse("a=4"), (REPLICATE,), (0, 1, 2, 3))
-    target = Side(Mesh.parse("a=4"), (REPLICATE,), (4, 5, 6, 7))
+    source = TransferEndpoint(Mesh.parse("a=4"), (REPLICATE,), (0, 1, 2, 3))
+    target = TransferEndpoint(Mesh.parse("a=4"), (REPLICATE,), (4, 5, 6, 7))
     pieces = check((5,), source, target)
     assert [p.source for p in pieces] == [0, 1, 2, 3]
 
@@ -153,4 +161,4 @@ def test_replicas_share_the_sending() -> None:
 def test_an_open_axis_has_no_transfer() -> None:
     mesh = Mesh.parse("a=2")
     with pytest.raises(FxpartError, match="FXP109"):
-        plan_transfer((4,), Side(mesh, (None,)), Side(mesh, (REPLICATE,)))
+        plan_transfer((4,), TransferEndpoint(mesh, (None,)), TransferEndpoint(mesh, (REPLICATE,)))

@@ -11,11 +11,11 @@ from partition_problems import random_problem, transformer
 
 from fxpart.solver.brute import choices, solve_brute
 from fxpart.solver.infeasible import explain_infeasible
-from fxpart.solver.objective import Scorer, evaluate
+from fxpart.solver.microbatch_extrapolation import extrapolate_smaller_microbatches
+from fxpart.solver.objective import PartitionScorer, evaluate
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.remedies import enough_stages, extra_memory, with_memory, with_stages
-from fxpart.solver.rescale import smaller
 
 
 def infeasible(count: int) -> list[PartitionProblem]:
@@ -31,7 +31,7 @@ def infeasible(count: int) -> list[PartitionProblem]:
 
 def least_lacking(problem: PartitionProblem) -> int:
     """The bytes that each device lacks, at the split where the worst device lacks least."""
-    scorer = Scorer(problem)
+    scorer = PartitionScorer(problem)
     return min(
         max(s.needed - s.memory_limit for s in scorer.evaluate(c).stages) for c in choices(problem)
     )
@@ -94,11 +94,16 @@ def test_one_change_at_a_time_before_both() -> None:
     problem = transformer(layers=12, hidden=4096, devices=2, batch=64, sizes=(8, 16), memory=2**33)
     pieces = len(problem.blocks)
     assert solve_fits(with_stages(problem, pieces)) is False
-    assert not any(solve_fits(replace(problem, variants=(v,))) for v in smaller(problem))
+    assert not any(
+        solve_fits(replace(problem, variants=(v,)))
+        for v in extrapolate_smaller_microbatches(problem)
+    )
     (found,) = explain_infeasible(problem, time_limit=60)
     _, both = found.fix.split("; or ")
     count, size = int(both.split()[0]), int(both.split(" of ")[1].split()[0])
-    variant = next(v for v in smaller(problem) if v.microbatch_size == size)
+    variant = next(
+        v for v in extrapolate_smaller_microbatches(problem) if v.microbatch_size == size
+    )
     enough = replace(with_stages(problem, count), variants=(variant,))
     assert solve_fits(enough)
     assert not solve_fits(replace(with_stages(problem, count - 1), variants=(variant,)))
@@ -143,12 +148,14 @@ def test_large_problems_are_explained_in_time() -> None:
 
 def test_smaller_microbatches_lie_on_the_line() -> None:
     problem = transformer(layers=2, hidden=64, devices=2, batch=64, sizes=(8, 16))
-    sizes = [(v.microbatch_size, v.microbatches) for v in smaller(problem)]
+    sizes = [(v.microbatch_size, v.microbatches) for v in extrapolate_smaller_microbatches(problem)]
     assert sizes == [(4, 16), (2, 32), (1, 64)]
     known = transformer(layers=2, hidden=64, devices=2, batch=64, sizes=(4, 2, 1)).variants
-    for guess, true in zip(smaller(problem), known, strict=True):
+    for guess, true in zip(extrapolate_smaller_microbatches(problem), known, strict=True):
         assert guess.activation == true.activation
         assert guess.value_bytes == true.value_bytes
         assert guess.forward[0] == pytest.approx(true.forward[0])
     alone = replace(problem, variants=problem.variants[:1])
-    assert [v.activation for v in smaller(alone)] == [v.activation for v in smaller(problem)]
+    assert [v.activation for v in extrapolate_smaller_microbatches(alone)] == [
+        v.activation for v in extrapolate_smaller_microbatches(problem)
+    ]

@@ -16,16 +16,16 @@ from fxpart.schedule.simulate import simulate
 from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
 from fxpart.solver.problem import (
-    Choice,
+    BlockValue,
     DeviceLimit,
+    PartitionChoice,
     PartitionProblem,
-    Value,
     Variant,
     Weight,
 )
 
 
-def again(problem: PartitionProblem, choice: Choice) -> tuple[float, bool]:
+def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bool]:
     """Step time and whether every memory suffices, block by block, with dictionaries and loops."""
     one, n = problem.variants[choice.variant], len(problem.blocks)
     stage_of = {b: sum(s <= b for s in choice.starts) - 1 for b in range(n)}
@@ -87,10 +87,10 @@ def by_hand(**changes: object) -> PartitionProblem:
             DeviceLimit(name="y", type=1, memory=1000, latency=0.5, inverse_bandwidth=0.25),
         ),
         values=(
-            Value(producer=0, consumers=(1,), gradient=True),
-            Value(producer=0, consumers=(2, 3), gradient=False),
-            Value(producer=1, consumers=(2,), gradient=True, saved=False),
-            Value(producer=2, consumers=(3,), gradient=True),
+            BlockValue(producer=0, consumers=(1,), gradient=True),
+            BlockValue(producer=0, consumers=(2, 3), gradient=False),
+            BlockValue(producer=1, consumers=(2,), gradient=True, saved=False),
+            BlockValue(producer=2, consumers=(3,), gradient=True),
         ),
         weights=(
             Weight(name="tied", blocks=(0, 3), weight=10, gradient=8, optimizer=20),
@@ -115,7 +115,7 @@ def by_hand(**changes: object) -> PartitionProblem:
 
 
 def test_every_part_by_hand() -> None:
-    evaluation = evaluate(by_hand(), Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    evaluation = evaluate(by_hand(), PartitionChoice(variant=0, schedule="1f1b", starts=(0, 2)))
     first, second = evaluation.stages
     assert (first.forward_seconds, first.backward_seconds) == (3.0, 6.0)
     assert first.transfer_seconds == 0.0
@@ -138,8 +138,8 @@ def test_every_part_by_hand() -> None:
 
 def test_gpipe_keeps_every_microbatch_and_has_the_same_objective() -> None:
     problem = by_hand(schedules=("1f1b", "gpipe"))
-    one = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
-    other = evaluate(problem, Choice(variant=0, schedule="gpipe", starts=(0, 2)))
+    one = evaluate(problem, PartitionChoice(variant=0, schedule="1f1b", starts=(0, 2)))
+    other = evaluate(problem, PartitionChoice(variant=0, schedule="gpipe", starts=(0, 2)))
     assert other.seconds == one.seconds
     assert [s.in_flight for s in other.stages] == [3, 3]
 
@@ -148,10 +148,10 @@ def test_gpipe_keeps_every_microbatch_and_has_the_same_objective() -> None:
 def test_ties_cost_a_message_for_each_microbatch_and_one_back(m: int) -> None:
     problem = by_hand()
     problem = replace(problem, variants=(replace(problem.variants[0], microbatches=m),))
-    tied = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    tied = evaluate(problem, PartitionChoice(variant=0, schedule="1f1b", starts=(0, 2)))
     alone = evaluate(
         replace(problem, weights=problem.weights[1:]),
-        Choice(variant=0, schedule="1f1b", starts=(0, 2)),
+        PartitionChoice(variant=0, schedule="1f1b", starts=(0, 2)),
     )
     assert [s.sync_seconds for s in tied.stages] == [(m + 1) * (0.5 + 8 * 0.25)] * 2
     assert [s.sync_seconds for s in alone.stages] == [0.0, 0.0]
@@ -184,7 +184,7 @@ def _bare(
         schedules=("1f1b", "gpipe"),
         max_stages=n,
     )
-    choice = Choice(variant=0, schedule=schedule, starts=tuple(range(n)))  # type: ignore[arg-type]
+    choice = PartitionChoice(variant=0, schedule=schedule, starts=tuple(range(n)))  # type: ignore[arg-type]
     return evaluate(problem, choice).seconds, BUILDERS[schedule](n, m), chain(n)
 
 
@@ -220,20 +220,20 @@ def test_where_forward_and_backward_peak_on_different_stages(schedule: str, take
 
 
 def test_one_stage_pays_neither_transfers_nor_ties() -> None:
-    (stage,) = evaluate(by_hand(), Choice(variant=0, schedule="1f1b", starts=(0,))).stages
+    (stage,) = evaluate(by_hand(), PartitionChoice(variant=0, schedule="1f1b", starts=(0,))).stages
     assert (stage.transfer_seconds, stage.sync_seconds, stage.memory.transfers) == (0.0, 0.0, 0)
 
 
 def test_broken_constraints_are_faults() -> None:
     problem = by_hand(no_cut_after=(1,), min_stages=2, schedules=("gpipe",))
-    whole = evaluate(problem, Choice(variant=0, schedule="gpipe", starts=(0,)))
+    whole = evaluate(problem, PartitionChoice(variant=0, schedule="gpipe", starts=(0,)))
     assert whole.faults == ("1 stages, allowed are 2 to 2",)
-    cut = evaluate(problem, Choice(variant=0, schedule="1f1b", starts=(0, 2)))
+    cut = evaluate(problem, PartitionChoice(variant=0, schedule="1f1b", starts=(0, 2)))
     assert cut.faults == ("schedule 1f1b, allowed are gpipe", "cut after block 1")
     small = replace(problem.devices[1], memory=100)
     full = evaluate(
         replace(problem, devices=(problem.devices[0], small)),
-        Choice(variant=0, schedule="gpipe", starts=(0, 3)),
+        PartitionChoice(variant=0, schedule="gpipe", starts=(0, 3)),
     )
     assert len(full.faults) == 1
     assert "y has 100" in full.faults[0]
@@ -241,7 +241,7 @@ def test_broken_constraints_are_faults() -> None:
 
 def test_the_optimizers_temporaries_have_to_fit_too() -> None:
     """After the passes: beside the state, without activations; the largest of a stage's weights."""
-    problem, whole = by_hand(), Choice(variant=0, schedule="1f1b", starts=(0,))
+    problem, whole = by_hand(), PartitionChoice(variant=0, schedule="1f1b", starts=(0,))
     (stage,) = evaluate(problem, whole).stages
     state = stage.memory.total - stage.memory.activations - stage.memory.transfers
     assert stage.updating == state and stage.needed == stage.memory.total
@@ -263,7 +263,7 @@ def test_the_optimizers_temporaries_have_to_fit_too() -> None:
 )
 def test_choices_of_another_problem_are_refused(variant: int, starts: tuple[int, ...]) -> None:
     with pytest.raises(FxpartError) as caught:
-        evaluate(by_hand(), Choice(variant=variant, schedule="1f1b", starts=starts))
+        evaluate(by_hand(), PartitionChoice(variant=variant, schedule="1f1b", starts=starts))
     assert caught.value.code == "FXP109"
 
 

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from placement_problems import Form, layers, problem
 
 from fxpart.errors import FxpartError
-from fxpart.solver.placement import (
-    Edge,
-    Kind,
+from fxpart.solver.placement.brute import solve_brute
+from fxpart.solver.placement.descent import descend
+from fxpart.solver.placement.elimination import Elimination, TooWideError
+from fxpart.solver.placement.ilp import solve_highs
+from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord, multiplier_bound
+from fxpart.solver.placement.layer_dp import hubs_of, refine, segments_of
+from fxpart.solver.placement.portfolio import (
+    NodeCosts,
+    PlacementEdge,
     PlacementProblem,
     evaluate,
     load_problem,
@@ -24,13 +30,7 @@ from fxpart.solver.placement import (
     save_problem,
     solve_placement,
 )
-from fxpart.solver.placement_brute import solve_brute
-from fxpart.solver.placement_descent import descend
-from fxpart.solver.placement_elimination import Elimination, TooWideError
-from fxpart.solver.placement_ilp import solve_highs
-from fxpart.solver.placement_layers import hubs_of, refine, segments_of
-from fxpart.solver.placement_multiplier import Bound, Record, multiplier_bound
-from fxpart.solver.placement_problem import Numbers, at_point
+from fxpart.solver.placement.problem import PlacementArrays, restrict_to_point
 
 FORMS = st.sampled_from(get_args(Form))
 TIGHT = st.sampled_from((0.0, 0.1, 0.3, 0.6, 1.0))
@@ -87,10 +87,10 @@ def test_elimination_is_a_bound_and_its_choices_fit(
 def test_each_point_alone_is_a_relaxation(seed: int, data: st.DataObject) -> None:
     """And the fullest of them says what the whole problem says."""
     given_ = problem(seed, 6, points=True)
-    numbers = Numbers(given_)
+    numbers = PlacementArrays(given_)
     choice = tuple(data.draw(st.integers(0, size - 1)) for size in numbers.sizes)
     whole = evaluate(given_, choice)
-    alone = [evaluate(at_point(given_, i), choice) for i in range(len(given_.points))]
+    alone = [evaluate(restrict_to_point(given_, i), choice) for i in range(len(given_.points))]
     assert {found.seconds for found in alone} == {whole.seconds}
     assert max(found.bytes for found in alone) == alone[numbers.fullest(choice)].bytes
     assert alone[numbers.fullest(choice)].bytes == pytest.approx(whole.bytes)
@@ -121,10 +121,10 @@ def test_elimination_without_a_limit_is_the_optimum(seed: int, form: Form) -> No
 def test_on_trees_the_bound_is_that_of_the_linear_relaxation(
     seed: int, form: Form, tight: float
 ) -> None:
-    numbers = Numbers(problem(seed, 7, form=form, tight=tight))
-    record = Record(numbers)
+    numbers = PlacementArrays(problem(seed, 7, form=form, tight=tight))
+    record = PlacementRecord(numbers)
     bound = multiplier_bound(numbers, Elimination(numbers), record, later())
-    relaxed = solve_highs(numbers, Record(numbers), later(), relaxed=True)
+    relaxed = solve_highs(numbers, PlacementRecord(numbers), later(), relaxed=True)
     assert close(bound.seconds, relaxed)
 
 
@@ -133,9 +133,9 @@ def test_on_trees_the_bound_is_that_of_the_linear_relaxation(
 def test_the_bound_is_never_below_that_of_the_linear_relaxation(
     seed: int, form: Form, tight: float
 ) -> None:
-    numbers = Numbers(problem(seed, 6, form=form, tight=tight))
-    bound = multiplier_bound(numbers, Elimination(numbers), Record(numbers), later())
-    relaxed = solve_highs(numbers, Record(numbers), later(), relaxed=True)
+    numbers = PlacementArrays(problem(seed, 6, form=form, tight=tight))
+    bound = multiplier_bound(numbers, Elimination(numbers), PlacementRecord(numbers), later())
+    relaxed = solve_highs(numbers, PlacementRecord(numbers), later(), relaxed=True)
     assert bound.seconds >= relaxed - 1e-6
 
 
@@ -144,7 +144,7 @@ def test_the_bound_is_never_below_that_of_the_linear_relaxation(
 def test_elimination_around_kept_and_fixed_nodes(seed: int, form: Form) -> None:
     """The table over a kept node, beside a fixed one, is the brute-force minimum of each entry."""
     given_ = problem(seed, 5, form=form, most=3)
-    numbers = Numbers(given_)
+    numbers = PlacementArrays(given_)
     rest = [v for v in range(5) if v != 2]
     run = Elimination(numbers, rest, given_.edges, keep=(0,), fixed={2: 0}).run(0.0)
     table = run.table((0,)) + run.value
@@ -166,8 +166,8 @@ def test_elimination_around_kept_and_fixed_nodes(seed: int, form: Form) -> None:
 @pytest.mark.parametrize(("seed", "tight"), [(2, 0.05), (3, 0.2), (4, 0.05)])
 def test_layers_may_differ_under_a_limit(seed: int, tight: float) -> None:
     """96 equal layers: one price leaves memory unused, the dynamic programme does not."""
-    numbers = Numbers(layers(96, seed=seed, strategies=9, tight=tight))
-    record = Record(numbers)
+    numbers = PlacementArrays(layers(96, seed=seed, strategies=9, tight=tight))
+    record = PlacementRecord(numbers)
     bound = multiplier_bound(numbers, Elimination(numbers), record, later())
     alike = record.seconds
     refine(numbers, record, bound, later())
@@ -187,9 +187,9 @@ def test_segments_cover_every_node_and_edge_once() -> None:
     base = layers(40, strategies=3)
     # a node that the first and the last layer use: the graph has no separators with it
     tied = msgspec.structs.replace(
-        base, edges=(*base.edges, Edge(source=0, target=len(base.nodes) - 1, matrix=0))
+        base, edges=(*base.edges, PlacementEdge(source=0, target=len(base.nodes) - 1, matrix=0))
     )
-    numbers = Numbers(tied)
+    numbers = PlacementArrays(tied)
     hubs = hubs_of(numbers)
     assert hubs == {0}
     segments = segments_of(numbers, hubs)
@@ -201,14 +201,14 @@ def test_segments_cover_every_node_and_edge_once() -> None:
 
 
 def test_equal_layers_share_their_tables() -> None:
-    many = Elimination(Numbers(layers(128)))
+    many = Elimination(PlacementArrays(layers(128)))
     assert len(many._recipes) <= 160 < len(many.steps) // 6
     assert len(many.steps) == 128 * 8
 
 
 def clique(nodes: int) -> PlacementProblem:
     """Every pair joined: elimination would need tables of 10 ** 9 entries."""
-    kind = Kind(
+    kind = NodeCosts(
         seconds=tuple(float(i) for i in range(10)), standing=tuple(float(9 - i) for i in range(10))
     )
     matrix = tuple(tuple(float(abs(i - j)) for j in range(10)) for i in range(10))
@@ -218,7 +218,7 @@ def clique(nodes: int) -> PlacementProblem:
         kinds=(kind,),
         nodes=(0,) * nodes,
         matrices=(matrix,),
-        edges=tuple(Edge(source=a, target=b, matrix=0) for a, b in pairs),
+        edges=tuple(PlacementEdge(source=a, target=b, matrix=0) for a, b in pairs),
         budget=5.0 * nodes,
     )
 
@@ -227,7 +227,7 @@ def clique(nodes: int) -> PlacementProblem:
 def test_wide_graphs_go_to_highs() -> None:
     given_ = clique(9)
     with pytest.raises(TooWideError):
-        Elimination(Numbers(given_))
+        Elimination(PlacementArrays(given_))
     found = solve_placement(given_, time_limit=LATER)
     # all alike at strategy 4: no edge costs anything, and 5 bytes each fit
     assert (found.status, found.seconds) == ("optimal", 36.0)
@@ -239,8 +239,8 @@ def test_wide_graphs_go_to_highs() -> None:
 @given(st.integers(0, 10**6), FORMS, TIGHT)
 def test_descent_keeps_the_budget_and_never_gets_worse(seed: int, form: Form, tight: float) -> None:
     given_ = problem(seed, 6, form=form, tight=tight)
-    numbers = Numbers(given_)
-    record = Record(numbers)
+    numbers = PlacementArrays(given_)
+    record = PlacementRecord(numbers)
     descend(numbers, record, later())
     best = solve_brute(given_)
     if tight > 0.5 or best.status == "infeasible":
@@ -292,13 +292,13 @@ def test_archive_round_trip(tmp_path: object) -> None:
         ({"budget": -1.0}, "negative"),
         ({"nodes": (0, 9)}, "no kind 9"),
         ({"names": ("a",)}, "1 names for 2"),
-        ({"edges": (Edge(source=0, target=5, matrix=0),)}, "joins 0 and 5"),
-        ({"edges": (Edge(source=0, target=1, matrix=3),)}, "no matrix 3"),
-        ({"edges": (Edge(source=1, target=0, matrix=0),)}, "another shape"),
+        ({"edges": (PlacementEdge(source=0, target=5, matrix=0),)}, "joins 0 and 5"),
+        ({"edges": (PlacementEdge(source=0, target=1, matrix=3),)}, "no matrix 3"),
+        ({"edges": (PlacementEdge(source=1, target=0, matrix=0),)}, "another shape"),
         ({"matrices": (((1.0, 2.0), (1.0,)),)}, "ragged"),
         ({"matrices": (((1.0, -2.0),),)}, "negative"),
-        ({"kinds": (Kind(seconds=(), standing=()),) * 2}, "no strategies"),
-        ({"kinds": (Kind(seconds=(inf,), standing=(0.0,)),) * 2}, "not finite"),
+        ({"kinds": (NodeCosts(seconds=(), standing=()),) * 2}, "no strategies"),
+        ({"kinds": (NodeCosts(seconds=(inf,), standing=(0.0,)),) * 2}, "not finite"),
         ({"points": ((0, 7),)}, "does not exist"),
     ],
 )
@@ -306,12 +306,12 @@ def test_wrong_problems_are_refused(change: dict[str, object], why: str) -> None
     fine = PlacementProblem(
         names=("a", "b"),
         kinds=(
-            Kind(seconds=(1.0,), standing=(1.0,)),
-            Kind(seconds=(1.0, 2.0), standing=(1.0, 0.0)),
+            NodeCosts(seconds=(1.0,), standing=(1.0,)),
+            NodeCosts(seconds=(1.0, 2.0), standing=(1.0, 0.0)),
         ),
         nodes=(0, 1),
         matrices=(((0.0, 1.0),),),
-        edges=(Edge(source=0, target=1, matrix=0),),
+        edges=(PlacementEdge(source=0, target=1, matrix=0),),
         budget=10.0,
     )
     assert solve_placement(fine).status == "optimal"
@@ -330,8 +330,8 @@ def test_wrong_arguments_are_refused(wrong: dict[str, object]) -> None:
 
 def test_bounds_are_not_above_their_records() -> None:
     """The record of a bound that rounding put above its own choice is still proven."""
-    numbers = Numbers(problem(1, 4, form="chain"))
-    record = Record(numbers)
+    numbers = PlacementArrays(problem(1, 4, form="chain"))
+    record = PlacementRecord(numbers)
     bound = multiplier_bound(numbers, Elimination(numbers), record, later())
-    assert isinstance(bound, Bound)
+    assert isinstance(bound, LagrangianBound)
     assert bound.seconds <= record.seconds

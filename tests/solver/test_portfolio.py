@@ -105,7 +105,7 @@ def test_the_same_bytes_in_another_process() -> None:
         "sys.stdout.write(repr([msgspec.json.encode(solve(p)) for p in problems]))"
     )
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join((str(root), str(root / "tests")))
+    paths = os.pathsep.join((str(root), str(root / "tests" / "support")))
     runs = [
         subprocess.run(
             [sys.executable, "-c", code],
@@ -126,7 +126,7 @@ def test_torch_and_or_tools_stay_out() -> None:
         "sys.exit(sum(m in sys.modules for m in ('torch', 'ortools')))"
     )
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join((str(root), str(root / "tests")))
+    paths = os.pathsep.join((str(root), str(root / "tests" / "support")))
     subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=True
     )

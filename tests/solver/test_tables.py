@@ -7,13 +7,13 @@ import pytest
 from msgspec.structs import replace
 from partition_problems import random_problem, transformer
 
-from fxpart.solver.objective import Scorer
-from fxpart.solver.tables import Tables
+from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.tables import PartitionTables
 
 
 def check(seed: int) -> int:
     problem = replace(random_problem(seed), once=0.0)  # solve() adds what is the same for all
-    tables, scorer = Tables(problem), Scorer(problem)
+    tables, scorer = PartitionTables(problem), PartitionScorer(problem)
     entries = 0
     for v, one in enumerate(problem.variants):
         for k, device in enumerate(problem.devices):
@@ -47,7 +47,7 @@ def test_entries_are_what_the_objective_says() -> None:
 def test_units_merge_what_may_not_be_cut() -> None:
     for seed in range(50):
         problem = random_problem(seed)
-        tables = Tables(problem)
+        tables = PartitionTables(problem)
         n = len(problem.blocks)
         cuts = [b for b in range(n - 1) if b not in problem.no_cut_after]
         assert tables.lasts.tolist() == [*cuts, n - 1]
@@ -56,7 +56,7 @@ def test_units_merge_what_may_not_be_cut() -> None:
 
 def test_relaxation_is_the_best_of_its_devices() -> None:
     problem = transformer(layers=3, hidden=64, devices=6, host=2, kinds=2)
-    costs = Tables(problem).variant(0)
+    costs = PartitionTables(problem).variant(0)
     relaxed = costs.table(tuple(sorted(set(costs.kinds[1:6]))))
     each = [costs.stage(k) for k in range(1, 6)]
     assert np.array_equal(relaxed.seconds, np.min([t.seconds for t in each], axis=0))

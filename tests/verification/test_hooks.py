@@ -64,7 +64,7 @@ def test_a_hook_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "last weight", "accumulated"])
 def test_the_comparison_alone_finds_a_hook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpart.front.refuse_gradient_hooks", lambda *_: None)
+    monkeypatch.setattr("fxpart.planner.prepared_model.refuse_gradient_hooks", lambda *_: None)
     monkeypatch.setattr("fxpart.verification.module_check.refuse_gradient_hooks", lambda *_: None)
     module = model()
     HOOKS[name](module)

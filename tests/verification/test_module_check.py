@@ -359,7 +359,7 @@ def test_a_model_without_data_is_skipped_or_refused(check: str) -> None:
 def test_check_off_is_recorded_and_explained() -> None:
     program = compiled(made(LateWarmUp), check="off")
     assert program.plan.check is not None and program.plan.check.status == "off"
-    from fxpart.report.explain import explain
+    from fxpart.report.explanation_text import explain
 
     assert "check=off" in explain(program.plan)
     with pytest.raises(FxpartError, match="FXP109"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes.objective import Divided
+from fxpart.passes.objective import MicrobatchRewrite
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,14 +58,15 @@ class OwnGradient(nn.Module):
 
 
 def without_assigned_buffers(patch: pytest.MonkeyPatch) -> None:
-    run = capture_request.run
+    run = capture_request.trace_request
     patch.setattr(
-        "fxpart.capture.capturing.run", lambda request: run(replace(request, assigned=frozenset()))
+        "fxpart.capture.api.trace_request",
+        lambda request: run(replace(request, assigned=frozenset())),
     )
 
 
 def without_own_gradients(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fxpart.capture.capturing.own_backwards", lambda *_: [])
+    patch.setattr("fxpart.capture.api.find_custom_backwards", lambda *_: [])
 
 
 CAPTURED: dict[str, tuple[type[nn.Module], Switch]] = {
@@ -90,12 +91,15 @@ def test_a_capture_without_it_is_refused(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def without_totals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fxpart.sharded.divided.divide", lambda graph, *_, **__: Divided(graph, None))
+    patch.setattr(
+        "fxpart.codegen.mesh_programs.microbatch_graph.divide",
+        lambda graph, *_, **__: MicrobatchRewrite(graph, None),
+    )
 
 
 def without_couplings(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("fxpart.api.couplings", lambda *_: ())
-    patch.setattr("fxpart.front.couplings", lambda *_: ())
+    patch.setattr("fxpart.planner.prepared_model.couplings", lambda *_: ())
 
 
 def tokens(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

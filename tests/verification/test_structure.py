@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import fxpart
 from fxpart.errors import FxpartError
-from fxpart.verification.structure import Structure
+from fxpart.verification.module_structure import ModuleStructureGuard
 
 BATCH = torch.ones(4, 3) * torch.arange(1, 5).reshape(4, 1) / 4, torch.ones(4, 1)
 
@@ -133,7 +133,7 @@ def test_what_has_no_effect_is_allowed() -> None:
 
 def test_a_look_is_cheap() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000)))
-    look = Structure(list(model.named_modules()), ())
+    look = ModuleStructureGuard(list(model.named_modules()), ())
     start = time.perf_counter()
     for _ in range(10):
         look()

@@ -21,26 +21,31 @@ from typing import Any
 
 import numpy as np
 
-from fxpart.bounded import from_json
 from fxpart.checkpoint.dtypes import DTYPES
+from fxpart.checkpoint.exchange.atomic_output import new_folder
 from fxpart.checkpoint.exchange.source import (
     MODEL,
     OPTIMIZER,
-    Held,
-    Outline,
-    Rest,
-    Source,
-    foreign,
+    CheckpointMetadata,
+    CheckpointSource,
+    RankShard,
+    TensorType,
+    format_metadata,
+    make_foreign_file_error,
     name_of,
     parameter_and_slot,
-    parse_rest,
-    rest_text,
+    parse_metadata,
 )
-from fxpart.checkpoint.exchange.tensor_files import Place, read_header, read_place, write_file
-from fxpart.checkpoint.exchange.text import read_text
-from fxpart.checkpoint.exchange.writing import new_folder
-from fxpart.checkpoint.files import shown
+from fxpart.checkpoint.exchange.tensor_files import (
+    SafetensorsLocation,
+    read_header,
+    read_place,
+    write_file,
+)
+from fxpart.checkpoint.exchange.text_files import read_text
+from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.regions import Bytes
+from fxpart.files import from_json
 
 INDEX = "model.safetensors.index.json"
 REST = "fxpart.json"
@@ -50,7 +55,7 @@ _HUGE = 1 << 62
 
 
 @dataclass(frozen=True)
-class Prefixes:
+class KeyPrefixes:
     """What stands before a name: of a model's tensor, and of an optimizer's.
 
     By default as ``{"model": model.state_dict(), "optimizer": {"state": {name: {slot: ...}}}}`` is
@@ -79,18 +84,18 @@ class Prefixes:
         return MODEL + name.removeprefix(self.model) if name.startswith(self.model) else None
 
 
-BARE = Prefixes("", "")
+BARE = KeyPrefixes("", "")
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _TensorChunk:
     """A part of a tensor. offsets: where it begins in the whole."""
 
-    place: Place
+    place: SafetensorsLocation
     offsets: tuple[int, ...]
 
 
-class Folder:
+class SafetensorsFolder:
     """A folder of safetensors files as a source.
 
     Of files that the index lists, or of all that lie there. A tensor may be in parts over several
@@ -98,33 +103,37 @@ class Folder:
     a name has none of the prefixes.
     """
 
-    def __init__(self, path: Path, prefixes: Prefixes = BARE) -> None:
+    def __init__(self, path: Path, prefixes: KeyPrefixes = BARE) -> None:
         """Read the headers."""
         files, listed = _files(path)
-        chunks: dict[str, list[_Chunk]] = {}
+        chunks: dict[str, list[_TensorChunk]] = {}
         for file in files:
             places, metadata = read_header(file)
             offsets = _offsets(file, metadata, places)
             for name, place in places.items():
                 if name in chunks and SHARDING not in metadata:
-                    raise foreign(str(file), f"{shown(name)} is in another file too")
-                chunks.setdefault(name, []).append(_Chunk(place, offsets[name]))
+                    raise make_foreign_file_error(
+                        str(file), f"{format_key(name)} is in another file too"
+                    )
+                chunks.setdefault(name, []).append(_TensorChunk(place, offsets[name]))
         if lost := [name for name in listed if name not in chunks]:
-            why = f"it lists {len(lost)} tensors that are in no file, {shown(lost[0])} for one"
-            raise foreign(str(path / INDEX), why)
-        self._chunks: dict[str, list[_Chunk]] = {}
-        self.tensors: dict[str, Outline] = {}
+            why = f"it lists {len(lost)} tensors that are in no file, {format_key(lost[0])} for one"
+            raise make_foreign_file_error(str(path / INDEX), why)
+        self._chunks: dict[str, list[_TensorChunk]] = {}
+        self.tensors: dict[str, TensorType] = {}
         strange = [name for name in chunks if prefixes.key(name) is None]
         if strange:
-            why = f"{shown(strange[0])} begins with neither {prefixes.model!r} nor "
+            why = f"{format_key(strange[0])} begins with neither {prefixes.model!r} nor "
             why += repr(prefixes.optimizer)
             fix = "give --model-prefix and --optimizer-prefix; '' where names have none"
-            raise foreign(str(path), why, fix)
+            raise make_foreign_file_error(str(path), why, fix)
         for name, held in chunks.items():
             key = str(prefixes.key(name))
             self.tensors[key], self._chunks[key] = _whole(name, held)
         rest = path / REST
-        self.rest = parse_rest(read_text(rest), str(rest)) if rest.exists() else Rest()
+        self.rest = (
+            parse_metadata(read_text(rest), str(rest)) if rest.exists() else CheckpointMetadata()
+        )
 
     def read(self, key: str) -> Bytes:
         """The parts put together."""
@@ -141,16 +150,16 @@ class Folder:
             whole[where] = read_place(chunk.place).view(form).reshape(shape)
         return whole.reshape(-1).view(np.uint8)
 
-    def layout(self, key: str) -> Sequence[Held]:
+    def layout(self, key: str) -> Sequence[RankShard]:
         """Not known: files are no ranks."""
         return ()
 
 
 def write_folder(
     target: Path,
-    source: Source,
+    source: CheckpointSource,
     *,
-    prefixes: Prefixes = BARE,
+    prefixes: KeyPrefixes = BARE,
     shards: bool = False,
     config: Path | None = None,
     file_bytes: int = 5_000_000_000,
@@ -183,7 +192,7 @@ def write_folder(
             text = {"metadata": {"total_size": sizes}, "weight_map": index}
             (fresh / INDEX).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n", "utf-8")
         if shards:
-            (fresh / REST).write_bytes(rest_text(source.rest))
+            (fresh / REST).write_bytes(format_metadata(source.rest))
         if config is not None:
             shutil.copyfile(config, fresh / "config.json")
     return [key for key in source.tensors if key not in keys.values()]
@@ -208,15 +217,19 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
             if any(Path(name).name != name for name in names):
                 raise ValueError("it names a file that is not beside it")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
-            raise foreign(str(index), f"it is no index of a checkpoint: {cause}") from cause
+            raise make_foreign_file_error(
+                str(index), f"it is no index of a checkpoint: {cause}"
+            ) from cause
         files = [path / name for name in names]
     if not files:
-        raise foreign(str(path), "the folder has no .safetensors file", "give another folder")
+        raise make_foreign_file_error(
+            str(path), "the folder has no .safetensors file", "give another folder"
+        )
     return files, listed
 
 
 def _offsets(
-    file: Path, metadata: Mapping[str, str], places: Mapping[str, Place]
+    file: Path, metadata: Mapping[str, str], places: Mapping[str, SafetensorsLocation]
 ) -> dict[str, tuple[int, ...]]:
     """Where the part of each tensor begins; at the beginning where the file says nothing."""
     if SHARDING not in metadata:
@@ -227,22 +240,24 @@ def _offsets(
         for name, place in places.items():
             right = len(found[name]) == len(place.outline.shape)
             if not right or any(type(n) is not int or not 0 <= n < _HUGE for n in found[name]):
-                raise ValueError(f"{shown(name)} has no place in the whole")
+                raise ValueError(f"{format_key(name)} has no place in the whole")
     except (ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise foreign(str(file), f"{SHARDING} does not fit its tensors: {cause}") from cause
+        raise make_foreign_file_error(
+            str(file), f"{SHARDING} does not fit its tensors: {cause}"
+        ) from cause
     return found
 
 
-def _whole(name: str, chunks: Sequence[_Chunk]) -> tuple[Outline, list[_Chunk]]:
+def _whole(name: str, chunks: Sequence[_TensorChunk]) -> tuple[TensorType, list[_TensorChunk]]:
     """The whole tensor's outline and the parts that hold it once, ties by rank dropped."""
     once = list({(c.offsets, c.place.outline.shape): c for c in chunks}.values())
     first = once[0].place
-    where = f"{shown(name)} in {first.file}"
+    where = f"{format_key(name)} in {first.file}"
     if any(
         c.place.outline.dtype != first.outline.dtype or len(c.offsets) != len(once[0].offsets)
         for c in once
     ):
-        raise foreign(where, "its parts are of several dtypes or numbers of dims")
+        raise make_foreign_file_error(where, "its parts are of several dtypes or numbers of dims")
     ends = [
         [start + size for start, size in zip(c.offsets, c.place.outline.shape, strict=True)]
         for c in once
@@ -251,11 +266,11 @@ def _whole(name: str, chunks: Sequence[_Chunk]) -> tuple[Outline, list[_Chunk]]:
     volume = sum(math.prod(c.place.outline.shape) for c in once)
     if volume != math.prod(shape) or _overlap(once):
         why = f"its {len(once)} parts hold {volume} of {math.prod(shape)} numbers"
-        raise foreign(where, f"{why}, or one twice", "give the files of all ranks")
-    return Outline(first.outline.dtype, shape), once
+        raise make_foreign_file_error(where, f"{why}, or one twice", "give the files of all ranks")
+    return TensorType(first.outline.dtype, shape), once
 
 
-def _overlap(chunks: Sequence[_Chunk]) -> bool:
+def _overlap(chunks: Sequence[_TensorChunk]) -> bool:
     """Whether two parts share a number: by a sweep along the first dim."""
     boxes = sorted(
         tuple(
@@ -277,7 +292,7 @@ def _overlap(chunks: Sequence[_Chunk]) -> bool:
     return False
 
 
-def _groups(kept: Mapping[str, Outline], largest: int) -> list[list[str]]:
+def _groups(kept: Mapping[str, TensorType], largest: int) -> list[list[str]]:
     """The names of each file; a tensor above the limit has a file of its own."""
     groups: list[list[str]] = [[]]
     size = 0

@@ -7,11 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fxpart.checkpoint import folder
-from fxpart.checkpoint.exchange.source import Held, Outline, Rest, Source
-from fxpart.checkpoint.merging import merge
+from fxpart.checkpoint.exchange.source import (
+    CheckpointMetadata,
+    CheckpointSource,
+    RankShard,
+    TensorType,
+)
+from fxpart.checkpoint.manifest_merge import merge
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.regions import Bytes, whole
-from fxpart.checkpoint.writer import PLAN, Piece, write_rank, write_text
+from fxpart.checkpoint.regions import Bytes, make_full_region
+from fxpart.checkpoint.writer import PLAN, CheckpointShard, write_rank, write_text
 from fxpart.errors import error
 
 _RANK = re.compile(r"rank-(\d{1,9})\.safetensors")
@@ -19,33 +24,33 @@ _FIELDS = ("step", "calls", "seed", "fingerprint", "plan", "weights", "values", 
 _GROUP = 256_000_000  # bytes of a file that is written, which are in memory at once
 
 
-class Native:
+class NativeCheckpointSource:
     """A checkpoint as a source; of a run's folder, the newest one. FXP510, FXP511."""
 
     def __init__(self, path: Path) -> None:
         """Open it."""
-        self.checkpoint = Checkpoint.open(folder.found(path)[0])
+        self.checkpoint = Checkpoint.open(folder.find_checkpoints(path)[0])
         manifest = self.checkpoint.manifest
         fields = {name: getattr(manifest, name) for name in _FIELDS}
-        self.rest = Rest(**fields, plan_text=self.checkpoint.plan())
-        self.tensors = {k: Outline(t.dtype, t.shape) for k, t in manifest.tensors.items()}
+        self.rest = CheckpointMetadata(**fields, plan_text=self.checkpoint.plan())
+        self.tensors = {k: TensorType(t.dtype, t.shape) for k, t in manifest.tensors.items()}
 
     def read(self, key: str) -> Bytes:
         """The parts put together, their digests compared."""
         return self.checkpoint.read(key).reshape(-1)
 
-    def layout(self, key: str) -> Sequence[Held]:
+    def layout(self, key: str) -> Sequence[RankShard]:
         """The parts of the ranks that wrote it."""
         found = []
         for part in self.checkpoint.manifest.tensors[key].parts:
             rank = _RANK.fullmatch(part.file)
             if rank is None or part.flat is not None or any(len(dim) != 1 for dim in part.ranges):
                 return ()
-            found.append(Held(int(rank[1]), tuple(dim[0] for dim in part.ranges)))
+            found.append(RankShard(int(rank[1]), tuple(dim[0] for dim in part.ranges)))
         return found
 
 
-def write_native(root: Path, source: Source) -> Path:
+def write_native(root: Path, source: CheckpointSource) -> Path:
     """Write a checkpoint into a folder of checkpoints; its own folder.
 
     One that a run can load: any plan's ranks take their parts of it. FXP603 where the folder has
@@ -72,20 +77,20 @@ def write_native(root: Path, source: Source) -> Path:
 def is_native(path: Path) -> bool:
     """Whether there is a checkpoint of ours at a path."""
     return (path / "manifest.json").exists() or bool(
-        folder.complete(path) or folder.complete(path / "checkpoints")
+        folder.list_complete(path) or folder.list_complete(path / "checkpoints")
     )
 
 
-def _pieces(source: Source) -> Iterator[list[Piece]]:
+def _pieces(source: CheckpointSource) -> Iterator[list[CheckpointShard]]:
     """Whole tensors, as many to a file as memory is to hold."""
-    found: list[Piece] = []
+    found: list[CheckpointShard] = []
     held = 0
     for key, outline in source.tensors.items():
         if found and held + outline.size > _GROUP:
             yield found
             found, held = [], 0
-        region = whole(outline.shape)
+        region = make_full_region(outline.shape)
         data = source.read(key)
-        found.append(Piece(key, outline.dtype, outline.shape, region.ranges, None, data))
+        found.append(CheckpointShard(key, outline.dtype, outline.shape, region.ranges, None, data))
         held += outline.size
     yield found

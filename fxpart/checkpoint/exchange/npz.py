@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 
 from fxpart.checkpoint import files
 from fxpart.checkpoint.dtypes import DTYPES
-from fxpart.checkpoint.exchange.source import Outline, as_view, foreign
+from fxpart.checkpoint.exchange.source import TensorType, as_view, make_foreign_file_error
 from fxpart.checkpoint.regions import Bytes
 
 _TIME = (1980, 1, 1, 0, 0, 0)  # the same input gives the same bytes
@@ -36,7 +36,7 @@ def holds(dtype: str) -> bool:
     return dtype == BITS or (dtype != "uint16" and dtype in _KINDS)
 
 
-class Arrays:
+class NpzArrays:
     """The arrays of an .npz file, read one at a time; FXP110 for anything else.
 
     Only what is not compressed is read, so that no array takes more memory than the file.
@@ -45,11 +45,11 @@ class Arrays:
     def __init__(self, path: Path) -> None:
         """Read the table and each array's header."""
         self._path = path
-        self.outlines: dict[str, Outline] = {}
+        self.outlines: dict[str, TensorType] = {}
         self._entries: dict[str, tuple[str, int]] = {}
         try:
             with (
-                files.reading(Path(os.path.realpath(path))) as (raw, size),
+                files.open_for_reading(Path(os.path.realpath(path))) as (raw, size),
                 zipfile.ZipFile(raw) as table,
             ):
                 for entry in table.infolist():
@@ -64,7 +64,7 @@ class Arrays:
         data = np.empty(outline.size, np.uint8)
         try:
             with (
-                files.reading(Path(os.path.realpath(self._path))) as (raw, _),
+                files.open_for_reading(Path(os.path.realpath(self._path))) as (raw, _),
                 zipfile.ZipFile(raw) as table,
                 table.open(entry) as file,
             ):
@@ -97,20 +97,22 @@ class Arrays:
             raise ValueError(f"{name[:80]!r} is of dtype {dtype}, which torch lacks")
         if entry.file_size - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name[:80]!r} has not the bytes of {shape}")
-        self.outlines[name] = Outline(kind, shape)
+        self.outlines[name] = TensorType(kind, shape)
         self._entries[name] = (entry.filename, start)
 
     def _fault(self, cause: BaseException) -> Exception:
         why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        return foreign(str(self._path), f"it is no whole .npz file: {why[:200]}")
+        return make_foreign_file_error(str(self._path), f"it is no whole .npz file: {why[:200]}")
 
 
-def write_arrays(path: Path, outlines: Mapping[str, Outline], read: Callable[[str], Bytes]) -> None:
+def write_arrays(
+    path: Path, outlines: Mapping[str, TensorType], read: Callable[[str], Bytes]
+) -> None:
     """A new .npz file as numpy.savez writes it, on the disk when this returns; OSError.
 
     read: an array's bytes, asked for one after another.
     """
-    with files.creating(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as table:
+    with files.create_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as table:
         for name, outline in outlines.items():
             info = zipfile.ZipInfo(name + _END, _TIME)
             info.external_attr = 0o600 << 16

@@ -15,12 +15,12 @@ from itertools import product
 
 import msgspec
 
-from fxpart.checkpoint.exchange.source import Held, foreign
+from fxpart.checkpoint.exchange.source import RankShard, make_foreign_file_error
 
 _MOST = 1 << 16  # processes
 
 
-class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PaddleStrategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one tensor is cut; the fields are PaddlePaddle's own."""
 
     process_shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Into how many parts each dim is cut."""
         return tuple(1 if axis == -1 else self.process_shape[axis] for axis in self.dims_mapping)
 
-    def boxes(self, shape: tuple[int, ...]) -> list[Held]:
+    def boxes(self, shape: tuple[int, ...]) -> list[RankShard]:
         """What each process holds of a tensor, copies too, in the order of process_group.
 
         FXP110 where a dim cannot be cut into equal parts.
@@ -54,7 +54,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cuts = self.cuts()
         if any(size % count for size, count in zip(shape, cuts, strict=True)):
             why = f"a tensor of {list(shape)} cannot be cut into {list(cuts)} equal parts"
-            raise foreign("dims_mapping", why, "another strategy for it")
+            raise make_foreign_file_error("dims_mapping", why, "another strategy for it")
         found = []
         for rank, at in zip(self.process_group, self._places(), strict=True):
             box = []
@@ -62,7 +62,7 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 step = size // count
                 start = 0 if axis == -1 else at[axis] * step
                 box.append((start, start + step))
-            found.append(Held(rank, tuple(box)))
+            found.append(RankShard(rank, tuple(box)))
         return found
 
     def holders(self) -> list[int]:
@@ -79,12 +79,12 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return product(*map(range, self.process_shape))
 
 
-def on_one(rank: int, dims: int) -> Strategy:
+def make_single_rank_strategy(rank: int, dims: int) -> PaddleStrategy:
     """A tensor that is whole on one rank."""
-    return Strategy((1,), (rank,), (-1,) * dims)
+    return PaddleStrategy((1,), (rank,), (-1,) * dims)
 
 
-def strategy_of(shape: tuple[int, ...], held: Sequence[Held]) -> Strategy | None:
+def strategy_of(shape: tuple[int, ...], held: Sequence[RankShard]) -> PaddleStrategy | None:
     """The strategy by which parts lie as they do; None where they are no even grid over ranks."""
     if not held or len({each.rank for each in held}) != len(held):
         return None
@@ -108,4 +108,4 @@ def strategy_of(shape: tuple[int, ...], held: Sequence[Held]) -> Strategy | None
         mesh += [len(line)] if len(line) > 1 else []
     # Row-major over the dims that are cut: the last one changes first, as sorted boxes do.
     group = tuple(ranks[box] for box in sorted(ranks))
-    return Strategy(tuple(mesh) or (1,), group, tuple(mapping))
+    return PaddleStrategy(tuple(mesh) or (1,), group, tuple(mapping))

@@ -19,31 +19,35 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from fxpart.bounded import from_json
-from fxpart.checkpoint.exchange.npz import Arrays, holds, write_arrays
-from fxpart.checkpoint.exchange.paddle import Strategy, on_one, strategy_of
+from fxpart.checkpoint.exchange.atomic_output import new_folder
+from fxpart.checkpoint.exchange.npz import NpzArrays, holds, write_arrays
+from fxpart.checkpoint.exchange.paddle import (
+    PaddleStrategy,
+    make_single_rank_strategy,
+    strategy_of,
+)
 from fxpart.checkpoint.exchange.source import (
     MODEL,
     OPTIMIZER,
-    Held,
-    Outline,
-    Rest,
-    Source,
-    foreign,
+    CheckpointMetadata,
+    CheckpointSource,
+    RankShard,
+    TensorType,
+    format_metadata,
+    make_foreign_file_error,
     parameter_and_slot,
-    parse_rest,
-    rest_text,
+    parse_metadata,
 )
-from fxpart.checkpoint.exchange.text import read_text
-from fxpart.checkpoint.exchange.writing import new_folder
-from fxpart.checkpoint.files import shown
+from fxpart.checkpoint.exchange.text_files import read_text
+from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.regions import Bytes
+from fxpart.files import from_json
 
 REST = "fxpart.json"
 _ATTRIBUTES = ".pdattr.json"
 _FILE = re.compile(r"(.*)_dist(\d{1,7})\.pdattr\.json", re.DOTALL)
 _KINDS = {MODEL: ".pdparams.npz", OPTIMIZER: ".pdopt.npz"}
-Strategies = dict[str, Strategy]
+Strategies = dict[str, PaddleStrategy]
 
 
 class PaddleFolder:
@@ -52,25 +56,31 @@ class PaddleFolder:
     def __init__(self, path: Path) -> None:
         """Read all dictionaries and the arrays' headers."""
         stem, ranks = _ranks(path)
-        found: dict[str, Strategy] = {}
-        self._arrays: dict[tuple[str, int], Arrays] = {}
+        found: dict[str, PaddleStrategy] = {}
+        self._arrays: dict[tuple[str, int], NpzArrays] = {}
         for rank, file in ranks.items():
             for name, strategy in read_strategies(file).items():
                 if found.setdefault(name, strategy) != strategy:
-                    raise foreign(str(file), f"{shown(name)} is cut otherwise on another rank")
+                    raise make_foreign_file_error(
+                        str(file), f"{format_key(name)} is cut otherwise on another rank"
+                    )
             for kind, end in _KINDS.items():
                 arrays = path / f"{stem}_dist{rank}{end}"
                 if arrays.exists():
-                    self._arrays[kind, rank] = Arrays(arrays)
-        self._strategies: dict[str, tuple[str, Strategy]] = {}
-        self.tensors: dict[str, Outline] = {}
+                    self._arrays[kind, rank] = NpzArrays(arrays)
+        self._strategies: dict[str, tuple[str, PaddleStrategy]] = {}
+        self.tensors: dict[str, TensorType] = {}
         for name, strategy in found.items():
             self._add(path, name, strategy)
         strange = {n for a in self._arrays.values() for n in a.outlines} - set(found)
         if strange:
-            raise foreign(str(path), f"{shown(min(strange))} has no dictionary")
+            raise make_foreign_file_error(
+                str(path), f"{format_key(min(strange))} has no dictionary"
+            )
         rest = path / REST
-        self.rest = parse_rest(read_text(rest), str(rest)) if rest.exists() else Rest()
+        self.rest = (
+            parse_metadata(read_text(rest), str(rest)) if rest.exists() else CheckpointMetadata()
+        )
 
     def read(self, key: str) -> Bytes:
         """The parts of all ranks put together; of copies, the first one's."""
@@ -86,33 +96,38 @@ class PaddleFolder:
                 whole[where] = part.view(whole.dtype).reshape([b - a for a, b in held.box])
         return whole.reshape(-1).view(np.uint8)
 
-    def layout(self, key: str) -> Sequence[Held]:
+    def layout(self, key: str) -> Sequence[RankShard]:
         """As the dictionary says, each number once."""
         _, strategy = self._strategies[key]
         needed = set(strategy.holders())
         return [h for h in strategy.boxes(self.tensors[key].shape) if h.rank in needed]
 
-    def _add(self, path: Path, name: str, strategy: Strategy) -> None:
+    def _add(self, path: Path, name: str, strategy: PaddleStrategy) -> None:
         """One tensor, whose parts must be there and equal in shape."""
-        where = f"{path}, {shown(name)}"
+        where = f"{path}, {format_key(name)}"
         parts = {at: a.outlines[name] for at, a in self._arrays.items() if name in a.outlines}
         if len({kind for kind, _ in parts}) != 1:
-            raise foreign(where, "no rank has an array of it, or both files have one")
+            raise make_foreign_file_error(
+                where, "no rank has an array of it, or both files have one"
+            )
         (kind, _), first = next(iter(parts.items()))
         if why := strategy.fault(len(first.shape)):
-            raise foreign(where, why, "the dictionary that it was cut by")
+            raise make_foreign_file_error(where, why, "the dictionary that it was cut by")
         lost = [rank for rank in strategy.holders() if (kind, rank) not in parts]
         if lost:
-            raise foreign(where, f"ranks {lost[:8]} lack it", "give the files of all ranks")
+            raise make_foreign_file_error(
+                where, f"ranks {lost[:8]} lack it", "give the files of all ranks"
+            )
         if any(part != first for part in parts.values()):
-            raise foreign(where, "its parts have several shapes or dtypes")
+            raise make_foreign_file_error(where, "its parts have several shapes or dtypes")
         shape = tuple(s * n for s, n in zip(first.shape, strategy.cuts(), strict=True))
-        self.tensors[kind + name] = Outline(first.dtype, shape)
+        self.tensors[kind + name] = TensorType(first.dtype, shape)
         self._strategies[kind + name] = (name, strategy)
 
 
 def write_paddle(
-    target: Path, source: Source, *, strategies: Mapping[str, Strategy] | None = None,
+    target: Path, source: CheckpointSource, *,
+    strategies: Mapping[str, PaddleStrategy] | None = None,
     stem: str = "model",
 ) -> list[str]:  # fmt: skip
     """Write a new folder; the keys that the format does not hold, and that are left out.
@@ -140,7 +155,7 @@ def write_paddle(
                 parts = {name: _part(kept[key], boxes[key][rank]) for name, key in keys.items()}
                 read = partial(_cut, source, keys, {n: boxes[k][rank] for n, k in keys.items()})
                 write_arrays(fresh / f"{begin}{end}", parts, read)
-        (fresh / REST).write_bytes(rest_text(source.rest))
+        (fresh / REST).write_bytes(format_metadata(source.rest))
     return [key for key in source.tensors if key not in kept]
 
 
@@ -149,7 +164,7 @@ def read_strategies(path: Path) -> Strategies:
     try:
         return from_json(read_text(path), Strategies)
     except (msgspec.MsgspecError, RecursionError) as cause:
-        raise foreign(
+        raise make_foreign_file_error(
             str(path), f"it holds no converter dictionaries: {str(cause)[:200]}"
         ) from cause
 
@@ -170,14 +185,16 @@ def _ranks(path: Path) -> tuple[str, dict[int, Path]]:
                 stems.add(match[1])
                 found[int(match[2])] = file
     except OSError as cause:
-        raise foreign(str(path), f"it cannot be read: {cause}") from cause
+        raise make_foreign_file_error(str(path), f"it cannot be read: {cause}") from cause
     if len(stems) != 1:
         why = f"there are files of {len(stems)} models named *_dist0{_ATTRIBUTES}"
-        raise foreign(str(path), why, "give a folder with one")
+        raise make_foreign_file_error(str(path), why, "give a folder with one")
     return stems.pop(), dict(sorted(found.items()))
 
 
-def _strategy(source: Source, key: str, given: Mapping[str, Strategy]) -> Strategy:
+def _strategy(
+    source: CheckpointSource, key: str, given: Mapping[str, PaddleStrategy]
+) -> PaddleStrategy:
     """How a tensor is to be cut; what an optimizer keeps, as its parameter if of that shape."""
     shape, name = source.tensors[key].shape, _name(key)
     found = given.get(name)
@@ -186,9 +203,9 @@ def _strategy(source: Source, key: str, given: Mapping[str, Strategy]) -> Strate
         outline = source.tensors.get(MODEL + parameter)
         found = given.get(parameter) if outline is not None and outline.shape == shape else None
     if found is None:
-        return strategy_of(shape, source.layout(key)) or on_one(0, len(shape))
+        return strategy_of(shape, source.layout(key)) or make_single_rank_strategy(0, len(shape))
     if why := found.fault(len(shape)):
-        raise foreign(name, why, "another strategy for it")
+        raise make_foreign_file_error(name, why, "another strategy for it")
     return found
 
 
@@ -197,12 +214,12 @@ def _name(key: str) -> str:
     return key.removeprefix(MODEL) if key.startswith(MODEL) else key.removeprefix(OPTIMIZER)
 
 
-def _part(outline: Outline, box: Sequence[tuple[int, int]]) -> Outline:
-    return Outline(outline.dtype, tuple(stop - start for start, stop in box))
+def _part(outline: TensorType, box: Sequence[tuple[int, int]]) -> TensorType:
+    return TensorType(outline.dtype, tuple(stop - start for start, stop in box))
 
 
 def _cut(
-    source: Source,
+    source: CheckpointSource,
     keys: Mapping[str, str],
     boxes: Mapping[str, Sequence[tuple[int, int]]],
     name: str,

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fxpart.bounded import from_json
-from fxpart.checkpoint import values
+from fxpart.checkpoint import value_codec
 from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.regions import Bytes
 from fxpart.errors import FxpartError, error
+from fxpart.files import from_json
 
 Box = tuple[tuple[int, int], ...]
 
@@ -25,7 +25,7 @@ NAMES = {word: name for name, (_, word) in DTYPES.items() if word is not None}
 
 
 @dataclass(frozen=True)
-class Outline:
+class TensorType:
     """A tensor without its numbers: dtype as torch names it, and shape."""
 
     dtype: str
@@ -42,7 +42,7 @@ class Outline:
         return math.prod(self.shape) * self.itemsize
 
 
-class Rest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint holds beside tensors: fields of its manifest, and the plan's text."""
 
     step: int = 0
@@ -58,29 +58,29 @@ class Rest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Held:
+class RankShard:
     """A part of a tensor: the rank that holds it, and its range in each dim."""
 
     rank: int
     box: Box
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint that can be read, in whatever format.
 
     rest: what is no tensor, as far as the format says it.
     """
 
-    rest: Rest
+    rest: CheckpointMetadata
 
     @property
-    def tensors(self) -> Mapping[str, Outline]:
+    def tensors(self) -> Mapping[str, TensorType]:
         """Outlines by key as in a manifest ("model/NAME", ...), in the source's order."""
 
     def read(self, key: str) -> Bytes:
         """A whole tensor's bytes in row-major order, 1-d; FXP110 or FXP510 for a damaged file."""
 
-    def layout(self, key: str) -> Sequence[Held]:
+    def layout(self, key: str) -> Sequence[RankShard]:
         """How the tensor lies over ranks; empty where that is not known, or is no grid of boxes."""
 
 
@@ -101,24 +101,26 @@ def parameter_and_slot(key: str) -> tuple[str, str]:
     return name, slot
 
 
-def parse_rest(text: str | bytes, where: str) -> Rest:
-    """What :func:`rest_text` made; FXP110."""
+def parse_metadata(text: str | bytes, where: str) -> CheckpointMetadata:
+    """What :func:`format_metadata` made; FXP110."""
     try:
-        found = from_json(text, Rest)
-        free = {name: values.restored(getattr(found, name)) for name in _FREE}
+        found = from_json(text, CheckpointMetadata)
+        free = {name: value_codec.from_json_value(getattr(found, name)) for name in _FREE}
     except (msgspec.MsgspecError, RecursionError, ValueError) as cause:
         why = f"it does not say what is no tensor: {str(cause)[:200]}"
-        raise foreign(where, why) from cause
+        raise make_foreign_file_error(where, why) from cause
     return msgspec.structs.replace(found, **free)
 
 
-def rest_text(rest: Rest) -> bytes:
+def format_metadata(rest: CheckpointMetadata) -> bytes:
     """JSON with sorted keys."""
-    free = {name: values.stored(getattr(rest, name), name) for name in _FREE}
+    free = {name: value_codec.to_json_value(getattr(rest, name), name) for name in _FREE}
     plain = msgspec.structs.replace(rest, **free)
     return msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=1) + b"\n"
 
 
-def foreign(where: str, why: str, fix: str = "convert a whole copy of it") -> FxpartError:
+def make_foreign_file_error(
+    where: str, why: str, fix: str = "convert a whole copy of it"
+) -> FxpartError:
     """A file of another tool that cannot be read."""
     return error("FXP110", where=where, why=why, fix=fix)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fxpart.errors import FxpartError, error
 
 
-class Used(NamedTuple):
+class MicrobatchWeightUse(NamedTuple):
     """What a microbatch read: updates in the weights of its forward, and when the two ran."""
 
     microbatch: int
@@ -19,7 +19,7 @@ class Used(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Counters:
+class StageCounters:
     """Of one stage: computations and updates since the stream began anew, and updates in all.
 
     recent: what the newest microbatches that went backward read, oldest first; see ``RECENT``.
@@ -28,18 +28,20 @@ class Counters:
     forwards: int
     backwards: int
     updates: int
-    recent: tuple[Used, ...]
+    recent: tuple[MicrobatchWeightUse, ...]
 
 
 RECENT = 256  # microbatches; enough to look at, little to keep
 
 
-def recent() -> deque[Used]:
+def make_recent_log() -> deque[MicrobatchWeightUse]:
     """An empty record of the newest microbatches."""
     return deque(maxlen=RECENT)
 
 
-def differs(stage: int, microbatch: int, what: str, expected: int, found: int) -> FxpartError:
+def make_schedule_mismatch_error(
+    stage: int, microbatch: int, what: str, expected: int, found: int
+) -> FxpartError:
     """The error of a stage that did not keep to its schedule: FXP900."""
     return error(
         "FXP900",

@@ -12,20 +12,42 @@ from typing import Protocol
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import FORWARD, Schedule, StageEdge
-from fxpart.schedule.builders.asynchronous import asynchronous, stream_in_flight
-from fxpart.schedule.builders.looped import breadth_first, interleaved
-from fxpart.schedule.builders.plain import ahead_in_a_chain, forward_only, gpipe, one_f_one_b
-from fxpart.schedule.builders.protocol import Build, Groups, Ranks, checked, shares
-from fxpart.schedule.builders.zero_bubble import in_a_v, zb_h1, zb_v
-from fxpart.schedule.flight import in_flight
+from fxpart.schedule.builders.asynchronous import asynchronous, count_async_in_flight
+from fxpart.schedule.builders.gpipe_1f1b import (
+    count_1f1b_in_flight,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+)
+from fxpart.schedule.builders.protocol import (
+    BuildFunction,
+    Groups,
+    Ranks,
+    assign_microbatches,
+    validate_stage_rank,
+)
+from fxpart.schedule.builders.virtual_stages import breadth_first, interleaved
+from fxpart.schedule.builders.zero_bubble import assign_v_ranks, zb_h1, zb_v
+from fxpart.schedule.in_flight import count_in_flight
 
 __all__ = [
-    "BUILDERS", "Builder", "asynchronous", "breadth_first", "forward_only", "gpipe", "in_a_loop",
-    "in_a_v", "interleaved", "limits", "one_f_one_b", "zb_h1", "zb_v",
+    "BUILDERS",
+    "ScheduleBuilder",
+    "assign_loop_ranks",
+    "assign_v_ranks",
+    "asynchronous",
+    "breadth_first",
+    "forward_only",
+    "get_in_flight_limits",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_v",
 ]  # fmt: skip
 
 
-class InFlight(Protocol):
+class InFlightFunction(Protocol):
     """By stage the most microbatches whose activations are held at once, on any stage graph."""
 
     def __call__(
@@ -36,7 +58,7 @@ class InFlight(Protocol):
 
 
 @dataclass(frozen=True)
-class Builder:
+class ScheduleBuilder:
     """A named schedule: ``build(stage_rank, microbatches, edges)`` and what it keeps in flight.
 
     in_flight(stage_rank, microbatches, replicas=()): by stage the most microbatches whose
@@ -44,8 +66,8 @@ class Builder:
     whether the microbatches are those of one step, after which all stages update together.
     """
 
-    build: Build
-    in_flight: InFlight
+    build: BuildFunction
+    in_flight: InFlightFunction
     flushes: bool = True
 
     def __call__(
@@ -58,48 +80,48 @@ class Builder:
         backward: Sequence[float] | None = None,
         replicas: Groups = (),
     ) -> Schedule:
-        """The compute-only schedule; see :class:`fxpart.schedule.builders.protocol.Build`."""
+        """Build the compute-only schedule; see :class:`.protocol.BuildFunction`."""
         return self.build(
             stage_rank, microbatches, edges, forward=forward, backward=backward, replicas=replicas
         )
 
 
 def _all(stage_rank: Ranks, microbatches: int, replicas: Groups = ()) -> tuple[int, ...]:
-    stages = len(checked(stage_rank, microbatches))
-    return tuple(map(len, shares(stages, microbatches, replicas)))
+    stages = len(validate_stage_rank(stage_rank, microbatches))
+    return tuple(map(len, assign_microbatches(stages, microbatches, replicas)))
 
 
 def _none(stage_rank: Ranks, microbatches: int, replicas: Groups = ()) -> tuple[int, ...]:
-    return (0,) * len(checked(stage_rank, microbatches))
+    return (0,) * len(validate_stage_rank(stage_rank, microbatches))
 
 
-def _built(build: Build) -> InFlight:
+def _built(build: BuildFunction) -> InFlightFunction:
     """What it has in flight in a chain, whose order it keeps on every stage graph."""
 
     def counted(stage_rank: Ranks, microbatches: int, replicas: Groups = ()) -> tuple[int, ...]:
-        return in_flight(build(stage_rank, microbatches, replicas=replicas))
+        return count_in_flight(build(stage_rank, microbatches, replicas=replicas))
 
     return counted
 
 
-def in_a_loop(stages: int, ranks: int) -> tuple[int, ...]:
+def assign_loop_ranks(stages: int, ranks: int) -> tuple[int, ...]:
     """The ranks of so many stages in a loop: (0, 1, 0, 1)."""
     return tuple(stage % ranks for stage in range(stages))
 
 
-BUILDERS: dict[str, Builder] = {
-    "gpipe": Builder(gpipe, _all),
-    "1f1b": Builder(one_f_one_b, ahead_in_a_chain),
-    "interleaved": Builder(interleaved, _built(interleaved)),
-    "breadth-first": Builder(breadth_first, _all),
-    "zb-h1": Builder(zb_h1, _built(zb_h1)),
-    "zb-v": Builder(zb_v, _built(zb_v)),
-    "async": Builder(asynchronous, stream_in_flight, flushes=False),
-    FORWARD: Builder(forward_only, _none),
+BUILDERS: dict[str, ScheduleBuilder] = {
+    "gpipe": ScheduleBuilder(gpipe, _all),
+    "1f1b": ScheduleBuilder(one_f_one_b, count_1f1b_in_flight),
+    "interleaved": ScheduleBuilder(interleaved, _built(interleaved)),
+    "breadth-first": ScheduleBuilder(breadth_first, _all),
+    "zb-h1": ScheduleBuilder(zb_h1, _built(zb_h1)),
+    "zb-v": ScheduleBuilder(zb_v, _built(zb_v)),
+    "async": ScheduleBuilder(asynchronous, count_async_in_flight, flushes=False),
+    FORWARD: ScheduleBuilder(forward_only, _none),
 }
 
 
-def limits(schedule: Schedule) -> tuple[int, ...] | None:
+def get_in_flight_limits(schedule: Schedule) -> tuple[int, ...] | None:
     """By stage what the builder of the schedule's name keeps in flight.
 
     None where there is no such builder, or it is not made for the schedule's ranks.

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fxpart.errors import error
 from fxpart.schedule.action import Schedule, StageEdge
-from fxpart.schedule.builders.plain import ahead_in_a_chain, one_f_one_b
-from fxpart.schedule.builders.protocol import Groups, Ranks, checked, none_replicated
+from fxpart.schedule.builders.gpipe_1f1b import count_1f1b_in_flight, one_f_one_b
+from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
 
 
 def asynchronous(
@@ -35,18 +35,18 @@ def asynchronous(
     The order is 1F1B's of one step of as many microbatches. Raises FXP109 for several stages on a
     rank, and for copies of stages.
     """
-    none_replicated("async", replicas)
-    ranks = _alone(checked(stage_rank, microbatches))
+    reject_replicas("async", replicas)
+    ranks = _alone(validate_stage_rank(stage_rank, microbatches))
     built = one_f_one_b(ranks, microbatches, edges, forward=forward, backward=backward)
     return replace(built, name="async")
 
 
-def stream_in_flight(
+def count_async_in_flight(
     stage_rank: Ranks, microbatches: int, replicas: Groups = ()
 ) -> tuple[int, ...]:
     """What the stream has in flight at most, on any stage graph; FXP109 as the builder."""
-    none_replicated("async", replicas)
-    return ahead_in_a_chain(_alone(checked(stage_rank, microbatches)), microbatches)
+    reject_replicas("async", replicas)
+    return count_1f1b_in_flight(_alone(validate_stage_rank(stage_rank, microbatches)), microbatches)
 
 
 def _alone(ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ Ranks = int | Sequence[int]  # the rank of each stage; a number: so many stages,
 Groups = Sequence[Sequence[int]]  # stages that are copies of one another: see Schedule.replicas
 
 
-class Build(Protocol):
+class BuildFunction(Protocol):
     """A builder's function.
 
     stage_rank: the rank of each stage, or their number for one a rank. edges: the stage graph, a
@@ -37,7 +37,7 @@ class Build(Protocol):
         ...
 
 
-def checked(stage_rank: Ranks, microbatches: int) -> tuple[int, ...]:
+def validate_stage_rank(stage_rank: Ranks, microbatches: int) -> tuple[int, ...]:
     """The rank of each stage; raises FXP109 for sizes below 1 and ranks left out."""
     found = tuple(range(stage_rank)) if isinstance(stage_rank, int) else tuple(stage_rank)
     for what, value in (("stages", len(found)), ("microbatches", microbatches)):
@@ -54,7 +54,7 @@ def checked(stage_rank: Ranks, microbatches: int) -> tuple[int, ...]:
     return found
 
 
-def none_replicated(name: str, replicas: Groups) -> None:
+def reject_replicas(name: str, replicas: Groups) -> None:
     """Raise FXP109 if there are replicas."""
     if replicas:
         raise error(
@@ -65,7 +65,7 @@ def none_replicated(name: str, replicas: Groups) -> None:
         )
 
 
-def shares(stages: int, microbatches: int, replicas: Groups) -> list[tuple[int, ...]]:
+def assign_microbatches(stages: int, microbatches: int, replicas: Groups) -> list[tuple[int, ...]]:
     """By stage the microbatches that it takes; see ``Schedule.takes``."""
     groups = tuple(tuple(group) for group in replicas)
     alone = Schedule("", stages, microbatches, (), (), groups)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from fxpart.errors import error
-from fxpart.schedule.action import Action, Kind, Schedule, StageEdge
-from fxpart.schedule.builders.looped import Loop
-from fxpart.schedule.builders.protocol import Groups, Ranks, checked, none_replicated
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
+from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
+from fxpart.schedule.builders.virtual_stages import StageLoop
 from fxpart.schedule.dependence import chain, depths
-from fxpart.schedule.place import place
+from fxpart.schedule.rank_merge import merge_onto_ranks
 
 
 def zb_h1(
@@ -36,8 +36,8 @@ def zb_h1(
     Where a rank has several stages in a loop: interleaved 1F1B with split backwards. With other
     ranks each stage keeps its order and the rank takes whatever can go on, W last.
     """
-    none_replicated("zb-h1", replicas)
-    ranks = checked(stage_rank, microbatches)
+    reject_replicas("zb-h1", replicas)
+    ranks = validate_stage_rank(stage_rank, microbatches)
     stages, count = len(ranks), len(set(ranks))
     if count < stages and all(rank == ranks[s % count] for s, rank in enumerate(ranks)):
         return _looped(ranks, microbatches)
@@ -46,27 +46,27 @@ def zb_h1(
     lists = []
     for stage, ahead in enumerate(deep):
         first, late = min(ahead, microbatches), max(deep) - ahead
-        actions = [Action(stage, Kind.F, m) for m in range(first)]
+        actions = [Action(stage, ActionKind.F, m) for m in range(first)]
         for m in range(microbatches + late):
             if m < microbatches:
-                actions.append(Action(stage, Kind.I, m))
+                actions.append(Action(stage, ActionKind.I, m))
             if late <= m:
-                actions.append(Action(stage, Kind.W, m - late))
+                actions.append(Action(stage, ActionKind.W, m - late))
             if first + m < microbatches:
-                actions.append(Action(stage, Kind.F, first + m))
+                actions.append(Action(stage, ActionKind.F, first + m))
         lists.append(tuple(actions))
     built = Schedule("zb-h1", stages, microbatches, tuple(lists), tuple(range(stages)))
-    return place(built, ranks, graph, forward=forward, backward=backward)
+    return merge_onto_ranks(built, ranks, graph, forward=forward, backward=backward)
 
 
 @lru_cache(maxsize=16)  # the verifier asks again for what is in flight
 def _looped(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
     """Interleaved 1F1B with split backwards: of several slopes and delays, what takes least."""
-    loop = Loop.of("zb-h1", stage_rank, microbatches)
+    loop = StageLoop.of("zb-h1", stage_rank, microbatches)
     return loop.best(
         "zb-h1",
         (
-            loop.alternating(groups, slope, Kind.I, [late * r for r in range(loop.ranks)])
+            loop.alternating(groups, slope, ActionKind.I, [late * r for r in range(loop.ranks)])
             for groups in loop.groupings()
             for slope in (1, 2)
             for late in (1, 2)
@@ -96,17 +96,17 @@ def zb_v(
 
     stage_rank: as a number of stages, two a rank. Raises FXP109 for ranks that are no V.
     """
-    none_replicated("zb-v", replicas)
+    reject_replicas("zb-v", replicas)
     if isinstance(stage_rank, int):
-        stage_rank = in_a_v(stage_rank)
-    ranks = checked(stage_rank, microbatches)
+        stage_rank = assign_v_ranks(stage_rank)
+    ranks = validate_stage_rank(stage_rank, microbatches)
     stages, count = len(ranks), len(set(ranks))
     if stages != 2 * count or ranks != ranks[::-1]:
         raise error(
             "FXP109",
             where=f"schedule=zb-v, stage_rank={ranks}",
             why="it needs two stages a rank, in a V: stage s on the same rank as stage 2p - 1 - s",
-            fix=f"for example stage_rank={in_a_v(2 * count)}",
+            fix=f"for example stage_rank={assign_v_ranks(2 * count)}",
         )
     lists: list[tuple[Action, ...]] = [()] * count
     # With fewer microbatches than fill the pipeline: what is left of a schedule that has enough.
@@ -117,7 +117,7 @@ def zb_v(
     return Schedule("zb-v", stages, microbatches, tuple(lists), ranks)
 
 
-def in_a_v(stages: int) -> tuple[int, ...]:
+def assign_v_ranks(stages: int) -> tuple[int, ...]:
     """The ranks of so many stages in a V: (0, 1, 1, 0)."""
     down = tuple(range((stages + 1) // 2))
     return down + down[: stages // 2][::-1]
@@ -129,7 +129,11 @@ class _VOrder:
     def __init__(self, down: int, up: int) -> None:
         """down: the stage on the way down the V. up: that on the way up."""
         self.down, self.up = down, up
-        self.done = {(stage, kind): 0 for stage in (down, up) for kind in (Kind.F, Kind.I, Kind.W)}
+        self.done = {
+            (stage, kind): 0
+            for stage in (down, up)
+            for kind in (ActionKind.F, ActionKind.I, ActionKind.W)
+        }
         self.order: list[Action] = []
 
     def run(self, ranks: int, microbatches: int) -> list[Action]:
@@ -137,28 +141,28 @@ class _VOrder:
         first stage is from the first of all."""
         place, to_end = self.down, ranks - self.down
         for _ in range(2 * to_end - 1):
-            self._do(self.down, Kind.F)
+            self._do(self.down, ActionKind.F)
         for _ in range(place):
-            self._do(self.up, Kind.F)
-            self._do(self.down, Kind.F)
+            self._do(self.up, ActionKind.F)
+            self._do(self.down, ActionKind.F)
         for _ in range(to_end):
-            self._do(self.up, Kind.F, Kind.I, Kind.W)
-        while self.done[self.up, Kind.F] < microbatches:
-            if self.done[self.down, Kind.F] < microbatches:
-                self._do(self.down, Kind.F)
-            self._do(self.down, Kind.I, Kind.W)
-            self._do(self.up, Kind.F, Kind.I, Kind.W)
+            self._do(self.up, ActionKind.F, ActionKind.I, ActionKind.W)
+        while self.done[self.up, ActionKind.F] < microbatches:
+            if self.done[self.down, ActionKind.F] < microbatches:
+                self._do(self.down, ActionKind.F)
+            self._do(self.down, ActionKind.I, ActionKind.W)
+            self._do(self.up, ActionKind.F, ActionKind.I, ActionKind.W)
         for _ in range(place):
-            self._do(self.down, Kind.I)
-            self._do(self.up, Kind.I)
+            self._do(self.down, ActionKind.I)
+            self._do(self.up, ActionKind.I)
         for _ in range(to_end):
-            self._do(self.down, Kind.I, Kind.W)
+            self._do(self.down, ActionKind.I, ActionKind.W)
         for stage in (self.up, self.down):
-            while self.done[stage, Kind.W] < self.done[stage, Kind.I]:
-                self._do(stage, Kind.W)
+            while self.done[stage, ActionKind.W] < self.done[stage, ActionKind.I]:
+                self._do(stage, ActionKind.W)
         return self.order
 
-    def _do(self, stage: int, *kinds: Kind) -> None:
+    def _do(self, stage: int, *kinds: ActionKind) -> None:
         for kind in kinds:
             self.order.append(Action(stage, kind, self.done[stage, kind]))
             self.done[stage, kind] += 1

@@ -17,25 +17,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 
-from fxpart.schedule.queues.items import DONE, ORDERED, TODO, Item, Minibatch
-from fxpart.schedule.queues.orders import (
-    Apply,
-    Backward,
-    Begun,
+from fxpart.schedule.queues.messages import (
+    BackwardOrder,
+    BarrierArrival,
+    BarrierRelease,
+    ComputationReport,
     Event,
-    Exchange,
-    Failed,
-    Forward,
-    Gathered,
-    Here,
-    Lost,
-    Met,
+    FailureReport,
+    ForwardOrder,
+    GradientExchangeOrder,
+    GradientsReport,
+    MinibatchStartReport,
     Order,
-    Ran,
-    Send,
-    Stop,
+    ReplicaLossReport,
+    SendOrder,
+    StopOrder,
+    UpdateOrder,
 )
-from fxpart.schedule.queues.pace import Paces
+from fxpart.schedule.queues.minibatch import DONE, ORDERED, TODO, MicrobatchState, Minibatch
+from fxpart.schedule.queues.replica_times import ReplicaTimes
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Dispatcher:
         self._here = -1
         self._waits: dict[int, int] = dict.fromkeys(self._group, 0)  # since which event
         self._events = 0
-        self._paces = Paces()
+        self._paces = ReplicaTimes()
         self._orders: list[tuple[int, Order]] = []
 
     def hear(self, copy: int, event: Event) -> list[tuple[int, Order]]:
@@ -132,7 +132,7 @@ class Dispatcher:
         raise AssertionError(f"{event} is no event")
 
     @_hear.register
-    def _(self, event: Begun, copy: int) -> None:
+    def _(self, event: MinibatchStartReport, copy: int) -> None:
         found = self._minibatches.get(event.minibatch)
         if found is None:
             found = Minibatch(event.count, event.text, len(self.queues.groups))
@@ -146,7 +146,7 @@ class Dispatcher:
             found.asked[copy] = event.asks
 
     @_hear.register
-    def _(self, event: Ran, copy: int) -> None:
+    def _(self, event: ComputationReport, copy: int) -> None:
         minibatch, group = self._minibatches.get(event.minibatch), self._group[copy]
         if minibatch is None:
             return
@@ -166,22 +166,22 @@ class Dispatcher:
                 self._supply(event.minibatch, event.microbatch, group, other, back=False)
 
     @_hear.register
-    def _(self, event: Gathered, copy: int) -> None:
+    def _(self, event: GradientsReport, copy: int) -> None:
         minibatch, group = self._minibatches.get(event.minibatch), self._group[copy]
         if minibatch is not None and event.attempt == minibatch.attempts[group]:
             minibatch.gathered[group].add(copy)
             minibatch.squares[group] = event.square
 
     @_hear.register
-    def _(self, event: Met, copy: int) -> None:
+    def _(self, event: BarrierArrival, copy: int) -> None:
         self._met[copy] = event.number
 
     @_hear.register
-    def _(self, event: Failed, copy: int) -> None:
+    def _(self, event: FailureReport, copy: int) -> None:
         self.stop(event.problems)
 
     @_hear.register
-    def _(self, event: Lost, copy: int) -> None:
+    def _(self, event: ReplicaLossReport, copy: int) -> None:
         gone = event.copy
         if gone in self.lost:
             return
@@ -200,7 +200,7 @@ class Dispatcher:
         """End the training for these reasons."""
         self.problems = problems
         for copy in self.all():
-            self._order(copy, Stop(problems))
+            self._order(copy, StopOrder(problems))
 
     # -- what follows ---------------------------------------------------------------------------
 
@@ -210,14 +210,14 @@ class Dispatcher:
         while self._complete(self.applied):
             minibatch = self._minibatches.pop(self.applied)
             asked = tuple(sorted(minibatch.asked.items()))
-            order = Apply(self.applied, minibatch.loss(), sum(minibatch.squares), asked)
+            order = UpdateOrder(self.applied, minibatch.loss(), sum(minibatch.squares), asked)
             for copy in self.all():
                 self._order(copy, order)
             self.applied += 1
         if self._here < (least := min(self._met[copy] for copy in self.all())):
             self._here = least
             for copy in self.all():
-                self._order(copy, Here(least, tuple(self.lost)))
+                self._order(copy, BarrierRelease(least, tuple(self.lost)))
         for copy in sorted(self.all(), key=lambda c: (self._pace(c), self._waits[c], c)):
             self._occupy(copy)
 
@@ -232,7 +232,7 @@ class Dispatcher:
                 minibatch.exchanging[group] = True
                 attempt, count = minibatch.attempts[group], minibatch.count
                 others = [(each, tuple(self.living[each])) for each in self.queues.shared(group)]
-                order = Exchange(number, attempt, tuple(living), count, tuple(others))
+                order = GradientExchangeOrder(number, attempt, tuple(living), count, tuple(others))
                 for copy in living:
                     self._order(copy, order)
 
@@ -315,7 +315,7 @@ class Dispatcher:
             if len(only) == 1 and minibatch.items[user][microbatch].forward != DONE:
                 minibatch.given[False, microbatch, group, user] = only[0]
                 to.append((user, only[0]))
-        self._order(copy, Forward(number, microbatch, tuple(to)))
+        self._order(copy, ForwardOrder(number, microbatch, tuple(to)))
         for source in self.queues.sources[group]:
             self._supply(number, microbatch, source, group, back=False)
         for user in self.queues.returns[group]:
@@ -330,7 +330,7 @@ class Dispatcher:
             if item.owner is not None and item.backward != DONE:
                 minibatch.given[True, microbatch, group, other] = item.owner
                 to.append((other, item.owner))
-        self._order(copy, Backward(number, microbatch, tuple(to)))
+        self._order(copy, BackwardOrder(number, microbatch, tuple(to)))
 
     def _supply(
         self, number: int, microbatch: int, source: int, target: int, *, back: bool
@@ -344,7 +344,7 @@ class Dispatcher:
         if minibatch.given.get(key) != item.owner:
             minibatch.given[key] = item.owner
             assert made.owner is not None, "somebody made it"
-            self._order(made.owner, Send(back, number, microbatch, target, item.owner))
+            self._order(made.owner, SendOrder(back, number, microbatch, target, item.owner))
 
     # -- what is so -----------------------------------------------------------------------------
 
@@ -377,5 +377,5 @@ class Dispatcher:
         self._orders.append((copy, order))
 
 
-def _state(item: Item, back: bool) -> int:
+def _state(item: MicrobatchState, back: bool) -> int:
     return item.backward if back else item.forward

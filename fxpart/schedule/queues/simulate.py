@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxpart.schedule.queues.dispatcher import Dispatcher, Queues
-from fxpart.schedule.queues.orders import (
-    Apply,
-    Backward,
-    Begun,
-    Exchange,
-    Forward,
-    Gathered,
-    Ran,
-    Send,
+from fxpart.schedule.queues.messages import (
+    BackwardOrder,
+    ComputationReport,
+    ForwardOrder,
+    GradientExchangeOrder,
+    GradientsReport,
+    MinibatchStartReport,
+    SendOrder,
+    UpdateOrder,
 )
 
-Work = Forward | Backward
+Work = ForwardOrder | BackwardOrder
 _SETTLED = 4  # minibatches, beside two for each update that may be missed, until all is as it stays
 
 
@@ -59,7 +59,7 @@ class QueueRun:
 
 
 @dataclass
-class _Copy:
+class _SimulatedReplica:
     """A copy that only takes time. version: updates made; begun: minibatches that it knows of."""
 
     number: int
@@ -69,14 +69,14 @@ class _Copy:
     values: set[tuple[bool, int, int, int]] = field(default_factory=set)
     read: dict[tuple[int, int], int] = field(default_factory=dict)
     parts: dict[int, set[int]] = field(default_factory=dict)
-    asked: dict[int, Exchange] = field(default_factory=dict)
+    asked: dict[int, GradientExchangeOrder] = field(default_factory=dict)
     version: int = 0
     begun: int = 0
     done: int = 0
     busy: bool = False
 
 
-class _Play:
+class _QueueSimulation:
     """Copies, messages and the clock."""
 
     def __init__(
@@ -91,7 +91,9 @@ class _Play:
         self.ahead = max(staleness)
         self.dispatcher = Dispatcher(queues, staleness)
         self.copies = {
-            copy: _Copy(copy, g) for g, group in enumerate(queues.groups) for copy in group
+            copy: _SimulatedReplica(copy, g)
+            for g, group in enumerate(queues.groups)
+            for copy in group
         }
         self.missed = [0] * len(queues.groups)
         self.updated = [0.0] * minibatches
@@ -116,7 +118,7 @@ class _Play:
         copy = self.copies[target]
 
         def come() -> None:
-            if isinstance(message, Send):  # threads send, whatever the copy is at
+            if isinstance(message, SendOrder):  # threads send, whatever the copy is at
                 back, minibatch, microbatch = message.back, message.minibatch, message.microbatch
                 self._send(copy, message.copy, back, minibatch, microbatch)
                 return
@@ -125,19 +127,19 @@ class _Play:
 
         self._at(self.now + after, come)
 
-    def _tell(self, copy: _Copy, event: Any) -> None:
+    def _tell(self, copy: _SimulatedReplica, event: Any) -> None:
         def hears() -> None:
             for target, order in self.dispatcher.hear(copy.number, event):
                 self._arrive(target, order, self.times.word.get(target, 0.0))
 
         self._at(self.now + self.times.word.get(copy.number, 0.0), hears)
 
-    def _begin(self, copy: _Copy) -> None:
+    def _begin(self, copy: _SimulatedReplica) -> None:
         while copy.begun < self.minibatches and copy.begun <= copy.version + self.ahead:
             copy.begun += 1
-            self._tell(copy, Begun(copy.begun - 1, self.count, ""))
+            self._tell(copy, MinibatchStartReport(copy.begun - 1, self.count, ""))
 
-    def _go(self, copy: _Copy) -> None:
+    def _go(self, copy: _SimulatedReplica) -> None:
         """Read what has come, then compute what is ready."""
         while copy.inbox and not copy.busy:
             self._hear(copy, copy.inbox.popleft())
@@ -146,16 +148,16 @@ class _Play:
         ready = [order for order in copy.orders if self._ready(copy, order)]
         if not ready:
             return
-        order = min(ready, key=lambda o: (isinstance(o, Forward), o.minibatch, o.microbatch))
+        order = min(ready, key=lambda o: (isinstance(o, ForwardOrder), o.minibatch, o.microbatch))
         copy.orders.remove(order)
-        back = isinstance(order, Backward)
+        back = isinstance(order, BackwardOrder)
         if not back:
             copy.done += 1
             copy.read[order.minibatch, order.microbatch] = copy.version
         seconds = (self.times.backward if back else self.times.forward)[copy.number]
         self._busy(copy, seconds, lambda: self._ran(copy, order, seconds))
 
-    def _busy(self, copy: _Copy, seconds: float, then: Callable[[], None]) -> None:
+    def _busy(self, copy: _SimulatedReplica, seconds: float, then: Callable[[], None]) -> None:
         copy.busy = True
 
         def end() -> None:
@@ -165,45 +167,47 @@ class _Play:
 
         self._at(self.now + seconds, end)
 
-    def _ready(self, copy: _Copy, order: Work) -> bool:
-        back = isinstance(order, Backward)
+    def _ready(self, copy: _SimulatedReplica, order: Work) -> bool:
+        back = isinstance(order, BackwardOrder)
         needed = (self.queues.returns if back else self.queues.sources)[copy.group]
         key = order.minibatch, order.microbatch
         return all((back, *key, group) in copy.values for group in needed)
 
-    def _ran(self, copy: _Copy, order: Work, seconds: float) -> None:
-        back = isinstance(order, Backward)
+    def _ran(self, copy: _SimulatedReplica, order: Work, seconds: float) -> None:
+        back = isinstance(order, BackwardOrder)
         for _, target in order.to:
             self._send(copy, target, back, order.minibatch, order.microbatch)
-        self._tell(copy, Ran(back, order.minibatch, order.microbatch, None, seconds))
+        self._tell(copy, ComputationReport(back, order.minibatch, order.microbatch, None, seconds))
 
-    def _send(self, copy: _Copy, target: int, back: bool, minibatch: int, microbatch: int) -> None:
+    def _send(
+        self, copy: _SimulatedReplica, target: int, back: bool, minibatch: int, microbatch: int
+    ) -> None:
         value = back, minibatch, microbatch, copy.group
         self._arrive(target, value, self.times.transfer(copy.number, target))
 
-    def _hear(self, copy: _Copy, said: Any) -> None:
+    def _hear(self, copy: _SimulatedReplica, said: Any) -> None:
         if isinstance(said, tuple):
             copy.values.add(said)
-        elif isinstance(said, Forward | Backward):
+        elif isinstance(said, ForwardOrder | BackwardOrder):
             copy.orders.append(said)
-        elif isinstance(said, Exchange):
+        elif isinstance(said, GradientExchangeOrder):
             copy.asked[said.minibatch] = said
             for other in said.all:
                 after = 0.0 if len(said.all) == 1 else self.times.sums[copy.number]
-                self._arrive(other, _Part(said.minibatch, copy.number), after)
-        elif isinstance(said, _Part):
+                self._arrive(other, _ReplicaGradients(said.minibatch, copy.number), after)
+        elif isinstance(said, _ReplicaGradients):
             copy.parts.setdefault(said.minibatch, set()).add(said.copy)
             self._gather(copy, said.minibatch)
-        elif isinstance(said, Apply):
+        elif isinstance(said, UpdateOrder):
             number = said.minibatch
             self._busy(copy, self.times.once[copy.number], lambda: self._updated(copy, number))
 
-    def _gather(self, copy: _Copy, minibatch: int) -> None:
+    def _gather(self, copy: _SimulatedReplica, minibatch: int) -> None:
         asked = copy.asked.get(minibatch)
         if asked is not None and copy.parts[minibatch] >= set(asked.all):
-            self._tell(copy, Gathered(minibatch, asked.attempt))
+            self._tell(copy, GradientsReport(minibatch, asked.attempt))
 
-    def _updated(self, copy: _Copy, minibatch: int) -> None:
+    def _updated(self, copy: _SimulatedReplica, minibatch: int) -> None:
         for key in [key for key in copy.read if key[0] == minibatch]:
             missed = minibatch - copy.read.pop(key)
             self.missed[copy.group] = max(self.missed[copy.group], missed)
@@ -214,7 +218,7 @@ class _Play:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ReplicaGradients:
     """A copy's gradients of a minibatch."""
 
     minibatch: int
@@ -230,7 +234,7 @@ def simulate_queues(
     """
     warm = _SETTLED + 2 * max(staleness)
     # More than count: as those that do are under way, others have begun already.
-    play = _Play(queues, staleness, times, microbatches, 2 * warm + max(staleness))
+    play = _QueueSimulation(queues, staleness, times, microbatches, 2 * warm + max(staleness))
     play.run()
     assert play.dispatcher.applied == play.minibatches, "every minibatch was applied"
     taken = {

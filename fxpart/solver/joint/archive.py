@@ -8,7 +8,7 @@ from fxpart.solver.archive import decode, encode, read, save_problem
 from fxpart.solver.joint.problem import JointProblem
 from fxpart.solver.joint.validate import check_joint_problem
 
-__all__ = ["beside", "from_json", "load", "save", "to_json"]
+__all__ = ["from_json", "get_problem_path", "load", "save", "to_json"]
 
 to_json = encode
 save = save_problem
@@ -24,7 +24,7 @@ def load(path: str | Path) -> JointProblem:
     return from_json(read(path), str(path))
 
 
-def beside(plan: str | Path) -> Path:
+def get_problem_path(plan: str | Path) -> Path:
     """Where the costed problem of a plan file lies: ``plan.json`` -> ``plan.problem.json``."""
     path = Path(plan)
     return path.with_name(f"{path.stem}.problem.json")

@@ -13,8 +13,8 @@ import numpy as np
 
 from fxpart.solver.joint.intervals import Bytes, Floats, IntervalSizes, IntervalTables
 from fxpart.solver.joint.objective import degrees
-from fxpart.solver.joint.problem import JointProblem, ScheduleName, ranks
-from fxpart.solver.joint.schedules import fill
+from fxpart.solver.joint.problem import JointProblem, ScheduleName, count_option_devices
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
 _KEEP = 1e-6  # of the cutoff: what is above it by less may be rounding
 
@@ -36,7 +36,7 @@ class Arc:
     deepest: int
 
 
-def arcs(
+def list_candidate_arcs(
     tables: IntervalTables,
     microbatches: int,
     schedule: ScheduleName,
@@ -48,15 +48,15 @@ def arcs(
     cutoff: seconds of a step; a stage that alone takes more is left out. keep: stages (first, last,
     option) that are not left out for being dominated.
     """
-    problem, share = tables.problem, fill(schedule)
+    problem, share = tables.problem, get_fill_fraction(schedule)
     by_interval: dict[tuple[int, int], list[Arc]] = {}
     for index, option in enumerate(problem.options):
-        devices = ranks(problem, option)
+        devices = count_option_devices(problem, option)
         costs = tables.costs(index, microbatches)
         if costs is None or devices > problem.pools[option.pool].devices:
             continue
         load = costs.load(microbatches, share)
-        depth = deepest(tables, costs.sizes, option.pool, microbatches, schedule)
+        depth = compute_max_depth(tables, costs.sizes, option.pool, microbatches, schedule)
         wanted = tables.allowed & (depth > 0)
         wanted &= share * costs.seconds + load <= cutoff * (1 + _KEEP)
         for first, last in np.argwhere(wanted).tolist():
@@ -76,7 +76,7 @@ def arcs(
     return found
 
 
-def deepest(
+def compute_max_depth(
     tables: IntervalTables,
     sizes: IntervalSizes,
     pool: int,
@@ -129,7 +129,7 @@ def least_seconds(tables: IntervalTables, microbatches: int, schedule: ScheduleN
 
     Infinite where no option can run so many microbatches.
     """
-    problem, share = tables.problem, fill(schedule)
+    problem, share = tables.problem, get_fill_fraction(schedule)
     work, alone = _least(tables, microbatches)
     total = float(alone.sum())
     if total == inf:
@@ -146,8 +146,11 @@ def _least(tables: IntervalTables, microbatches: int) -> tuple[Floats, Floats]:
     alone = work.copy()
     for option in problem.options:
         one = tables.scorer.work(option, microbatches)
-        if one is not None and ranks(problem, option) <= problem.pools[option.pool].devices:
+        if (
+            one is not None
+            and count_option_devices(problem, option) <= problem.pools[option.pool].devices
+        ):
             seconds = (np.array(one.forward) + np.array(one.backward))[tables.kinds]
-            work = np.minimum(work, ranks(problem, option) * seconds)
+            work = np.minimum(work, count_option_devices(problem, option) * seconds)
             alone = np.minimum(alone, seconds)
     return work, alone

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum, inf
 
-from fxpart.solver.joint.balancing import pipedream, rannc
 from fxpart.solver.joint.intervals import IntervalCosts, IntervalTables
-from fxpart.solver.joint.needs import least_state
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
 from fxpart.solver.joint.objective import degrees, step_seconds
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks
-from fxpart.solver.joint.schedules import fill
+from fxpart.solver.joint.pipedream_rannc import pipedream, rannc
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
 Starts = Callable[[int], tuple[int, ...] | None]  # the first block of each of so many stages
 
@@ -106,7 +106,7 @@ def _best(
     problem: JointProblem, groups: Sequence[Sequence[int]], starts: Starts
 ) -> JointChoice | None:
     """The best choice with one group's options on all stages."""
-    if least_state(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
+    if compute_min_state_bytes(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
         return None
     tables = IntervalTables(problem)
     best, least = None, inf
@@ -142,14 +142,14 @@ def _bound(tables: IntervalTables, group: Sequence[int], microbatches: int) -> f
     if not works or not room:
         return inf
     stages = min(room, problem.max_stages)
-    shares = {fill(s) for s in problem.schedules if s != "interleaved"} or {0.0}
+    shares = {get_fill_fraction(s) for s in problem.schedules if s != "interleaved"} or {0.0}
     return min((microbatches - share) * total / stages + share * total for share in shares)
 
 
 def _room(problem: JointProblem, index: int) -> int:
     """Stages with this option that its pool has devices for."""
     option = problem.options[index]
-    return problem.pools[option.pool].devices // ranks(problem, option)
+    return problem.pools[option.pool].devices // count_option_devices(problem, option)
 
 
 def _sequences(problem: JointProblem, group: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -187,4 +187,4 @@ def _priced(
             choice = JointChoice(
                 microbatches=microbatches, schedule=schedule, starts=starts, options=options
             )
-            yield choice, step_seconds(seconds, once, microbatches, fill(schedule))
+            yield choice, step_seconds(seconds, once, microbatches, get_fill_fraction(schedule))

@@ -17,9 +17,9 @@ from math import inf
 
 import numpy as np
 
+from fxpart.solver.joint.arrays import Floats, Ints, JointArrays
 from fxpart.solver.joint.problem import ScheduleName
-from fxpart.solver.joint.schedules import fill
-from fxpart.solver.joint.stacked import Floats, Ints, Stacked
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
 _SCALES = (
     0.2,
@@ -58,7 +58,7 @@ class Prices:
 class CheapBounds:
     """Bounds for one problem; holds what a block costs at each count of microbatches."""
 
-    def __init__(self, stacked: Stacked) -> None:
+    def __init__(self, stacked: JointArrays) -> None:
         """stacked: the problem."""
         self.stacked = stacked
         self._costs: dict[int, tuple[Floats, Floats]] = {}
@@ -117,7 +117,7 @@ class CheapBounds:
     def _priced(
         self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int
     ) -> Prices:
-        s, share = self.stacked, fill(schedule, virtual)
+        s, share = self.stacked, get_fill_fraction(schedule, virtual)
         t, once = (x[options] for x in self.costs(microbatches))
         wrong = np.isinf(t)
         t = np.where(wrong, 0.0, t)  # no 0 * inf

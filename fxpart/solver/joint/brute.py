@@ -8,7 +8,12 @@ from math import comb, inf
 
 from fxpart.errors import error
 from fxpart.solver.joint.objective import JointScorer
-from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution, ranks
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    JointSolution,
+    count_option_devices,
+)
 
 LIMIT = 2_000_000  # choices that may be enumerated
 
@@ -84,7 +89,7 @@ def solve_joint_brute(problem: JointProblem) -> JointSolution:
 
 def _options(problem: JointProblem, stages: int) -> Iterator[tuple[int, ...]]:
     """Options by stage that take no more devices than there are."""
-    taken = [ranks(problem, o) for o in problem.options]
+    taken = [count_option_devices(problem, o) for o in problem.options]
     left = [pool.devices for pool in problem.pools]
 
     def rest(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -15,28 +15,28 @@ from math import inf
 
 import numpy as np
 
+from fxpart.solver.joint.arrays import Floats, Ints, Mask
+from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.problem import JointChoice, ScheduleName
-from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.schedules import WHOLE, in_flight
-from fxpart.solver.joint.stacked import Floats, Ints, Mask
-from fxpart.solver.joint.tables import Entries
+from fxpart.solver.joint.schedule_costs import WHOLE, count_stage_in_flight
+from fxpart.solver.joint.tables import StageEntries
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePath:
     """A path through the programme: first unit and entry of each stage, front to back."""
 
     units: tuple[int, ...]
     entries: tuple[int, ...]
 
 
-class Branch:
+class SearchBranch:
     """The plans of one count of microbatches, one schedule, and ``low`` to ``high`` stages."""
 
     def __init__(
         self,
-        runs: Runs,
-        entries: Entries,
+        runs: BlockRuns,
+        entries: StageEntries,
         microbatches: int,
         schedule: ScheduleName,
         low: int,
@@ -60,14 +60,16 @@ class Branch:
         pins = runs.problem.pins
         self.exact = low == high or all(pin.stage <= 0 for pin in pins)
         if schedule in WHOLE:
-            fewest, most = (in_flight(schedule, microbatches, count, 0) for count in (low, high))
+            fewest, most = (
+                count_stage_in_flight(schedule, microbatches, count, 0) for count in (low, high)
+            )
             between = (entries.flights >= fewest) & (entries.flights < most)
             self.exact = self.exact and not between.any()
 
     def flying(self, q: int) -> int:
         """Microbatches in flight in the stage with q to go; the fewest where that is open."""
         stages = self.low if self.schedule in WHOLE else q
-        return in_flight(self.schedule, self.microbatches, stages, 0)
+        return count_stage_in_flight(self.schedule, self.microbatches, stages, 0)
 
     @cached_property
     def _pinned(self) -> list[tuple[int, Mask]]:
@@ -88,7 +90,7 @@ class Branch:
                 allowed[1:] &= ~holding[1:]
         return allowed
 
-    def choice(self, stages: Stages) -> JointChoice:
+    def choice(self, stages: StagePath) -> JointChoice:
         """A path as a choice."""
         return JointChoice(
             microbatches=self.microbatches,
@@ -97,7 +99,7 @@ class Branch:
             options=tuple(int(self.entries.option[e]) for e in stages.entries),
         )
 
-    def used(self, stages: Stages, pools: int) -> Ints:
+    def used(self, stages: StagePath, pools: int) -> Ints:
         """Devices of each pool that a path takes."""
         group = self.entries.group[list(stages.entries)]
         return np.bincount(
@@ -105,10 +107,10 @@ class Branch:
         ).astype(np.int64)
 
 
-class Costs:
+class BranchCosts:
     """Fillings (or loads) of a branch's entries with no load over a threshold."""
 
-    def __init__(self, branch: Branch, threshold: float, *, longest: bool = False) -> None:
+    def __init__(self, branch: SearchBranch, threshold: float, *, longest: bool = False) -> None:
         """longest: loads instead of fillings."""
         self.branch = branch
         entries = branch.entries

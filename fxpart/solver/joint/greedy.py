@@ -9,18 +9,18 @@ from math import inf, isfinite
 
 import numpy as np
 
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
 from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.schedules import fill, in_flight
-from fxpart.solver.joint.stacked import Stacked
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight, get_fill_fraction
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
 
 _TRIES = 60  # choices looked at before it is left to the search
 _ENOUGH = 3  # feasible ones after which no more is tried
 
 
-def first_plans(stacked: Stacked, bounds: CheapBounds, record: JointRecord) -> None:
+def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) -> None:
     """Record a few balanced choices, the most promising by a rough estimate first."""
     ranked: list[tuple[float, int, int, int, int]] = []
     for k, m in enumerate(stacked.problem.microbatches):
@@ -45,21 +45,21 @@ def first_plans(stacked: Stacked, bounds: CheapBounds, record: JointRecord) -> N
 
 
 def estimates(
-    stacked: Stacked, bounds: CheapBounds, m: int, schedule: ScheduleName, virtual: int = 1
+    stacked: JointArrays, bounds: CheapBounds, m: int, schedule: ScheduleName, virtual: int = 1
 ) -> Iterator[tuple[float, int, int]]:
     """(seconds, option, stages) as if blocks could be cut anywhere; too much memory left out."""
-    problem, share = stacked.problem, fill(schedule, virtual)
+    problem, share = stacked.problem, get_fill_fraction(schedule, virtual)
     counts, work = stacked.counts, stacked.work(m)
     t, once = bounds.costs(m)
     total, steps = (t * counts).sum(axis=1), (once * counts).sum(axis=1)
     cuts = len(problem.blocks) - len(set(problem.no_cut_after)) - 1
-    needs, copied = _bytes(stacked, m), Copied(problem.weights, problem.max_stages)
+    needs, copied = _bytes(stacked, m), WeightCopyCounts(problem.weights, problem.max_stages)
     for option in np.flatnonzero((work >= 0) & np.isfinite(total)).tolist():
         pool = int(stacked.pool[option])
         most = min(problem.max_stages, int(stacked.devices[pool] // stacked.size[option]))
         most = min(most, (cuts + 1) // virtual)
         for stages in _counts(problem.min_stages, most):
-            flying = in_flight(schedule, m, stages, 0, virtual)
+            flying = count_stage_in_flight(schedule, m, stages, 0, virtual)
             extra = copied.extra(m, stages) if schedule == "async" else 0
             standing, weights, flow, moved = (float(x[option]) for x in needs)
             memory = (standing + extra * weights + flying * flow) / stages
@@ -74,7 +74,7 @@ def estimates(
                 yield seconds, option, stages
 
 
-def _bytes(stacked: Stacked, m: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
+def _bytes(stacked: JointArrays, m: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
     """By option: bytes of state, of weights, of a microbatch's activations, and of one value."""
     counts, layout, work = stacked.counts, stacked.layout, stacked.work(m)
     standing, weights = np.zeros(len(layout)), np.zeros(len(layout))
@@ -99,7 +99,7 @@ def _counts(least: int, most: int) -> Iterator[int]:
         yield most
 
 
-def balanced(stacked: Stacked, seconds: list[float], pieces: int) -> tuple[int, ...] | None:
+def balanced(stacked: JointArrays, seconds: list[float], pieces: int) -> tuple[int, ...] | None:
     """First blocks of pieces of about equal seconds, cut only where that is allowed."""
     problem: JointProblem = stacked.problem
     fused, n = set(problem.no_cut_after), len(seconds)

@@ -8,22 +8,27 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from fxpart.errors import Problem
-from fxpart.solver.joint.fitting import fitting
-from fxpart.solver.joint.limits import Limits, with_plenty
-from fxpart.solver.joint.needs import least_alone, least_state
+from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_unlimited_memory
+from fxpart.solver.joint.constraints.parse import PlanConstraint
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
+from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
 from fxpart.solver.joint.objective import JointScorer, JointStage, degrees
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks, rows_of
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    count_microbatch_rows,
+    count_option_devices,
+)
 from fxpart.solver.joint.remedies import extra_memory, remedies
-from fxpart.solver.joint.wishes.parse import Wish
-from fxpart.solver.layers import OutOfTime
-from fxpart.solver.remedies import amount
+from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.suffix_dp import SolverTimeout
 
 
 def explain_joint_infeasible(
     problem: JointProblem,
     *,
     wider: JointProblem | None = None,
-    wishes: Sequence[Wish] = (),
+    wishes: Sequence[PlanConstraint] = (),
     time_limit: float = 10.0,
 ) -> tuple[Problem, ...]:
     """What stands in the way of any plan, as problems to raise.
@@ -35,16 +40,16 @@ def explain_joint_infeasible(
     do make a plan fit. FXP205 where a plan does exist, or ``time_limit`` (seconds) was too short.
     """
     deadline = time.monotonic() + time_limit
-    limits = Limits(problem, wider, wishes)
+    limits = RelaxableConstraints(problem, wider, wishes)
     try:
-        if fitting(problem, deadline) is not None:
+        if find_feasible_joint_choice(problem, deadline) is not None:
             return (_too_little_time("a plan fits, but none was found in time"),)
-        if fitting(with_plenty(problem), deadline) is None:
-            blamed = limits.conflict(deadline, with_plenty)
+        if find_feasible_joint_choice(with_unlimited_memory(problem), deadline) is None:
+            blamed = limits.conflict(deadline, with_unlimited_memory)
             if blamed:
                 return (_contradiction(problem, limits, wider, blamed, deadline),)
             return (_nothing_runs(problem, limits, wider, deadline),)
-    except OutOfTime:
+    except SolverTimeout:
         return (_too_little_time("whether a plan fits was not settled in time"),)
     lacking = extra_memory(problem, (time.monotonic() + deadline) / 2)  # time for remedies, too
     if lacking is None:
@@ -58,7 +63,7 @@ def _too_little_time(why: str) -> Problem:
 
 def _contradiction(
     problem: JointProblem,
-    limits: Limits,
+    limits: RelaxableConstraints,
     wider: JointProblem | None,
     blamed: Sequence[int],
     deadline: float,
@@ -81,20 +86,20 @@ def _facts(problem: JointProblem) -> Iterator[str]:
     pieces = n - len({b for b in problem.no_cut_after if b < n - 1})
     yield f"{n} blocks make {pieces} {'piece' if pieces == 1 else 'pieces'} at most"
     for p, pool in enumerate(problem.pools):
-        taken = [ranks(problem, o) for o in problem.options if o.pool == p]
+        taken = [count_option_devices(problem, o) for o in problem.options if o.pool == p]
         if taken:
             yield f"a stage takes {min(taken)} or more of {pool.devices} devices of {pool.name}"
     yield f"{problem.min_stages} to {problem.max_stages} stages"
 
 
 def _nothing_runs(
-    problem: JointProblem, limits: Limits, wider: JointProblem | None, deadline: float
+    problem: JointProblem, limits: RelaxableConstraints, wider: JointProblem | None, deadline: float
 ) -> Problem:
     """No option has devices and rows enough, or too few have."""
     rows = [
         o
         for o in problem.options
-        if any(rows_of(problem.batch, m, o.data) for m in problem.microbatches)
+        if any(count_microbatch_rows(problem.batch, m, o.data) for m in problem.microbatches)
     ]
     why = ", ".join(_facts(problem))
     if not rows:
@@ -114,7 +119,7 @@ def _nothing_runs(
 
 def _too_little_memory(
     problem: JointProblem,
-    limits: Limits,
+    limits: RelaxableConstraints,
     wider: JointProblem | None,
     lacking: tuple[int, JointChoice],
     deadline: float,
@@ -134,8 +139,8 @@ def _too_little_memory(
     return Problem(
         "FXP204",
         where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
-        f"{_shape(problem, stage.option)}: {amount(stage.memory.total)} needed, "
-        f"{amount(stage.memory_limit)} there{others}",
+        f"{_shape(problem, stage.option)}: {format_byte_count(stage.memory.total)} needed, "
+        f"{format_byte_count(stage.memory_limit)} there{others}",
         why="\n".join(why),
         fix="; or ".join(remedies(problem, limits, wider, more, deadline)),
     )
@@ -144,17 +149,18 @@ def _too_little_memory(
 def _certain(problem: JointProblem) -> Iterator[str]:
     """What no choice at all can avoid."""
     there = sum(pool.devices * pool.memory for pool in problem.pools)
-    state = least_state(problem)
+    state = compute_min_state_bytes(problem)
     if state > there:
         yield (
-            f"parameters, gradients and optimizer state need {amount(state)} in all at least, "
-            f"{sum(pool.devices for pool in problem.pools)} devices have {amount(there)}"
+            f"parameters, gradients and optimizer state need {format_byte_count(state)} "
+            "in all at least, "
+            f"{sum(pool.devices for pool in problem.pools)} devices have {format_byte_count(there)}"
         )
-    for block, (need, room) in enumerate(least_alone(problem)):
+    for block, (need, room) in enumerate(compute_min_block_bytes(problem)):
         if need > room:
             yield (
-                f"{problem.blocks[block]} alone needs {amount(need)} at least, "
-                f"more than the {amount(room)} of any device that could hold it"
+                f"{problem.blocks[block]} alone needs {format_byte_count(need)} at least, "
+                f"more than the {format_byte_count(room)} of any device that could hold it"
             )
             return
 
@@ -167,7 +173,7 @@ def _shape(problem: JointProblem, option: int) -> str:
     shown = [w for w, v in zip(words, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
     if recompute != "none":
         shown.append(f"recompute={recompute}")
-    count = ranks(problem, one)
+    count = count_option_devices(problem, one)
     name = problem.pools[one.pool].name
     where = f"each of {count} {name}" if count > 1 else name
     return f"{where} ({', '.join(shown)})" if shown else where
@@ -181,4 +187,6 @@ def _blocks(problem: JointProblem, stage: JointStage) -> str:
 def _parts(stage: JointStage) -> str:
     """A stage's memory by cause, largest first, without what is nothing."""
     parts = sorted(msgspec.structs.asdict(stage.memory).items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {amount(size)}" for name, size in parts if size) or "nothing"
+    return (
+        ", ".join(f"{name} {format_byte_count(size)}" for name, size in parts if size) or "nothing"
+    )

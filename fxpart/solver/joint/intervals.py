@@ -13,20 +13,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import (
     JointProblem,
-    Layout,
-    Line,
-    Option,
+    LinearCost,
+    MicrobatchCost,
+    ParallelLayout,
+    ParallelOption,
+    ParameterFootprint,
     ScheduleName,
-    State,
-    Work,
 )
-from fxpart.solver.joint.schedules import in_flight
-from fxpart.solver.joint.state import Part
-from fxpart.solver.objective import tie_messages
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight
+from fxpart.solver.joint.stage_state import Part
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
+from fxpart.solver.objective import count_tied_reduction_messages
 
 Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.int64]
@@ -45,11 +45,11 @@ class IntervalSizes:
     standing: Bytes
     each: Bytes
     weights: Bytes
-    copied: Copied
+    copied: WeightCopyCounts
 
     def memory(self, schedule: ScheduleName, microbatches: int, to_end: int, stages: int) -> Bytes:
         """Bytes as the stage of ``stages`` that has ``to_end`` to the end, itself included."""
-        flying = in_flight(schedule, microbatches, stages, stages - to_end)
+        flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
         return self.standing + flying * self.each + extra * self.weights
 
@@ -62,7 +62,7 @@ class IntervalSizes:
         stages: int,
     ) -> int:
         """The entry of :meth:`memory` for one interval."""
-        flying = in_flight(schedule, microbatches, stages, stages - to_end)
+        flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
         return int(self.standing[at] + flying * self.each[at] + extra * self.weights[at])
 
@@ -86,7 +86,7 @@ class IntervalCosts:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _IntervalParameters:
     """Parameters of each interval under one option, without recompute: bytes, and seconds."""
 
     weight: Bytes
@@ -122,7 +122,7 @@ class IntervalTables:
             inside = (first <= value.producer) & (value.producer <= last)
             self.sent.append(None if value.saved else inside & (last < value.consumers[-1]))
         self._moved: dict[int, tuple[Bytes, Bytes, Bytes, Bytes]] = {}
-        self._held: dict[Option, _Held] = {}
+        self._held: dict[ParallelOption, _IntervalParameters] = {}
 
     def costs(self, index: int, microbatches: int) -> IntervalCosts | None:
         """Tables of option ``index``; None where it cannot run so many microbatches."""
@@ -141,7 +141,7 @@ class IntervalTables:
         once = held.once
         for tie, apart in enumerate(self.apart):
             once = once + apart * (
-                tie_messages(microbatches) * line(layout.tie_gradient[tie])
+                count_tied_reduction_messages(microbatches) * line(layout.tie_gradient[tie])
             )  # once is shared: never add in place
         return IntervalCosts(
             seconds=forward + self._sums(work.backward) + leave + gathered,
@@ -156,7 +156,7 @@ class IntervalTables:
         work = self.scorer.work(option, microbatches)
         return None if work is None else self._sizes(option, work)
 
-    def _sizes(self, option: Option, work: Work) -> IntervalSizes:
+    def _sizes(self, option: ParallelOption, work: MicrobatchCost) -> IntervalSizes:
         layout, held = self.problem.layouts[option.layout], self._state(option)
         return IntervalSizes(
             standing=held.standing + self._workspace(option, layout, work),
@@ -205,14 +205,14 @@ class IntervalTables:
             self._moved[rows] = count, size, back, kept
         return self._moved[rows]
 
-    def _state(self, option: Option) -> _Held:
+    def _state(self, option: ParallelOption) -> _IntervalParameters:
         """What does not depend on microbatches or recompute."""
         key = msgspec.structs.replace(option, recompute="none")
         if key not in self._held:
             self._held[key] = self._parameters(key)
         return self._held[key]
 
-    def _parameters(self, option: Option) -> _Held:
+    def _parameters(self, option: ParallelOption) -> _IntervalParameters:
         layout = self.problem.layouts[option.layout]
         shares = option.data, option.data // layout.expert
         whole = {part: self._whole(layout, part) for part, _ in _CUT_FROM}
@@ -238,12 +238,14 @@ class IntervalTables:
                 once = once + self._sums(state.step[option.pool]) / (share if option.zero else 1)
         standing = kept["weight"] + kept["gradient"] + kept["optimizer"]
         standing = standing + self._bytes(layout.buffer)
-        return _Held(weight=kept["weight"], standing=standing, gathers=gathers, once=once)
+        return _IntervalParameters(
+            weight=kept["weight"], standing=standing, gathers=gathers, once=once
+        )
 
-    def _whole(self, layout: Layout, part: Part) -> tuple[Bytes, Bytes]:
+    def _whole(self, layout: ParallelLayout, part: Part) -> tuple[Bytes, Bytes]:
         """Bytes before ZeRO: dense ones with ties, and experts'."""
 
-        def of(state: State | None) -> Bytes:
+        def of(state: ParameterFootprint | None) -> Bytes:
             empty = np.zeros(self.allowed.shape, np.int64)
             return empty if state is None else self._bytes(getattr(state, part))
 
@@ -253,7 +255,9 @@ class IntervalTables:
             dense = dense + size * held
         return dense, of(layout.experts)
 
-    def _workspace(self, option: Option, layout: Layout, work: Work) -> Bytes:
+    def _workspace(
+        self, option: ParallelOption, layout: ParallelLayout, work: MicrobatchCost
+    ) -> Bytes:
         most = self._most(work.workspace)
         if option.zero < 3:
             return most
@@ -262,7 +266,7 @@ class IntervalTables:
         return most + self._most(gathered)
 
 
-def _line(line: Line, size: Bytes) -> Floats:
+def _line(line: LinearCost, size: Bytes) -> Floats:
     return np.where(size > 0, line.latency + line.inverse * size, 0.0)
 
 

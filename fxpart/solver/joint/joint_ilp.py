@@ -1,11 +1,11 @@
 """The joint problem as an integer programme for CP-SAT: a second solver beside the DP.
 
 One programme for each microbatch count and schedule. A variable for each arc (a run of blocks with
-an option, :mod:`fxpart.solver.joint.arcs`); arcs form a path through the blocks; every block's arc
-bounds the longest stage and the stages after it, which is stronger than bounds by arc, because
-exactly one arc covers a block. Seconds become integers by scaling and rounding down, which only
-lowers the objective: CP-SAT's own bound, scaled back, is a bound on ours. Choices are judged again
-by :func:`fxpart.solver.joint.objective.evaluate`.
+an option, :mod:`fxpart.solver.joint.list_candidate_arcs`); arcs form a path through the blocks;
+every block's arc bounds the longest stage and the stages after it, which is stronger than bounds by
+arc, because exactly one arc covers a block. Seconds become integers by scaling and rounding down,
+which only lowers the objective: CP-SAT's own bound, scaled back, is a bound on ours. Choices are
+judged again by :func:`fxpart.solver.joint.objective.evaluate`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from fxpart.solver.joint.arcs import arcs, least_seconds
+from fxpart.solver.joint.arcs import least_seconds, list_candidate_arcs
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
-from fxpart.solver.joint.schedules import WHOLE, fill
+from fxpart.solver.joint.schedule_costs import WHOLE, get_fill_fraction
 from fxpart.solver.progress import Progress
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
@@ -60,7 +60,7 @@ def solve_cp_sat(
     them. An interrupt (SIGINT) ends the search with what there is.
     """
     tables = IntervalTables(problem)
-    best = _Best(tables, incumbent)
+    best = _JointIncumbent(tables, incumbent)
     parts = sorted(
         (least_seconds(tables, m, schedule), m, s)
         for m in problem.microbatches
@@ -71,7 +71,7 @@ def solve_cp_sat(
         left = deadline - time.monotonic()
         if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
             continue
-        programme = _Programme(tables, microbatches, problem.schedules[s], best)
+        programme = _JointModel(tables, microbatches, problem.schedules[s], best)
         found, stopped = programme.solve(seed, deadline)
         bounds[k] = max(cheap, found)
         if progress is not None:
@@ -80,7 +80,7 @@ def solve_cp_sat(
     return best.choice, min([*bounds, best.seconds])
 
 
-class _Best:
+class _JointIncumbent:
     """The best choice known and its seconds."""
 
     def __init__(self, tables: IntervalTables, choice: JointChoice | None) -> None:
@@ -97,17 +97,25 @@ class _Best:
             self.choice, self.seconds = choice, found.seconds
 
 
-class _Programme:
+class _JointModel:
     """One microbatch count under one schedule; the number of stages is left open."""
 
     def __init__(
-        self, tables: IntervalTables, microbatches: int, schedule: ScheduleName, best: _Best
+        self,
+        tables: IntervalTables,
+        microbatches: int,
+        schedule: ScheduleName,
+        best: _JointIncumbent,
     ) -> None:
         self.problem, self.best = tables.problem, best
-        self.microbatches, self.schedule, self.share = microbatches, schedule, fill(schedule)
+        self.microbatches, self.schedule, self.share = (
+            microbatches,
+            schedule,
+            get_fill_fraction(schedule),
+        )
         hinted = self._hinted()
         cutoff = best.seconds * (1 + _SLACK)
-        self.arcs = arcs(tables, microbatches, schedule, cutoff, hinted)
+        self.arcs = list_candidate_arcs(tables, microbatches, schedule, cutoff, hinted)
         top = best.seconds if isfinite(best.seconds) else self._worst()
         self.scale = _STEPS / top if top > 0 else 1.0
         self.model = cp_model.CpModel()

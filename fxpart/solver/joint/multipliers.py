@@ -14,19 +14,19 @@ from math import inf
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fxpart.solver.joint.dp import Branch, Costs, Stages
-from fxpart.solver.joint.stacked import Floats, Ints
+from fxpart.solver.joint.arrays import Floats, Ints
+from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 
 _MOST_CUTS = 10  # cutting planes kept; the prices are searched among their corners
 _MOST_POOLS = 3  # beyond that one common price is sought
 _ROUNDS = 12
 
 
-class Multipliers:
+class LagrangeMultipliers:
     """Bounds on the filling of one branch under thresholds; remembers good prices."""
 
     def __init__(
-        self, branch: Branch, devices: Ints, found: Callable[[Stages], float], scale: float
+        self, branch: SearchBranch, devices: Ints, found: Callable[[StagePath], float], scale: float
     ) -> None:
         """found: told of paths within the devices. scale: seconds that no plan sought exceeds."""
         self.branch, self.found = branch, found
@@ -37,7 +37,7 @@ class Multipliers:
 
     def bound(self, threshold: float, goal: float) -> float:
         """At least this much filling without loads over ``threshold``; stops at ``goal``."""
-        costs, goal = Costs(self.branch, threshold), min(goal, self._scale)
+        costs, goal = BranchCosts(self.branch, threshold), min(goal, self._scale)
         planes: list[tuple[float, Floats]] = []
         best, prices = -inf, self.prices
         for _ in range(_ROUNDS):
@@ -58,8 +58,8 @@ class Multipliers:
         return best if best < self._scale else inf
 
     def _price(
-        self, costs: Costs, prices: Floats, goal: float
-    ) -> tuple[float, Stages | None, float]:
+        self, costs: BranchCosts, prices: Floats, goal: float
+    ) -> tuple[float, StagePath | None, float]:
         """The bound at some prices, its path, and the path's filling; no path: at least goal."""
         self.runs += 1
         branch = self.branch
@@ -75,14 +75,14 @@ class Multipliers:
         # paid may be far larger than what is left: no rounding may lift the bound
         return min(least) - paid - 1e-14 * (paid + min(least)), path, filling
 
-    def _band(self, costs: Costs, each: Floats, q: int) -> Floats:
+    def _band(self, costs: BranchCosts, each: Floats, q: int) -> Floats:
         """Costs of runs with q to go, at the cheapest group."""
         by_class = (costs.under(q) + each[:, None]).min(axis=0)
         allowed = self.branch.allowed(q)
         band = by_class[self.branch.band]
         return band if allowed is None else np.where(allowed, band, inf)
 
-    def _sweep(self, costs: Costs, each: Floats, limit: float) -> list[Floats]:
+    def _sweep(self, costs: BranchCosts, each: Floats, limit: float) -> list[Floats]:
         """Rows h_q over units; what is over ``limit`` is left out, and the end once all is."""
         branch = self.branch
         width = branch.width
@@ -105,7 +105,7 @@ class Multipliers:
                 break
         return rows
 
-    def _walk(self, costs: Costs, each: Floats, rows: list[Floats], stages: int) -> Stages:
+    def _walk(self, costs: BranchCosts, each: Floats, rows: list[Floats], stages: int) -> StagePath:
         """The path of the best ``stages`` stages; of equal ones the earliest cuts."""
         branch, unit = self.branch, 0
         units, entries = [], []
@@ -121,7 +121,7 @@ class Multipliers:
             entries.append(costs.entry(q, int(np.argmin(by_group[:, cls])), cls))
             unit += width + 1
         assert unit == branch.units, "the walk left the table"
-        return Stages(tuple(units), tuple(entries))
+        return StagePath(tuple(units), tuple(entries))
 
     def _corner(self, planes: list[tuple[float, Floats]]) -> tuple[float, Floats]:
         """The prices at which the least of the planes is greatest, and that value."""

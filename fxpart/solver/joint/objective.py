@@ -22,25 +22,25 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
-from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
-    Option,
-    Work,
-    ranks,
-    rows_of,
+    MicrobatchCost,
+    ParallelOption,
+    count_microbatch_rows,
+    count_option_devices,
 )
-from fxpart.solver.joint.schedules import fill, in_flight
-from fxpart.solver.joint.state import StageState
-from fxpart.solver.objective import StageMemory, tie_messages
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight, get_fill_fraction
+from fxpart.solver.joint.stage_state import StageState
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
+from fxpart.solver.objective import StageMemory, count_tied_reduction_messages
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _JointCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
 
 
-class JointStage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a choice: its pieces as (first, last) block, its option, and what it costs.
 
     Seconds per microbatch: forward, backward (collectives in both), collective (their share),
@@ -78,7 +78,7 @@ class JointStage(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return fsum((self.reduce_seconds, self.tie_seconds, self.optimizer_seconds))
 
 
-class JointEvaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointEvaluation(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A choice's step time T in seconds, its parts by stage, and what it violates."""
 
     seconds: float
@@ -92,7 +92,7 @@ class JointEvaluation(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
-    """T from t_s, beta_s, the number of microbatches and the schedule's ``fill``."""
+    """T from t_s, beta_s, the number of microbatches and the schedule's ``get_fill_fraction``."""
     return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
 
 
@@ -102,8 +102,8 @@ class JointScorer:
     def __init__(self, problem: JointProblem) -> None:
         """Index works by what needs them, values by consumer, and ties by block."""
         self.problem = problem
-        self.copied = Copied(problem.weights, problem.max_stages)
-        self.works: dict[tuple[int, int, int, str], Work] = {
+        self.copied = WeightCopyCounts(problem.weights, problem.max_stages)
+        self.works: dict[tuple[int, int, int, str], MicrobatchCost] = {
             (w.pool, w.layout, w.rows, w.recompute): w for w in problem.works
         }
         self._received: list[list[int]] = [[] for _ in problem.blocks]
@@ -118,9 +118,9 @@ class JointScorer:
             for block in tie.blocks:
                 self._tied[block].append(index)
 
-    def work(self, option: Option, microbatches: int) -> Work | None:
+    def work(self, option: ParallelOption, microbatches: int) -> MicrobatchCost | None:
         """What one microbatch costs on this option; None where it cannot be had."""
-        rows = rows_of(self.problem.batch, microbatches, option.data)
+        rows = count_microbatch_rows(self.problem.batch, microbatches, option.data)
         return self.works.get((option.pool, option.layout, rows, option.recompute))
 
     def evaluate(self, choice: JointChoice) -> JointEvaluation:
@@ -137,7 +137,7 @@ class JointScorer:
             if work is None:
                 faults.append(f"stage {s} cannot run {m} microbatches on {option.data} replicas")
                 continue
-            flying = in_flight(choice.schedule, m, count, s, choice.virtual)
+            flying = count_stage_in_flight(choice.schedule, m, count, s, choice.virtual)
             extra = self.copied.extra(m, count - s) if choice.schedule == "async" else 0
             mine = tuple(pieces[s::count])
             stages.append(self.stage(index, work, mine, m, flying, extra))
@@ -147,7 +147,7 @@ class JointScorer:
             [s.seconds for s in stages],
             [s.step_only_seconds for s in stages],
             m,
-            fill(choice.schedule, choice.virtual),
+            get_fill_fraction(choice.schedule, choice.virtual),
         )
         faults += [
             f"stage {k} needs {s.memory.total} bytes, "
@@ -160,7 +160,7 @@ class JointScorer:
     def stage(
         self,
         index: int,
-        work: Work,
+        work: MicrobatchCost,
         pieces: tuple[tuple[int, int], ...],
         microbatches: int,
         flying: int,
@@ -189,7 +189,8 @@ class JointScorer:
             gather_seconds=2 * state.gathers() if option.zero == 3 else 0.0,
             reduce_seconds=state.reduces(),
             tie_seconds=fsum(
-                tie_messages(microbatches) * pool.transfer(layout.tie_gradient[t]) for t in apart
+                count_tied_reduction_messages(microbatches) * pool.transfer(layout.tie_gradient[t])
+                for t in apart
             ),
             optimizer_seconds=state.steps(),
             memory=StageMemory(
@@ -261,7 +262,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
         faults.append(f"{choice.microbatches} microbatches are not among those to choose from")
     if choice.schedule not in problem.schedules:
         faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
-    most = Copied(problem.weights, problem.max_stages).limit(choice.microbatches)
+    most = WeightCopyCounts(problem.weights, problem.max_stages).limit(choice.microbatches)
     if choice.schedule == "async" and count > most:
         faults.append(
             f"{count} stages, {problem.weights} is made for {most} with so few microbatches"
@@ -274,7 +275,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     faults.extend(_strayed(problem, choice))
     used = [0] * len(problem.pools)
     for index in choice.options:
-        used[problem.options[index].pool] += ranks(problem, problem.options[index])
+        used[problem.options[index].pool] += count_option_devices(problem, problem.options[index])
     faults.extend(
         f"{taken} devices of {pool.name}, there are {pool.devices}"
         for taken, pool in zip(used, problem.pools, strict=True)

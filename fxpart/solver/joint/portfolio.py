@@ -8,15 +8,15 @@ from math import inf
 from typing import Literal, get_args
 
 from fxpart.errors import error
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.greedy import first_plans
-from fxpart.solver.joint.interleaved import Interleaved
+from fxpart.solver.joint.interleaved_search import InterleavedSearch
 from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import JointProblem, JointSolution, Status
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.search import JointSearch
-from fxpart.solver.joint.stacked import Stacked
 from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
 
@@ -49,9 +49,9 @@ def solve(
     check_joint_problem(problem)
     if solver == "brute":
         return solve_joint_brute(problem)
-    told = Told(JointRecord(JointScorer(problem)), deadline, progress)
+    told = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
     try:
-        stacked = Stacked(problem)
+        stacked = JointArrays(problem)
         bounds = CheapBounds(stacked)
         first_plans(stacked, bounds, told.record)
         if solver == "cp-sat":
@@ -79,10 +79,12 @@ def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
             raise error("FXP109", where="solver='cp-sat'", why=why, fix="use solver='dp'")
 
 
-def _by_dp(stacked: Stacked, bounds: CheapBounds, told: Told, deadline: float) -> None:
+def _by_dp(
+    stacked: JointArrays, bounds: CheapBounds, told: JointProgressReporter, deadline: float
+) -> None:
     """Search contiguous stages, then interleaved ones."""
     search = JointSearch(stacked, bounds, told.record, deadline, told.tell)
-    pieces = Interleaved(stacked, bounds, told.record, deadline)
+    pieces = InterleavedSearch(stacked, bounds, told.record, deadline)
     told.bounded = lambda: min(search.bound, pieces.bound)
     told.tell("first plans")
     pieces.attempt()
@@ -91,7 +93,9 @@ def _by_dp(stacked: Stacked, bounds: CheapBounds, told: Told, deadline: float) -
     told.update()
 
 
-def _by_cp_sat(problem: JointProblem, told: Told, deadline: float, seed: int) -> None:
+def _by_cp_sat(
+    problem: JointProblem, told: JointProgressReporter, deadline: float, seed: int
+) -> None:
     from fxpart.solver.joint.joint_ilp import solve_cp_sat  # OR-Tools is slow to import
 
     choice, bound = solve_cp_sat(
@@ -106,7 +110,7 @@ def _by_cp_sat(problem: JointProblem, told: Told, deadline: float, seed: int) ->
     told.bound = bound
 
 
-class Told:
+class JointProgressReporter:
     """What is proven so far, and who is told of it, at most a few times a second."""
 
     def __init__(

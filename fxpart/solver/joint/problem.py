@@ -21,11 +21,11 @@ ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "asyn
 Status: TypeAlias = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _JointStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
 
 
-class Line(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinearCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds as a straight line in bytes: ``latency + inverse * bytes``, and 0 for 0 bytes."""
 
     latency: float = 0.0
@@ -36,7 +36,7 @@ class Line(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.latency + self.inverse * size if size > 0 else 0.0
 
 
-class Pool(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Pool(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Devices of one type: how many, bytes usable on each, and how many share a host.
 
     transfer: of a value into a stage on this pool from another stage, over the worst link that may
@@ -47,10 +47,10 @@ class Pool(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: int
     memory: int
     host: int = 1
-    transfer: Line = Line()
+    transfer: LinearCost = LinearCost()
 
 
-class State(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParameterFootprint(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes that one rank holds of parameters, by kind of block, before ZeRO; and their step.
 
     step: optimizer seconds, [pool][kind]. unsent: of the gradients' bytes those that sums over
@@ -65,7 +65,7 @@ class State(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     unsent: tuple[int, ...] = ()
 
 
-class Layout(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How ``tensor`` ranks share each block, and ``expert`` data replicas its experts.
 
     dense: parameters that every data replica has whole (their gradients are summed over all of
@@ -78,15 +78,15 @@ class Layout(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     tensor: int
     expert: int = 1
-    dense: State
-    experts: State | None = None
+    dense: ParameterFootprint
+    experts: ParameterFootprint | None = None
     buffer: tuple[int, ...]
     tie_weight: tuple[int, ...] = ()
     tie_gradient: tuple[int, ...] = ()
     tie_optimizer: tuple[int, ...] = ()
 
 
-class Work(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One microbatch of ``rows`` rows on each data replica, by kind of block.
 
     pool, layout: indices. forward, backward: seconds; recomputation and the collectives of tensor
@@ -106,7 +106,7 @@ class Work(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace: tuple[int, ...]
 
 
-class Option(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One way to run a stage: on data * tensor devices of a pool, layout.expert divides data.
 
     reduce: sum of gradients over the data replicas, a line in bytes of gradient on one rank
@@ -120,13 +120,13 @@ class Option(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: int
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"
-    reduce: Line = Line()
-    gather: Line = Line()
-    reduce_experts: Line = Line()
-    gather_experts: Line = Line()
+    reduce: LinearCost = LinearCost()
+    gather: LinearCost = LinearCost()
+    reduce_experts: LinearCost = LinearCost()
+    gather_experts: LinearCost = LinearCost()
 
 
-class Boundary(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
 
     A stage that uses it without holding its producer receives it once for each microbatch
@@ -145,7 +145,7 @@ class Boundary(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     widened: int = 1
 
 
-class Tie(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointTiedParameter(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter used by more than one block (sorted); its bytes are in each Layout.
 
     A stage that holds any of the blocks holds a copy; where not all are in one stage, each holder
@@ -156,7 +156,7 @@ class Tie(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     blocks: tuple[int, ...]
 
 
-class Pin(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StagePin(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Wish: blocks [first, last] all lie on stage ``stage`` (negative counts from the end)."""
 
     first: int
@@ -164,17 +164,17 @@ class Pin(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stage: int
 
 
-class JointProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole problem.
 
     blocks: names; kinds: by block, its row in all tables of length K = max(kinds) + 1. batch: rows
     of a step; microbatches: counts to choose from, each giving rows = ceil(batch / (m * data)) on
-    a replica, with a ``Work`` for each (pool, layout, rows, recompute) that an option can need: an
-    option without one cannot be chosen with that count (nor where data * m exceeds the batch).
-    no_cut_after: no stage may end after these blocks; cut_after: a stage must end after these.
-    pins: wishes. virtual: stages per rank that "interleaved" may use. uniform: every stage has the
-    same data, tensor and expert degree, ZeRO level and recompute. weights: the weight mode of
-    "async". bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedules`.
+    a replica, with a ``MicrobatchCost`` for each (pool, layout, rows, recompute) that an option can
+    need: an option without one cannot be chosen with that count (nor where data * m exceeds the
+    batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
+    these. pins: wishes. virtual: stages per rank that "interleaved" may use. uniform: every stage
+    has the same data, tensor and expert degree, ZeRO level and recompute. weights: the weight mode
+    of "async". bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -183,11 +183,11 @@ class JointProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kinds: tuple[int, ...]
     batch: int
     pools: tuple[Pool, ...]
-    layouts: tuple[Layout, ...]
-    works: tuple[Work, ...]
-    options: tuple[Option, ...]
-    boundaries: tuple[Boundary, ...] = ()
-    ties: tuple[Tie, ...] = ()
+    layouts: tuple[ParallelLayout, ...]
+    works: tuple[MicrobatchCost, ...]
+    options: tuple[ParallelOption, ...]
+    boundaries: tuple[StageBoundary, ...] = ()
+    ties: tuple[JointTiedParameter, ...] = ()
     microbatches: tuple[int, ...] = (1,)
     schedules: tuple[ScheduleName, ...] = ("1f1b",)
     weights: str = "stash"
@@ -196,11 +196,11 @@ class JointProblem(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_stages: int = 1
     no_cut_after: tuple[int, ...] = ()
     cut_after: tuple[int, ...] = ()
-    pins: tuple[Pin, ...] = ()
+    pins: tuple[StagePin, ...] = ()
     uniform: bool = False
 
 
-class JointChoice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A candidate: microbatch count, schedule, the first block of each piece, options by stage.
 
     starts[0] = 0. With virtual = v > 1 (interleaved only) there are v pieces for each of the S
@@ -214,7 +214,7 @@ class JointChoice(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     virtual: int = 1
 
 
-class JointSolution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointSolution(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A solver's answer. bound <= optimum <= objective; choice None: infeasible or unknown.
 
     candidates: the choice first, then the best others found, by rising objective, that differ in
@@ -229,11 +229,11 @@ class JointSolution(_Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     candidates: tuple[JointChoice, ...] = ()
 
 
-def ranks(problem: JointProblem, option: Option) -> int:
+def count_option_devices(problem: JointProblem, option: ParallelOption) -> int:
     """Devices that a stage with this option takes."""
     return option.data * problem.layouts[option.layout].tensor
 
 
-def rows_of(batch: int, microbatches: int, data: int) -> int:
+def count_microbatch_rows(batch: int, microbatches: int, data: int) -> int:
     """Rows of a microbatch on each data replica; 0 where there are not enough for each."""
     return -(-batch // (microbatches * data)) if microbatches * data <= batch else 0

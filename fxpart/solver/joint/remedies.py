@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from fxpart.solver.joint.changes import with_devices, with_microbatches
-from fxpart.solver.joint.fitting import fitting
-from fxpart.solver.joint.limits import Change, Limits
-from fxpart.solver.joint.problem import JointChoice, JointProblem, rows_of
-from fxpart.solver.layers import OutOfTime
-from fxpart.solver.remedies import amount
+from fxpart.solver.joint.constraint_conflicts import Change, RelaxableConstraints
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
+from fxpart.solver.joint.what_if import with_devices, with_microbatches
+from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.suffix_dp import SolverTimeout
 
 _FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
 _TIMES = 64  # at most so many times the devices that there are
@@ -20,7 +20,7 @@ _MODES = ("selective", "full")  # of recompute, the cheaper first
 
 def remedies(
     problem: JointProblem,
-    limits: Limits,
+    limits: RelaxableConstraints,
     wider: JointProblem | None,
     more: int | None,
     deadline: float,
@@ -48,13 +48,13 @@ def remedies(
             both = more_devices(limits, deadline, lambda p: with_microbatches(p, (counted,)))
             for text, _ in both:
                 yield f"{text} with {_microbatches(limits.base, counted)}"
-    except OutOfTime:
+    except SolverTimeout:
         pass
     if more is not None:
         yield _memory(problem, more)
 
 
-def _given_up(limits: Limits, deadline: float) -> Iterator[str]:
+def _given_up(limits: RelaxableConstraints, deadline: float) -> Iterator[str]:
     """Each limit that is enough to drop; where none is, several that are enough together."""
     blamed = limits.conflict(deadline)
     enough = [[i] for i in blamed if limits.fit(deadline, [i])]
@@ -86,7 +86,7 @@ def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -
         taken = msgspec.structs.replace(
             problem, options=kept, layouts=wider.layouts, works=wider.works
         )
-        return fitting(taken, deadline) is not None
+        return find_feasible_joint_choice(taken, deadline) is not None
 
     mode = next((m for m in _MODES if m not in modes and fit(m, None)), None)
     level = next((z for z in (1, 2, 3) if z not in levels and fit(None, z)), None)
@@ -105,7 +105,7 @@ def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -
             yield "other tensor and data degrees with recompute=full and zero=3"
 
 
-def more_microbatches(limits: Limits, deadline: float) -> int | None:
+def more_microbatches(limits: RelaxableConstraints, deadline: float) -> int | None:
     """The first count above those to choose from, doubled each time, with which something fits."""
     base = limits.base
     top = max(base.microbatches)
@@ -121,7 +121,7 @@ def _counted(microbatches: int) -> Change:
 
 
 def more_devices(
-    limits: Limits, deadline: float, change: Change
+    limits: RelaxableConstraints, deadline: float, change: Change
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """By pool, the least more devices that are enough: words, and the devices of each pool then."""
     pools = limits.base.pools
@@ -133,13 +133,13 @@ def more_devices(
         def fit(extra: int, counts: Callable[[int], tuple[int, ...]] = counts) -> bool:
             return limits.fit(deadline, (), lambda q: change(with_devices(q, counts(extra))))
 
-        extra = least(fit, pool.devices * (_TIMES - 1))
+        extra = find_least_sufficient(fit, pool.devices * (_TIMES - 1))
         if extra is not None:
             named = f" of {pool.name}" if len(pools) > 1 else ""
             yield f"{extra} more {'device' if extra == 1 else 'devices'}{named}", counts(extra)
 
 
-def least(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
+def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
     """The least number from 1 to ``most`` that is enough, where more is never worse; or None.
 
     start: where to look first. What is not enough takes longest to find out, so that not even
@@ -172,14 +172,14 @@ def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoi
     found: dict[int, JointChoice] = {}
 
     def enough(steps: int) -> bool:
-        choice = fitting(with_more(problem, steps * step), deadline)
+        choice = find_feasible_joint_choice(with_more(problem, steps * step), deadline)
         if choice is not None:
             found[steps] = choice
         return choice is not None
 
     try:
-        least(enough, 2**50 // step, _FINE)
-    except OutOfTime:
+        find_least_sufficient(enough, 2**50 // step, _FINE)
+    except SolverTimeout:
         pass
     if not found:
         return None
@@ -195,8 +195,8 @@ def with_more(problem: JointProblem, more: int) -> JointProblem:
 def _memory(problem: JointProblem, more: int) -> str:
     sizes: Sequence[int] = sorted({pool.memory for pool in problem.pools})
     if len(sizes) == 1:
-        return f"{amount(sizes[0] + more, up=True)} of memory on each device"
-    return f"{amount(more, up=True)} more memory on each device"
+        return f"{format_byte_count(sizes[0] + more, up=True)} of memory on each device"
+    return f"{format_byte_count(more, up=True)} more memory on each device"
 
 
 def _one_f_one_b(problem: JointProblem) -> JointProblem:
@@ -206,6 +206,8 @@ def _one_f_one_b(problem: JointProblem) -> JointProblem:
 def _microbatches(problem: JointProblem, counted: int) -> str:
     """The count, and whether its costs lie on a line through others."""
     priced = {w.rows for w in problem.works}
-    rows = {rows_of(problem.batch, counted, option.data) for option in problem.options}
+    rows = {
+        count_microbatch_rows(problem.batch, counted, option.data) for option in problem.options
+    }
     guess = "" if rows - {0} <= priced else " (estimated)"
     return f"{counted} microbatches{guess}"

@@ -17,16 +17,16 @@ from math import inf
 
 import numpy as np
 
+from fxpart.solver.joint.arrays import JointArrays
+from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.dp import Branch, Costs, Stages
-from fxpart.solver.joint.exact import Counted
-from fxpart.solver.joint.multipliers import Multipliers
+from fxpart.solver.joint.device_count_dp import DeviceCountProgram
+from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
+from fxpart.solver.joint.multipliers import LagrangeMultipliers
 from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.scopes import Opened, Scope
-from fxpart.solver.joint.stacked import Stacked
-from fxpart.solver.joint.tables import Entries, Tables
-from fxpart.solver.layers import OutOfTime
+from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
+from fxpart.solver.joint.tables import JointTables, StageEntries
+from fxpart.solver.suffix_dp import SolverTimeout
 
 EXACT = 1e-9  # relative difference below which two step times count as equal
 _QUICK = 2e-3  # gap that is left to the counting of devices
@@ -39,13 +39,13 @@ _WORK = 20_000_000  # stages put before states in proofs, all in all
 
 
 @dataclass(order=True)
-class _Span:
+class _JointLoadInterval:
     """Plans with a longest load from ``first`` to ``last`` and a filling of ``total`` or more."""
 
     bound: float
     order: int
-    scope: Scope = field(compare=False)
-    opened: Opened | None = field(compare=False, default=None)
+    scope: SearchScope = field(compare=False)
+    opened: ScopeTables | None = field(compare=False, default=None)
     first: float = field(compare=False, default=0.0)
     last: float = field(compare=False, default=inf)
     total: float = field(compare=False, default=0.0)
@@ -57,7 +57,7 @@ class JointSearch:
 
     def __init__(
         self,
-        stacked: Stacked,
+        stacked: JointArrays,
         bounds: CheapBounds,
         record: JointRecord,
         deadline: float,
@@ -66,12 +66,12 @@ class JointSearch:
         """record: takes the plans found. tell: is told the phase now and then."""
         self.stacked, self.bounds, self.record = stacked, bounds, record
         self.deadline, self.tell = deadline, tell
-        self.runs = Runs(stacked.problem)
-        self.tables = Tables(stacked, self.runs, bounds)
+        self.runs = BlockRuns(stacked.problem)
+        self.tables = JointTables(stacked, self.runs, bounds)
         self._settled, self._made, self._work = inf, 0, _WORK
-        self._open: list[_Span] = []
-        self._leaves: list[_Span] = []
-        self._current: _Span | None = None
+        self._open: list[_JointLoadInterval] = []
+        self._leaves: list[_JointLoadInterval] = []
+        self._current: _JointLoadInterval | None = None
         self._proven, self._ceiling = 0.0, inf
         self._fill()
 
@@ -84,7 +84,7 @@ class JointSearch:
             self._push(bound, scope)
         self._ready = True
 
-    def _scopes(self) -> list[Scope]:
+    def _scopes(self) -> list[SearchScope]:
         s, problem = self.stacked, self.stacked.problem
         scopes = []
         for options in s.groups():
@@ -94,7 +94,7 @@ class JointSearch:
             ]
             high = min(problem.max_stages, self.runs.units, sum(least))
             scopes += [
-                Scope(m, schedule, options, problem.min_stages, high)
+                SearchScope(m, schedule, options, problem.min_stages, high)
                 for m in problem.microbatches
                 for schedule in problem.schedules
                 if schedule != "interleaved" and problem.min_stages <= high
@@ -127,7 +127,7 @@ class JointSearch:
                 self._proven = max(self._proven, self.bound)
                 self._ceiling = inf
                 self._fill()
-        except OutOfTime:
+        except SolverTimeout:
             return False
         return True
 
@@ -163,11 +163,11 @@ class JointSearch:
         if not self._open or self._open[0].bound >= self._target(gap):
             return False
         if time.monotonic() > self.deadline:
-            raise OutOfTime
+            raise SolverTimeout
         self._current = heapq.heappop(self._open)
         return True
 
-    def _start(self, span: _Span) -> None:
+    def _start(self, span: _JointLoadInterval) -> None:
         """Make the tables of a scope, and its first span."""
         scope = span.scope
         opened = self._opened(scope)
@@ -180,22 +180,24 @@ class JointSearch:
         if not opened.branch.exact and first + total < self._target(0.0):
             middle = (scope.low + scope.high) // 2
             for low, high in ((scope.low, middle), (middle + 1, scope.high)):
-                part = Scope(scope.microbatches, scope.schedule, scope.options, low, high)
+                part = SearchScope(scope.microbatches, scope.schedule, scope.options, low, high)
                 self._push(max(span.bound, first + total), part)
             return
         self._sketch(opened, total)
         first = opened.first(0.0)
         self._push(max(span.bound, first + total), scope, opened, first, inf, total)
 
-    def _opened(self, scope: Scope) -> Opened | None:
+    def _opened(self, scope: SearchScope) -> ScopeTables | None:
         best = self._best
         entries = self.tables.entries(scope.microbatches, scope.schedule, scope.options, best)
         if not len(entries):
             return None
-        return Opened(scope, *self._tools(scope, entries), best)
+        return ScopeTables(scope, *self._tools(scope, entries), best)
 
-    def _tools(self, scope: Scope, entries: Entries) -> tuple[Branch, Multipliers, Counted]:
-        branch = Branch(
+    def _tools(
+        self, scope: SearchScope, entries: StageEntries
+    ) -> tuple[SearchBranch, LagrangeMultipliers, DeviceCountProgram]:
+        branch = SearchBranch(
             self.runs, entries, scope.microbatches, scope.schedule, scope.low, scope.high
         )
         # without any plan yet: seconds of one stage after the other on the slowest entries
@@ -203,14 +205,14 @@ class JointSearch:
         if scale == inf:
             scale = float((entries.filling + entries.load).max()) * branch.high
 
-        def found(stages: Stages) -> float:
+        def found(stages: StagePath) -> float:
             return self.record.add(branch.choice(stages))
 
         devices = self.stacked.devices
-        counted = Counted(branch, devices, self.deadline)
-        return branch, Multipliers(branch, devices, found, scale), counted
+        counted = DeviceCountProgram(branch, devices, self.deadline)
+        return branch, LagrangeMultipliers(branch, devices, found, scale), counted
 
-    def _sharpened(self, span: _Span) -> Opened:
+    def _sharpened(self, span: _JointLoadInterval) -> ScopeTables:
         """The span's tables, without what a much faster plan has ruled out meanwhile."""
         opened = span.opened
         assert opened is not None
@@ -227,7 +229,7 @@ class JointSearch:
         span.first = opened.first(span.first)
         return opened
 
-    def _sketch(self, opened: Opened, total: float) -> None:
+    def _sketch(self, opened: ScopeTables, total: float) -> None:
         """A first look for plans, at few states: the threshold halved a few times."""
         low, high = opened.first(0.0), self._target(_QUICK) - total
         for _ in range(_FIRST_LOOKS):
@@ -236,16 +238,16 @@ class JointSearch:
                 break
             high = (low + load) / 2 if load < inf else (high + self._target(0.0) - total) / 2
 
-    def _look(self, opened: Opened, threshold: float) -> float:
+    def _look(self, opened: ScopeTables, threshold: float) -> float:
         """The longest load of a good path under a threshold, which is recorded."""
-        costs, goal = Costs(opened.branch, threshold), self._best - opened.first(0.0)
+        costs, goal = BranchCosts(opened.branch, threshold), self._best - opened.first(0.0)
         found = opened.counted.run(costs, goal, opened.prices.prices, _SKETCH)
         if found.path is None:
             return inf
         self.record.add(opened.branch.choice(found.path))
         return float(opened.branch.entries.load[list(found.path.entries)].max())
 
-    def _halve(self, span: _Span) -> bool:
+    def _halve(self, span: _JointLoadInterval) -> bool:
         """Bound the lower half by prices and keep what may still win; False: it has no halves."""
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
@@ -270,8 +272,8 @@ class JointSearch:
     def _push(
         self,
         bound: float,
-        scope: Scope,
-        opened: Opened | None = None,
+        scope: SearchScope,
+        opened: ScopeTables | None = None,
         first: float = 0.0,
         last: float = inf,
         total: float = 0.0,
@@ -282,7 +284,7 @@ class JointSearch:
             self._settled = min(self._settled, bound)
             return
         self._made += 1
-        span = _Span(bound, self._made, scope, opened, first, last, total, counted)
+        span = _JointLoadInterval(bound, self._made, scope, opened, first, last, total, counted)
         heapq.heappush(self._open, span)
 
     def _target(self, gap: float) -> float:
@@ -303,7 +305,7 @@ class JointSearch:
             self._current = None
         return not self._leaves
 
-    def _settle(self, span: _Span) -> bool:
+    def _settle(self, span: _JointLoadInterval) -> bool:
         """The best plan of a span, or of its lower half; False: too much work."""
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
@@ -316,7 +318,7 @@ class JointSearch:
         if self._work <= 0:
             return False
         done, goal = opened.counted.work, self._target(0.0) - span.first
-        costs = Costs(opened.branch, threshold)
+        costs = BranchCosts(opened.branch, threshold)
         found = opened.counted.run(costs, goal, opened.prices.prices, _MOST)
         self._work -= opened.counted.work - done
         total, below = max(span.total, found.bound), threshold

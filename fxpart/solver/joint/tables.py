@@ -14,13 +14,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpart.solver.joint.arrays import Floats, Ints, JointArrays, LinearCosts, Mask
+from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds, Prices
-from fxpart.solver.joint.copies import Copied
 from fxpart.solver.joint.problem import ScheduleName
-from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.schedules import fill
-from fxpart.solver.joint.stacked import Floats, Ints, Lines, Mask, Stacked
-from fxpart.solver.objective import tie_messages
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
+from fxpart.solver.objective import count_tied_reduction_messages
 from fxpart.solver.tables import Number
 
 _CHUNK = 2_000_000  # numbers of an array made at once
@@ -28,7 +28,7 @@ ENDLESS = 2**40  # microbatches in flight of a stage that saves nothing
 
 
 @dataclass(frozen=True)
-class Entries:
+class StageEntries:
     """Possible stages of one branch, sorted by group, class, filling and option; one row each.
 
     filling: fill * t; load: (m - fill) t + beta; flights: the most microbatches in flight that
@@ -50,7 +50,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class _OptionClassPairs:
     """Options with the row of their work, classes, and seconds of the work; one row each."""
 
     option: Ints
@@ -59,10 +59,10 @@ class _Pairs:
     seconds: Floats
 
 
-class Tables:
+class JointTables:
     """Entries of one problem, made when asked for."""
 
-    def __init__(self, stacked: Stacked, runs: Runs, bounds: CheapBounds) -> None:
+    def __init__(self, stacked: JointArrays, runs: BlockRuns, bounds: CheapBounds) -> None:
         """runs: the problem's; bounds: for leaving out what cannot be part of a good plan."""
         self.stacked, self.runs, self.bounds = stacked, runs, bounds
         s = stacked
@@ -86,7 +86,7 @@ class Tables:
 
     def entries(
         self, microbatches: int, schedule: ScheduleName, options: Ints, best: float
-    ) -> Entries:
+    ) -> StageEntries:
         """What may be a stage of a plan that takes no longer than ``best`` seconds."""
         work = self.stacked.work(microbatches)
         prices = self.bounds.prices(microbatches, schedule, options)
@@ -100,18 +100,18 @@ class Tables:
 
     def sharper(
         self,
-        entries: Entries,
+        entries: StageEntries,
         microbatches: int,
         schedule: ScheduleName,
         options: Ints,
         best: float,
-    ) -> Entries:
+    ) -> StageEntries:
         """What is left of entries once a faster plan is known."""
         prices = self.bounds.prices(microbatches, schedule, options)
         paid = (prices.pools[entries.pool] * entries.size)[entries.group]
         sums = entries.filling, entries.load, paid
         keep = self._hopeful(prices, entries.cls, *sums, best)
-        return Entries(
+        return StageEntries(
             entries.option[keep], entries.cls[keep], entries.group[keep], entries.filling[keep],
             entries.load[keep], entries.flights[keep], entries.pool, entries.size,
         )  # fmt: skip
@@ -138,7 +138,7 @@ class Tables:
         options: Ints,
         prices: Prices,
         best: float,
-    ) -> _Pairs:
+    ) -> _OptionClassPairs:
         """Options and classes that are not hopeless by their work alone."""
         s, runs = self.stacked, self.runs
         work = s.work(microbatches)[options]
@@ -151,7 +151,7 @@ class Tables:
         keep &= microbatches * t <= limit - (prices.least - alone)  # its filling and its load
         keep &= self._needs(options, work) <= s.memory[s.pool[options]][:, None]
         option, cls = np.nonzero(keep)
-        return _Pairs(options[option], work[option], cls, t[keep])
+        return _OptionClassPairs(options[option], work[option], cls, t[keep])
 
     def _needs(self, options: Ints, work: Ints) -> Ints:
         """At least the bytes with one microbatch in flight, (options, classes); ties left out."""
@@ -169,7 +169,7 @@ class Tables:
         self, prices: Prices, schedule: ScheduleName, microbatches: int, options: Ints
     ) -> Floats:
         """What a second of t costs with each option: its filling, and its devices' load."""
-        share = fill(schedule)
+        share = get_fill_fraction(schedule)
         paid = prices.pools[self.stacked.pool[options]] * self.stacked.size[options]
         return share + paid * (microbatches - share)
 
@@ -186,12 +186,12 @@ class Tables:
         self,
         microbatches: int,
         schedule: ScheduleName,
-        pairs: _Pairs,
+        pairs: _OptionClassPairs,
         prices: Prices,
         best: float,
     ) -> tuple[Ints, Ints, Floats, Floats, Ints]:
         """Rows of some pairs: option, class, filling, load, flights; hopeless ones left out."""
-        share = fill(schedule)
+        share = get_fill_fraction(schedule)
         t, once = self._seconds(microbatches, pairs)
         load, filling = (microbatches - share) * t + once, share * t
         flights = self._flights(microbatches, schedule, pairs)
@@ -199,7 +199,7 @@ class Tables:
         keep = self._hopeful(prices, pairs.cls, filling, load, paid, best) & (flights >= 1)
         return pairs.option[keep], pairs.cls[keep], filling[keep], load[keep], flights[keep]
 
-    def _seconds(self, microbatches: int, pairs: _Pairs) -> tuple[Floats, Floats]:
+    def _seconds(self, microbatches: int, pairs: _OptionClassPairs) -> tuple[Floats, Floats]:
         """t and beta of each pair."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, pool, zero = s.layout[option], s.pool[option], s.zero[option]
@@ -207,7 +207,7 @@ class Tables:
         t = pairs.seconds + s.transfer.latency[pool] * runs.messages[cls]
         t += s.transfer.inverse[pool] * moved
         once, gathers = np.zeros_like(t), np.zeros_like(t)
-        parts: tuple[tuple[int, Ints, Lines, Lines], ...] = (
+        parts: tuple[tuple[int, Ints, LinearCosts, LinearCosts], ...] = (
             (0, s.data, s.reduce, s.gather),
             (1, s.experts_share, s.reduce_experts, s.gather_experts),
         )
@@ -222,7 +222,7 @@ class Tables:
         once += np.where((zero == 1) | (zero == 2), gathers, 0.0)
         for tie, apart in enumerate(runs.apart):
             message = s.transfer(pool, s.tie_gradient[layout, tie])
-            once += np.where(apart[cls], tie_messages(microbatches) * message, 0.0)
+            once += np.where(apart[cls], count_tied_reduction_messages(microbatches) * message, 0.0)
         return t, once
 
     def _run(self, summed: NDArray[Number], row: Ints, cls: Ints) -> NDArray[Number]:
@@ -242,7 +242,7 @@ class Tables:
                 sizes = sizes + np.where(holds[cls], tied, 0)
         return sizes
 
-    def _flights(self, microbatches: int, schedule: ScheduleName, pairs: _Pairs) -> Ints:
+    def _flights(self, microbatches: int, schedule: ScheduleName, pairs: _OptionClassPairs) -> Ints:
         """The most microbatches in flight that memory allows, with their copies of weights."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, zero = s.layout[option], s.zero[option]
@@ -259,17 +259,19 @@ class Tables:
         standing += np.where(zero == 3, most, 0)
         room = s.memory[s.pool[option]] - standing - kept[0]
         if schedule == "async":
-            copied = Copied(s.problem.weights, s.problem.max_stages)
+            copied = WeightCopyCounts(s.problem.weights, s.problem.max_stages)
             return copied.deepest(room, each, kept[0], microbatches)
         flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)
         return np.where(room >= 0, flights, -1)
 
-    def _sorted(self, found: list[tuple[Ints, Ints, Floats, Floats, Ints]]) -> Entries:
+    def _sorted(self, found: list[tuple[Ints, Ints, Floats, Floats, Ints]]) -> StageEntries:
         """Sort by group, class, filling and option, and leave out what is beaten."""
         s = self.stacked
         if not found:
             none = np.zeros(0, dtype=np.int64)
-            return Entries(none, none, none, none.astype(float), none.astype(float), *[none] * 3)
+            return StageEntries(
+                none, none, none, none.astype(float), none.astype(float), *[none] * 3
+            )
         option, cls, filling, load, flights = (
             np.concatenate([x[k] for x in found]) for k in range(5)
         )
@@ -278,7 +280,7 @@ class Tables:
         option, cls, group = option[order], cls[order], group[order]
         filling, load, flights = filling[order], load[order], flights[order]
         keep = ~_beaten(group * (self.runs.count + 1) + cls, load, flights)
-        return Entries(
+        return StageEntries(
             option[keep], cls[keep], group[keep], filling[keep], load[keep], flights[keep],
             pairs // 2**32, pairs % 2**32,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.solver.joint.problem import JointProblem, Line, State
+from fxpart.solver.joint.problem import JointProblem, LinearCost, ParameterFootprint
 
 LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
 MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
@@ -103,7 +103,7 @@ def _layouts(problem: JointProblem) -> Iterator[_Fault]:
                 yield from _state(f"{where}.{name}", state, kinds, len(problem.pools))
 
 
-def _state(where: str, state: State, kinds: int, pools: int) -> Iterator[_Fault]:
+def _state(where: str, state: ParameterFootprint, kinds: int, pools: int) -> Iterator[_Fault]:
     for name in ("weight", "gradient", "optimizer"):
         yield from _row(f"{where}.{name}", getattr(state, name), kinds)
     if state.unsent:
@@ -179,7 +179,7 @@ def _row(where: str, row: Sequence[float], length: int) -> Iterator[_Fault]:
         yield where, "an entry is not a number from 0 to 2**60"
 
 
-def _line(where: str, line: Line) -> Iterator[_Fault]:
+def _line(where: str, line: LinearCost) -> Iterator[_Fault]:
     if not _number(line.latency) or not _number(line.inverse):
         yield where, "latency or inverse is not a number from 0 to 2**60"
 

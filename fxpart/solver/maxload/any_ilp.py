@@ -8,12 +8,12 @@ from ortools.sat.python import cp_model
 
 from fxpart.solver.maxload.blocks import Blocks
 from fxpart.solver.maxload.programme_ilp import Expression, Programme
-from fxpart.solver.maxload.record import Record
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.record import MaxLoadRecord
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 
 def solve_any(
-    blocks: Blocks, record: Record, watch: Watch, seed: int, effort: float = inf
+    blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch, seed: int, effort: float = inf
 ) -> float:
     """Improve ``record``; a lower bound over all assignments, infinite if none is valid.
 
@@ -27,7 +27,12 @@ def solve_any(
 
 
 def within(
-    blocks: Blocks, record: Record, watch: Watch, seed: int, target: float, effort: float
+    blocks: Blocks,
+    record: MaxLoadRecord,
+    watch: MaxLoadWatch,
+    seed: int,
+    target: float,
+    effort: float,
 ) -> bool:
     """Whether no assignment has loads of at most ``target``; improve ``record`` where one has.
 
@@ -43,7 +48,11 @@ _TOLD_APART = 100  # blocks that rules about alike devices look at; those grow w
 
 class _Any(Programme):
     def __init__(
-        self, blocks: Blocks, record: Record, watch: Watch, target: float | None = None
+        self,
+        blocks: Blocks,
+        record: MaxLoadRecord,
+        watch: MaxLoadWatch,
+        target: float | None = None,
     ) -> None:
         super().__init__(blocks, record, watch, target)
         self.count = blocks.accelerators + blocks.cpus

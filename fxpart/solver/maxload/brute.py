@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from math import inf
 
 from fxpart.errors import error
-from fxpart.solver.maxload.instance import Answer, Instance, Mode, evaluate, faults, groups
+from fxpart.solver.maxload.instance import (
+    Instance,
+    MaxLoadAnswer,
+    Mode,
+    evaluate,
+    faults,
+    groups,
+)
 
 LIMIT = 2_000_000  # assignments that may be enumerated, with the names of devices
 
@@ -30,7 +37,7 @@ def assignments(instance: Instance) -> Iterator[tuple[int, ...]]:
         yield tuple(placed[g] for g in group)
 
 
-def solve_brute(instance: Instance, mode: Mode) -> Answer:
+def solve_brute(instance: Instance, mode: Mode) -> MaxLoadAnswer:
     """The optimum by enumeration; of equally good assignments the first.
 
     Raises FXP109 where there are more than :data:`LIMIT` assignments.
@@ -47,7 +54,7 @@ def solve_brute(instance: Instance, mode: Mode) -> Answer:
         value = evaluate(instance, one)
         if value < objective and not faults(instance, one, mode):
             best, objective = one, value
-    return Answer(
+    return MaxLoadAnswer(
         status="infeasible" if best is None else "optimal",
         assignment=best,
         objective=objective,

@@ -8,9 +8,9 @@ from fxpart.solver.maxload.blocks import Blocks, make_blocks
 from fxpart.solver.maxload.bounds import cheap_bound
 from fxpart.solver.maxload.dp import StageProgramme
 from fxpart.solver.maxload.ideals import Ideals, all_ideals, prefixes, walk
-from fxpart.solver.maxload.record import Record
+from fxpart.solver.maxload.record import MaxLoadRecord
 from fxpart.solver.maxload.reduce import reduce
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 _HAIR = 1e-10  # relative: only what is better by so much is looked for
 _STEPS = (1.02, 1.1, 1.3, 2.0, inf)  # times the bound: loads tried for a start, the least first
@@ -18,7 +18,7 @@ _ROUNDS = 4  # of a better start and fewer blocks
 _MOST_IDEALS = 60_000
 
 
-def start(record: Record, watch: Watch, seed: int) -> Blocks:
+def start(record: MaxLoadRecord, watch: MaxLoadWatch, seed: int) -> Blocks:
     """Add a first chain to ``record`` where one is found; the instance as few blocks."""
     blocks = reduce(make_blocks(record.instance, "chain"))
     if record.mode == "chain":
@@ -62,7 +62,7 @@ def first_fit(blocks: Blocks, load: float) -> list[int] | None:
     return found
 
 
-def _try_orders(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None:
+def _try_orders(blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch, seed: int) -> None:
     ideals = Ideals(blocks, prefixes(blocks, seed, watch), watch)
     bound = cheap_bound(blocks)
     for factor in _STEPS:
@@ -71,7 +71,9 @@ def _try_orders(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None
             return
 
 
-def search(blocks: Blocks, ideals: Ideals, record: Record, watch: Watch, most: float) -> bool:
+def search(
+    blocks: Blocks, ideals: Ideals, record: MaxLoadRecord, watch: MaxLoadWatch, most: float
+) -> bool:
     """Add the best chain over these ideals with loads up to ``most``; whether there is one."""
     programme = StageProgramme(blocks, ideals, most)
     if programme.run(watch) == inf:
@@ -80,7 +82,7 @@ def search(blocks: Blocks, ideals: Ideals, record: Record, watch: Watch, most: f
     return True
 
 
-def prove_by_ideals(blocks: Blocks, record: Record, watch: Watch) -> bool:
+def prove_by_ideals(blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch) -> bool:
     """Find and prove the optimum; False, and nothing proven, where there are too many ideals."""
     masks = all_ideals(blocks, _MOST_IDEALS, watch)
     if masks is None:

@@ -16,11 +16,11 @@ from ortools.sat.python import cp_model
 from fxpart.solver.maxload.blocks import Blocks
 from fxpart.solver.maxload.bounds import Offload
 from fxpart.solver.maxload.programme_ilp import Expression, Programme
-from fxpart.solver.maxload.record import Record
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.record import MaxLoadRecord
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 
-def solve_chain(blocks: Blocks, record: Record, watch: Watch, seed: int) -> float:
+def solve_chain(blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch, seed: int) -> float:
     """Improve ``record``; a lower bound over all chains, infinite if there is none.
 
     blocks: with edges that form no circle. One worker and a fixed seed make equal runs equal unless
@@ -33,7 +33,7 @@ def solve_chain(blocks: Blocks, record: Record, watch: Watch, seed: int) -> floa
 
 
 class _Chain(Programme):
-    def __init__(self, blocks: Blocks, record: Record, watch: Watch) -> None:
+    def __init__(self, blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch) -> None:
         super().__init__(blocks, record, watch)
         self.last = blocks.accelerators + blocks.cpus - 1
         self.places = self._hinted()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fxpart.solver.maxload.blocks import Blocks, Floats
 from fxpart.solver.maxload.bounds import Offload
 from fxpart.solver.maxload.ideals import Ideals
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 _CHUNK = 256  # ideals at a time
 _ROUNDING = 1e-9  # relative: by so much two ways to add up the same load may differ
@@ -55,7 +55,7 @@ class StageProgramme:
             for a in range(k + 1):
                 self.alive[a, c] = (left <= a * room) & (right <= (k - a) * room)
 
-    def run(self, watch: Watch) -> float:
+    def run(self, watch: MaxLoadWatch) -> float:
         """The least largest load, infinite if nothing is within ``most``."""
         count = len(self.ideals)
         for start in range(0, count, _CHUNK):

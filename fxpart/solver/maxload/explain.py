@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fxpart.errors import FxpartError, error
 from fxpart.solver.maxload.blocks import make_blocks
-from fxpart.solver.maxload.instance import Answer, Instance, Mode
+from fxpart.solver.maxload.instance import Instance, MaxLoadAnswer, Mode
 from fxpart.solver.maxload.reduce import fuse_circles
 
 
 def no_answer(
-    instance: Instance, mode: Mode, answer: Answer, where: str, time_limit: float
+    instance: Instance, mode: Mode, answer: MaxLoadAnswer, where: str, time_limit: float
 ) -> FxpartError:
     """FXP204 for an instance that has none, with the cause where it is simple; FXP205 for time."""
     if answer.status != "infeasible":

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fxpart.solver.maxload.blocks import Blocks, Floats
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 _CHUNK = 1024  # ideals at a time, where bits become numbers
 _RANDOM_ORDERS = 4
 
 
-def all_ideals(blocks: Blocks, most: int, watch: Watch) -> list[int] | None:
+def all_ideals(blocks: Blocks, most: int, watch: MaxLoadWatch) -> list[int] | None:
     """Every ideal as a bit mask, by number of blocks; None if there are more than ``most``."""
     needs = [_mask(p) for p in blocks.predecessors]
     level = {0: _mask([b for b, n in enumerate(needs) if not n])}  # what may be added to each
@@ -44,7 +44,7 @@ def all_ideals(blocks: Blocks, most: int, watch: Watch) -> list[int] | None:
     return found
 
 
-def prefixes(blocks: Blocks, seed: int, watch: Watch) -> list[int]:
+def prefixes(blocks: Blocks, seed: int, watch: MaxLoadWatch) -> list[int]:
     """The ideals that are prefixes of a few good topological orders."""
     found = {0: None}
     for order in _orders(blocks, seed, watch):
@@ -57,7 +57,7 @@ def walk(blocks: Blocks) -> list[int]:
     return _walk(blocks.predecessors, blocks.successors, lambda b, step: (-step, b))
 
 
-def _orders(blocks: Blocks, seed: int, watch: Watch) -> list[list[int]]:
+def _orders(blocks: Blocks, seed: int, watch: MaxLoadWatch) -> list[list[int]]:
     """Topological orders: breadth first, depth first, from both ends, narrow ones, random ones."""
     ahead, back = (blocks.predecessors, blocks.successors), (blocks.successors, blocks.predecessors)
     made = []
@@ -135,7 +135,7 @@ class Ideals:
     masks in pieces of 64, [word, ideal].
     """
 
-    def __init__(self, blocks: Blocks, masks: list[int], watch: Watch) -> None:
+    def __init__(self, blocks: Blocks, masks: list[int], watch: MaxLoadWatch) -> None:
         """Sort the ideals by work, in whole steps so that rounding disturbs no order."""
         n, count = len(blocks), len(masks)
         step = max(float(blocks.work.sum()), 1e-300) / 2**40
@@ -169,7 +169,7 @@ class Ideals:
         return len(self.masks)
 
 
-def _sums(watch: Watch, bits: npt.NDArray[np.uint8], *of: Floats) -> Floats:
+def _sums(watch: MaxLoadWatch, bits: npt.NDArray[np.uint8], *of: Floats) -> Floats:
     """Sums of each of some properties of the blocks, over the blocks of each ideal."""
     rows, found = np.stack(of), np.empty((len(of), bits.shape[1]))
     for a in range(0, bits.shape[1], _CHUNK):

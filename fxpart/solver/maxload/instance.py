@@ -55,7 +55,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (*names, *(f"cpu{d}" for d in range(self.cpus)))
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MaxLoadAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was found: a device for each node (None where nothing was), and what is proven.
 
     objective: the largest load, infinite without assignment; no valid assignment is below

@@ -6,9 +6,9 @@ from math import inf
 
 from fxpart.solver.maxload.blocks import Blocks
 from fxpart.solver.maxload.bounds import cheap_bound
-from fxpart.solver.maxload.record import PROVEN, Record
+from fxpart.solver.maxload.record import PROVEN, MaxLoadRecord
 from fxpart.solver.maxload.reduce import reduce
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 _MORE = 3.0  # times as much effort, where a round changed nothing
 _PARTS = (1.0, 0.75, 0.5, 0.25)  # of the way from the bound to the best
@@ -16,7 +16,7 @@ _NEARER = 0.3  # times the gap that it was: reason to ask the last question agai
 _EPSILON = 0.9 * PROVEN  # a no so close to the best proves it
 
 
-def search_any(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None:
+def search_any(blocks: Blocks, record: MaxLoadRecord, watch: MaxLoadWatch, seed: int) -> None:
     """Improve and prove as far as time allows. blocks: all of them, as :func:`make_blocks` gives.
 
     In rounds of rising effort (CP-SAT's deterministic time, about seconds): first the minimum is
@@ -47,8 +47,8 @@ def search_any(blocks: Blocks, record: Record, watch: Watch, seed: int) -> None:
 
 def _ask(
     blocks: Blocks,
-    record: Record,
-    watch: Watch,
+    record: MaxLoadRecord,
+    watch: MaxLoadWatch,
     seed: int,
     effort: float,
     parts: tuple[float, ...],

@@ -12,10 +12,10 @@ from fxpart.solver.maxload.bounds import cheap_bound
 from fxpart.solver.maxload.brute import solve_brute
 from fxpart.solver.maxload.chain import prove_by_ideals, start
 from fxpart.solver.maxload.checks import check_instance
-from fxpart.solver.maxload.instance import MODES, Answer, Instance, Mode
+from fxpart.solver.maxload.instance import MODES, Instance, MaxLoadAnswer, Mode
 from fxpart.solver.maxload.loose import search_any
-from fxpart.solver.maxload.record import Progress, Record
-from fxpart.solver.maxload.watch import OutOfTime, Watch, never
+from fxpart.solver.maxload.record import MaxLoadRecord, Progress
+from fxpart.solver.maxload.watch import MaxLoadOutOfTime, MaxLoadWatch, never
 
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
 _IDEALS_SHARE = 0.7  # of the time, at most, before the integer programme takes over
@@ -31,7 +31,7 @@ def solve(
     seed: int = 0,
     progress: Progress | None = None,
     stopped: Callable[[], bool] = never,
-) -> Answer:
+) -> MaxLoadAnswer:
     """The best assignment found within ``time_limit`` seconds and its proven lower bound.
 
     mode "chain": the devices form a pipeline, in any topological order; "any": a device may hold
@@ -42,7 +42,7 @@ def solve(
     answers as long as the time limit is not reached. Raises FXP206 for an instance that is not
     valid, FXP109 for an unknown mode, solver or time limit.
     """
-    watch = Watch(time.monotonic() + time_limit, stopped)
+    watch = MaxLoadWatch(time.monotonic() + time_limit, stopped)
     if mode not in MODES or solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
@@ -53,17 +53,17 @@ def solve(
     check_instance(instance)
     if solver == "brute":
         return solve_brute(instance, mode)
-    record = Record(instance, mode, progress)
+    record = MaxLoadRecord(instance, mode, progress)
     try:
         used = _chain(record, watch, seed, solver) if mode == "chain" else ""
         if mode == "any":
             used = _any(record, watch, seed, solver)
-    except OutOfTime:
+    except MaxLoadOutOfTime:
         used = solver if solver != "auto" else "dp" if mode == "chain" else "cp-sat"
     return record.answer(used)
 
 
-def _chain(record: Record, watch: Watch, seed: int, solver: str) -> str:
+def _chain(record: MaxLoadRecord, watch: MaxLoadWatch, seed: int, solver: str) -> str:
     """Fill the record; the name of the solver that had the last word."""
     blocks = start(record, watch, seed)
     if record.closed:
@@ -75,7 +75,7 @@ def _chain(record: Record, watch: Watch, seed: int, solver: str) -> str:
         try:
             if prove_by_ideals(blocks, record, watch.part(_IDEALS_SHARE)):
                 return "dp"
-        except OutOfTime:
+        except MaxLoadOutOfTime:
             watch.left()  # the other solver has the rest
     from fxpart.solver.maxload.chain_ilp import solve_chain  # OR-Tools is slow to import
 
@@ -83,14 +83,14 @@ def _chain(record: Record, watch: Watch, seed: int, solver: str) -> str:
     return "cp-sat"
 
 
-def _any(record: Record, watch: Watch, seed: int, solver: str) -> str:
+def _any(record: MaxLoadRecord, watch: MaxLoadWatch, seed: int, solver: str) -> str:
     blocks = make_blocks(record.instance, "any")
     record.prove(cheap_bound(blocks))
     # a chain is valid here too, but what is proven of chains is not
     try:
-        chain = Record(record.instance, "chain")
+        chain = MaxLoadRecord(record.instance, "chain")
         _chain(chain, watch.part(_CHAIN_SHARE), seed, "cp-sat" if solver == "cp-sat" else "dp")
-    except OutOfTime:
+    except MaxLoadOutOfTime:
         watch.left()
     finally:
         if chain.assignment is not None:

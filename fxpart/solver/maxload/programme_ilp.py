@@ -14,8 +14,8 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from fxpart.solver.maxload.blocks import Blocks
-from fxpart.solver.maxload.record import Record
-from fxpart.solver.maxload.watch import Watch
+from fxpart.solver.maxload.record import MaxLoadRecord
+from fxpart.solver.maxload.watch import MaxLoadWatch
 
 _STEPS = 10**8  # integer steps that the best known load is divided into
 _FINE = 10**9  # the same where there is nothing to minimise, which is easier
@@ -31,7 +31,11 @@ class Programme:
     """Blocks on places 0..K-1; a subclass says by which variables, and what else must hold."""
 
     def __init__(
-        self, blocks: Blocks, record: Record, watch: Watch, target: float | None = None
+        self,
+        blocks: Blocks,
+        record: MaxLoadRecord,
+        watch: MaxLoadWatch,
+        target: float | None = None,
     ) -> None:
         """Nothing is placed yet; ``record`` gives the cutoff and the hint.
 
@@ -125,7 +129,7 @@ class Programme:
         solver.parameters.catch_sigint_signal = False
         if self.record.progress is not None and self.target is None:
             solver.best_bound_callback = lambda bound: self.record.prove(bound / self.scale)
-        status = self._run(solver, _Found(self, found))
+        status = self._run(solver, _MaxLoadFound(self, found))
         assert status != cp_model.MODEL_INVALID, self.model.validate()
         if self.target is not None:
             return self.target if status == cp_model.INFEASIBLE else None
@@ -143,7 +147,7 @@ class Programme:
             return status.result()
 
 
-class _Found(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+class _MaxLoadFound(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
     """Adds each solution to the record."""
 
     def __init__(self, programme: Programme, found: Any) -> None:

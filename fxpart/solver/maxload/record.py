@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import inf
 
-from fxpart.solver.maxload.instance import Answer, Instance, Mode, Status, evaluate, faults
+from fxpart.solver.maxload.instance import (
+    Instance,
+    MaxLoadAnswer,
+    Mode,
+    Status,
+    evaluate,
+    faults,
+)
 
 PROVEN = 1e-6  # a gap up to this is "optimal": loads are rounded sums
 _ROUNDING = 1e-9  # and up to this none at all: the same load, added up in another order
@@ -13,7 +20,7 @@ CLOSE = 0.01  # and up to this "within gap"
 Progress = Callable[[float, float], None]  # objective (infinite: none yet) and lower bound
 
 
-class Record:
+class MaxLoadRecord:
     """Keeps valid assignments only, judged by :func:`fxpart.solver.maxload.instance.evaluate`."""
 
     def __init__(self, instance: Instance, mode: Mode, progress: Progress | None = None) -> None:
@@ -46,12 +53,12 @@ class Record:
         """Whether nothing is left to search."""
         return self.bound == inf or self.bound >= self.objective * (1 - PROVEN)
 
-    def answer(self, solver: str) -> Answer:
+    def answer(self, solver: str) -> MaxLoadAnswer:
         """What there is by now."""
         bound = min(self.bound, self.objective)
         if bound >= self.objective * (1 - _ROUNDING):
             bound = self.objective
-        return Answer(
+        return MaxLoadAnswer(
             status=self._status(bound),
             assignment=self.assignment,
             objective=self.objective,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-class OutOfTime(Exception):  # noqa: N818 - a signal within the solver, not a failure
+class MaxLoadOutOfTime(Exception):  # noqa: N818 - a signal within the solver, not a failure
     """The time limit is reached, or the user wants the best found so far."""
 
 
@@ -17,20 +17,20 @@ def never() -> bool:
 
 
 @dataclass(frozen=True)
-class Watch:
+class MaxLoadWatch:
     """deadline: a ``time.monotonic()`` value. stopped: whether the user has asked to stop."""
 
     deadline: float
     stopped: Callable[[], bool] = field(default=never)
 
     def left(self) -> float:
-        """Seconds until the deadline; raises :class:`OutOfTime` where there are none."""
+        """Seconds until the deadline; raises :class:`MaxLoadOutOfTime` where there are none."""
         left = self.deadline - time.monotonic()
         if left <= 0 or self.stopped():
-            raise OutOfTime
+            raise MaxLoadOutOfTime
         return left
 
-    def part(self, share: float) -> Watch:
+    def part(self, share: float) -> MaxLoadWatch:
         """A watch that ends after this share of the time that is left."""
         now = time.monotonic()
-        return Watch(now + max(0.0, self.deadline - now) * share, self.stopped)
+        return MaxLoadWatch(now + max(0.0, self.deadline - now) * share, self.stopped)

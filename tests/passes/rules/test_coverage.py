@@ -11,8 +11,8 @@ from torch import fx
 from zoo import ZOO
 from zoo_graphs import prepared
 
-from fxpart.pipeline.effects import op_of, packet_name
-from fxpart.pipeline.sizes import tensors
+from fxpart.compiler.effects import op_of, packet_name
+from fxpart.compiler.tensor_sizes import tensors
 from fxpart.pricing.rule_coverage import Coverage, OpCoverage, coverage
 
 # Their results depend on all values at once, or hold no tensor that a rule could speak of.

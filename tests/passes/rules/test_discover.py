@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes.rules import Rule, rule_of
-from fxpart.passes.rules.discover import ADDED, Proposal, discover, example
+from fxpart.passes.rules import ShardingRule, rule_of
+from fxpart.passes.rules.rule_discovery import ADDED, RuleProposal, discover, example
 from rule_soundness import Example, node_of
 
 ATEN = torch.ops.aten
@@ -17,7 +17,7 @@ def real(*shape: int) -> torch.Tensor:
     return torch.rand(shape, dtype=torch.float64)
 
 
-def known_factors(rule: Rule) -> set[tuple[tuple[int | None, ...], tuple[int | None, ...]]]:
+def known_factors(rule: ShardingRule) -> set[tuple[tuple[int | None, ...], tuple[int | None, ...]]]:
     """Per factor that may be cut without a form: its dim in each operand and result."""
 
     def dim(dims: tuple[tuple[str, ...], ...], factor: str) -> int | None:
@@ -37,7 +37,7 @@ def known_factors(rule: Rule) -> set[tuple[tuple[int | None, ...], tuple[int | N
 
 
 def found_factors(
-    proposal: Proposal,
+    proposal: RuleProposal,
 ) -> set[tuple[tuple[int | None, ...], tuple[int | None, ...]]]:
     return {(f.operands, f.results) for f in proposal.factors}
 

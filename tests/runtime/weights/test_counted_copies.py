@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fxpart.runtime.weights import StageWeights
-from fxpart.schedule.action import Kind
+from fxpart.schedule.action import ActionKind
 from fxpart.schedule.builders import asynchronous
-from fxpart.schedule.copies import copies
-from fxpart.schedule.versions import Versions, chain_ahead
+from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
+from fxpart.schedule.weight_copies import count_weight_copies
 from fxpart.schedule.weight_modes import MODES
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
@@ -30,7 +30,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "stages", "every"), CASES)
 def test_as_many_as_are_counted(name: str, stages: int, every: int) -> None:
     """The most at once over a stream, stage by stage, for every mode."""
-    mode, versions = MODES[name], Versions(chain_ahead(stages), every)
+    mode, versions = MODES[name], WeightVersionCounters(count_chain_warmup(stages), every)
     schedule = asynchronous(stages, 3 * stages + 4 * every)
     for stage, actions in enumerate(schedule.ranks):
         layer = torch.nn.Linear(2, 2, bias=False)
@@ -40,7 +40,7 @@ def test_as_many_as_are_counted(name: str, stages: int, every: int) -> None:
         outputs: dict[int, torch.Tensor] = {}
         for action in actions:
             m = action.microbatch
-            if action.kind is Kind.F:
+            if action.kind is ActionKind.F:
                 with weights.forward(m):
                     outputs[m] = layer(torch.ones(1, 2))
                 continue
@@ -49,5 +49,5 @@ def test_as_many_as_are_counted(name: str, stages: int, every: int) -> None:
             if (m + 1) % every == 0:
                 weights.update()
                 made.zero_grad()
-        counted = copies(mode, versions, stage)
+        counted = count_weight_copies(mode, versions, stage)
         assert weights.most == counted.kept + counted.transient

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fxpart.runtime import InProcess
-from fxpart.runtime.stream import StreamTrainer
+from fxpart.runtime.asynchronous import AsyncTrainer
 
 
 @pytest.mark.parametrize("mode", ["stash", "naive", "spectrain"])
 def test_cut_parameters_are_trained_as_whole_ones(mode: str, monkeypatch: Any) -> None:
     """Two lanes of two stages, one update missed: with and without ZeRO-3, the same numbers."""
-    monkeypatch.setattr(hand_lanes, "Trainer", StreamTrainer)
+    monkeypatch.setattr(hand_lanes, "Trainer", AsyncTrainer)
     found = {}
     for zero3 in (False, True):
         sgd = lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5)  # noqa: E731

@@ -10,7 +10,7 @@ import torch
 from mixed_weights import CASES, Weights, built
 
 from fxpart.runtime.weights import StageWeights
-from fxpart.schedule.versions import Versions
+from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 LR, MOMENTUM, AHEAD = 0.05, 0.9, 3
@@ -71,7 +71,7 @@ def test_by_hand(name: str, mode: WeightMode) -> None:
     """The second of three stages, of which each microbatch waits for one or two updates."""
     case, module = CASES[name], built(name)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
-    versions, stage = Versions((AHEAD + 1, AHEAD, 1), 1), 1
+    versions, stage = WeightVersionCounters((AHEAD + 1, AHEAD, 1), 1), 1
     weights = StageWeights(module, optimizer, mode, versions, stage)
     every = Every(module, optimizer, versions.gap(stage))
     cells: dict[int, Any] = {}

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from fxpart.rng import seeded
-from fxpart.runtime.recompute import Recompute
+from fxpart.runtime.executor.recompute import StageRecomputation
 from fxpart.runtime.weights import StageWeights
-from fxpart.schedule.versions import Versions
+from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 AHEAD = 3
@@ -40,8 +40,10 @@ def gradients(mode: str | WeightMode, recompute: Any) -> tuple[list[Any], Block]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     found_mode = MODES[mode] if isinstance(mode, str) else mode
     every = AHEAD if found_mode.base == "delayed" else 1
-    weights = StageWeights(module, optimizer, found_mode, Versions((AHEAD, 2, 1), every), 0)
-    again = Recompute(module, recompute) if recompute else None
+    weights = StageWeights(
+        module, optimizer, found_mode, WeightVersionCounters((AHEAD, 2, 1), every), 0
+    )
+    again = StageRecomputation(module, recompute) if recompute else None
     if again is not None:
         weights.recompute(again)
     cells: dict[int, Any] = {}
@@ -100,8 +102,10 @@ def test_weights_of_the_forward_are_kept_only_for_it(mode: str) -> None:
     """As many copies as a mode that stashes, while something is in flight; none after that."""
     module = Block()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    weights = StageWeights(module, optimizer, MODES[mode], Versions((AHEAD, 2, 1), 1), 0)
-    again = Recompute(module, "full")
+    weights = StageWeights(
+        module, optimizer, MODES[mode], WeightVersionCounters((AHEAD, 2, 1), 1), 0
+    )
+    again = StageRecomputation(module, "full")
     weights.recompute(again)
     outs: dict[int, torch.Tensor] = {}
     for i in range(8):

@@ -13,15 +13,15 @@ from live_bytes import live
 from torch import nn
 from torch.nn import functional
 
-from fxpart.collectives.again import Regather
+from fxpart.collectives.parameter_regather import ParameterRegather
 from fxpart.errors import FxpartError
 from fxpart.runtime.weights import StageWeights
-from fxpart.runtime.weights.saved import SavedWeights
-from fxpart.schedule.versions import Versions
+from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
+from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES
 
 NAIVE, STASH = MODES["naive"], MODES["stash"]
-VERSIONS = Versions((2, 1), 1)  # stage 0 misses one update
+VERSIONS = WeightVersionCounters((2, 1), 1)  # stage 0 misses one update
 
 
 class Own(nn.Module):
@@ -80,13 +80,13 @@ def test_autograd_keeps_what_no_update_changes(
 ) -> None:
     """Only the first is looked at where no update comes before the backward; the same bits."""
     looked: list[int] = []
-    hooks = SavedWeights.hooks
+    hooks = SavedWeightHooks.hooks
     monkeypatch.setattr(
-        SavedWeights, "hooks", lambda self, at: looked.append(at) or hooks(self, at)
+        SavedWeightHooks, "hooks", lambda self, at: looked.append(at) or hooks(self, at)
     )
     torch.manual_seed(0)
     module = nn.Linear(4, 2).double()
-    versions = Versions((ahead,) if ahead == 1 else (2, 1), 1)
+    versions = WeightVersionCounters((ahead,) if ahead == 1 else (2, 1), 1)
     weights = StageWeights(module, torch.optim.SGD(module.parameters(), lr=0.5), NAIVE, versions, 0)
     flying: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for at, x in enumerate(rows(4)):
@@ -280,7 +280,7 @@ def test_hooks_of_others_inside() -> None:
     modules[1].load_state_dict(modules[0].state_dict())
     for mode in (STASH, NAIVE):
         plain = passed(modules[0], mode, rows())
-        inside = passed(modules[1], mode, rows(), hooks=Regather().hooks)
+        inside = passed(modules[1], mode, rows(), hooks=ParameterRegather().hooks)
         assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
         assert mode is STASH or not torch.equal(*[functional.normalize(x) for x in inside])
 

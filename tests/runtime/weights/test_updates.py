@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.stream.facade import StagesFacade
-from fxpart.runtime.update_options import UpdateOptions
-from fxpart.runtime.weights import Source, StageWeights, Used
-from fxpart.runtime.weights.updating import finite
-from fxpart.schedule.versions import Versions
+from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
+from fxpart.runtime.optimizer.update_options import UpdateOptions
+from fxpart.runtime.weights import MicrobatchWeightUse, StageWeights, WeightSource
+from fxpart.runtime.weights.weight_update import has_finite_gradients
+from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
-VERSIONS = Versions((3, 2, 1), 1)
+VERSIONS = WeightVersionCounters((3, 2, 1), 1)
 
 
 def stage(
@@ -58,7 +58,7 @@ class Alone:
 def test_a_guarded_update_counts_and_changes_nothing() -> None:
     module, optimizer, weights = stage("stash", guard=True)
     halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    shown = StagesFacade(Alone(), [optimizer], [list(module.parameters())], None)
+    shown = StageOptimizerFacade(Alone(), [optimizer], [list(module.parameters())], None)
     shown.submitted()
     options = UpdateOptions(shown, halving)
     weights.follow(options)
@@ -158,8 +158,18 @@ def test_counters() -> None:
     steps(module, weights, 5, 1)
     found = weights.counters()
     assert (found.forwards, found.backwards, found.updates) == (5, 4, 4)
-    assert found.recent == (Used(0, 0, 0, 0), Used(1, 0, 0, 1), Used(2, 1, 1, 2), Used(3, 2, 2, 3))
-    assert [weights.source(i) for i in range(4)] == [Source(0), Source(0), Source(1), Source(2)]
+    assert found.recent == (
+        MicrobatchWeightUse(0, 0, 0, 0),
+        MicrobatchWeightUse(1, 0, 0, 1),
+        MicrobatchWeightUse(2, 1, 1, 2),
+        MicrobatchWeightUse(3, 2, 2, 3),
+    )
+    assert [weights.source(i) for i in range(4)] == [
+        WeightSource(0),
+        WeightSource(0),
+        WeightSource(1),
+        WeightSource(2),
+    ]
 
 
 def test_leaving_the_schedule_is_told() -> None:
@@ -261,14 +271,14 @@ def test_compiled_stages() -> None:
 def test_gradients_that_are_numbers(dtype: torch.dtype) -> None:
     """Large ones too, whose sum is none."""
     parameters = [torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(3)]
-    assert finite(parameters)
+    assert has_finite_gradients(parameters)
     largest = torch.finfo(dtype).max
     for parameter in parameters[1:]:
         parameter.grad = torch.full_like(parameter, largest)
-    assert finite(parameters)
+    assert has_finite_gradients(parameters)
     for bad in (float("nan"), float("inf"), -float("inf")):
         assert parameters[2].grad is not None
         parameters[2].grad[1, 4] = bad
-        assert not finite(parameters)
+        assert not has_finite_gradients(parameters)
     parameters[2].grad = torch.full_like(parameters[2], -largest)
-    assert finite(parameters)
+    assert has_finite_gradients(parameters)

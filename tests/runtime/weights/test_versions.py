@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from stage_streams import order
 from torch import nn
 
-from fxpart.runtime.weights import StageWeights, Used
-from fxpart.schedule.copies import copies
-from fxpart.schedule.versions import Versions
+from fxpart.runtime.weights import MicrobatchWeightUse, StageWeights
+from fxpart.schedule.versions import WeightVersionCounters
+from fxpart.schedule.weight_copies import count_weight_copies
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 LR, MOMENTUM = 0.1, 0.5
@@ -56,7 +56,7 @@ class Past:
 class Machine:
     """One stage, and all versions that its weights have had."""
 
-    def __init__(self, mode: WeightMode, versions: Versions, stage: int) -> None:
+    def __init__(self, mode: WeightMode, versions: WeightVersionCounters, stage: int) -> None:
         torch.manual_seed(0)
         self.mode, self.versions, self.stage = mode, versions, stage
         self.module = Two()
@@ -65,7 +65,7 @@ class Machine:
         self.weights = StageWeights(self.module, self.optimizer, mode, versions, stage)
         self.past: list[Past] = []
         self.cells: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self.used: list[Used] = []
+        self.used: list[MicrobatchWeightUse] = []
         self.most = 0
         self.remember()
 
@@ -97,7 +97,7 @@ class Machine:
             self.most = max(self.most, self.weights.bytes())
             out.backward(torch.randn_like(out))
         self.equal(self.past[-1].weights)
-        self.used.append(Used(i, read.version, read.forward, read.backward))
+        self.used.append(MicrobatchWeightUse(i, read.version, read.forward, read.backward))
         assert self.weights.counters().recent[-1] == self.used[-1]
 
     def update(self) -> None:
@@ -138,7 +138,7 @@ def machines(draw: st.DrawFn) -> Machine:
     mode = draw(st.sampled_from(ANY))
     ahead = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     least = max(ahead) if mode.base == "delayed" else 1
-    versions = Versions(tuple(ahead), draw(st.integers(least, least + 4)))
+    versions = WeightVersionCounters(tuple(ahead), draw(st.integers(least, least + 4)))
     return Machine(mode, versions, draw(st.integers(0, len(ahead) - 1)))
 
 
@@ -148,7 +148,7 @@ def machines(draw: st.DrawFn) -> Machine:
 def test_any_stream(machine: Machine, counts: list[int]) -> None:
     for count in counts:
         machine.stream(count)
-    extra = copies(machine.mode, machine.versions, machine.stage).extra
+    extra = count_weight_copies(machine.mode, machine.versions, machine.stage).extra
     assert machine.most <= extra * SIZE * 8
     assert machine.weights.most - 1 <= extra
 
@@ -166,9 +166,9 @@ def table() -> Iterator[tuple[str, int, int]]:
 @pytest.mark.parametrize(("mode", "every", "stage"), list(table()))
 def test_memory_is_that_of_the_table(mode: str, every: int, stage: int) -> None:
     """Storage bytes at the most: exactly the copies that are counted from the schedule."""
-    machine = Machine(MODES[mode], Versions((4, 3, 2, 1), every), stage)
+    machine = Machine(MODES[mode], WeightVersionCounters((4, 3, 2, 1), every), stage)
     machine.stream(9)
-    extra = copies(machine.mode, machine.versions, stage).extra
+    extra = count_weight_copies(machine.mode, machine.versions, stage).extra
     assert machine.most == extra * SIZE * 8
     if every == 1:
         by_hand = {

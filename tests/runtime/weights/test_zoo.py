@@ -14,9 +14,9 @@ from torch import nn
 from zoo import ZOO
 from zoo_small import SMALL
 
-from fxpart.pipeline import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.runtime.weights import StageWeights
-from fxpart.schedule.versions import Versions
+from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 # Both read predictions, which before the first update are copies of the weights.
@@ -37,7 +37,7 @@ class Versioned(Stages):
         for k, module in enumerate(self.modules):
             parameters = [p for p in module.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(parameters or [nn.Parameter(torch.empty(0))], lr=0.1)
-            versions = Versions(ahead, 10**6)
+            versions = WeightVersionCounters(ahead, 10**6)
             self.weights.append(StageWeights(module, optimizer, mode, versions, k))
 
     def run(self, inputs: Any, key: int, weight: float = 1.0) -> dict[str, torch.Tensor]:

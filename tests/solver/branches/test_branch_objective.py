@@ -10,20 +10,20 @@ from branch_problems import branches_and_trunk, random_branches
 from partition_problems import random_problem, transformer
 
 from fxpart.errors import FxpartError
-from fxpart.solver.branches.brute import choices
-from fxpart.solver.branches.graph import BlockGraph, regroup
-from fxpart.solver.branches.objective import evaluate, of_chain
-from fxpart.solver.branches.problem import BranchChoice
-from fxpart.solver.branches.tables import Tables
 from fxpart.solver.brute import choices as chains
 from fxpart.solver.objective import evaluate as evaluate_chain
-from fxpart.solver.problem import PartitionProblem, Value
+from fxpart.solver.problem import BlockValue, PartitionProblem
+from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
+from fxpart.solver.stage_graph.brute import choices
+from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
+from fxpart.solver.stage_graph.problem import StageGraphChoice
+from fxpart.solver.stage_graph.tables import StageGraphTables
 
 
 def linked(problem: PartitionProblem) -> PartitionProblem:
     """The problem with a small value from each block to the next, so that stages form a chain."""
     n = len(problem.blocks)
-    values = [Value(producer=b, consumers=(b + 1,), gradient=True) for b in range(n - 1)]
+    values = [BlockValue(producer=b, consumers=(b + 1,), gradient=True) for b in range(n - 1)]
     return msgspec.structs.replace(
         problem,
         values=(*problem.values, *values),
@@ -38,7 +38,9 @@ def linked(problem: PartitionProblem) -> PartitionProblem:
 def test_equals_the_chains_objective_on_chains(seed: int) -> None:
     problem = linked(random_problem(seed))
     for choice in chains(problem):
-        assert evaluate(problem, of_chain(problem, choice)) == evaluate_chain(problem, choice)
+        assert evaluate(problem, convert_chain_choice(problem, choice)) == evaluate_chain(
+            problem, choice
+        )
 
 
 def test_equals_the_chains_objective_on_a_transformer() -> None:
@@ -47,7 +49,7 @@ def test_equals_the_chains_objective_on_a_transformer() -> None:
         starts = (0, 3, 7, 11, 12, 20, 22, 24)
         for choice in chains(problem):
             chosen = msgspec.structs.replace(choice, variant=variant, starts=starts)
-            branched = evaluate(problem, of_chain(problem, chosen))
+            branched = evaluate(problem, convert_chain_choice(problem, chosen))
             assert branched == evaluate_chain(problem, chosen)
             break
 
@@ -57,7 +59,7 @@ def test_a_chain_on_branches_costs_no_more_than_its_own_objective(seed: int) -> 
     problem = random_branches(seed)
     for choice in chains(problem):
         chain = evaluate_chain(problem, choice)
-        found = evaluate(problem, of_chain(problem, choice))
+        found = evaluate(problem, convert_chain_choice(problem, choice))
         assert found.seconds <= chain.seconds * (1 + 1e-12)
         assert found.feasible or not chain.feasible
 
@@ -65,10 +67,10 @@ def test_a_chain_on_branches_costs_no_more_than_its_own_objective(seed: int) -> 
 def test_two_branches_side_by_side() -> None:
     """Two branches of one block each and a trunk: path 2, loads 1, depths 2, 2, 1."""
     problem = branches_and_trunk(2, 1, 1, stages=3, microbatches=5)
-    found = evaluate(problem, BranchChoice(variant=0, schedule="1f1b", stage_of=(0, 1, 2)))
+    found = evaluate(problem, StageGraphChoice(variant=0, schedule="1f1b", stage_of=(0, 1, 2)))
     assert found.seconds == 2 + 4
     assert [s.in_flight for s in found.stages] == [2, 2, 1]
-    piped = evaluate(problem, BranchChoice(variant=0, schedule="gpipe", stage_of=(0, 1, 2)))
+    piped = evaluate(problem, StageGraphChoice(variant=0, schedule="gpipe", stage_of=(0, 1, 2)))
     assert piped.seconds == found.seconds
     assert [s.in_flight for s in piped.stages] == [5, 5, 5]
 
@@ -78,13 +80,13 @@ def test_tables_agree_with_the_objective(seed: int) -> None:
     problem = random_branches(seed)
     graph = BlockGraph.of(problem)
     free = msgspec.structs.replace(problem, no_cut_after=())
-    known: dict[tuple[int, str], Tables] = {}
+    known: dict[tuple[int, str], StageGraphTables] = {}
     for count, choice in enumerate(choices(free)):
         if count % 7:
             continue
         tables = known.setdefault(
             (choice.variant, choice.schedule),
-            Tables(problem, choice.variant, choice.schedule, graph),
+            StageGraphTables(problem, choice.variant, choice.schedule, graph),
         )
         stages = [0] * choice.stages
         for block, k in enumerate(choice.stage_of):
@@ -107,7 +109,7 @@ def test_merged_blocks_cost_what_their_blocks_cost(seed: int) -> None:
             continue
         whole = [[b for b in choice.order if choice.stage_of[b] == k] for k in range(choice.stages)]
         merged = regroup(problem, whole)
-        same = BranchChoice(
+        same = StageGraphChoice(
             variant=choice.variant,
             schedule=choice.schedule,
             stage_of=tuple(range(choice.stages)),
@@ -119,7 +121,7 @@ def test_merged_blocks_cost_what_their_blocks_cost(seed: int) -> None:
 
 
 def test_order_and_starts_say_the_same_as_the_stages() -> None:
-    choice = BranchChoice(variant=0, schedule="1f1b", stage_of=(1, 0, 1, 2, 0))
+    choice = StageGraphChoice(variant=0, schedule="1f1b", stage_of=(1, 0, 1, 2, 0))
     assert choice.order == (1, 4, 0, 2, 3)
     assert choice.starts == (0, 2, 4)
     for k, (a, z) in enumerate(pairwise((*choice.starts, 5))):
@@ -133,7 +135,7 @@ def test_a_choice_of_another_problem_is_refused(stage_of: tuple[int, ...]) -> No
     """Too few blocks, a gap, values that flow back, more stages than devices."""
     problem = branches_and_trunk(1, 2, 1, stages=2, microbatches=2)
     with pytest.raises(FxpartError) as caught:
-        evaluate(problem, BranchChoice(variant=0, schedule="1f1b", stage_of=stage_of))
+        evaluate(problem, StageGraphChoice(variant=0, schedule="1f1b", stage_of=stage_of))
     assert caught.value.problems[0].code == "FXP109"
 
 
@@ -145,5 +147,5 @@ def test_faults_are_told() -> None:
         max_stages=2,
         schedules=("gpipe",),
     )
-    found = evaluate(problem, BranchChoice(variant=0, schedule="1f1b", stage_of=(0, 1, 2)))
+    found = evaluate(problem, StageGraphChoice(variant=0, schedule="1f1b", stage_of=(0, 1, 2)))
     assert len(found.faults) == 3 + 2  # stages, schedule, the cut; two stages of depth 2

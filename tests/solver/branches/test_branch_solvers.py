@@ -10,20 +10,24 @@ import pytest
 from branch_problems import branches_and_trunk, random_branches
 
 from fxpart.errors import FxpartError
-from fxpart.solver.branches.bounds import branch_bound
-from fxpart.solver.branches.branches_ilp import solve_depth_model
-from fxpart.solver.branches.brute import solve_brute
-from fxpart.solver.branches.coarsen import coarsened
-from fxpart.solver.branches.graph import BlockGraph, regroup
-from fxpart.solver.branches.objective import evaluate, of_chain
-from fxpart.solver.branches.orders import orders
-from fxpart.solver.branches.portfolio import accepts, solve_branches
-from fxpart.solver.branches.search import improve
-from fxpart.solver.branches.series import series_parallel
-from fxpart.solver.branches.staged import in_order, kinds, staged
-from fxpart.solver.branches.tables import Tables
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve
+from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
+from fxpart.solver.stage_graph.bounds import branch_bound
+from fxpart.solver.stage_graph.brute import solve_brute
+from fxpart.solver.stage_graph.coarsen import coarsen_blocks
+from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
+from fxpart.solver.stage_graph.portfolio import accepts, solve_branches
+from fxpart.solver.stage_graph.search import improve
+from fxpart.solver.stage_graph.series_parallel import series_parallel
+from fxpart.solver.stage_graph.stage_graph_ilp import solve_depth_model
+from fxpart.solver.stage_graph.stage_partition import (
+    choose_stage_partition,
+    in_order,
+    iterate_stage_counts,
+)
+from fxpart.solver.stage_graph.tables import StageGraphTables
+from fxpart.solver.stage_graph.topological_orders import list_topological_orders
 
 BRANCHING = [s for s in range(520) if accepts(random_branches(s)) is None]
 
@@ -72,10 +76,10 @@ def test_every_kind_has_its_best_graph() -> None:
     tried = 0
     for seed in BRANCHING[:80]:
         problem = random_branches(seed)
-        made = staged(problem, solve(problem))
+        made = choose_stage_partition(problem, solve(problem))
         if not made.over:
             continue
-        first, *rest = kinds(made, time_limit=60.0)
+        first, *rest = iterate_stage_counts(made, time_limit=60.0)
         assert first is made
         assert made.solution.choice is not None
         seen = {(len(made.solution.choice.starts), made.solution.choice.variant)}
@@ -100,9 +104,11 @@ def test_every_kind_has_its_best_graph() -> None:
 
 def test_kinds_end_with_the_time() -> None:
     made = next(
-        one for s in BRANCHING if (one := staged(p := random_branches(s), solve(p))).over
+        one
+        for s in BRANCHING
+        if (one := choose_stage_partition(p := random_branches(s), solve(p))).over
     )  # fmt: skip
-    assert list(kinds(made, time_limit=0.0)) == [made]
+    assert list(iterate_stage_counts(made, time_limit=0.0)) == [made]
 
 
 @pytest.mark.slow
@@ -112,7 +118,7 @@ def test_cp_sat_without_a_hint(seed: int) -> None:
     schedule = problem.schedules[0]
     one = msgspec.structs.replace(problem, variants=problem.variants[:1], schedules=(schedule,))
     least, _ = solve_brute(one)
-    tables = Tables(one, 0, schedule, BlockGraph.of(one))
+    tables = StageGraphTables(one, 0, schedule, BlockGraph.of(one))
     found = solve_depth_model(tables, None, best=inf, seconds=60, effort=60, seed=0)
     if least == inf:
         assert found.stages is None and found.bound == inf
@@ -131,7 +137,7 @@ def test_heuristics_make_stages(seed: int) -> None:
     schedule = problem.schedules[0]
     one = msgspec.structs.replace(problem, variants=problem.variants[:1], schedules=(schedule,))
     least, _ = solve_brute(one)
-    tables = Tables(one, 0, schedule, BlockGraph.of(one))
+    tables = StageGraphTables(one, 0, schedule, BlockGraph.of(one))
     whole = [(1 << len(one.blocks)) - 1]
     for stages in [*series_parallel(tables, later()), whole]:
         start = tables.judge(stages)
@@ -214,7 +220,7 @@ def test_branches_fit_where_no_chain_does() -> None:
 @pytest.mark.slow
 def test_many_blocks_are_merged_first() -> None:
     problem = branches_and_trunk(4, 20, 20, stages=10, microbatches=8)
-    groups = coarsened(problem, 32)
+    groups = coarsen_blocks(problem, 32)
     assert len(groups) == 32
     assert sorted(b for group in groups for b in group) == list(range(100))
     small = regroup(problem, groups)
@@ -229,7 +235,7 @@ def test_many_blocks_are_merged_first() -> None:
 
 def test_a_wide_fan_is_merged_too() -> None:
     problem = branches_and_trunk(50, 1, 2, stages=4, microbatches=8)
-    groups = coarsened(problem, 32)
+    groups = coarsen_blocks(problem, 32)
     assert len(groups) == 32
     small = regroup(problem, groups)
     assert all(v.producer < min(v.consumers) for v in small.values)
@@ -243,7 +249,7 @@ def test_orders_are_topological_and_differ() -> None:
         problem, variants=(msgspec.structs.replace(one, forward=seconds),)
     )
     graph = BlockGraph.of(problem)
-    found = orders(problem, graph)
+    found = list_topological_orders(problem, graph)
     assert found[0] == tuple(range(8)) and len(found) == len(set(found)) >= 3
     for order in found:
         place = {b: i for i, b in enumerate(order)}
@@ -264,7 +270,7 @@ def test_a_choice_as_contiguous_stages() -> None:
     moved, solution = in_order(problem, found)
     assert [problem.blocks[b] for b in found.order] == list(moved.blocks)
     assert solution.choice is not None and solution.objective == found.objective
-    same = evaluate(moved, of_chain(moved, solution.choice))
+    same = evaluate(moved, convert_chain_choice(moved, solution.choice))
     assert same == evaluate(problem, found.choice)
 
 
@@ -274,20 +280,20 @@ def test_plans_are_made_of_the_better_one() -> None:
     line = branches_and_trunk(1, 5, 5, stages=4, microbatches=8)
     chain = solve(line)
     assert chain.choice is not None
-    made = staged(line, chain)
+    made = choose_stage_partition(line, chain)
     assert (made.problem, made.solution, made.order) == (line, chain, ())
     assert made.evaluation == evaluate_chain(line, chain.choice)
     problem = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=8)
     found = solve_branches(problem, solve(problem).choice)
     assert found is not None
-    made = staged(problem, solve(problem))
+    made = choose_stage_partition(problem, solve(problem))
     assert made.evaluation == evaluate(problem, found.choice)
     assert made.solution.objective == made.evaluation.seconds == 22
     order = made.order or tuple(range(20))
     assert order == found.order and made.over == found.over
     assert list(made.problem.blocks) == [problem.blocks[b] for b in order]
     tight = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=1)
-    none = staged(tight, solve(tight))
+    none = choose_stage_partition(tight, solve(tight))
     assert none.solution.choice is None and none.evaluation is None
 
 

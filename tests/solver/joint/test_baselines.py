@@ -9,7 +9,6 @@ import pytest
 from joint_problems import random_problem, transformer
 from msgspec.structs import replace
 
-from fxpart.solver.joint.balancing import pipedream, rannc
 from fxpart.solver.joint.baselines import (
     BASELINES,
     data_parallel,
@@ -19,8 +18,9 @@ from fxpart.solver.joint.baselines import (
 )
 from fxpart.solver.joint.brute import choices, count
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
+from fxpart.solver.joint.pipedream_rannc import pipedream, rannc
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
 
 
 def widths(problem: JointProblem, choice: JointChoice) -> list[int]:
@@ -131,7 +131,7 @@ def test_rannc_takes_the_fewest_stages_that_fit() -> None:
         option = problem.options[index]
         assert (problem.layouts[option.layout].tensor, option.zero) == (1, 0)
         assert option.recompute == ("full" if choice.microbatches > 1 else "none")
-    assert sum(ranks(problem, problem.options[i]) for i in choice.options) <= 4
+    assert sum(count_option_devices(problem, problem.options[i]) for i in choice.options) <= 4
 
 
 def test_megatron_splits_layers_evenly_with_tensor_degree_eight() -> None:

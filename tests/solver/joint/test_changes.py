@@ -7,16 +7,16 @@ from joint_problems import make, random_problem, transformer
 from msgspec.structs import replace
 
 from fxpart.errors import FxpartError
-from fxpart.solver.joint.archive import beside, from_json, to_json
-from fxpart.solver.joint.changes import (
+from fxpart.solver.joint.archive import from_json, get_problem_path, to_json
+from fxpart.solver.joint.objective import evaluate
+from fxpart.solver.joint.problem import JointChoice, JointProblem, LinearCost, Pool
+from fxpart.solver.joint.what_if import (
     between,
     with_devices,
     with_links,
     with_memory,
     with_microbatches,
 )
-from fxpart.solver.joint.objective import evaluate
-from fxpart.solver.joint.problem import JointChoice, JointProblem, Line, Pool
 
 
 def small(*, inverse: float = 0.01, counts: tuple[int, ...] = (1, 2, 4, 8)) -> JointProblem:
@@ -27,7 +27,7 @@ def small(*, inverse: float = 0.01, counts: tuple[int, ...] = (1, 2, 4, 8)) -> J
         batch=16,
         microbatches=counts,
         pools=[Pool(name="gpu", devices=4, memory=10**6, host=4,
-                    transfer=Line(latency=0.1, inverse=inverse))],
+                    transfer=LinearCost(latency=0.1, inverse=inverse))],
         degrees=[(0, 1, 1, 0, "none"), (0, 2, 1, 0, "none"), (0, 2, 1, 1, "none")],
         weight=[50, 100], activation=[10, 20], workspace=[1, 2], row_bytes=6,
         overhead=0.3, max_stages=4,
@@ -99,7 +99,7 @@ def test_a_problem_in_its_file_is_the_problem() -> None:
         problem = random_problem(seed)
         assert from_json(to_json(problem)) == problem
         assert to_json(from_json(to_json(problem))) == to_json(problem)
-    assert str(beside("runs/plan.json")).endswith("plan.problem.json")
+    assert str(get_problem_path("runs/plan.json")).endswith("plan.problem.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"blocks": 3}', b"\xff", b"[" * 100_000])

@@ -11,10 +11,10 @@ from joint_problems import rich_problem, transformer
 from msgspec.structs import replace
 
 from fxpart.solver.joint.brute import choices, count
-from fxpart.solver.joint.fitting import fitting
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
-from fxpart.solver.joint.problem import JointProblem, Pin
-from fxpart.solver.layers import OutOfTime
+from fxpart.solver.joint.problem import JointProblem, StagePin
+from fxpart.solver.suffix_dp import SolverTimeout
 
 
 def fits(problem: JointProblem) -> bool:
@@ -26,7 +26,7 @@ def fits(problem: JointProblem) -> bool:
 def test_as_brute_force_says() -> None:
     feasible = 0
     for seed, problem in small_problems(250):
-        choice = fitting(problem, inf)
+        choice = find_feasible_joint_choice(problem, inf)
         assert (choice is not None) == fits(problem), seed
         if choice is not None:
             assert evaluate(problem, choice).faults == (), seed
@@ -36,12 +36,14 @@ def test_as_brute_force_says() -> None:
 
 def test_pins_from_the_front_and_the_end() -> None:
     problem = transformer(6, (4, 4), hidden=256, batch=8)
-    pins = (Pin(first=0, last=2, stage=0), Pin(first=7, last=7, stage=-1))
-    choice = fitting(replace(problem, pins=pins, min_stages=3, max_stages=3), inf)
+    pins = (StagePin(first=0, last=2, stage=0), StagePin(first=7, last=7, stage=-1))
+    choice = find_feasible_joint_choice(
+        replace(problem, pins=pins, min_stages=3, max_stages=3), inf
+    )
     assert choice is not None
     assert evaluate(replace(problem, pins=pins), choice).feasible
-    apart = (Pin(first=2, last=2, stage=0), Pin(first=1, last=1, stage=1))
-    assert fitting(replace(problem, pins=apart), inf) is None
+    apart = (StagePin(first=2, last=2, stage=0), StagePin(first=1, last=1, stage=1))
+    assert find_feasible_joint_choice(replace(problem, pins=apart), inf) is None
 
 
 @pytest.mark.slow
@@ -51,11 +53,11 @@ def test_more_than_two_pools_and_interleaving_go_to_the_solver() -> None:
         problem = rich_problem(seed)
         beyond = len(problem.pools) > 2 or "interleaved" in problem.schedules
         if beyond and count(problem) <= 1000:
-            assert (fitting(problem, inf) is not None) == fits(problem), seed
+            assert (find_feasible_joint_choice(problem, inf) is not None) == fits(problem), seed
             asked += 1
     assert asked > 40
 
 
 def test_no_time_is_no_answer() -> None:
-    with pytest.raises(OutOfTime):
-        fitting(wished_problem(1), time.monotonic() - 1)
+    with pytest.raises(SolverTimeout):
+        find_feasible_joint_choice(wished_problem(1), time.monotonic() - 1)

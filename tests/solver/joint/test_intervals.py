@@ -7,7 +7,7 @@ from joint_problems import random_problem, rich_problem, transformer
 
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.problem import JointProblem
-from fxpart.solver.joint.schedules import in_flight
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight
 
 
 def agree(problem: JointProblem) -> int:
@@ -23,7 +23,7 @@ def agree(problem: JointProblem) -> int:
                 for last in range(first, n):
                     for schedule in problem.schedules:
                         for to_end, stages in ((1, 1), (3, 3), (1, 3)):
-                            flying = in_flight(schedule, m, stages, stages - to_end)
+                            flying = count_stage_in_flight(schedule, m, stages, stages - to_end)
                             extra = 0
                             if schedule == "async":
                                 extra = tables.scorer.copied.extra(m, to_end)

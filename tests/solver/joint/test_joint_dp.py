@@ -10,16 +10,16 @@ from joint_problems import random_problem, rich_problem, transformer
 from msgspec.structs import replace
 
 from fxpart.errors import FxpartError
-from fxpart.solver.joint import interleaved
+from fxpart.solver.joint import interleaved_search
+from fxpart.solver.joint.arrays import JointArrays
+from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.brute import choices, solve_joint_brute
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointProblem, JointSolution, Pin
-from fxpart.solver.joint.runs import Runs
-from fxpart.solver.joint.schedules import fill
-from fxpart.solver.joint.stacked import Stacked
-from fxpart.solver.joint.tables import Tables
+from fxpart.solver.joint.problem import JointProblem, JointSolution, StagePin
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.progress import Progress
 
 ROUNDING = 1e-9
@@ -66,7 +66,7 @@ def test_five_hundred_with_pins_experts_and_three_pools(start: int) -> None:
 def test_interleaved_that_is_not_enumerated_has_a_sound_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(interleaved, "_FEW", 0)
+    monkeypatch.setattr(interleaved_search, "_FEW", 0)
     problems = [rich_problem(seed) for seed in range(90)]
     problems = [p for p in problems if "interleaved" in p.schedules]
     best = [check(p, proven=False) for p in problems]
@@ -77,9 +77,9 @@ def test_cheap_bounds_are_below_every_choice() -> None:
     compared = 0
     for seed in range(60):
         problem = rich_problem(seed)
-        scorer, bounds = JointScorer(problem), CheapBounds(Stacked(problem))
+        scorer, bounds = JointScorer(problem), CheapBounds(JointArrays(problem))
         least: dict[tuple[int, str, int, int], float] = {}
-        groups = Stacked(problem).groups()
+        groups = JointArrays(problem).groups()
         for choice in choices(problem):
             evaluation = scorer.evaluate(choice)
             if evaluation.feasible:
@@ -98,11 +98,11 @@ def test_entries_are_stages_as_the_objective_defines_them() -> None:
     compared = 0
     for seed in range(30):
         problem = replace(rich_problem(seed), schedules=("1f1b", "async", "zb-h1"))
-        stacked, runs, scorer = Stacked(problem), Runs(problem), JointScorer(problem)
-        tables = Tables(stacked, runs, CheapBounds(stacked))
+        stacked, runs, scorer = JointArrays(problem), BlockRuns(problem), JointScorer(problem)
+        tables = JointTables(stacked, runs, CheapBounds(stacked))
         for m in problem.microbatches:
             for schedule in problem.schedules:
-                share = fill(schedule)
+                share = get_fill_fraction(schedule)
                 for options in stacked.groups():
                     entries = tables.entries(m, schedule, options, inf)
                     for e in range(0, len(entries), 7):
@@ -194,7 +194,7 @@ def test_progress_never_gets_worse() -> None:
 
 def test_pins_hold_where_the_number_of_stages_is_open() -> None:
     problem = transformer(12, [8])
-    problem = replace(problem, max_stages=6, pins=(Pin(first=4, last=5, stage=2),))
+    problem = replace(problem, max_stages=6, pins=(StagePin(first=4, last=5, stage=2),))
     found = solve(problem)
     assert found.status == "optimal"
     assert found.choice is not None
@@ -210,7 +210,7 @@ def test_every_fault_is_told() -> None:
         kinds=problem.kinds[:-1],
         batch=0,
         virtual=(1,),
-        pins=(Pin(first=3, last=99, stage=0),),
+        pins=(StagePin(first=3, last=99, stage=0),),
         no_cut_after=(77,),
     )
     with pytest.raises(FxpartError) as caught:

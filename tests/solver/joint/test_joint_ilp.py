@@ -15,7 +15,7 @@ from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, Pin
+from fxpart.solver.joint.problem import JointChoice, JointProblem, StagePin
 
 
 def medium(layers: int, devices: tuple[int, ...], options: int, memory: int = 40) -> JointProblem:
@@ -66,7 +66,9 @@ def test_agrees_with_the_dynamic_programme_beyond_brute_force(seed: int) -> None
         schedules=rng.choice((("1f1b",), ("gpipe", "zb-h1"), ("async",), ("1f1b", "zb-h1"))),
         max_stages=rng.randint(2, 8),
         no_cut_after=tuple(sorted(rng.sample(range(n - 1), 2))),
-        pins=(Pin(first=n - 1, last=n - 1, stage=rng.choice((1, -1))),) if seed % 3 == 0 else (),
+        pins=(StagePin(first=n - 1, last=n - 1, stage=rng.choice((1, -1))),)
+        if seed % 3 == 0
+        else (),
         uniform=seed % 4 == 1,
     )
     found = solve(problem, solver="dp", time_limit=60)

@@ -11,22 +11,22 @@ from joint_problems import transformer
 from msgspec.structs import replace
 
 from fxpart.solver.joint.brute import choices, solve_joint_brute
-from fxpart.solver.joint.changes import with_devices, with_microbatches
+from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_unlimited_memory
+from fxpart.solver.joint.constraints.apply import apply_constraints
+from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraint
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
-from fxpart.solver.joint.limits import Limits, with_plenty
-from fxpart.solver.joint.needs import least_alone, least_state
+from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
 from fxpart.solver.joint.objective import JointScorer, evaluate
-from fxpart.solver.joint.problem import JointProblem, Pin
+from fxpart.solver.joint.problem import JointProblem, StagePin
 from fxpart.solver.joint.remedies import (
     extra_memory,
-    least,
+    find_least_sufficient,
     more_devices,
     more_microbatches,
     with_more,
 )
-from fxpart.solver.joint.wishes.apply import apply_wishes
-from fxpart.solver.joint.wishes.parse import Wish, read_wish
-from fxpart.solver.remedies import amount
+from fxpart.solver.joint.what_if import with_devices, with_microbatches
+from fxpart.solver.remedies import format_byte_count
 
 
 def fits(problem: JointProblem) -> bool:
@@ -37,7 +37,7 @@ def infeasible(count: int, *, memory: bool) -> list[tuple[int, JointProblem]]:
     """Random problems that nothing fits, for memory alone or whatever the memory."""
     found = list[tuple[int, JointProblem]]()
     for seed, problem in small_problems(10**6, most=1500):
-        if not fits(problem) and fits(with_plenty(problem)) == memory:
+        if not fits(problem) and fits(with_unlimited_memory(problem)) == memory:
             found.append((seed, problem))
         if len(found) == count:
             break
@@ -60,7 +60,7 @@ def test_conflicts_hold_no_limit_too_many() -> None:
     """Dropping all but the conflict changes nothing; dropping any one of it as well does."""
     named = 0
     for seed, problem in [*infeasible(25, memory=True), *infeasible(15, memory=False)]:
-        limits = Limits(problem, None, ())
+        limits = RelaxableConstraints(problem, None, ())
         blamed = limits.conflict(inf)
         rest = [i for i in range(len(limits.texts)) if i not in blamed]
         alone = limits.problem(rest)
@@ -78,7 +78,7 @@ def test_conflicts_hold_no_limit_too_many() -> None:
 def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> None:
     devices = microbatches = 0
     for seed, problem in infeasible(40, memory=True):
-        limits = Limits(problem, None, ())
+        limits = RelaxableConstraints(problem, None, ())
         for _, counts in more_devices(limits, inf, lambda p: p):
             (grown,) = (k for k, pool in enumerate(problem.pools) if pool.devices != counts[k])
             fewer = [c - (k == grown) for k, c in enumerate(counts)]
@@ -104,8 +104,8 @@ def test_what_is_called_certain_is() -> None:
     """No choice takes less state than the least, nor puts a block where it needs less."""
     looked = 0
     for seed, problem in small_problems(120, most=1500):
-        scorer, state = JointScorer(problem), least_state(problem)
-        alone = least_alone(problem)
+        scorer, state = JointScorer(problem), compute_min_state_bytes(problem)
+        alone = compute_min_block_bytes(problem)
         for choice in choices(problem):
             stages = scorer.evaluate(choice).stages
             if not stages:
@@ -136,7 +136,7 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     assert result is not None
     stages = evaluate(problem, result[1]).stages
     worst = max(stages, key=lambda s: s.memory.total)
-    assert f"{amount(worst.memory.total)} needed, 1.40 GiB there" in found.where
+    assert f"{format_byte_count(worst.memory.total)} needed, 1.40 GiB there" in found.where
     assert "gpu0" in found.where
     assert "activations" in found.why
     assert "optimizer" in found.why
@@ -149,7 +149,10 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
 def test_state_beyond_all_memory_and_a_block_that_fits_nowhere_are_said() -> None:
     problem = transformer(24, (4,), batch=16)
     (found,) = explain_joint_infeasible(problem, time_limit=60)
-    state, there = amount(least_state(problem)), amount(4 * problem.pools[0].memory)
+    state, there = (
+        format_byte_count(compute_min_state_bytes(problem)),
+        format_byte_count(4 * problem.pools[0].memory),
+    )
     assert f"need {state} in all at least, 4 devices have {there}" in found.why
     problem = transformer(4, (4,), hidden=512, vocabulary=10**6, batch=4, memory=2 * 10**9)
     problem = replace(
@@ -182,15 +185,15 @@ def explain_fits(problem: JointProblem) -> bool:
     return found.code == "FXP205" and "a plan fits" in found.why
 
 
-def wishes(*texts: str) -> list[Wish]:
-    return [read_wish("stage" if text[0] == "b" else "fix", text) for text in texts]
+def wishes(*texts: str) -> list[PlanConstraint]:
+    return [parse_constraint("stage" if text[0] == "b" else "fix", text) for text in texts]
 
 
 def test_a_conflict_is_named_in_the_users_words() -> None:
     """pp=4 with tp=8 needs 32 devices, 16 are there; the other two wishes are not to blame."""
     wider = transformer(24, (16,), hidden=4096, batch=64)
     given = wishes("pp=4", "tp=8", "b3=0", "dp=1")
-    problem = apply_wishes(wider, given)
+    problem = apply_constraints(wider, given)
     (found,) = explain_joint_infeasible(problem, wider=wider, wishes=given, time_limit=60)
     assert found.code == "FXP202"
     assert found.where == "fix pp=4; fix tp=8"
@@ -198,12 +201,12 @@ def test_a_conflict_is_named_in_the_users_words() -> None:
     assert "16 more devices" in found.fix
     for text in ("pp=4", "tp=8"):
         kept = [w for w in given if str(w) != f"fix {text}"]
-        assert explain_fits(apply_wishes(wider, kept))
+        assert explain_fits(apply_constraints(wider, kept))
 
 
 def test_pins_that_contradict_each_other() -> None:
     problem = transformer(6, (16,), hidden=256, batch=8)
-    pins = (Pin(first=0, last=3, stage=0), Pin(first=2, last=2, stage=1))
+    pins = (StagePin(first=0, last=3, stage=0), StagePin(first=2, last=2, stage=1))
     (found,) = explain_joint_infeasible(replace(problem, pins=pins, max_stages=3), time_limit=60)
     assert found.code == "FXP202"
     assert found.where == "b0 … b3 on stage 0; b2 on stage 1"
@@ -215,7 +218,7 @@ def test_two_conflicts_are_given_up_together() -> None:
     problem = transformer(6, (16,), hidden=256, batch=8, vocabulary=1000)
     problem = replace(problem, options=problem.options[:1], microbatches=(8,), max_stages=4)
     pairs = (((3, 0), (2, 1)), ((5, -1), (6, -2)))
-    pins = tuple(Pin(first=b, last=b, stage=s) for pair in pairs for b, s in pair)
+    pins = tuple(StagePin(first=b, last=b, stage=s) for pair in pairs for b, s in pair)
     (found,) = explain_joint_infeasible(replace(problem, pins=pins), time_limit=60)
     assert found.code == "FXP202"
     names = [[f"b{b} on stage {s}" for b, s in pair] for pair in pairs]
@@ -247,5 +250,5 @@ def test_bisection_finds_the_least() -> None:
     for most in (1, 2, 7, 64):
         for wanted in range(1, most + 3):
             for start in (1, 5):
-                found = least(lambda x, wanted=wanted: x >= wanted, most, start)  # type: ignore[misc]
+                found = find_least_sufficient(lambda x, wanted=wanted: x >= wanted, most, start)  # type: ignore[misc]
                 assert found == (wanted if wanted <= most else None)

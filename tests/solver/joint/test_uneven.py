@@ -8,10 +8,10 @@ from joint_uneven import cases
 from msgspec.structs import replace
 
 from fxpart.solver.joint.baselines import even
-from fxpart.solver.joint.changes import with_devices
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ranks
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
+from fxpart.solver.joint.what_if import with_devices
 
 
 def planned(problem: JointProblem) -> tuple[JointChoice, float]:
@@ -107,7 +107,7 @@ def test_six_or_seven_devices(devices: int) -> None:
     """
     problem = cases()[f"{devices} devices"]
     choice, seconds = planned(problem)
-    used = sum(ranks(problem, problem.options[o]) for o in choice.options)
+    used = sum(count_option_devices(problem, problem.options[o]) for o in choice.options)
     assert used == devices
     _, on_four = planned(with_devices(problem, (4,)))
     assert on_four / seconds > 0.9 * devices / 4

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from joint_problems import random_problem
 
 from fxpart.errors import FxpartError
+from fxpart.solver.joint.constraints.apply import apply_constraints
+from fxpart.solver.joint.constraints.block_names import find_layer_blocks, match_blocks
+from fxpart.solver.joint.constraints.megatron_layout import compute_layout_starts, expand_layout
+from fxpart.solver.joint.constraints.parse import parse_constraint, parse_constraints
 from fxpart.solver.joint.objective import degrees, evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.wishes.apply import apply_wishes
-from fxpart.solver.joint.wishes.megatron import expand, starts_of
-from fxpart.solver.joint.wishes.names import layers_of, matching
-from fxpart.solver.joint.wishes.parse import read_wish, read_wishes
 
 GPT = (
     "transformer.wte", "transformer.wpe",
@@ -54,21 +54,21 @@ def choices(problem: JointProblem) -> list[JointChoice]:
     ],
 )
 def test_blocks_by_name(pattern: str, blocks: tuple[int, ...]) -> None:
-    assert matching(GPT, pattern) == blocks
+    assert match_blocks(GPT, pattern) == blocks
 
 
 @pytest.mark.parametrize("pattern", ["h.9", "5-9", "mlp.0", "", "#12", "#a-b", "h.0-1.wte"])
 def test_a_name_that_no_block_has(pattern: str) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        matching(GPT, pattern)
+        match_blocks(GPT, pattern)
 
 
 def test_layers_are_the_longest_numbered_stack() -> None:
-    assert layers_of(GPT) == ((2, 3), (4, 5), (6, 7), (8, 9))
-    assert layers_of(("a", "b")) == ()
+    assert find_layer_blocks(GPT) == ((2, 3), (4, 5), (6, 7), (8, 9))
+    assert find_layer_blocks(("a", "b")) == ()
     two = ("encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2")
-    assert layers_of(two) == ((2, 2), (3, 3), (4, 4))
-    assert layers_of(("towers.0.x", "other", "towers.0.y")) == ()  # a layer in two places
+    assert find_layer_blocks(two) == ((2, 2), (3, 3), (4, 4))
+    assert find_layer_blocks(("towers.0.x", "other", "towers.0.y")) == ()  # a layer in two places
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_layers_are_the_longest_numbered_stack() -> None:
     ],
 )
 def test_megatrons_notation(text: str, stages: tuple[str, ...]) -> None:
-    assert expand(text) == stages
+    assert expand_layout(text) == stages
 
 
 def test_megatrons_layout_as_first_blocks() -> None:
-    assert starts_of("Et|t*2|tL", GPT) == (0, 4, 8)
-    assert starts_of("E|tttt|L", GPT) == (0, 2, 10)
-    assert starts_of("tttt", GPT) == (0,)
+    assert compute_layout_starts("Et|t*2|tL", GPT) == (0, 4, 8)
+    assert compute_layout_starts("E|tttt|L", GPT) == (0, 2, 10)
+    assert compute_layout_starts("tttt", GPT) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_megatrons_layout_as_first_blocks() -> None:
 )
 def test_a_layout_that_cannot_be(text: str) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        starts_of(text, GPT)
+        compute_layout_starts(text, GPT)
 
 
 @pytest.mark.slow
 @given(st.text(alphabet="EtmL|*()0123456789, ", max_size=30))
 def test_any_text_is_a_layout_or_one_clear_error(text: str) -> None:
     try:
-        starts = starts_of(text, GPT)
+        starts = compute_layout_starts(text, GPT)
     except FxpartError as fault:
         assert fault.code == "FXP109"
     else:
@@ -123,7 +123,7 @@ def test_any_text_is_a_layout_or_one_clear_error(text: str) -> None:
 
 
 def test_wishes_among_constraints() -> None:
-    wishes = read_wishes(
+    wishes = parse_constraints(
         {"tp": 2, "stages": "2,3", "forbid": "recompute; zero=3", "stage": "h.0=0;h.3=-1",
          "time_limit": 3.0}
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_wishes_among_constraints() -> None:
 )  # fmt: skip
 def test_a_wish_that_says_nothing(kind: str, text: str) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        read_wish(kind, text)  # type: ignore[arg-type]
+        parse_constraint(kind, text)  # type: ignore[arg-type]
 
 
 FORBID = ["forbid recompute", "forbid tp", "forbid zero", "forbid dp=2", "forbid cut=#0"]
@@ -157,7 +157,7 @@ WISHES = [*FORBID, "fix tp=1", "fix dp=1,2", "fix recompute=none", "fix pp=2", "
 def test_exactly_the_choices_that_keep_a_wish_are_left(text: str) -> None:
     """Against a filter over all choices that knows nothing of how wishes are applied."""
     kind, _, body = text.partition(" ")
-    wish, seen = read_wish(kind, body), 0  # type: ignore[arg-type]
+    wish, seen = parse_constraint(kind, body), 0  # type: ignore[arg-type]
     for seed in range(12):
         problem = random_problem(seed)
         if len(problem.options) > 4 or len(problem.blocks) > 5:
@@ -168,7 +168,7 @@ def test_exactly_the_choices_that_keep_a_wish_are_left(text: str) -> None:
             if evaluate(problem, c).feasible and keeps(problem, c, text)
         )
         try:
-            limited = apply_wishes(problem, [wish])
+            limited = apply_constraints(problem, [wish])
         except FxpartError as fault:
             assert fault.code == "FXP202" and not kept
             continue

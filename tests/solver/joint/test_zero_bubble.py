@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from fxpart.schedule.builders import BUILDERS
 from fxpart.solver.joint.brute import count, solve_joint_brute
-from fxpart.solver.joint.fitting import fitting
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
-from fxpart.solver.joint.schedules import in_flight
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
@@ -23,7 +23,7 @@ def test_as_the_schedules_are_built(name: ScheduleName) -> None:
     for stages in range(1, 8):
         for m in range(1, 12):
             built = BUILDERS[name].in_flight(stages, m)
-            assert built == tuple(in_flight(name, m, stages, s) for s in range(stages))
+            assert built == tuple(count_stage_in_flight(name, m, stages, s) for s in range(stages))
 
 
 def tightened(problem: JointProblem, choice: JointChoice) -> JointProblem:
@@ -40,7 +40,7 @@ def agree(problem: JointProblem) -> JointChoice | None:
     best = solve_joint_brute(problem)
     found = solve(problem, solver="dp", time_limit=600)
     assert (found.status, found.choice is None) == (best.status, best.choice is None)
-    assert (fitting(problem, inf) is None) == (best.choice is None)
+    assert (find_feasible_joint_choice(problem, inf) is None) == (best.choice is None)
     if best.choice is not None:
         assert found.objective == pytest.approx(best.objective, rel=1e-9)
     if accepts(problem) is None:

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from fxpart.solver.maxload.instance import (
-    Answer,
     Instance,
+    MaxLoadAnswer,
     Node,
     evaluate,
     faults,
@@ -100,8 +100,8 @@ def test_without_a_group_each_node_is_one() -> None:
 
 
 def test_the_gap_of_an_answer() -> None:
-    def answer(objective: float, bound: float) -> Answer:
-        return Answer(
+    def answer(objective: float, bound: float) -> MaxLoadAnswer:
+        return MaxLoadAnswer(
             status="best found", assignment=(0,), objective=objective, lower_bound=bound, solver=""
         )
 

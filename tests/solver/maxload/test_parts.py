@@ -20,9 +20,9 @@ from fxpart.solver.maxload.dp import StageProgramme
 from fxpart.solver.maxload.ideals import Ideals, all_ideals, prefixes
 from fxpart.solver.maxload.instance import Instance, Mode, Node, faults, loads
 from fxpart.solver.maxload.reduce import fuse_circles, reduce
-from fxpart.solver.maxload.watch import OutOfTime, Watch
+from fxpart.solver.maxload.watch import MaxLoadOutOfTime, MaxLoadWatch
 
-ALWAYS = Watch(time.monotonic() + 1e6)
+ALWAYS = MaxLoadWatch(time.monotonic() + 1e6)
 
 
 def together(instance: Instance, blocks: Blocks) -> Instance:
@@ -163,9 +163,9 @@ def test_what_cpu_cores_can_take() -> None:
 
 
 def test_a_watch_ends_by_time_and_by_wish() -> None:
-    with pytest.raises(OutOfTime):
-        Watch(time.monotonic() - 1).left()
-    with pytest.raises(OutOfTime):
-        Watch(time.monotonic() + 100, lambda: True).left()
-    whole = Watch(time.monotonic() + 100)
+    with pytest.raises(MaxLoadOutOfTime):
+        MaxLoadWatch(time.monotonic() - 1).left()
+    with pytest.raises(MaxLoadOutOfTime):
+        MaxLoadWatch(time.monotonic() + 100, lambda: True).left()
+    whole = MaxLoadWatch(time.monotonic() + 100)
     assert whole.part(0.25).left() <= 25 < whole.left()

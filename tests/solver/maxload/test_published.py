@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fxpart.solver.maxload.formats import read_instance
-from fxpart.solver.maxload.instance import Answer, Instance, evaluate, faults
+from fxpart.solver.maxload.instance import Instance, MaxLoadAnswer, evaluate, faults
 from fxpart.solver.maxload.portfolio import solve
 
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "bench" / "maxload"
@@ -42,7 +42,7 @@ def instance(name: str) -> Instance:
     return read_instance(FOLDER / f"{name}.json")
 
 
-def valid(one: Instance, found: Answer, mode: str) -> bool:
+def valid(one: Instance, found: MaxLoadAnswer, mode: str) -> bool:
     assert found.assignment is not None
     assert faults(one, found.assignment, mode) == []  # type: ignore[arg-type]
     return found.objective == evaluate(one, found.assignment)

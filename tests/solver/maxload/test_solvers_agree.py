@@ -11,8 +11,8 @@ from fxpart.errors import FxpartError
 from fxpart.solver.maxload.blocks import make_blocks
 from fxpart.solver.maxload.bounds import cheap_bound
 from fxpart.solver.maxload.instance import (
-    Answer,
     Instance,
+    MaxLoadAnswer,
     Mode,
     Node,
     bytes_held,
@@ -26,7 +26,7 @@ ROUNDING = 1e-9
 STEPS = 2e-6  # CP-SAT's integers
 
 
-def judged(instance: Instance, mode: Mode, answer: Answer, best: Answer) -> None:
+def judged(instance: Instance, mode: Mode, answer: MaxLoadAnswer, best: MaxLoadAnswer) -> None:
     """An answer is valid and its numbers are its own; its bound is not above the optimum."""
     assert answer.lower_bound <= best.objective * (1 + ROUNDING)
     if answer.assignment is None:

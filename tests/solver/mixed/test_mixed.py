@@ -15,25 +15,39 @@ from partition_problems import random_problem
 
 from fxpart import collectives
 from fxpart.errors import FxpartError
-from fxpart.runtime import scatter
+from fxpart.runtime.gradients import reduce_scatter
 from fxpart.solver.brute import solve_brute
-from fxpart.solver.mixed.brute import solve_mixed_brute
-from fxpart.solver.mixed.dp import solve_mixed
-from fxpart.solver.mixed.objective import evaluate
-from fxpart.solver.mixed.problem import Kind, MixedChoice, MixedProblem
-from fxpart.solver.mixed.sums import PIECE, Gradients, held_by, rows_moved, while_copies_sum
-from fxpart.solver.mixed.turns import makespans, shortest_round, turns
-from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant, Weight
-from fxpart.solver.tables import Tables
+from fxpart.solver.problem import BlockValue, DeviceLimit, PartitionProblem, Variant, Weight
+from fxpart.solver.replicated_chain.brute import solve_replicated_chain_brute
+from fxpart.solver.replicated_chain.dp import solve_replicated_chain
+from fxpart.solver.replicated_chain.gradient_reduction import (
+    PIECE,
+    IntervalGradients,
+    compute_sparse_row_fraction,
+    count_reduction_workspace,
+    list_group_weights,
+)
+from fxpart.solver.replicated_chain.objective import evaluate
+from fxpart.solver.replicated_chain.problem import (
+    DeviceKind,
+    ReplicatedChainChoice,
+    ReplicatedChainProblem,
+)
+from fxpart.solver.replicated_chain.round_robin import (
+    assign_round_robin,
+    compute_makespans,
+    find_shortest_round,
+)
+from fxpart.solver.tables import PartitionTables
 
 
-def small(seed: int) -> MixedProblem:
+def small(seed: int) -> ReplicatedChainProblem:
     """Up to 5 blocks and up to 4 devices of up to 2 kinds; memory is tight in about half."""
     base = random_problem(seed, 5)
     draw = random.Random(seed)
     types = len(base.step)
     kinds = tuple(
-        Kind(
+        DeviceKind(
             name=f"kind {t}", type=t, devices=draw.randint(1, 2),
             memory=draw.randint(80, 400) if draw.random() < 0.5 else 10**9,
             latency=draw.random() * 0.2, inverse_bandwidth=draw.random() * 0.02,
@@ -50,7 +64,7 @@ def small(seed: int) -> MixedProblem:
     )
     base = msgspec.structs.replace(base, min_stages=least, max_stages=most, weights=weights)
     ranks = draw.choice([0, 0, 0, devices])
-    return MixedProblem(base=base, kinds=kinds, ranks=ranks)
+    return ReplicatedChainProblem(base=base, kinds=kinds, ranks=ranks)
 
 
 @pytest.mark.slow
@@ -58,7 +72,7 @@ def small(seed: int) -> MixedProblem:
 def test_as_good_as_every_choice(seed: int) -> None:
     """The bound is below the optimum, always; the answer is the optimum where it says so."""
     problem = small(seed)
-    best, found = solve_mixed_brute(problem), solve_mixed(problem)
+    best, found = solve_replicated_chain_brute(problem), solve_replicated_chain(problem)
     assert found.bound <= best.objective * (1 + 1e-9)
     assert found.objective >= best.objective * (1 - 1e-9)
     if found.choice is not None:
@@ -73,7 +87,7 @@ def test_as_good_as_every_choice(seed: int) -> None:
 
 @pytest.mark.slow
 def test_most_answers_are_proven() -> None:
-    words = [solve_mixed(small(seed)).status for seed in range(120)]
+    words = [solve_replicated_chain(small(seed)).status for seed in range(120)]
     assert words.count("optimal") + words.count("infeasible") > 100
 
 
@@ -83,14 +97,14 @@ def test_one_copy_each_is_the_plain_problem(seed: int) -> None:
     base = random_problem(seed, 6)
     one = base.devices[0]
     plain = msgspec.structs.replace(base, devices=(one,), min_stages=1, max_stages=1)
-    kind = Kind(name="one", type=one.type, devices=1, memory=one.memory)
-    found = solve_mixed(MixedProblem(base=plain, kinds=(kind,)))
+    kind = DeviceKind(name="one", type=one.type, devices=1, memory=one.memory)
+    found = solve_replicated_chain(ReplicatedChainProblem(base=plain, kinds=(kind,)))
     wanted = solve_brute(plain)
     assert found.objective == pytest.approx(wanted.objective)
     assert found.status == wanted.status
 
 
-def by_hand(cpus: int, gpus: int, microbatches: int = 12) -> MixedProblem:
+def by_hand(cpus: int, gpus: int, microbatches: int = 12) -> ReplicatedChainProblem:
     """An embedding that takes a CPU 6 s and a GPU 9 s, a tower that takes a GPU 2 s, a CPU 20 s."""
     variant = Variant(
         microbatch_size=1, microbatches=microbatches,
@@ -100,31 +114,31 @@ def by_hand(cpus: int, gpus: int, microbatches: int = 12) -> MixedProblem:
     base = PartitionProblem(
         blocks=("tables", "tower"),
         devices=(DeviceLimit(name="x", type=0, memory=100, latency=0.0, inverse_bandwidth=0.0),),
-        values=(Value(producer=0, consumers=(1,), gradient=True),),
+        values=(BlockValue(producer=0, consumers=(1,), gradient=True),),
         weights=(), variants=(variant,), step=((0.0, 0.0), (0.0, 0.0)),
         max_stages=2,
     )  # fmt: skip
-    return MixedProblem(
+    return ReplicatedChainProblem(
         base=msgspec.structs.replace(base, devices=base.devices * 2),
         kinds=(
-            Kind(name="cpu", type=0, devices=cpus, memory=100),
-            Kind(name="gpu", type=1, devices=gpus, memory=100),
+            DeviceKind(name="cpu", type=0, devices=cpus, memory=100),
+            DeviceKind(name="gpu", type=1, devices=gpus, memory=100),
         ),
     )
 
 
 def test_three_cpus_feed_a_gpu() -> None:
     """c / n_c = 6 / 3 = 2 = g / n_g: t is 6 + 2, the longest has 12 x 2 - 2 seconds left: 30."""
-    found = solve_mixed(by_hand(3, 1))
+    found = solve_replicated_chain(by_hand(3, 1))
     assert found.status == "optimal" and found.choice is not None
     assert found.choice.counts == ((3, 0), (0, 1)) and found.choice.starts == (0, 1)
     assert found.objective == pytest.approx(6 + 2 + 12 * 2 - 2)
     groups = evaluate(by_hand(3, 1), found.choice).groups
     assert [g.pace for g in groups] == pytest.approx([2.0, 2.0])
     # Alone: the GPU takes 11 s for each, 132 s; three CPUs 26 s in three copies, 104 s.
-    alone = MixedChoice(variant=0, schedule="1f1b", starts=(0,), counts=((0, 1),))
+    alone = ReplicatedChainChoice(variant=0, schedule="1f1b", starts=(0,), counts=((0, 1),))
     assert evaluate(by_hand(3, 1), alone).seconds == pytest.approx(132)
-    both = MixedChoice(variant=0, schedule="1f1b", starts=(0,), counts=((3, 0),))
+    both = ReplicatedChainChoice(variant=0, schedule="1f1b", starts=(0,), counts=((3, 0),))
     assert evaluate(by_hand(3, 1), both).seconds == pytest.approx(104)
 
 
@@ -140,19 +154,19 @@ def test_a_group_of_two_kinds() -> None:
         problem.base, blocks=("all",), values=(), variants=(variant,), step=((0.0,), (0.0,)),
         max_stages=1,
     )  # fmt: skip
-    found = solve_mixed(msgspec.structs.replace(problem, base=base))
+    found = solve_replicated_chain(msgspec.structs.replace(problem, base=base))
     assert found.choice is not None and found.choice.counts == ((1, 1),)
     assert found.objective == pytest.approx(4.0)  # t = 2, M = 4
     group = evaluate(msgspec.structs.replace(problem, base=base), found.choice).groups[0]
     assert [group.turns.count(copy) for copy in (0, 1)] == [2, 4]
 
 
-def with_tower_weight(memory: int) -> MixedProblem:
+def with_tower_weight(memory: int) -> ReplicatedChainProblem:
     """Two copies of both blocks on CPUs, whose tower has a weight of 30 bytes and as many more."""
     problem = by_hand(2, 1, 6)
     tower = Weight(name="w", blocks=(1,), weight=30, gradient=30, optimizer=0)
     other = Weight(name="v", blocks=(0,), weight=10, gradient=10, optimizer=0)
-    cpus = Kind(name="cpu", type=0, devices=2, memory=memory)
+    cpus = DeviceKind(name="cpu", type=0, devices=2, memory=memory)
     gpu = msgspec.structs.replace(problem.kinds[1], memory=1)  # nothing fits
     base = msgspec.structs.replace(
         problem.base, weights=(tower, other), no_cut_after=(0,), max_stages=1
@@ -162,13 +176,13 @@ def with_tower_weight(memory: int) -> MixedProblem:
 
 def test_copies_need_memory_while_they_sum() -> None:
     """80 bytes of weights and gradients, 40 while copies sum them; the passes need 82 to 84."""
-    two = MixedChoice(variant=0, schedule="1f1b", starts=(0,), counts=((2, 0),))
+    two = ReplicatedChainChoice(variant=0, schedule="1f1b", starts=(0,), counts=((2, 0),))
     for memory, fits in ((120, True), (119, False)):
         found = evaluate(with_tower_weight(memory), two)
         assert found.groups[0].summing == 40 and found.feasible is fits
         if not fits:
             assert found.faults == ("group 0 needs 120 bytes of 119 (cpu)",)
-        answer = solve_mixed(with_tower_weight(memory))
+        answer = solve_replicated_chain(with_tower_weight(memory))
         assert answer.status == "optimal" and answer.choice is not None
         assert (answer.choice.counts == ((2, 0),)) is fits
     one = evaluate(with_tower_weight(119), msgspec.structs.replace(two, counts=((1, 0),)))
@@ -176,35 +190,37 @@ def test_copies_need_memory_while_they_sum() -> None:
 
 
 def test_pieces_are_the_runtimes_own() -> None:
-    assert PIECE == scatter.BUCKET == collectives.BUCKET
-    assert while_copies_sum([]) == 0
-    assert while_copies_sum([PIECE] * 5) == 2 * PIECE  # one packed while another is sent
-    assert while_copies_sum([3 * PIECE, 1]) == 3 * PIECE  # what is larger goes alone
+    assert PIECE == reduce_scatter.BUCKET == collectives.BUCKET
+    assert count_reduction_workspace([]) == 0
+    assert count_reduction_workspace([PIECE] * 5) == 2 * PIECE  # one packed while another is sent
+    assert count_reduction_workspace([3 * PIECE, 1]) == 3 * PIECE  # what is larger goes alone
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_gradients_of_every_interval(seed: int) -> None:
     problem = small(seed).base
-    tables = Tables(problem)
-    bands = Gradients(tables)
+    tables = PartitionTables(problem)
+    bands = IntervalGradients(tables)
     for unit, first in enumerate(tables.firsts):
         for more, last in enumerate(tables.lasts[unit:]):
-            mine = held_by(problem.weights, int(first), int(last))
+            mine = list_group_weights(problem.weights, int(first), int(last))
             assert bands.dense[unit, more] == sum(w.gradient for w in mine if not w.sparse)
             assert bands.rows[unit, more] == sum(w.rows for w in mine)
-            assert bands.summing[unit, more] == while_copies_sum([w.gradient for w in mine])
+            assert bands.summing[unit, more] == count_reduction_workspace(
+                [w.gradient for w in mine]
+            )
 
 
 def test_rows_that_travel_while_copies_sum() -> None:
     """To one and back: each of the others sends what it has, and is given all."""
     for n in range(2, 9):
         sent = (n - 1) * Fraction(1, n) + (n - 1)
-        assert 2 * (n - 1) * rows_moved(n) == pytest.approx(float(sent))
-    assert rows_moved(1) == 1
+        assert 2 * (n - 1) * compute_sparse_row_fraction(n) == pytest.approx(float(sent))
+    assert compute_sparse_row_fraction(1) == 1
 
 
 def test_a_choice_of_another_problem() -> None:
-    wrong = MixedChoice(variant=0, schedule="1f1b", starts=(0,), counts=((1,),))
+    wrong = ReplicatedChainChoice(variant=0, schedule="1f1b", starts=(0,), counts=((1,),))
     with pytest.raises(FxpartError, match="2 kinds"):
         evaluate(by_hand(1, 1), wrong)
 
@@ -217,9 +233,9 @@ def test_makespans_are_those_of_the_turns(kinds: list[tuple[int, float]], m: int
     """The vectorised one, the greedy one, and no split of the microbatches is better."""
     counts, seconds = [n for n, _ in kinds], [s for _, s in kinds]
     each = [s for n, s in kinds for _ in range(n)]
-    order = turns(each, m)
+    order = assign_round_robin(each, m)
     wanted = max(order.count(copy) * s for copy, s in enumerate(each))
-    longest, _, least = makespans([np.array([[s]]) for s in seconds], counts, m)
+    longest, _, least = compute_makespans([np.array([[s]]) for s in seconds], counts, m)
     assert longest[0, 0] == pytest.approx(wanted, rel=1e-9)
     taken = [order.count(copy) for copy in range(len(each))]
     if len({round(n * s, 9) for n, s in zip(taken, each, strict=True)}) == len(each):
@@ -235,7 +251,7 @@ def _best(each: list[float], m: int) -> float:
 
 
 def test_rounds() -> None:
-    assert turns((1, 1, 3), 7) == (0, 1, 0, 1, 0, 1, 2)
-    assert shortest_round((0, 1, 0, 1, 0)) == (0, 1)
-    assert shortest_round((0, 0, 1)) == (0, 0, 1)
-    assert shortest_round(turns((1.0, 2.0), 9)) == (0, 0, 1)
+    assert assign_round_robin((1, 1, 3), 7) == (0, 1, 0, 1, 0, 1, 2)
+    assert find_shortest_round((0, 1, 0, 1, 0)) == (0, 1)
+    assert find_shortest_round((0, 0, 1)) == (0, 0, 1)
+    assert find_shortest_round(assign_round_robin((1.0, 2.0), 9)) == (0, 0, 1)

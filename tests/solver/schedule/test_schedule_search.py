@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Kind, StageEdge
-from fxpart.schedule.builders import BUILDERS, in_a_loop, in_a_v
+from fxpart.schedule.action import ActionKind, StageEdge
+from fxpart.schedule.builders import BUILDERS, assign_loop_ranks, assign_v_ranks
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.flight import activation_peak
-from fxpart.schedule.found import from_plan, to_plan
+from fxpart.schedule.in_flight import activation_peak
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
+from fxpart.schedule.plan_actions import format_plan_actions, parse_plan_actions
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
-from fxpart.solver.schedule.bounds import lower_bound, windows
-from fxpart.solver.schedule.brute import best_order
-from fxpart.solver.schedule.jobs import Jobs
-from fxpart.solver.schedule.listing import Lister, flights, rules
-from fxpart.solver.schedule.problem import Found, ScheduleProblem
-from fxpart.solver.schedule.search import search_schedule
+from fxpart.solver.order.bounds import lower_bound, windows
+from fxpart.solver.order.brute import best_order
+from fxpart.solver.order.jobs import Jobs
+from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
+from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult
+from fxpart.solver.order.search import search_schedule
 
 
 def seconds_of(rng: random.Random, whole: bool) -> float:
@@ -98,7 +98,14 @@ def test_three_stages_four_microbatches_and_fractions() -> None:
         assert found.status == "optimal"
 
 
-PLACES = [(0, 1, 2, 3), in_a_loop(6, 3), in_a_v(6), (0, 1, 2), (0, 0, 1, 2, 1), in_a_loop(8, 4)]
+PLACES = [
+    (0, 1, 2, 3),
+    assign_loop_ranks(6, 3),
+    assign_v_ranks(6),
+    (0, 1, 2),
+    (0, 0, 1, 2, 1),
+    assign_loop_ranks(8, 4),
+]
 
 
 def best_builder(problem: ScheduleProblem) -> float:
@@ -122,8 +129,8 @@ def simulated(problem: ScheduleProblem, built: object) -> float:
     """Seconds by the simulator; without links' limits it is given no transfers."""
     schedule = built if not problem.links else lower(built, problem.edges)  # type: ignore[arg-type]
 
-    def transfer(stage: int, peer: int, kind: Kind) -> float:
-        return problem.transfer[(stage, peer) if kind is Kind.SEND_F else (peer, stage)]
+    def transfer(stage: int, peer: int, kind: ActionKind) -> float:
+        return problem.transfer[(stage, peer) if kind is ActionKind.SEND_F else (peer, stage)]
 
     return simulate(
         schedule,  # type: ignore[arg-type]
@@ -151,9 +158,9 @@ def test_never_worse_than_the_best_builder(part: int) -> None:
     assert better >= 5
 
 
-def _is_safe(problem: ScheduleProblem, found: Found) -> None:
-    lines = to_plan(found.schedule)
-    read = from_plan(lines, problem.stage_rank, problem.microbatches)
+def _is_safe(problem: ScheduleProblem, found: ScheduleSearchResult) -> None:
+    lines = format_plan_actions(found.schedule)
+    read = parse_plan_actions(lines, problem.stage_rank, problem.microbatches)
     assert read == found.schedule
     made = make(read, problem.stage_rank, problem.microbatches, problem.edges)
     assert not check(made, problem.edges)
@@ -175,7 +182,7 @@ def test_time_is_that_of_the_simulator() -> None:
         )
         jobs = Jobs(problem, split=seed % 2 == 1)
         for rule in rules(jobs, windows(jobs).tail)[:3]:
-            orders = Lister(jobs).run(rule)
+            orders = ListScheduler(jobs).run(rule)
             timed = jobs.timed(orders)
             assert timed is not None
             wanted = simulated(problem, jobs.schedule(orders))
@@ -193,9 +200,9 @@ def test_lists_never_get_stuck_and_keep_the_memory() -> None:
         problem = problem_of(seed, ranks, rng.randint(1, 6), split=seed % 2 == 1, whole=False)
         jobs = Jobs(problem, split=seed % 2 == 1)
         tails = windows(jobs).tail
-        for cap in (None, *flights(jobs)):
+        for cap in (None, *list_in_flight_caps(jobs)):
             for rule in rules(jobs, tails):
-                orders = Lister(jobs, cap).run(rule)
+                orders = ListScheduler(jobs, cap).run(rule)
                 assert jobs.fits(orders) and jobs.ascends(orders)
                 assert sum(map(len, orders)) == len(jobs.action)
                 assert not check(lower(jobs.schedule(orders), problem.edges), problem.edges)

@@ -12,32 +12,36 @@ from hypothesis import strategies as st
 from partition_problems import random_problem
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.versions import Versions, chain_ahead
+from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
 from fxpart.schedule.weight_modes import MODES
+from fxpart.solver.asynchronous.dp import solve_async_pipeline
+from fxpart.solver.asynchronous.objective import AsyncPipelineScorer, busy_seconds
+from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
+from fxpart.solver.asynchronous.weight_mode_requirements import (
+    compute_weight_mode_requirements,
+    count_prediction_bytes,
+    explain_unsupported_weight_mode,
+)
 from fxpart.solver.brute import choices
-from fxpart.solver.problem import Choice
-from fxpart.solver.stream.dp import solve_stream
-from fxpart.solver.stream.needs import fault, needs, pass_bytes
-from fxpart.solver.stream.objective import StreamScorer, busy_seconds
-from fxpart.solver.stream.problem import StreamProblem
+from fxpart.solver.problem import PartitionChoice
 
 STREAMS = [name for name, mode in MODES.items() if not mode.flush]
 
 
-def problem(seed: int) -> StreamProblem:
+def problem(seed: int) -> AsyncPipelineProblem:
     """A random problem under a random mode, with predictions that cost something in some blocks."""
     base, r = random_problem(seed), random.Random(seed)
     base = msgspec.structs.replace(base, schedules=("1f1b",))
     passes = tuple(tuple(r.choice((0.0, r.random())) for _ in base.blocks) for _ in base.step)
-    return StreamProblem(problem=base, weights=r.choice(STREAMS), passes=passes)
+    return AsyncPipelineProblem(problem=base, weights=r.choice(STREAMS), passes=passes)
 
 
 @pytest.mark.slow
 @given(st.integers(0, 10_000))
 def test_the_programme_finds_what_enumeration_finds(seed: int) -> None:
     given_problem = problem(seed)
-    found = solve_stream(given_problem)
-    scorer = StreamScorer(given_problem)
+    found = solve_async_pipeline(given_problem)
+    scorer = AsyncPipelineScorer(given_problem)
     every = [(scorer.evaluate(c), c) for c in choices(given_problem.problem)]
     best = min((e.seconds for e, _ in every if e.feasible), default=inf)
     assert found.objective == pytest.approx(best) and found.bound == found.objective
@@ -60,14 +64,18 @@ def test_a_stage_is_priced_by_hand(seed: int, pick: int) -> None:
         return
     choice = every[pick % len(every)]
     variant, count = base.variants[choice.variant], len(choice.starts)
-    found = StreamScorer(given_problem).evaluate(choice)
-    if fault(given_problem.weights, chain_ahead(count), variant.microbatches):
+    found = AsyncPipelineScorer(given_problem).evaluate(choice)
+    if explain_unsupported_weight_mode(
+        given_problem.weights, count_chain_warmup(count), variant.microbatches
+    ):
         assert not found.feasible
         return
     ends = (*choice.starts[1:], len(base.blocks))
     for k, (stage, last) in enumerate(zip(found.stages, ends, strict=True)):
         mine = set(range(choice.starts[k], last))
-        asked = needs(given_problem.weights, chain_ahead(count), variant.microbatches, k)
+        asked = compute_weight_mode_requirements(
+            given_problem.weights, count_chain_warmup(count), variant.microbatches, k
+        )
         held = [w for w in base.weights if mine & set(w.blocks)]
         assert stage.copies == asked.copies * sum(w.weight for w in held if w.gradient)
         assert stage.cost.in_flight == count - k
@@ -79,7 +87,10 @@ def test_a_stage_is_priced_by_hand(seed: int, pick: int) -> None:
 def test_out_of_time_the_bound_is_still_below_the_optimum() -> None:
     for seed in range(40):
         given_problem = problem(seed)
-        best, quick = solve_stream(given_problem), solve_stream(given_problem, time_limit=0.0)
+        best, quick = (
+            solve_async_pipeline(given_problem),
+            solve_async_pipeline(given_problem, time_limit=0.0),
+        )
         assert (quick.choice is None) == (best.choice is None)
         if best.choice is not None:
             assert quick.bound <= best.objective <= quick.objective
@@ -98,35 +109,66 @@ def test_out_of_time_the_bound_is_still_below_the_optimum() -> None:
     ],
 )
 def test_copies_are_the_table_of_the_notes(mode: str, copies: tuple[int, ...]) -> None:
-    assert tuple(needs(mode, chain_ahead(4), 1, k).copies for k in range(4)) == copies
+    assert (
+        tuple(
+            compute_weight_mode_requirements(mode, count_chain_warmup(4), 1, k).copies
+            for k in range(4)
+        )
+        == copies
+    )
 
 
 def test_predictions_are_counted_by_minibatch() -> None:
     # K = 4, eight microbatches to an update: of a minibatch's forwards on stage 0 three miss it
     # and read one set; the last stage's backwards look half as far as stage 0: floor(1 / 2) = 0.
-    ahead = chain_ahead(4)
-    assert [needs("spectrain", ahead, 8, k).passes for k in range(4)] == [1, 1, 1, 0]
-    assert [needs("spectrain-v2", ahead, 8, k).passes for k in range(4)] == [1, 1, 1, 0]
+    ahead = count_chain_warmup(4)
+    assert [
+        compute_weight_mode_requirements("spectrain", ahead, 8, k).passes for k in range(4)
+    ] == [1, 1, 1, 0]
+    assert [
+        compute_weight_mode_requirements("spectrain-v2", ahead, 8, k).passes for k in range(4)
+    ] == [1, 1, 1, 0]
     # One microbatch to an update: every forward, and from stage 2 on every backward; on the last
     # stage both look as far from the same version.
-    assert [needs("spectrain", ahead, 1, k).passes for k in range(4)] == [1, 1, 2, 1]
-    assert [needs("pipemare", ahead, 1, k).passes for k in range(4)] == [2, 2, 2, 0]
-    assert [needs("naive", ahead, 1, k).passes for k in range(4)] == [0, 0, 0, 0]
-    assert [needs("stash", ahead, 8, k).staleness for k in range(4)] == [1, 1, 1, 0]
+    assert [
+        compute_weight_mode_requirements("spectrain", ahead, 1, k).passes for k in range(4)
+    ] == [1, 1, 2, 1]
+    assert [compute_weight_mode_requirements("pipemare", ahead, 1, k).passes for k in range(4)] == [
+        2,
+        2,
+        2,
+        0,
+    ]
+    assert [compute_weight_mode_requirements("naive", ahead, 1, k).passes for k in range(4)] == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert [compute_weight_mode_requirements("stash", ahead, 8, k).staleness for k in range(4)] == [
+        1,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_a_pass_reads_weights_and_state_and_writes_weights() -> None:
-    assert pass_bytes("spectrain", 100, 200) == 400
-    assert pass_bytes("pipemare", 100, 200) == 300
+    assert count_prediction_bytes("spectrain", 100, 200) == 400
+    assert count_prediction_bytes("pipemare", 100, 200) == 300
 
 
 def test_two_buffers_need_as_many_microbatches_as_are_in_flight() -> None:
-    assert fault("2bw", chain_ahead(4), 3) and not fault("2bw", chain_ahead(4), 4)
+    assert explain_unsupported_weight_mode(
+        "2bw", count_chain_warmup(4), 3
+    ) and not explain_unsupported_weight_mode("2bw", count_chain_warmup(4), 4)
     base = problem(3).problem
-    one = StreamProblem(problem=base, weights="2bw", passes=base.step)
-    many = Choice(variant=0, schedule="1f1b", starts=tuple(range(min(len(base.devices), 2))))
+    one = AsyncPipelineProblem(problem=base, weights="2bw", passes=base.step)
+    many = PartitionChoice(
+        variant=0, schedule="1f1b", starts=tuple(range(min(len(base.devices), 2)))
+    )
     m = base.variants[0].microbatches
-    found = StreamScorer(one).evaluate(many)
+    found = AsyncPipelineScorer(one).evaluate(many)
     assert any("buffers" in f for f in found.faults) == (m < len(many.starts))
     with pytest.raises(FxpartError):
-        Versions(chain_ahead(2), 1).check(MODES["2bw"])
+        WeightVersionCounters(count_chain_warmup(2), 1).check(MODES["2bw"])

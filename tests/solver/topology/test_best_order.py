@@ -11,9 +11,9 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
-from fxpart.cluster import Cluster, Device, Link
-from fxpart.pricing.groups import grouped
-from fxpart.pricing.orders import device_links
+from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.pricing.device_groups import group_devices
+from fxpart.pricing.device_order import device_links
 
 
 def device(k: int, speed: float = 1e8, memory: int = 1 << 33) -> Device:
@@ -73,5 +73,5 @@ def test_links_between_groups_are_their_worst() -> None:
     one = device_links(on, model)
     assert one.inverse[0][1] == pytest.approx(1e-6) and one.inverse[0][0] == 0.0
     assert one.inverse[0][2] == pytest.approx(1e-10)
-    pairs = device_links(grouped(on, 2), model)
+    pairs = device_links(group_devices(on, 2), model)
     assert pairs.inverse[0][1] == pytest.approx(1e-6)  # 1 and 3 are far

@@ -7,11 +7,16 @@ import pytest
 from order_problems import random_orders
 
 from fxpart.errors import FxpartError
+from fxpart.solver.assignment.device_order import (
+    DeviceLinks,
+    brute_orders,
+    reorder_devices,
+    with_stage_count,
+)
+from fxpart.solver.assignment.device_order_dp import DeviceClasses
+from fxpart.solver.assignment.device_order_search import solve_orders
 from fxpart.solver.objective import evaluate
-from fxpart.solver.problem import DeviceLimit, PartitionProblem, Value, Variant
-from fxpart.solver.topology.order_layers import Fleet
-from fxpart.solver.topology.order_solve import solve_orders
-from fxpart.solver.topology.orders import DeviceLinks, brute_orders, exactly, ordered
+from fxpart.solver.problem import BlockValue, DeviceLimit, PartitionProblem, Variant
 
 
 def agrees(seed: int) -> None:
@@ -23,7 +28,7 @@ def agrees(seed: int) -> None:
     assert found.choice is not None
     assert found.objective == pytest.approx(best.objective, rel=1e-9), seed
     assert found.bound <= best.objective * (1 + 1e-9), seed
-    one = exactly(ordered(problem, links, found.order), len(found.choice.starts))
+    one = with_stage_count(reorder_devices(problem, links, found.order), len(found.choice.starts))
     again = evaluate(one, found.choice)
     assert again.feasible and again.seconds == pytest.approx(found.objective, rel=1e-12)
 
@@ -52,7 +57,7 @@ def test_local_search_gives_valid_plans_and_bounds() -> None:
         assert found.bound <= best.objective * (1 + 1e-9), seed
         assert found.objective >= best.objective * (1 - 1e-9), seed
         if found.choice is not None:
-            assert ordered(problem, links, found.order).devices
+            assert reorder_devices(problem, links, found.order).devices
         found_best += found.objective <= best.objective * (1 + 1e-9)
     assert found_best >= 20
 
@@ -73,7 +78,7 @@ def chain(speeds: list[float], memories: list[int], blocks: int = 4) -> Partitio
         blocks=tuple(f"b{i}" for i in range(blocks)),
         devices=devices,
         values=tuple(
-            Value(producer=i, consumers=(i + 1,), gradient=True) for i in range(blocks - 1)
+            BlockValue(producer=i, consumers=(i + 1,), gradient=True) for i in range(blocks - 1)
         ),
         weights=(),
         variants=(variant,),
@@ -111,10 +116,10 @@ def test_a_slow_link_is_not_crossed() -> None:
 
 def test_devices_that_nothing_tells_apart_are_counted() -> None:
     problem = chain([1.0, 2.0] * 6, [10**6] * 12)
-    fleet = Fleet(problem, even(12))
+    fleet = DeviceClasses(problem, even(12))
     assert [len(group) for group in fleet.classes] == [6, 6]
     assert fleet.states == 49
-    one = Fleet(problem, even(12, {(0, 2): 0.5}))
+    one = DeviceClasses(problem, even(12, {(0, 2): 0.5}))
     assert [len(group) for group in one.classes] == [1, 6, 1, 4]
 
 

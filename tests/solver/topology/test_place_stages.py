@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fxpart.cluster import Cluster, Device, Link
-from fxpart.cluster_io.files import to_json, to_toml
+from fxpart.cluster.files import to_json, to_toml
+from fxpart.cluster.model import Cluster, Device, Link
 from fxpart.errors import FxpartError
 from fxpart.pricing.topology import Traffic, place_stages, pools_of, topology_of, used_ranks
-from fxpart.solver.topology.problem import Flow, Ring
+from fxpart.solver.assignment.problem import RingCollective, StageFlow
 
 
-def chain(stages: int, size: float = 1e8) -> tuple[Flow, ...]:
-    return tuple(Flow(source=i, target=i + 1, size=size, back=True) for i in range(stages - 1))
+def chain(stages: int, size: float = 1e8) -> tuple[StageFlow, ...]:
+    return tuple(StageFlow(source=i, target=i + 1, size=size, back=True) for i in range(stages - 1))
 
 
 def device(name: str, host: str, memory: int = 1 << 34) -> Device:
@@ -41,14 +41,16 @@ def test_stages_that_talk_share_a_host() -> None:
 def test_a_tensor_group_is_not_cut_where_it_can_be_whole() -> None:
     # in stage order 3 + 3 + 2 + ... wastes devices; the widest first fits all of them whole
     cluster = Cluster.parse("3x4xh100-sxm")
-    traffic = Traffic(flows=chain(6), exchange=(Ring(size=1e9, messages=4),) * 6)
+    traffic = Traffic(flows=chain(6), exchange=(RingCollective(size=1e9, messages=4),) * 6)
     widths = [(0, 1, 1), (0, 1, 2), (0, 1, 3), (0, 1, 1), (0, 1, 2), (0, 1, 3)]
     assert place_stages(cluster, widths, traffic).straddling == 0
 
 
 def test_a_tensor_group_wider_than_a_host_is_cut_into_few() -> None:
     cluster = Cluster.parse("2x4xh100-sxm")
-    found = place_stages(cluster, [(0, 1, 6)], Traffic(exchange=(Ring(size=1e9, messages=4),)))
+    found = place_stages(
+        cluster, [(0, 1, 6)], Traffic(exchange=(RingCollective(size=1e9, messages=4),))
+    )
     assert found.straddling == 1
     assert found.status == "optimal"  # one ring that must cross, and no more
 
@@ -76,7 +78,7 @@ def test_a_shared_card_is_spared() -> None:
     far = Link(source="*", target="*", latency=1e-6, bandwidth=1e10, shared=True)
     near = [link(host, host, 1e10) for host in "ab"]
     cluster = Cluster(name="card", devices=devices, links=(*near, far))
-    flows = (Flow(source=0, target=2, size=1e9), Flow(source=1, target=3, size=1e9))
+    flows = (StageFlow(source=0, target=2, size=1e9), StageFlow(source=1, target=3, size=1e9))
     traffic = Traffic(flows=flows, microbatches=4, seconds=(1e-6,) * 4)
     topology, _ = topology_of(cluster, [(0, 1, 1)] * 4, traffic)
     assert topology.uplinks == (1e-10, 1e-10)
@@ -106,7 +108,9 @@ def test_shared_is_kept_in_files_and_left_out_where_it_was_not_said(tmp_path: Pa
 
 def test_devices_are_taken_as_they_stand_where_nothing_is_gained() -> None:
     cluster = Cluster.parse("4x4xh100-sxm")
-    traffic = Traffic(flows=chain(4), microbatches=8, reduce=(Ring(size=1e6, messages=4),) * 4)
+    traffic = Traffic(
+        flows=chain(4), microbatches=8, reduce=(RingCollective(size=1e6, messages=4),) * 4
+    )
     found = place_stages(cluster, [(0, 1, 4)] * 4, traffic)
     assert [d for lanes in found.ranks for d in lanes] == list(range(16))
     # but not where that would cut a replica: 3 + 3 shards on hosts of four
@@ -130,7 +134,9 @@ def test_more_stages_than_can_be_enumerated_are_proved(hosts: int) -> None:
 def test_replicas_of_a_pipeline_lie_together() -> None:
     """Two stages of many narrow replicas: a replica of each on every host, not two of one."""
     cluster = Cluster.parse("32x8xh100-sxm")
-    traffic = Traffic(flows=chain(2), reduce=(Ring(size=1e8, messages=10),) * 2, microbatches=8)
+    traffic = Traffic(
+        flows=chain(2), reduce=(RingCollective(size=1e8, messages=10),) * 2, microbatches=8
+    )
     found = place_stages(cluster, [(0, 32, 4)] * 2, traffic)
     assert found.status == "optimal"
     hosts = [[cluster.devices[d].host for d in lanes] for lanes in found.ranks]
@@ -155,7 +161,7 @@ def test_the_world_is_the_devices_used() -> None:
 def test_sixteen_thousand_devices() -> None:
     cluster = Cluster.parse("2048x8xh100-sxm")
     traffic = Traffic(
-        flows=chain(16), exchange=(Ring(size=1e9, messages=96),) * 16, microbatches=64
+        flows=chain(16), exchange=(RingCollective(size=1e9, messages=96),) * 16, microbatches=64
     )
     found = place_stages(cluster, [(0, 128, 8)] * 16, traffic)
     assert found.straddling == 0

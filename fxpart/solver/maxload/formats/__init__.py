@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.bounded import read_bytes
 from fxpart.errors import FxpartError, error
+from fxpart.files import read_bytes
 from fxpart.solver.maxload.checks import check_instance
 from fxpart.solver.maxload.formats.given import Given
 from fxpart.solver.maxload.instance import Instance

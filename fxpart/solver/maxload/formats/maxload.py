@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, Problem
+from fxpart.files import from_json
 from fxpart.solver.maxload.formats.given import Given, useless
 from fxpart.solver.maxload.instance import Instance, Node
 
 
-class _Node(msgspec.Struct, rename="camel"):
+class _MaxLoadNode(msgspec.Struct, rename="camel"):
     id: int
     fpga_latency: float
     cpu_latency: float = 0.0
@@ -27,15 +27,15 @@ class _Node(msgspec.Struct, rename="camel"):
     color_class: int | None = None
 
 
-class _Edge(msgspec.Struct, rename="camel"):
+class _MaxLoadEdge(msgspec.Struct, rename="camel"):
     source_id: int
     dest_id: int
     cost: float = 0.0
 
 
-class _File(msgspec.Struct):
-    nodes: list[_Node]
-    edges: list[_Edge]
+class _MaxLoadFile(msgspec.Struct):
+    nodes: list[_MaxLoadNode]
+    edges: list[_MaxLoadEdge]
     accelerators: int = msgspec.field(name="maxFPGAs")
     memory: float = msgspec.field(name="maxSizePerFPGA")
     cpus: int = msgspec.field(name="maxCPUs", default=0)
@@ -45,7 +45,7 @@ def parse(data: bytes, where: str, given: Given) -> Instance:
     """The instance; FXP206 for edges that name no node or disagree."""
     if given.bandwidth is not None:
         raise useless(where, "--bandwidth", "the file has the time of each transfer")
-    file = from_json(data, _File)
+    file = from_json(data, _MaxLoadFile)
     place = {node.id: i for i, node in enumerate(file.nodes)}
     transfer: dict[int, float] = {}
     faults, edges = [], []

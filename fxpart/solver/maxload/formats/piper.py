@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.bounded import from_json
 from fxpart.errors import FxpartError, Problem
+from fxpart.files import from_json
 from fxpart.solver.maxload.formats.given import Given, missing, useless
 from fxpart.solver.maxload.instance import Instance, Node
 
@@ -26,21 +26,21 @@ class _Alternative(msgspec.Struct, rename="camel"):
     memory_usage_b: float = msgspec.field(name="memoryUsageB", default=0.0)
 
 
-class _Node(msgspec.Struct):
+class _MaxLoadPiperNode(msgspec.Struct):
     id: int
     alternatives: dict[str, list[_Alternative]] = msgspec.field(name="TMPCs")
     name: str = ""
 
 
-class _Edge(msgspec.Struct, rename="camel"):
+class _MaxLoadPiperEdge(msgspec.Struct, rename="camel"):
     source_id: int
     dest_id: int
     communication_cost: float = 0.0
 
 
-class _File(msgspec.Struct, rename="camel"):
-    nodes: list[_Node]
-    edges: list[_Edge]
+class _MaxLoadPiperFile(msgspec.Struct, rename="camel"):
+    nodes: list[_MaxLoadPiperNode]
+    edges: list[_MaxLoadPiperEdge]
     max_devices: int | None = None
     max_memory_per_device: float | None = None
     bandwidth: float | None = None
@@ -50,7 +50,7 @@ def parse(data: bytes, where: str, given: Given) -> Instance:
     """The instance; FXP206 for edges that name no node and nodes without a time, FXP109."""
     if given.cpus:
         raise useless(where, "--cpus", "the file has no times on a CPU core")
-    file = from_json(data, _File)
+    file = from_json(data, _MaxLoadPiperFile)
     accelerators = file.max_devices if given.accelerators is None else given.accelerators
     memory = file.max_memory_per_device if given.memory is None else given.memory
     bandwidth = file.bandwidth if given.bandwidth is None else given.bandwidth

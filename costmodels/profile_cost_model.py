@@ -1,0 +1,318 @@
+"""Costs from a profile: what was measured on the devices at hand, and by formula what was not.
+
+Seconds of an op are those measured alone x the calibration's factor of its class and direction,
+and what any call takes more within a stage, all x how much longer computations take while all ranks
+of the device's host compute. All of them come from the profile; nothing is known beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import msgspec
+
+from fxpart.costs import Cost
+from fxpart.profiling.store import (
+    Calibration,
+    ContentionProfile,
+    MeasurementEnvironment,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
+)
+from fxpart.schedule.host_contention import (
+    cap_slowdown_by_quota,
+    count_concurrent_ranks,
+    count_required_cores,
+    interpolate_slowdown,
+)
+
+from .alphabeta import machines
+from .op_classes import CALL, CALLS, op_class
+from .op_keys import op_key
+from .op_time_estimator import OpTimeEstimator
+from .profile_match import HERE, make_mismatch_error, matching, nearest
+from .quota_scale import longer, ops_pace, scaled, stages_pace
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.costs import CostModel, OpSpec
+
+SOURCE = "measured"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DeviceMeasurements:
+    """What a profile holds of one setting, by kind and key."""
+
+    ops: Mapping[str, TimeQuartiles]
+    stages: Mapping[str, StageMeasurement]
+    calibrations: Mapping[str, Calibration]
+    crowding: Mapping[str, ContentionProfile]
+    rehearsals: Mapping[str, TrialRun] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfileCostModel:
+    """A profile bound to a cluster. base: what answers where nothing was measured, and for links.
+
+    settings: by device model, one for each quota that it was measured under. model: the fingerprint
+    of the model whose calibration and crowding count; see :meth:`of`. alone: seconds are those of a
+    processor beside which all others are idle, whatever quota there is.
+    """
+
+    name: ClassVar[str] = SOURCE
+    path: str
+    cluster: Cluster | None
+    base: CostModel
+    settings: Mapping[str, tuple[MeasurementEnvironment, ...]]
+    measurements: Mapping[MeasurementEnvironment, DeviceMeasurements]
+    model: str = ""
+    alone: bool = False
+    _known: dict[tuple[OpSpec, str, float, float, bool], Cost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _settings: dict[tuple[str, str, float], list[MeasurementEnvironment]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stage_paces: dict[
+        tuple[MeasurementEnvironment, MeasurementEnvironment], tuple[float, float, float]
+    ] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _op_paces: dict[tuple[MeasurementEnvironment, MeasurementEnvironment, str], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _estimates: dict[MeasurementEnvironment, OpTimeEstimator] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @staticmethod
+    def load(
+        path: str | Path, cluster: Cluster | None, base: CostModel, torch: str = ""
+    ) -> ProfileCostModel:
+        """The profile at ``path`` for a cluster; read once, whole.
+
+        torch: the version that its numbers have to be of; "" for any. Raises FXP405 where it
+        cannot be read, FXP406 where it holds nothing of a device's model, threads, chip (of this
+        host's own devices) and torch. Without a cluster it answers for every setting's model.
+        """
+        with Profile(path) as profile:
+            chosen = matching(Path(path), profile.settings(), cluster, torch)
+            return ProfileCostModel(
+                str(path),
+                cluster,
+                base,
+                chosen,
+                {
+                    setting: _read(profile, setting)
+                    for found in chosen.values()
+                    for setting in found
+                },
+            )
+
+    def of(self, model: str) -> ProfileCostModel:
+        """The same with the calibration and crowding of the model with this fingerprint."""
+        return replace(self, model=model)
+
+    def setting_of(self, device: Device) -> MeasurementEnvironment:
+        """Where the device's measurements were made. Raises FXP406 where there are none.
+
+        Of several quotas the one that leaves most nearly what the device's own does.
+        """
+        return self._nearest(device)[0]
+
+    @property
+    def calibration(self) -> Calibration:
+        """That of the cluster's first device; without factors where there is none."""
+        devices = self._devices()
+        return self.calibration_of(self.setting_of(devices[0]) if devices else self._every()[0])
+
+    def calibration_of(self, setting: MeasurementEnvironment) -> Calibration:
+        """Of the model, or else of any: the only other one there is."""
+        return _chosen(self.measurements[setting].calibrations, self.model) or Calibration()
+
+    def crowding(self, host: str) -> ContentionProfile:
+        """How ranks slow each other down on a host: as measured for the model, or for the host."""
+        devices = [d for d in self._devices() if d.host == host]
+        for setting in sorted({s for d in devices for s in self._nearest(d)}, key=_whole_first):
+            if (found := _chosen(self.measurements[setting].crowding, self.model)) is not None:
+                return found
+        hosts = self.cluster.hosts if self.cluster is not None else ()
+        known = () if isinstance(hosts, msgspec.UnsetType) else hosts
+        return next(
+            (ContentionProfile(slowdown=h.slowdown) for h in known if h.name == host),
+            ContentionProfile(),
+        )
+
+    def within(self, cluster: Cluster) -> ProfileCostModel:
+        """The same for a part of the cluster beside which all else is idle."""
+        return replace(self, cluster=cluster)
+
+    def full(self, device: Device) -> float:
+        """How many times longer the device computes while all ranks of its host do.
+
+        Times are a processor's, so that a quota lengthens them; others see a rank under one as
+        often as it computes.
+        """
+        if self.alone:
+            return 1.0
+        shares = [d.share for d in self._devices() if d.host == device.host]
+        curve = cap_slowdown_by_quota(self.crowding(device.host).slowdown, shares)
+        return (
+            interpolate_slowdown(curve, count_concurrent_ranks(sum(shares), device.share))
+            / device.share
+        )
+
+    def stage(self, key: str, device: Device) -> StageMeasurement | None:
+        """A stage that was measured whole, alone on such a device; None where it was not."""
+        tables = [(s, self.measurements[s].stages) for s in self._nearest(device)]
+        (first, mine), *_ = tables
+        setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
+        if table is mine:
+            return mine.get(key)
+        if (first, setting) not in self._stage_paces:
+            self._stage_paces[first, setting] = stages_pace(mine, table)
+        return longer(table[key], self._stage_paces[first, setting])
+
+    def rehearsal(self, key: str) -> TrialRun | None:
+        """A plan that was run whole, by its decisions; None where it was not.
+
+        Plans run on one host and without quotas, so what they took says nothing of others.
+        """
+        if not self._here:
+            return None
+        tables = (m.rehearsals for m in self.measurements.values())
+        return next((table[key] for table in tables if key in table), None)
+
+    def rehearsed(self, model: str) -> tuple[TrialRun, ...]:
+        """All plans of the model with this fingerprint that were run, as :meth:`rehearsal` is."""
+        if not self._here:
+            return ()
+        tables = (m.rehearsals for m in self.measurements.values())
+        return tuple(one for table in tables for one in table.values() if one.model == model)
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers come from, in words, for plans."""
+        used = {self.setting_of(device) for device in self._devices()} or set(self._every())
+        return "; ".join(setting.words() for setting in sorted(used))
+
+    def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        """The op, its shapes numbers, while all ranks of the device's host compute."""
+        # A group of devices has the name of its first and the pace of its slowest.
+        key = (op, device.name, device.share, device.bandwidth, backward)
+        if key not in self._known:
+            self._known[key] = self._op(op, device, backward)
+        return self._known[key]
+
+    def _op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
+        formula = self.base.op(op, device, backward)
+        if backward and not op.gradients:
+            return Cost(0.0, source=SOURCE)
+        setting = self.setting_of(device)
+        direction = "backward" if backward else "forward"
+        factors = self.calibration_of(setting).factors
+        calibrated = factors.get(f"{op_class(op)} {direction}", 1.0)
+        call = CALL * factors.get(f"{CALLS} {direction}", 0.0)
+        timing = self._timing(f"{op_key(op)} {direction}", device)
+        if timing is not None:
+            alone, source = timing.seconds, SOURCE
+        else:
+            estimates = self._estimate(setting)
+            found = estimates(op, backward, self.base, device)
+            if found is None:
+                rate = estimates.rate(op, backward, self.base, device)
+                # The formula's rates are those of a device while all ranks compute.
+                times = calibrated if rate is None else calibrated * rate * self.full(device)
+                return replace(formula, seconds=formula.seconds * times + call * self.full(device))
+            alone, source = found
+        seconds = (alone * calibrated + call) * self.full(device)
+        return replace(formula, seconds=seconds, source=source)
+
+    def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
+        """As the base, by what the cluster knows of its links, and what it takes to meet."""
+        cost = self.base.reshard(source, target, size, links)
+        if not cost.seconds or machines(links) > 1:
+            return cost
+        return replace(cost, seconds=cost.seconds + self._meeting(len(links)))
+
+    def _meeting(self, ranks: int) -> float:
+        """Seconds that ranks of a host take longer to come together than in a row.
+
+        Ranks that quotas hold have a core each while they compute, so that more of them than cores
+        wait for nobody.
+        """
+        if ranks not in self._meetings:
+            found = 0.0
+            for host in {d.host for d in self._devices()}:
+                shares = [d.share for d in self._devices() if d.host == host]
+                most = ranks if min(shares) >= 1 else max(2, count_required_cores(shares))
+                if meet := self.crowding(host).meet:
+                    found = max(found, meet[min(ranks, most, len(meet) + 1) - 2])
+            self._meetings[ranks] = found
+        return self._meetings[ranks]
+
+    def transfer(self, size: float, link: Link) -> Cost:
+        """As the base: by what the cluster knows of its links."""
+        return self.base.transfer(size, link)
+
+    def _timing(self, key: str, device: Device) -> TimeQuartiles | None:
+        """An op that was measured on such a device. key: with its direction."""
+        tables = [(s, self.measurements[s].ops) for s in self._nearest(device)]
+        (first, mine), *_ = tables
+        setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
+        if table is mine:
+            return mine.get(key)
+        way = first, setting, key.rpartition(" ")[2]
+        if way not in self._op_paces:
+            self._op_paces[way] = ops_pace(mine, table, way[2])
+        return scaled(table[key], self._op_paces[way])
+
+    def _estimate(self, setting: MeasurementEnvironment) -> OpTimeEstimator:
+        if setting not in self._estimates:
+            self._estimates[setting] = OpTimeEstimator(self.measurements[setting].ops)
+        return self._estimates[setting]
+
+    def _nearest(self, device: Device) -> list[MeasurementEnvironment]:
+        key = (device.name, device.model, device.share)
+        if key not in self._settings:
+            self._settings[key] = nearest(self.settings, device)
+        if not self._settings[key]:
+            raise make_mismatch_error(Path(self.path), device, self._every())
+        return self._settings[key]
+
+    def _every(self) -> tuple[MeasurementEnvironment, ...]:
+        return tuple(setting for found in self.settings.values() for setting in found)
+
+    @property
+    def _here(self) -> bool:
+        return all(device.host == HERE and device.share == 1 for device in self._devices())
+
+    def _devices(self) -> tuple[Device, ...]:
+        return self.cluster.devices if self.cluster is not None else ()
+
+
+def _read(profile: Profile, setting: MeasurementEnvironment) -> DeviceMeasurements:
+    return DeviceMeasurements(
+        profile.get("ops", setting, TimeQuartiles),
+        profile.get("stages", setting, StageMeasurement),
+        profile.get("calibrations", setting, Calibration),
+        profile.get("crowding", setting, ContentionProfile),
+        profile.get("rehearsals", setting, TrialRun),
+    )
+
+
+def _whole_first(setting: MeasurementEnvironment) -> tuple[float, MeasurementEnvironment]:
+    """How ranks slow each other down is seen best where nothing else holds them back."""
+    return -setting.share, setting
+
+
+def _chosen(table: Mapping[str, T], model: str) -> T | None:
+    """The model's own, that for any model, or the only one."""
+    found = table.get(model) or table.get("")
+    return next(iter(table.values())) if found is None and len(table) == 1 else found

@@ -1,0 +1,71 @@
+"""Elements and bytes of tensors, as numbers or as sympy expressions alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size, TensorSpec
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 for none."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def elements(tensor: TensorSpec) -> Size:
+    """How many elements the tensor has."""
+    return product(tensor.shape)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; FXP108 for a dtype that is not known."""
+    size = ITEM_BYTES.get(dtype)
+    if size is None:
+        raise error(
+            "FXP108",
+            where=f"a tensor of dtype {dtype}",
+            why="its element size is not known",
+            fix="cast the tensor, or add the dtype to fxpart.costmodels.tensor_sizes",
+        )
+    return size
+
+
+def tensor_bytes(tensor: TensorSpec) -> Size:
+    """The tensor's bytes without padding."""
+    return elements(tensor) * item_bytes(tensor.dtype)
+
+
+def is_floating(dtype: str) -> bool:
+    """Whether gradients and multiply-add rates apply to the dtype."""
+    return dtype.startswith(("float", "bfloat", "complex"))

@@ -1,0 +1,184 @@
+"""capture(): from a module and example inputs to a :class:`CapturedModel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from fxpart.capture.autograd_functions import check_gradients, find_custom_backwards
+from fxpart.capture.batch_dims import infer, settled
+from fxpart.capture.call_arguments import input_names, split_batch_arguments
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.context_managers import prepare_capture
+from fxpart.capture.example_inputs import infer_examples, no_examples
+from fxpart.capture.fake_tensors import replace_with_fakes
+from fxpart.capture.flat_batch import assemble, distinct, flatten_batch
+from fxpart.capture.lazy_modules import initialize_lazy
+from fxpart.capture.model_outputs import ambiguous_loss
+from fxpart.capture.model_validation import plain_module
+from fxpart.capture.model_with_loss import ModelWithLoss
+from fxpart.capture.precision import autocast_dtype
+from fxpart.capture.request import CaptureRequest, trace_request
+from fxpart.capture.shape_probe import ShapeProbe
+from fxpart.compat import unwrap_compiled, unwrapped
+from fxpart.errors import FxpartError, Problem, error
+
+_LOSS_NAME = re.compile(r"((total|train|training|model)_?)?loss|objective|cost|nll|elbo")
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    batch_size: int | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    training: bool = True,
+    microbatch_size: int | None = None,
+    precision: str = "fp32",
+) -> CapturedModel:
+    """Capture an unmodified model as a torch.fx graph.
+
+    example_inputs: a tuple of positional inputs, or a dict of keyword inputs, loss targets
+    included; inferred where None (see :mod:`fxpart.capture.example_inputs`). loss: a function of
+    the output and the targets; without it the output's own loss, or its only scalar with a
+    gradient, or the mean square of its floating tensors. batch_size: rows of the global batch, by
+    default those of the example. batch_dims: per input name the dim of the batch, None for an input
+    that is not cut; the rest is inferred. microbatch_size: the size to capture at where the batch
+    cannot be symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model and loss,
+    whose conversions are then operations of the graph; "fp32" as the model is. The model's modes,
+    configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
+    """
+    plain, loss = plain_module(model), unwrapped(loss)
+    with unwrap_compiled(plain, loss) as compiled:
+        captured = _captured(
+            plain, example_inputs, example_kwargs, loss, batch_dims, batch_size, microbatch_size,
+            training, precision,
+        )  # fmt: skip
+    if compiled or plain is not model:
+        note = "torch.compile is left out; names of parameters are those of the plain module"
+        captured = replace(captured, tried=(*captured.tried, note))
+    return captured
+
+
+def _captured(
+    model: nn.Module,
+    example_inputs: Any,
+    example_kwargs: Mapping[str, Any] | None,
+    loss: Callable[..., Any] | None,
+    batch_dims: Mapping[str, int | None] | None,
+    batch_size: int | None,
+    microbatch_size: int | None,
+    training: bool,
+    precision: str,
+) -> CapturedModel:
+    """Capture a plain module; see :func:`capture`."""
+    autocast = autocast_dtype(precision)
+    if example_inputs is None and not example_kwargs:
+        example_inputs = infer_examples(model, batch_size)
+    batch = assemble(example_inputs, example_kwargs)
+    parts = distinct(flatten_batch(batch))
+    has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
+    call = split_batch_arguments(model, loss, parts, has_kwargs=has_kwargs)
+    initialize_lazy(model, call, parts)
+    names = unique_names(input_names(parts, call, model, loss))
+    if not parts.tensors:
+        raise no_examples(model)
+    known = settled(batch_dims or {}, names, parts.tensors)
+    with prepare_capture(model, training, loss), replace_with_fakes(model) as mode:
+        trial = ShapeProbe(ModelWithLoss(model, loss, call, autocast), mode)
+        inferred = infer(trial, names, parts.tensors, known)
+        backwards = find_custom_backwards(trial, parts.tensors) if inferred.ran else []
+    sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
+    rows = min(sizes, default=1)
+    _check_sizes(batch_size, microbatch_size, has_rows=bool(sizes))
+    request = CaptureRequest(
+        model=model,
+        loss=loss,
+        parts=parts,
+        call=call,
+        names=names,
+        inferred=inferred,
+        batch_size=batch_size or rows,
+        microbatch_size=microbatch_size,
+        training=training,
+        floating=trial.whole.floating,
+        form=trial.whole.form,
+        loss_name=_own_loss_name(trial.whole.scalars),
+        precision=precision,
+        assigned=trial.whole.assigned,
+    )
+    captured = trace_request(request)
+    if request.loss_name is not None:
+        captured = _with_own_loss(captured, trial.whole.scalars)
+    if not backwards:
+        return captured
+    note = check_gradients(captured, backwards, request)
+    return replace(captured, tried=(*captured.tried, note))
+
+
+def _own_loss_name(scalars: Mapping[str, str]) -> str | None:
+    """The output that is the loss where none was given.
+
+    FXP106 where it may be any of several, or where the only one has the name of a part of a loss.
+    """
+    if len(scalars) > 1:
+        names = ", ".join(scalars)
+        why = f"no loss was given, and any of its scalars may be the loss: {names}"
+        raise ambiguous_loss(scalars, why)
+    for name, path in scalars.items():
+        key = re.search(r"(?:\.|\[')(\w+)(?:'\])?$", path)  # none: a place in a tuple
+        if key is not None and not _LOSS_NAME.fullmatch(key[1]):
+            why = f"no loss was given, and its only scalar, {name}, may be a part of one"
+            raise ambiguous_loss(scalars, why)
+    return next(iter(scalars), None)
+
+
+def _with_own_loss(captured: CapturedModel, scalars: Mapping[str, str]) -> CapturedModel:
+    """The capture with a note of which output is its loss; FXP106 if no input reaches that."""
+    reached: set[fx.Node] = set()
+    for node in captured.graph.graph.nodes:
+        if node.op == "placeholder" or any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    loss = captured.graph.graph.output_node().args[0][0]  # type: ignore[index]
+    (name, path), *_ = scalars.items()
+    if loss not in reached:
+        why = f"no loss was given, and its only scalar, {name}, does not depend on the inputs"
+        fix = "give compile() loss=, a function of the output and the targets"
+        raise error("FXP106", where=path, why=why, fix=fix)
+    note = f"loss: the output {name} ({path}), the only scalar with a gradient"
+    return replace(captured, tried=(*captured.tried, note))
+
+
+def _check_sizes(batch_size: int | None, microbatch_size: int | None, *, has_rows: bool) -> None:
+    """FXP109 for sizes that are no sizes, or that no input has a dim for."""
+    problems = []
+    for name, size in (("batch_size", batch_size), ("microbatch_size", microbatch_size)):
+        if size is None:
+            continue
+        if size < 1:
+            why = "it must be at least 1"
+            problems.append(Problem("FXP109", f"{name}={size}", why, "give the number of rows"))
+        elif size > 1 and not has_rows:
+            why = "no input has a batch dim"
+            problems.append(Problem("FXP109", f"{name}={size}", why, "leave it out"))
+    if problems:
+        raise FxpartError(problems)
+
+
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Names as Python identifiers, each once."""
+    result: list[str] = []
+    for name in names:
+        plain = re.sub(r"\W", "_", name) or "input_0"
+        plain = f"_{plain}" if plain[0].isdigit() else plain
+        fresh, count = plain, 1
+        while fresh in result or fresh == "rng_key":
+            fresh, count = f"{plain}_{count}", count + 1
+        result.append(fresh)
+    return tuple(result)

@@ -1,0 +1,102 @@
+"""Backward functions of the user's own (torch.autograd.Function), which no tracer keeps.
+
+A traced graph has the ops of such a function's forward, and their own gradients. Where these equal
+the user's backward (a formula that only saves memory) all is well; where they do not (a
+straight-through estimator) training would silently go wrong. So the numbers are compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.context_managers import REAL_LIMIT, preserve_tensors
+from fxpart.capture.flat_batch import unflatten_batch
+from fxpart.capture.request import CaptureRequest
+from fxpart.capture.shape_probe import ShapeProbe
+from fxpart.capture.source_locations import shorten_path
+from fxpart.compat import own_backward
+from fxpart.errors import FxpartError, Problem
+
+_HARMLESS = ("torch.utils.checkpoint",)  # recomputes the same gradients
+_TOLERANCE = 1e-4
+
+
+def find_custom_backwards(trial: ShapeProbe, tensors: Sequence[torch.Tensor]) -> list[type]:
+    """The classes with a backward of their own between parameters and what the model returns."""
+    found: dict[type, None] = {}
+    todo = [t.grad_fn for t in trial.returned(tensors).values()]
+    seen: set[object] = set()
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        todo += [following for following, _ in function.next_functions]
+        kind = own_backward(function)
+        if kind is not None and not kind.__module__.startswith(_HARMLESS):
+            found[kind] = None
+    return list(found)
+
+
+def check_gradients(captured: CapturedModel, kinds: Sequence[type], request: CaptureRequest) -> str:
+    """A note that the graph's gradients equal the module's own; FXP108 where they do not.
+
+    Runs both on the example with one seed; models without data, or with more than 2e8 parameters,
+    are refused unchecked.
+    """
+    names = ", ".join(kind.__name__ for kind in kinds)
+    count = sum(captured.state[name].numel() for name in captured.parameters)
+    if count > REAL_LIMIT or any(t.device.type == "meta" for t in captured.state.values()):
+        raise _refused(kinds, "the model cannot be run here to see whether its gradients agree")
+    assert captured.eager is not None, "a capture brings its module along"
+    rows = captured.microbatch_size or min(captured.batch_size, 4)
+    eager, inputs = captured.eager, request.resized(rows)
+    batch = unflatten_batch(request.parts.tree, inputs)
+    with preserve_tensors(request.model, request.loss), torch.random.fork_rng():
+        mine = _gradients(captured, lambda: captured.graph(*inputs))
+        theirs = _gradients(captured, lambda: eager(batch))
+    for name, a, b in zip(captured.parameters, mine, theirs, strict=True):
+        if not _close(a, b):
+            raise _refused(kinds, f"the gradient of {name} is not that of the traced forward")
+    return f"backward functions of its own ({names}): gradients equal those of the traced forward"
+
+
+def _gradients(captured: CapturedModel, run: Callable[[], Any]) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
+    parameters = [captured.state[name] for name in captured.parameters]
+    wanted = [p for p in parameters if p.requires_grad]
+    with torch.enable_grad():
+        found = torch.autograd.grad(run()[0], wanted, allow_unused=True)
+    by_tensor = {id(p): g for p, g in zip(wanted, found, strict=True)}
+    return [by_tensor.get(id(p)) for p in parameters]
+
+
+def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+
+
+def _refused(kinds: Sequence[type], why: str) -> FxpartError:
+    fix = (
+        "make it an operator that keeps its backward: torch.library.custom_op with "
+        "register_autograd and register_fake; or write y + (g(x) - y).detach() and the like"
+    )
+    return FxpartError(
+        Problem("FXP108", _place(kind), f"{kind.__name__} has a backward of its own: {why}", fix)
+        for kind in kinds
+    )
+
+
+def _place(kind: type) -> str:
+    try:
+        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{shorten_path(file or '')}:{line}: class {kind.__name__}"

@@ -1,0 +1,72 @@
+"""Models without data: meta and fake tensors replaced, for the capture alone, by fakes of one mode.
+
+The fakes stand on the CPU (or on the fake's own device), so that the graph names a real device
+rather than "meta".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.compat import fake_mode, is_fake, storage_identity, tensor_slots
+
+
+def has_no_data(model: nn.Module, tensors: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether any parameter, buffer or given tensor is a meta or fake tensor."""
+    own = (*model.parameters(), *model.buffers())
+    return any(is_fake(t) for t in (*own, *tensors))
+
+
+def make_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of ``mode`` with the metadata of ``tensor``; a Parameter for a Parameter."""
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    with mode:
+        fake = torch.empty_strided(
+            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor for a fake one; any other tensor as it is."""
+    if not is_fake(tensor) or tensor.device.type == "meta":
+        return tensor
+    meta = torch.empty_strided(
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
+
+
+@contextmanager
+def replace_with_fakes(model: nn.Module) -> Iterator[Any | None]:
+    """Within: every tensor of a model without data is a fake of one mode; ties are kept.
+
+    Yields that mode, or None for a model with data, which is left alone.
+    """
+    if not has_no_data(model):
+        yield None
+        return
+    mode = fake_mode(symbolic=True)
+    fakes: dict[tuple[object, ...], torch.Tensor] = {}
+    replaced = []
+    for slots, name in tensor_slots(model):
+        tensor = slots[name]
+        key = storage_identity(tensor)
+        if key not in fakes:
+            fakes[key] = make_fake(mode, tensor)
+        replaced.append((slots, name, tensor))
+        slots[name] = fakes[key]
+    try:
+        yield mode
+    finally:
+        for slots, name, tensor in replaced:
+            slots[name] = tensor

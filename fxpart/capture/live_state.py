@@ -1,0 +1,45 @@
+"""The tensors of a captured model as its modules have them now."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.fake_tensors import as_meta
+from fxpart.errors import FxpartError, Problem
+
+
+def refresh_state(captured: CapturedModel) -> None:
+    """Have the state be what the modules have now: a tensor may have been replaced since.
+
+    Raises FXP113 where there is none, or one of another shape or dtype.
+    """
+    problems: list[Problem] = []
+    for name, (place, key) in captured.slots.items():
+        known, now = captured.state[name], place.get(key)
+        if now is known:
+            continue
+        if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != (
+            known.shape,
+            known.dtype,
+        ):
+            what = f"{now.dtype} {list(now.shape)}" if isinstance(now, torch.Tensor) else str(now)
+            problems.append(
+                Problem(
+                    "FXP113",
+                    f"the module's {name}",
+                    f"it was {known.dtype} {list(known.shape)} when the model was compiled, and is "
+                    f"{what} now",
+                    "compile again after changing the module",
+                )
+            )
+        else:
+            captured.state[name] = as_meta(now)
+    if problems:
+        raise FxpartError(problems)
+
+
+def live_parameters(captured: CapturedModel) -> dict[str, torch.Tensor]:
+    """Return the parameters that the modules have now, by main name."""
+    known = (name for name in captured.parameters if name in captured.slots)
+    return {name: captured.slots[name][0][captured.slots[name][1]] for name in known}

@@ -1,0 +1,126 @@
+"""The ways to a graph, tried in order: torch.export with symbols, static, strict, then torch.fx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.export import Dim, ExportedProgram, export
+
+from fxpart.capture.failure_causes import problem_of
+from fxpart.capture.model_with_loss import ModelWithLoss
+from fxpart.capture.python_state import PythonState
+from fxpart.compat import deferred_code, grad_modes_kept
+
+MAX_BATCH = 1 << 20
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class TraceMethod:
+    """One way of tracing: its name for people, the method it counts as, and what is symbolic."""
+
+    label: str
+    method: str
+    strict: bool
+    symbolic: bool
+    sequences: bool
+
+
+WAYS = (
+    TraceMethod("export, symbolic batch and sequence", "export", False, True, True),
+    TraceMethod("export, symbolic batch", "export", False, True, False),
+    TraceMethod("export, fixed batch", "export", False, False, False),
+    TraceMethod("strict export, symbolic batch", "export-strict", True, True, False),
+    TraceMethod("strict export, fixed batch", "export-strict", True, False, False),
+    TraceMethod("torch.fx symbolic trace, fixed batch", "symbolic-trace", False, False, False),
+)
+
+
+def sequence_dims(
+    tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
+) -> tuple[frozenset[int], ...]:
+    """Per input, the dims that may be a sequence length.
+
+    The second dim of integer inputs [batch, length] says which sizes are lengths; every dim of
+    that size in any input but its batch dim is one.
+    """
+    sizes = {
+        t.shape[1 - b]
+        for t, b in zip(tensors, batch_dims, strict=True)
+        if b is not None and t.dim() == 2 and b < 2 and t.dtype in (torch.int64, torch.int32)
+    }
+    sizes -= {0, 1}
+    return tuple(
+        frozenset(
+            d
+            for d, size in enumerate(t.shape)
+            if d != b and size in sizes and (not t.is_floating_point() or d == 1 or b is None)
+        )
+        for t, b in zip(tensors, batch_dims, strict=True)
+    )
+
+
+def run_export(
+    whole: ModelWithLoss,
+    tensors: Sequence[torch.Tensor],
+    batch_dims: Sequence[int | None],
+    way: TraceMethod,
+    python: PythonState,
+) -> ExportedProgram:
+    """torch.export of the whole module in one way; raises whatever torch raises.
+
+    python: the Python state of model and loss, restored after the trace.
+    """
+    shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
+    with python.unchanged(), deferred_code(), grad_modes_kept():
+        return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
+
+
+def _shapes(
+    tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None], way: TraceMethod
+) -> dict[str, object]:
+    batch = Dim("batch", min=1, max=MAX_BATCH)
+    lengths = sequence_dims(tensors, batch_dims)
+    specs: list[dict[int, object]] = []
+    for i, dim in enumerate(batch_dims):
+        spec: dict[int, object] = {}
+        if way.sequences:
+            spec |= dict.fromkeys(lengths[i], Dim.AUTO)
+        if dim is not None:
+            spec[dim] = batch
+        specs.append(spec)
+    return {"batch": tuple(specs)}
+
+
+def run_first_successful(
+    ways: Sequence[TraceMethod], attempt: Callable[[TraceMethod], Result]
+) -> tuple[TraceMethod, Result, list[tuple[TraceMethod, Exception]]]:
+    """Try each way; returns the first that works, or raises :class:`AllTraceMethodsFailedError`
+    with all.
+    """
+    failures: list[tuple[TraceMethod, Exception]] = []
+
+    def depends_on_data(failed: tuple[TraceMethod, Exception]) -> bool:
+        return problem_of(failed[1]).code == "FXP103"
+
+    for way in ways:
+        if way.method == "symbolic-trace" and any(map(depends_on_data, failures)):
+            break  # torch.fx would take one branch, or one size, and keep quiet about it
+        try:
+            return way, attempt(way), failures
+        except Exception as failure:  # torch.export raises many unrelated types
+            failures.append((way, failure))
+    raise AllTraceMethodsFailedError(failures)
+
+
+class AllTraceMethodsFailedError(Exception):
+    """No way worked; ``failures`` pairs each with what it raised."""
+
+    def __init__(self, failures: list[tuple[TraceMethod, Exception]]) -> None:
+        """Keep the failures in the order of the ways."""
+        self.failures = failures
+        super().__init__(f"{len(failures)} ways failed")

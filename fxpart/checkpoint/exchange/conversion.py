@@ -1,0 +1,150 @@
+"""From any format to any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+
+from fxpart.checkpoint.exchange import huggingface, native, paddle_files, single_file
+from fxpart.checkpoint.exchange.huggingface import BARE, KeyPrefixes
+from fxpart.checkpoint.exchange.paddle import PaddleStrategy
+from fxpart.checkpoint.exchange.source import (
+    MODEL,
+    CheckpointSource,
+    RankShard,
+    TensorType,
+    make_foreign_file_error,
+)
+from fxpart.checkpoint.regions import Bytes
+
+Format = Literal["fxpart", "hf", "dcp", "paddle", "whole"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """What formats can be told.
+
+    model_only: parameters and persistent buffers, nothing else. prefixes: of names in torch's
+    distributed checkpoints. strategies: how tensors are to be cut for PaddlePaddle, by name.
+    config: a config.json to lie beside Hugging Face's files. file_bytes: most bytes of such a file.
+    """
+
+    model_only: bool = False
+    prefixes: KeyPrefixes = field(default_factory=KeyPrefixes)
+    strategies: Mapping[str, PaddleStrategy] = field(default_factory=dict)
+    config: Path | None = None
+    file_bytes: int = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What was done. path: what was written. left_out: keys that the format does not hold."""
+
+    path: Path
+    source: Format
+    target: Format
+    tensors: int
+    bytes: int
+    left_out: tuple[str, ...]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: Format,
+    *,
+    form: Format | None = None,
+    options: ConversionOptions | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Write what is at ``source`` to ``target`` in another format, one tensor in memory at a time.
+
+    form: the source's, found out where it is not given. progress: told bytes done and in all.
+    Raises FXP510 and FXP511 for a checkpoint of ours, FXP110 for another's file that cannot be
+    read, FXP603 where the target is there already or cannot be written.
+    """
+    options = options or ConversionOptions()
+    form = form or detect(source)
+    read = _ProgressSource(_open(source, form, options), options.model_only, progress)
+    if not read.tensors:
+        raise make_foreign_file_error(str(source), "there is no tensor in it", "another source")
+    path, left_out = target, []
+    if to == "fxpart":
+        path = native.write_native(target, read)
+    elif to == "whole":
+        left_out = single_file.write_whole(target, read)
+    elif to == "paddle":
+        left_out = paddle_files.write_paddle(target, read, strategies=options.strategies)
+    else:
+        shards = to == "dcp"
+        left_out = huggingface.write_folder(
+            target, read, prefixes=options.prefixes if shards else BARE, shards=shards,
+            config=options.config, file_bytes=options.file_bytes,
+        )  # fmt: skip
+    kept = {key: outline for key, outline in read.tensors.items() if key not in set(left_out)}
+    size = sum(outline.size for outline in kept.values())
+    return ConversionResult(path, form, to, len(kept), size, (*left_out, *read.left_out))
+
+
+def detect(path: Path) -> Format:
+    """The format of what is at a path; FXP110 where it is none of them."""
+    if path.is_file():
+        return "whole" if single_file.is_whole(path) else "hf"
+    if native.is_native(path):
+        return "fxpart"
+    if paddle_files.is_paddle(path):
+        return "paddle"
+    if any(path.glob("*.safetensors")):
+        return "dcp" if huggingface.is_sharded(path) else "hf"
+    why, fix = "there is no such path", "give a file or folder"
+    if path.is_dir():
+        why = "no format is known that has such files"
+        fix = "checkpoints, .safetensors files, or *_dist0.pdattr.json; pickles are not read"
+    elif path.exists():
+        why = "it is neither a folder nor a regular file"
+    raise make_foreign_file_error(str(path), why, fix)
+
+
+def _open(path: Path, form: Format, options: ConversionOptions) -> CheckpointSource:
+    if form == "fxpart":
+        return native.NativeCheckpointSource(path)
+    if form == "whole":
+        return single_file.SingleFileCheckpoint(path)
+    if form == "paddle":
+        return paddle_files.PaddleFolder(path)
+    return huggingface.SafetensorsFolder(path, options.prefixes if form == "dcp" else BARE)
+
+
+class _ProgressSource:
+    """A source that tells how far it was read, or the model's part of it."""
+
+    def __init__(
+        self, source: CheckpointSource, model_only: bool, progress: Progress | None
+    ) -> None:
+        self._source = source
+        self._progress = progress
+        keys = [key for key in source.tensors if key.startswith(MODEL) or not model_only]
+        self.tensors: Mapping[str, TensorType] = {key: source.tensors[key] for key in keys}
+        self.rest = source.rest
+        if model_only:
+            self.rest = msgspec.structs.replace(source.rest, values={}, groups=[])
+        self.left_out = [key for key in source.tensors if key not in self.tensors]
+        self._read: set[str] = set()
+        self._done = 0
+
+    def read(self, key: str) -> Bytes:
+        data = self._source.read(key)
+        if self._progress is not None and key not in self._read:
+            self._read.add(key)
+            self._done += data.nbytes
+            self._progress(self._done, sum(outline.size for outline in self.tensors.values()))
+        return data
+
+    def layout(self, key: str) -> Sequence[RankShard]:
+        return self._source.layout(key)

@@ -1,0 +1,183 @@
+"""Cluster files: TOML for people, JSON for machines, both ways; and the canonical digest.
+
+A file may hold keys that fxpart does not know, at every level. They are kept in ``extra`` and
+written back among the others, where they came from.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fxpart.errors import FxpartError, error
+from fxpart.files import from_json, read_bytes, toml
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
+
+MAX_BYTES = 64 << 20
+SUFFIXES = (".toml", ".json")
+
+
+def load(path: Path) -> Cluster:
+    """The checked cluster in ``path``; FXP401 where it cannot be read, FXP402 where it is wrong."""
+    _suffix(path)
+    try:
+        data = read_bytes(path, MAX_BYTES)
+    except OSError as why:
+        raise _unreadable(
+            path, why.strerror or str(why), "give the path of a readable file"
+        ) from why
+    return decode(data, path.suffix, str(path))
+
+
+def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
+    """The checked cluster in the text ``data`` of the kind ".toml" or ".json"."""
+    try:
+        if suffix == ".json":
+            raw = from_json(data)
+        else:
+            raw = toml(data.decode("utf-8"))
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
+        # Both parsers raise subclasses of ValueError; deep nesting and huge integers do not.
+        raise _unreadable(where, str(why) or type(why).__name__) from why
+    return from_builtins(raw, where)
+
+
+def from_builtins(raw: Any, where: str = "cluster") -> Cluster:
+    """The checked cluster in what a JSON or TOML parser gave; FXP401 or FXP402."""
+    from fxpart.cluster.model import Cluster
+
+    try:
+        cluster = msgspec.convert(_gathered(raw, Cluster), Cluster)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
+        raise _unreadable(where, str(why) or type(why).__name__) from why
+    return cluster.validate()
+
+
+def to_builtins(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as a file holds it: dicts, lists, numbers; unknown keys where they came from."""
+    made = _flat(cluster)
+    for kind in _parts():
+        if kind in made:
+            made[kind] = [_flat(item) for item in made[kind]]
+    listed: dict[str, Any] = _listed(made)
+    return listed
+
+
+def dump(cluster: Cluster, path: Path) -> None:
+    """Write ``cluster`` as TOML or JSON by the suffix of ``path``; FXP603 where it cannot be."""
+    text = to_toml(cluster) if _suffix(path) == ".toml" else to_json(cluster)
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as why:
+        raise error(
+            "FXP603", where=str(path), why=why.strerror or str(why), fix="give a writable path"
+        ) from why
+
+
+def to_json(cluster: Cluster) -> str:
+    """The cluster as indented JSON with sorted keys and a final newline."""
+    text = msgspec.json.encode(to_builtins(cluster), order="sorted")
+    return msgspec.json.format(text, indent=2).decode() + "\n"
+
+
+def to_toml(cluster: Cluster) -> str:
+    """The cluster as TOML: what holds for all of it, then one table per host, device, link.
+
+    Raises FXP603 where an unknown key holds null, which TOML cannot say.
+    """
+    made = to_builtins(cluster)
+    tables = {kind: made.pop(kind) for kind in _parts() if made.get(kind)}
+    lines = [f"{_key(key)} = {_toml(value)}" for key, value in made.items()]
+    for kind, items in tables.items():
+        for item in items:
+            lines += ["", f"[[{kind}]]"]
+            lines += [f"{_key(key)} = {_toml(value)}" for key, value in item.items()]
+    return "\n".join(lines) + "\n"
+
+
+def digest(cluster: Cluster) -> str:
+    """SHA-256 in hex of the canonical JSON: sorted keys, no spaces."""
+    return hashlib.sha256(msgspec.json.encode(cluster, order="sorted")).hexdigest()
+
+
+def _parts() -> dict[str, type[msgspec.Struct]]:
+    """The lists of a cluster, in the order in which a file has them, and what is in them."""
+    from fxpart.cluster.model import CollectiveCurve, Device, Host, Link
+
+    return {"hosts": Host, "devices": Device, "links": Link, "collectives": CollectiveCurve}
+
+
+def _gathered(raw: Any, kind: type[msgspec.Struct]) -> Any:
+    """What a parser gave, with the keys that ``kind`` does not have under ``extra``."""
+    if not isinstance(raw, dict):
+        return raw  # the conversion says what is wrong with it
+    known = set(kind.__struct_fields__) - {"extra"}
+    made = {key: value for key, value in raw.items() if key in known}
+    if len(made) < len(raw):
+        made["extra"] = {key: value for key, value in raw.items() if key not in known}
+    if "links" in known:
+        for name, part in _parts().items():
+            if isinstance(made.get(name), list):
+                made[name] = [_gathered(item, part) for item in made[name]]
+    return made
+
+
+def _flat(item: msgspec.Struct) -> dict[str, Any]:
+    """The given fields of a struct by name, unknown keys after them."""
+    fields = {k: getattr(item, k) for k in item.__struct_fields__}
+    extra = fields.pop("extra", msgspec.UNSET)
+    given = {key: value for key, value in fields.items() if value is not msgspec.UNSET}
+    return given if extra is msgspec.UNSET else {**extra, **given}
+
+
+def _listed(value: Any) -> Any:
+    """The value with lists for tuples, as a parser gives it."""
+    if isinstance(value, dict):
+        return {key: _listed(entry) for key, entry in value.items()}
+    return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _key(key: str) -> str:
+    """A TOML key: bare where it may be."""
+    return key if _BARE.fullmatch(key) else _toml(key)
+
+
+def _toml(value: Any) -> str:
+    """A TOML value: string, number, boolean, date, or array or inline table of these."""
+    if isinstance(value, str):
+        # JSON's escapes of control characters are TOML's too; DEL alone needs one more.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        inner = ", ".join(f"{_toml(key)} = {_toml(entry)}" for key, entry in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if value is None:
+        why = "a key that fxpart does not know holds null, which TOML cannot say"
+        raise error("FXP603", where="TOML", why=why, fix="write the cluster as .json")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _suffix(path: Path) -> str:
+    if path.suffix not in SUFFIXES:
+        fix = "name the file .toml or .json"
+        raise _unreadable(path, f"the suffix {path.suffix!r} is not known", fix)
+    return path.suffix
+
+
+def _unreadable(where: str | Path, why: str, fix: str = "") -> FxpartError:
+    fix = fix or "compare it with a file that `fxpart cluster detect -o FILE` writes"
+    return error("FXP401", where=str(where), why=why, fix=fix)

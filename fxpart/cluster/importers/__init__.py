@@ -1,0 +1,1 @@
+"""Clusters from the files of other tools: NCCL tests, Paddle, Slurm, NVIDIA topology."""

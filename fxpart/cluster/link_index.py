@@ -1,0 +1,65 @@
+"""Which link a transfer takes: the closest match among devices, hosts and "*"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxpart.errors import error
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster, Link
+
+ANY = "*"
+
+# Pairs of closeness (2 device, 1 host, 0 "*") from the closest to the loosest: by the sum, then
+# by the worse end, then by the source, so that every two patterns are ordered.
+_ORDER = sorted(
+    ((a, b) for a in range(3) for b in range(3)), key=lambda p: (sum(p), min(p), p), reverse=True
+)
+
+
+class LinkIndex:
+    """The links of a cluster, indexed; ``links(source, target)`` takes device names."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Index the cluster's links by their two ends."""
+        self._table = {(link.source, link.target): link for link in cluster.links}
+        self._devices = {device.name: device for device in cluster.devices}
+        self._named = {end for pair in self._table for end in pair}
+
+    def __call__(self, source: str, target: str) -> Link:
+        """The closest link from one device to another; raises FXP403 naming the pair."""
+        ends = [self._forms(name) for name in (source, target)]
+        if source == target:
+            return self._itself(source)
+        for a, b in _ORDER:
+            link = self._table.get((ends[0][a], ends[1][b]))
+            if link is not None:
+                return link
+        raise error(
+            "FXP403",
+            where=f"{source} -> {target}",
+            why="no link of the cluster matches this pair of devices",
+            fix=f"add a link with source {ends[0][1]!r} and target {ends[1][1]!r}, or '*' for both",
+        )
+
+    def group(self, name: str) -> str:
+        """The device's name if a link names it, else its host: equal groups have equal links."""
+        return name if name in self._named else self._forms(name)[1]
+
+    def _forms(self, name: str) -> tuple[str, str, str]:
+        device = self._devices.get(name)
+        if device is None:
+            raise error(
+                "FXP403",
+                where=f"device {name!r}",
+                why="the cluster has no device of this name",
+                fix=f"one of {', '.join(list(self._devices)[:8])}",
+            )
+        return (ANY, device.host, name)
+
+    def _itself(self, name: str) -> Link:
+        from fxpart.cluster.model import Link
+
+        bandwidth = self._devices[name].bandwidth
+        return Link(source=name, target=name, latency=0.0, bandwidth=bandwidth, kind="self")

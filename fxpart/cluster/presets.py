@@ -1,0 +1,153 @@
+"""Presets such as "16x8xh100", made from the hardware data in ``fxpart.costmodels/devices``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpart.cluster.validation import MAX_DEVICES
+from fxpart.errors import FxpartError, error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fxpart.cluster.model import Cluster, Link
+
+_LOCAL = re.compile(r"local(?::(\d{1,9}))?")
+_GRID = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([a-z][a-z0-9.-]*)")
+MAX_TEXT = 4096
+
+
+def parse(text: str | Path) -> Cluster:
+    """The cluster that ``text`` names: "auto", "local:4", "16x8xh100" or a file."""
+    from fxpart.cluster.files import SUFFIXES, load
+    from fxpart.cluster.host_detection import detect, local
+
+    if isinstance(text, Path):
+        return load(text)
+    name = text.strip()[:MAX_TEXT]
+    if name.endswith(SUFFIXES):
+        return load(Path(name))
+    if name.lower() == "auto":
+        return detect()
+    if match := _LOCAL.fullmatch(name.lower()):
+        return local(int(match[1] or 1))
+    parts = [_GRID.fullmatch(part.strip()) for part in name.lower().split("+")]
+    grids = [(int(part[1] or 1), int(part[2]), part[3]) for part in parts if part]
+    if len(grids) < len(parts):
+        raise unknown(name)
+    return grid(*grids[0]) if len(grids) == 1 else mixed(grids)
+
+
+def mixed(parts: Sequence[tuple[int, int, str]]) -> Cluster:
+    """Hosts of several models side by side; between hosts the slowest of their networks."""
+    from fxpart.cluster.model import Cluster
+
+    if sum(hosts * each for hosts, each, _ in parts) > MAX_DEVICES:
+        text = "+".join("x".join(map(str, part)) for part in parts)
+        raise unknown(text, f"there are more than {MAX_DEVICES} devices")
+    first, made = 0, []
+    for hosts, each, model in parts:
+        made.append(grid(hosts, each, model, first))
+        first += hosts
+    network = [device_data(model)["network"] for _, _, model in parts]
+    slow = min(network, key=lambda data: data["bandwidth"])
+    link = {**slow, "latency": max(data["latency"] for data in network)}
+    inside = [link for part in made for link in part.links if link.source != "*"]
+    return Cluster(
+        name="+".join(part.name for part in made),
+        devices=tuple(device for part in made for device in part.devices),
+        links=(*inside, _link("*", "*", link)),
+    )
+
+
+def grid(hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
+    """``hosts`` hosts of ``per_host`` devices of one model, linked as its data file says.
+
+    first: the number of the first host.
+    """
+    from fxpart.cluster.model import Cluster, Device
+
+    data = device_data(model)
+    if hosts < 1 or per_host < 1 or hosts * per_host > MAX_DEVICES:
+        why = f"{hosts} x {per_host} devices is not between 1 and {MAX_DEVICES}"
+        raise unknown(f"{hosts}x{per_host}x{model}", why)
+    origin = f"{data['source']} ({data['date']})"
+    devices = tuple(
+        Device(
+            name=f"host{host}/{data['kind']}:{index}",
+            kind=data["kind"],
+            model=data["name"],
+            host=f"host{host}",
+            memory=data["memory"],
+            flops=data["flops"],
+            bandwidth=data["bandwidth"],
+            launch=data["launch"],
+            source=origin,
+        )
+        for host in range(first, first + hosts)
+        for index in range(per_host)
+    )
+    links = []
+    if per_host > 1:
+        names = [f"host{host}" for host in range(first, first + hosts)]
+        links += [_link(name, name, data["link"]) for name in names]
+    if hosts > 1:
+        links.append(_link("*", "*", data["network"]))
+    name = f"{hosts}x{per_host}x{data['name']}" if hosts > 1 else f"{per_host}x{data['name']}"
+    return Cluster(name=name, devices=devices, links=tuple(links))
+
+
+def _link(source: str, target: str, data: dict[str, Any]) -> Link:
+    from fxpart.cluster.model import Link
+
+    return Link(
+        source=source,
+        target=target,
+        latency=data["latency"],
+        bandwidth=data["bandwidth"],
+        kind=data["kind"],
+        origin=data["source"],
+    )
+
+
+def device_data(model: str) -> dict[str, Any]:
+    """The data file of a device model, by its name or an alias; FXP404 lists those there are."""
+    table = _all()
+    if model not in table:
+        raise unknown(model, f"there is no device data for {model[:80]!r}")
+    return table[model]
+
+
+@cache
+def _all() -> dict[str, dict[str, Any]]:
+    """Every device file by name and by alias; read once, as the files are part of the package."""
+    table: dict[str, dict[str, Any]] = {}
+    folder = files("fxpart.costmodels").joinpath("devices")
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
+        if entry.name.endswith(".toml"):
+            data = tomllib.loads(entry.read_text(encoding="utf-8"))
+            for name in (data["name"], *data.get("aliases", ())):
+                table[name] = data
+    return table
+
+
+def models() -> tuple[str, ...]:
+    """The names of all device models, without aliases, sorted."""
+    return tuple(sorted({data["name"] for data in _all().values()}))
+
+
+def unknown(name: str, why: str = "") -> FxpartError:
+    """FXP404 for a text that names no cluster, with what would."""
+    return error(
+        "FXP404",
+        where=f"cluster {name[:80]!r}",
+        why=why or "it is neither a preset nor a .toml or .json file",
+        fix="auto, local:4, 8xh100 (devices x model), 16x8xh100 (hosts x devices x model),\n"
+        "several with + between them, or a file\n"
+        f"models: {', '.join(sorted(_all()))}",
+    )

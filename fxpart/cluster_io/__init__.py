@@ -1,1 +1,0 @@
-"""Clusters in and out: files, presets, detection, checks, link look-up."""

@@ -1,0 +1,164 @@
+"""The program that a plan describes: what follows from its cuts, its mesh and its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxpart.codegen.materialization import constants_of
+from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph, divide_sharded_graph
+from fxpart.codegen.mesh_programs.plan_placements import restore_sharding
+from fxpart.codegen.mesh_programs.rank_programs import MeshRankPrograms, assign, generate
+from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
+from fxpart.codegen.program_archive import export
+from fxpart.errors import error
+from fxpart.plan.model import Plan, PlanModel
+from fxpart.plan.schedule import plan_schedule, recomputed
+from fxpart.planner.plan_builder import describe_model_difference
+from fxpart.program.edges import find_stage_edges
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.gradients.stage_replicas import (
+    get_original_stage,
+    get_replica_rounds,
+    replicate_stages,
+)
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.make import make
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+
+
+@dataclass(frozen=True)
+class GeneratedProgram:
+    """The fields of a program that follow from its cuts and its mesh."""
+
+    captured: CapturedModel
+    prepared: fx.GraphModule
+    graph: fx.GraphModule
+    spec: ProgramSpec
+    sources: tuple[str, ...]
+    lanes: MeshRankPrograms | None
+
+
+def apply_plan(
+    captured: CapturedModel, graph: fx.GraphModule, info: PlanModel, plan: Plan
+) -> GeneratedProgram:
+    """Make the program that a given plan describes; FXP304 where it is another model's."""
+    check_model(plan, info)
+    sharded = None if plan.sharding is None else restore_sharding(graph, captured, plan.sharding)
+    if plan.replicas:
+        starts = tuple(plan.stages[k].first for k in plan.firsts)
+        again = tuple(n for n, k in enumerate(plan.firsts) if k in recomputed(plan))
+    else:
+        starts = tuple(first for first, _, _ in plan.program_stages)
+        again = tuple(recomputed(plan))
+    return replicate_program_stages(
+        generate_program(
+            captured,
+            graph,
+            sharded,
+            starts,
+            plan.seed,
+            plan.order,
+            plan.transfer_dtype,
+            again,
+            microbatches=plan.microbatches,
+        ),
+        get_replica_rounds(plan),
+    )
+
+
+def check_model(plan: Plan, info: PlanModel) -> None:
+    """Raises FXP304 where the plan is another model's."""
+    if plan.model.fingerprint != info.fingerprint:
+        raise error(
+            "FXP304",
+            where=f"plan for {plan.model.name}",
+            why=describe_model_difference(plan.model, info),
+            fix="plan again for this model: fxpart plan TARGET -o plan.json",
+        )
+
+
+def replicate_program_stages(
+    parts: GeneratedProgram, rounds: Sequence[Sequence[int]]
+) -> GeneratedProgram:
+    """The same with copies of its stages
+    (:func:`fxpart.runtime.gradients.stage_replicas.replicate_stages`).
+    """
+    spec = (
+        replicate_stages(parts.spec, rounds)
+        if len(rounds) == len(parts.spec.stages)
+        else parts.spec
+    )
+    if spec is parts.spec:
+        return parts
+    sources = [parts.sources[get_original_stage(spec, stage)] for stage in range(len(spec.stages))]
+    return replace(parts, spec=spec, sources=tuple(sources))
+
+
+def generate_program(
+    captured: CapturedModel,
+    graph: fx.GraphModule,
+    sharded: ShardedGraph | None,
+    starts: Sequence[int],
+    seed: int,
+    order: Sequence[int] = (),
+    transfer_dtype: str = "",
+    in_blocks: tuple[int, ...] = (),
+    *,
+    microbatches: int = 1,
+) -> GeneratedProgram:
+    """Stages and their text from the first block of each, counted in ``order``.
+
+    transfer_dtype: in which float32 values go from rank to rank, "" as they are. in_blocks: stages
+    whose blocks can run again by themselves, to recompute activations. microbatches: of a step;
+    with several, totals of the batch become inputs.
+    """
+    assigned = divide_graph(assign(graph, starts, order), captured, microbatches)
+    lanes = None
+    if sharded is not None:
+        lanes = MeshRankPrograms(
+            divide_sharded_graph(sharded, captured, microbatches),
+            captured,
+            tuple(starts),
+            seed,
+            tuple(order),
+            transfer_dtype,
+            in_blocks,
+        )
+        spec, sources = lanes.program(0)
+    else:
+        spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
+    return GeneratedProgram(captured, graph, assigned, spec, sources, lanes)
+
+
+def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
+    """Every stage's actions with transfers."""
+    return make(name, range(len(spec.stages)), microbatches, find_stage_edges(spec))
+
+
+def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) -> tuple[Path, ...]:
+    """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
+    schedule = plan_schedule(plan)
+    texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
+    by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
+    lanes = range(1, len(plan.stages[0].ranks))
+    return export(
+        directory,
+        plan=plan.dumps(),
+        spec=parts.spec,
+        sources=parts.sources,
+        actions=[by_rank[rank] for rank in sorted(by_rank)],
+        constants=constants_of(parts.spec, parts.captured.state),
+        lanes=[parts.lanes.program(index) for index in lanes] if parts.lanes else (),
+    )
+
+
+def fields_of(parts: GeneratedProgram) -> dict[str, Any]:
+    """The parts by name."""
+    return {name: getattr(parts, name) for name in parts.__dataclass_fields__}

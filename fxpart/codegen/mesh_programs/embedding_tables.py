@@ -1,0 +1,71 @@
+"""Tables that a rank has no room for are dealt out, by rows, over the ranks that cut the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.annotations.entry_syntax import AnnotationKey, read_placements
+from fxpart.compat.optimizer_choice import choose, state_bytes
+from fxpart.compiler.graph_edit import value
+from fxpart.compiler.sparse_lookups import sparse_lookup, sparse_tables
+from fxpart.passes.rules import rule_of
+from fxpart.pricing.device_limits import RESERVE
+from fxpart.pricing.weights import trained_names
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+    from fxpart.planner.request import PlanRequest
+
+_SHARE = 0.5  # of a device's memory: the rest is for activations
+
+
+def shard_large_tables(
+    graph: fx.Graph,
+    captured: CapturedModel,
+    request: PlanRequest,
+    given: Mapping[str, str],
+    axis: str,
+    stages: int,
+) -> dict[str, str]:
+    """Annotations of tables with sparse gradients that the data axis is to cut, largest first.
+
+    As many as it takes for parameters and optimizer state to need half of the smallest device.
+    given: the user's annotations, which stay as they are. stages: that share the parameters.
+    """
+    mesh = request.mesh
+    if axis not in mesh.names or request.zero == 3 or not (tables := _tables(graph, axis, given)):
+        return {}
+    names = [name for name in captured.state if name in trained_names(captured)]
+    shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in names]
+    sizes = dict(zip(names, state_bytes(choose(request.optimizer), shapes, names), strict=True))
+    for name, tensor in captured.state.items():
+        sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
+    parts = mesh.shape[mesh.index(axis)]
+    room = min(d.memory for d in request.cluster.devices) * (1 - RESERVE) * _SHARE * stages
+    total, found = float(sum(sizes.values())), {}
+    for name in sorted(tables, key=lambda name: (-sizes[name], name)):
+        if total <= room:
+            break
+        found[name] = f"{axis}:S(0)"
+        total -= sizes[name] * (1 - 1 / parts)
+    return found
+
+
+def _tables(graph: fx.Graph, axis: str, given: Mapping[str, str]) -> list[str]:
+    """Tables whose every lookup may be cut by batch and rows at once, where nobody said more."""
+    able = set(sparse_tables(graph))
+    for node in graph.nodes:
+        looked = sparse_lookup(node)
+        if looked is not None and str(looked[0].target) in able:
+            rule = rule_of(node)
+            rows = int(value(looked[0]).shape[0])
+            if rule is None or not rule.together or rows < 2:
+                able.discard(str(looked[0].target))
+    for text, placements in given.items():
+        key = AnnotationKey.parse(text)
+        if key.kind == "state" and axis in read_placements(placements):
+            able = {name for name in able if not key.matches(name)}
+    return sorted(able)

@@ -1,0 +1,123 @@
+"""From a graph and the first block of each stage to the programs of all lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+from torch import fx
+
+from fxpart.codegen.local_capture import build_local_capture, sharding_spec
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_split import StageGraph, split
+from fxpart.codegen.totals_spec import weight_spec
+from fxpart.compiler import PassManager
+from fxpart.passes.objective import REPEAT_KEY
+from fxpart.program.spec import ProgramSpec
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+    from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
+
+
+@dataclass
+class MeshRankPrograms:
+    """The programs of all lanes of a sharded graph cut into stages, each made when asked for.
+
+    order: the blocks in the order that starts count in; empty for the graph's own. transfer_dtype:
+    of the program. in_blocks: stages whose blocks can run again by themselves.
+    """
+
+    sharded: ShardedGraph
+    captured: CapturedModel
+    starts: tuple[int, ...]
+    seed: int
+    order: tuple[int, ...] = ()
+    transfer_dtype: str = ""
+    in_blocks: tuple[int, ...] = ()
+    _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
+    _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
+
+    def graph(self, lane: int) -> fx.GraphModule:
+        """What the lane runs, with stages; lanes with equal shapes share it."""
+        local = self.sharded.local(lane)
+        if id(local) not in self._graphs:
+            self._graphs[id(local)] = assign(local, self.starts, self.order)
+        return self._graphs[id(local)]
+
+    def program(self, lane: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+        """The stages as data and the text of each."""
+        graph = self.graph(lane)
+        if id(graph) not in self._made:
+            self._made[id(graph)] = generate(
+                graph, self.captured, self.seed, self.sharded, self.transfer_dtype, self.in_blocks
+            )
+        return self._made[id(graph)]
+
+
+def assign(
+    graph: fx.GraphModule, starts: Sequence[int], order: Sequence[int] = ()
+) -> fx.GraphModule:
+    """The graph with its stages. starts: the first block of each, counted in ``order``.
+
+    order: all blocks, stage by stage; empty for the graph's own order.
+    """
+    options = f'starts="{",".join(map(str, starts))}"'
+    if order:
+        options += f',order="{",".join(map(str, order))}"'
+    return PassManager().run(f"assign{{{options}}}", graph)
+
+
+def generate(
+    assigned: fx.GraphModule,
+    captured: CapturedModel,
+    seed: int,
+    sharded: ShardedGraph | None = None,
+    transfer_dtype: str = "",
+    in_blocks: Collection[int] = (),
+) -> tuple[ProgramSpec, tuple[str, ...]]:
+    """The program's description, and each stage's text.
+
+    in_blocks: stages whose blocks can run again by themselves, to recompute activations.
+    """
+    spec, stages = cut(assigned, captured, seed, sharded, transfer_dtype)
+    return spec, tuple(emit(s, blocks=s.spec.index in in_blocks) for s in stages)
+
+
+def cut(
+    assigned: fx.GraphModule,
+    captured: CapturedModel,
+    seed: int,
+    sharded: ShardedGraph | None,
+    transfer_dtype: str = "",
+    *,
+    keep_outputs: bool = False,
+) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
+    """The graph of each stage; of a lane's graph where ``sharded`` is given.
+
+    keep_outputs: the stages give the user's outputs, too.
+    """
+    spec, stages = _cut(assigned, captured, seed, sharded, keep_outputs)
+    more = {
+        "transfer_dtype": transfer_dtype,
+        "weight": weight_spec(captured.graph),
+        "repeat": captured.graph.meta.get(REPEAT_KEY, ("", "")),
+    }
+    return replace(spec, **more), stages
+
+
+def _cut(
+    assigned: fx.GraphModule,
+    captured: CapturedModel,
+    seed: int,
+    sharded: ShardedGraph | None,
+    keep_outputs: bool,
+) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
+    if sharded is None:
+        return split(assigned, captured, seed, keep_outputs=keep_outputs)
+    zero, axis = (sharded.zero, sharded.zero_axis) if sharded.zero < 3 else (0, "")
+    held = sharding_spec(captured, assigned, zero, axis)
+    local = build_local_capture(captured, assigned)
+    return split(assigned, local, seed, keep_outputs=keep_outputs, sharding=held)

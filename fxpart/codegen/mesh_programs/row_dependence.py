@@ -1,0 +1,123 @@
+"""Rows of a batch that are coupled: how many microbatches are allowed, and what a plan promises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+from torch import fx
+
+from fxpart.codegen.mesh_programs.microbatch_graph import batch_dims
+from fxpart.compiler import PassManager
+from fxpart.errors import FxpartError, Problem
+from fxpart.passes import PREPARE
+from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, RowDependence, analyze, coupling_of
+from fxpart.plan.model import Equivalence, Plan
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+
+KEY = "batch_coupling"
+PER_MICROBATCH = "per-microbatch"
+_FIX = 'leave microbatches out, or accept it with batch_coupling="per-microbatch"'
+
+
+def couplings(graph: fx.GraphModule, captured: CapturedModel) -> tuple[RowDependence, ...]:
+    """What couples the rows of different microbatches in a prepared graph, loss included."""
+    given = captured.loss_kind != "mean-square"
+    return coupling_of(analyze(graph, batch_dims(captured)), loss=given)
+
+
+def mark_batch_dependent_nodes(whole: CapturedModel, microbatch: CapturedModel) -> None:
+    """Note in a graph of one microbatch which nodes have numbers that follow from the batch size.
+
+    whole: the same model, captured at another size. Where the two graphs have other operations,
+    every node counts.
+    """
+    one, two = list(whole.graph.graph.nodes), list(microbatch.graph.graph.nodes)
+    alike = [(n.op, n.target) for n in one] == [(n.op, n.target) for n in two]
+    pairs = zip(one, two, strict=True) if alike else ((None, n) for n in two)
+    names = {
+        n.name for m, n in pairs
+        if n.op == "call_function" and (m is None or _plain(m) != _plain(n))
+    }  # fmt: skip
+    microbatch.graph.meta[NUMBERS_KEY] = frozenset(names)
+    if microbatch.microbatch_size == 1:
+        larger = PassManager().run(PREPARE, whole.graph)
+        larger.meta[NUMBERS_KEY] = frozenset(names)
+        microbatch.graph.meta[LARGER_KEY] = larger
+
+
+def _plain(node: fx.Node) -> str:
+    """The arguments of a call without the nodes among them."""
+    return str(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
+
+
+def is_accepted(constraints: Mapping[str, object]) -> bool:
+    """Whether the user accepts an objective for each microbatch."""
+    return constraints.get(KEY) == PER_MICROBATCH
+
+
+def resolve_microbatches(
+    found: Sequence[RowDependence],
+    constraints: Mapping[str, object],
+    microbatches: int | None,
+) -> int | None:
+    """The number of microbatches: 1 where rows are coupled and nobody accepted it.
+
+    Raises FXP114 with each coupling where another number was requested.
+    """
+    if not found or is_accepted(constraints):
+        return microbatches
+    if microbatches is not None and microbatches > 1:
+        raise FxpartError(
+            [
+                Problem(
+                    "FXP114",
+                    item.where,
+                    f"with {microbatches} microbatches the objective is another one than that of "
+                    f"the whole batch: {item.why}",
+                    _FIX,
+                )
+                for item in found
+            ]
+        )
+    return 1
+
+
+def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
+    """The plan with what it promises of its results. found: what couples rows.
+
+    Warns (FXP114) where the objective is computed for each microbatch.
+    """
+    if plan.schedule == "async" or any(plan.staleness):
+        return plan
+    if found and plan.microbatches > 1:
+        reasons = tuple(item.where for item in found)
+        warnings.warn(
+            f"FXP114: {', '.join(reasons)}: computed for each of {plan.microbatches} microbatches, "
+            "not for the whole batch, as batch_coupling accepts",
+            stacklevel=2,
+        )
+        return replace(plan, equivalence=Equivalence(promise="per microbatch", reasons=reasons))
+    reasons = tuple(_rounding(plan))
+    promise = Equivalence(promise="rounding" if reasons else "bitwise", reasons=reasons)
+    return replace(plan, equivalence=promise)
+
+
+def _rounding(plan: Plan) -> list[str]:
+    """Why results may differ from those of one process in the last bits."""
+    found = []
+    if plan.microbatches > 1:
+        found.append(f"gradients are summed over {plan.microbatches} microbatches")
+    data = max(stage.data_parallel for stage in plan.stages)
+    tensor = max(stage.tensor_parallel for stage in plan.stages)
+    if data > 1:
+        found.append(f"gradients are summed over {data} replicas")
+    if tensor > 1:
+        found.append(f"sums are divided over {tensor} tensor-parallel ranks")
+    if plan.transfer_dtype:
+        found.append(f"values travel between stages as {plan.transfer_dtype}")
+    return found

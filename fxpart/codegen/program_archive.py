@@ -1,0 +1,242 @@
+"""A program as files: plan, description, one module for each stage, actions, and their digests.
+
+plan.json               the plan, as given
+program.json            the ProgramSpec; program_lane<l>.json that of another lane, if it differs
+stage<k>.py             the module of stage k; stage<k>_lane<l>.py likewise
+rank<r>.txt             the actions of rank r
+constants.safetensors   lifted constants and buffers that no checkpoint holds
+manifest.json           a SHA-256 digest of each of the files above
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.errors import FxpartError, Problem, error, short
+from fxpart.files import from_json, read_bytes
+from fxpart.program.spec import ProgramSpec
+
+MANIFEST = "manifest.json"
+_PLAIN = re.compile(r"[a-z0-9_]+\.(py|json|txt|safetensors)")
+_LARGEST = 1 << 24  # bytes of a manifest
+_LARGEST_FILE = 1 << 40  # of constants, too
+
+
+# What files raise whose digests are right and whose content is not.
+# Tensors: torch and safetensors have several for a header that fits no bytes.
+_UNFIT = (KeyError, msgspec.MsgspecError, SafetensorError, ValueError, TypeError, ArithmeticError,
+          RuntimeError)  # fmt: skip
+
+
+class ProgramManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The files of an exported program with their SHA-256 digests in hexadecimal."""
+
+    format: Literal["fxpart-program"] = "fxpart-program"
+    version: Literal[1] = 1
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ProgramArchive:
+    """A program read back: its description, stage modules (meta until materialised), and the rest.
+
+    spec, modules: of the first lane; modules by stage index, those that were asked for. actions:
+    the text for each rank. files: the bytes of every file, verified.
+    """
+
+    spec: ProgramSpec
+    modules: dict[int, torch.nn.Module]
+    plan: str
+    actions: tuple[str, ...]
+    constants: dict[str, torch.Tensor]
+    files: Mapping[str, bytes]
+
+    def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+        """The program of a lane, and the text of its stages; FXP505 where they are none."""
+        own = self.files.get(name := f"program_lane{index}.json")
+        try:
+            spec = self.spec if own is None else from_json(own, ProgramSpec)
+            stages = range(len(spec.stages))
+            names = [(f"stage{i}_lane{index}.py", f"stage{i}.py") for i in stages]
+            texts = [self.files.get(name, self.files[shared]) for name, shared in names]
+            return spec, tuple(text.decode() for text in texts)
+        except _UNFIT as cause:
+            raise _changed(Path(name), f"its content does not fit together: {cause}") from cause
+
+
+def export(
+    directory: str | Path,
+    *,
+    plan: str,
+    spec: ProgramSpec,
+    sources: Sequence[str],
+    actions: Sequence[str],
+    constants: Mapping[str, torch.Tensor] | None = None,
+    lanes: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
+) -> tuple[Path, ...]:
+    """Write a program into a folder and return the files, the manifest last.
+
+    plan: the plan's text. sources: the module text of each stage. actions: the text for each
+    rank. lanes: where a stage is several ranks, description and texts of the other lanes. The
+    files are written beside the folder, which then takes its name: a reader sees all of the old
+    program or all of the new one. The same input gives the same bytes. FXP603 if the folder holds
+    something else or cannot be written.
+    """
+    target = Path(directory).absolute()
+    files = _contents(plan, spec, sources, actions, constants or {})
+    for index, (own, texts) in enumerate(lanes, start=1):
+        files.update(_lane(index, own, texts, spec, sources))
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    files[MANIFEST] = _json(ProgramManifest(files=digests))
+    try:
+        _replace(target, files)
+    except OSError as cause:
+        raise error(
+            "FXP603", where=str(directory), why=str(cause), fix="choose another folder"
+        ) from cause
+    return tuple(target / name for name in files)
+
+
+def _contents(
+    plan: str,
+    spec: ProgramSpec,
+    sources: Sequence[str],
+    actions: Sequence[str],
+    constants: Mapping[str, torch.Tensor],
+) -> dict[str, bytes]:
+    assert len(sources) == len(spec.stages), "one text for each stage"
+    files = {"plan.json": plan.encode(), "program.json": _json(spec)}
+    files.update((f"stage{i}.py", text.encode()) for i, text in enumerate(sources))
+    files.update((f"rank{i}.txt", text.encode()) for i, text in enumerate(actions))
+    if constants:
+        # Copies, because safetensors refuses tensors that share memory.
+        tensors = {n: constants[n].detach().cpu().contiguous().clone() for n in sorted(constants)}
+        files["constants.safetensors"] = safetensors.torch.save(tensors)
+    return files
+
+
+def _lane(
+    index: int,
+    spec: ProgramSpec,
+    sources: Sequence[str],
+    first: ProgramSpec,
+    shared: Sequence[str],
+) -> dict[str, bytes]:
+    """What a lane has that the first one has not."""
+    pairs = enumerate(zip(sources, shared, strict=True))
+    files = {f"stage{i}_lane{index}.py": a.encode() for i, (a, b) in pairs if a != b}
+    if spec != first:
+        files[f"program_lane{index}.json"] = _json(spec)
+    return files
+
+
+def _json(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value, order="sorted"), indent=1) + b"\n"
+
+
+def _replace(target: Path, files: Mapping[str, bytes]) -> None:
+    """Write a fresh folder, then give it the target's name."""
+    if target == Path.cwd():
+        raise FileExistsError("it is the current folder, which cannot be replaced as a whole")
+    if target.exists() and not _ours(target):
+        raise FileExistsError(f"{target.name} holds something that is no exported program")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        fresh.chmod(0o755)
+        for name, data in files.items():
+            with open(fresh / name, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        if target.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            target.rename(old / "old")
+            fresh.rename(target)
+            shutil.rmtree(old)
+        else:
+            fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _ours(target: Path) -> bool:
+    """Whether a folder may be replaced: it is empty, or an exported program and nothing else."""
+    if not target.is_dir() or target.is_symlink():
+        return False
+    names = {entry.name for entry in target.iterdir()} - {"__pycache__"}
+    return not names or (MANIFEST in names and all(_PLAIN.fullmatch(name) for name in names))
+
+
+def load_exported(
+    directory: str | Path,
+    *,
+    stages: Iterable[int] | None = None,
+    device: str | torch.device = "cpu",
+) -> ProgramArchive:
+    """Read an exported program; ``stages`` says which modules are wanted (all by default).
+
+    The digest of every file is checked first; what is executed are the very bytes that were
+    checked. Raises FXP505 that names each file that is missing or was changed.
+    """
+    folder = Path(directory)
+    files = _verified(folder)
+    try:
+        spec = from_json(files["program.json"], ProgramSpec)
+        constants = safetensors.torch.load(files.get("constants.safetensors", _EMPTY))
+        wanted = range(len(spec.stages)) if stages is None else stages
+        texts = {index: files[f"stage{index}.py"].decode() for index in wanted}
+        plan = files["plan.json"].decode()
+        count = sum(1 for name in files if re.fullmatch(r"rank\d+\.txt", name))
+        actions = tuple(files[f"rank{rank}.txt"].decode() for rank in range(count))
+    except _UNFIT as cause:
+        raise _changed(folder, f"its content does not fit together: {cause}") from cause
+    modules = {i: load_stage(text, spec.stages[i], device) for i, text in texts.items()}
+    return ProgramArchive(spec, modules, plan, actions, constants, files)
+
+
+_EMPTY = safetensors.torch.save({})
+
+
+def _verified(folder: Path) -> dict[str, bytes]:
+    """The bytes of every file of the manifest, each equal to its digest."""
+    path = folder / MANIFEST
+    try:
+        manifest = from_json(read_bytes(path, _LARGEST), ProgramManifest)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
+        raise _changed(folder, f"{MANIFEST} cannot be read: {cause}") from cause
+    files: dict[str, bytes] = {}
+    problems: list[Problem] = []
+    for name, digest in manifest.files.items():
+        if not _PLAIN.fullmatch(name):
+            problems.extend(_changed(folder, f"{short(name)!a} is no file of a program").problems)
+            continue
+        try:
+            files[name] = read_bytes(folder / name, _LARGEST_FILE)
+        except OSError as cause:
+            problems.extend(_changed(folder / name, cause.strerror or str(cause)).problems)
+            continue
+        if hashlib.sha256(files[name]).hexdigest() != digest:
+            why = "its content is not what the manifest says"
+            problems.extend(_changed(folder / name, why).problems)
+    if problems:
+        raise FxpartError(problems)
+    return files
+
+
+def _changed(path: Path, why: str) -> FxpartError:
+    return error("FXP505", where=str(path), why=why, fix="export the program again")

@@ -1,0 +1,72 @@
+"""Sizes as expressions: rebuilt inside a stage as fx nodes, or written as text.
+
+One fold over the sympy expression of a symbolic integer serves both.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+
+from fxpart.compat import has_unbacked_symbols
+from fxpart.compiler.size_symbols import UnsupportedExpressionError, expression, fold
+
+__all__ = ["UnsupportedExpressionError", "dim_text", "expression", "fold", "is_size", "symbols_of"]
+
+_TEXT: dict[Callable[..., Any], str] = {
+    operator.add: "({} + {})",
+    operator.mul: "{}*{}",
+    operator.floordiv: "({} // {})",
+    operator.mod: "({} % {})",
+    operator.pow: "({})**{}",
+    max: "max({}, {})",
+    min: "min({}, {})",
+}
+
+
+def dim_text(size: Any) -> int | str:
+    """A dim for a spec: an int, or text that :func:`fxpart.program.dim_value` evaluates."""
+    expr = expression(size)
+    try:
+        value = fold(expr, str, _text)
+    except UnsupportedExpressionError:
+        return str(expr)
+    return value if isinstance(value, int) else _bare(value)
+
+
+def _text(do: Callable[..., Any], left: Any, right: Any) -> str:
+    """One operation; a product that divides needs brackets, since // and * bind alike."""
+    if do in (operator.floordiv, operator.mod) and "*" in str(right):
+        right = f"({_bare(str(right))})"
+    return _TEXT[do].format(left, right)
+
+
+def _bare(text: str) -> str:
+    """Without the outermost brackets of a sum or quotient."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0 and index < len(text) - 1:
+            return text
+    return text[1:-1]
+
+
+def is_size(value: Any) -> bool:
+    """Whether a node's value is a number that every stage can compute from shapes alone."""
+    if isinstance(value, bool | int | float):
+        return True
+    symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and not has_unbacked_symbols(value)
+
+
+def symbols_of(value: Any) -> set[sympy.Symbol]:
+    """The symbols that a symbolic number is made of; none for a plain one."""
+    if isinstance(value, bool | int | float):
+        return set()
+    return set(value.node.expr.free_symbols)

@@ -1,0 +1,33 @@
+"""A lane without other lanes: shapes and counts only. Works on fake tensors and symbolic sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from fxpart.collectives.communicator import Communicator, CompletedCollective, Size
+
+
+class FakeCommunicator(Communicator):
+    """Results have the right shape and dtype and hold nothing; see :class:`Communicator`."""
+
+    fake = True
+
+    def _reduce(
+        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+    ) -> CompletedCollective:
+        return CompletedCollective(torch.empty_like(tensor))
+
+    def _gather(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> CompletedCollective:
+        return CompletedCollective(flat.new_empty([sum(counts)]))
+
+    def _scatter(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> CompletedCollective:
+        return CompletedCollective(flat.new_empty([counts[lanes.index(self.lane)]]))
+
+    def _exchange(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+    ) -> CompletedCollective:
+        return CompletedCollective(flat.new_empty([sum(get)]))

@@ -1,0 +1,251 @@
+"""All lanes of a stage in one process, a thread each. For tests, laptops and a first look."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fxpart.collectives.communicator import Communicator, Size
+from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
+from fxpart.errors import error
+from fxpart.sharding import Mesh
+
+T = TypeVar("T")
+# (parts in order of place, what each lane noted beside its part) -> what each gets
+_Combine = Callable[[list[torch.Tensor], list[Any]], list[torch.Tensor]]
+
+
+class _Rendezvous:
+    """One collective of a group: what each lane brought, and once all are there, what each gets."""
+
+    __slots__ = ("failed", "kinds", "notes", "parts", "results")
+
+    def __init__(self) -> None:
+        self.kinds: dict[int, tuple[Any, ...]] = {}
+        self.parts: dict[int, torch.Tensor] = {}
+        self.notes: dict[int, Any] = {}
+        self.results: dict[int, torch.Tensor] | None = None
+        self.failed: str | None = None
+
+
+class _RendezvousHandle:
+    """A lane's handle on a meeting."""
+
+    __slots__ = ("_hub", "_lane", "_lanes", "_meeting")
+
+    def __init__(
+        self, hub: InProcessHub, lane: int, lanes: tuple[int, ...], meeting: _Rendezvous
+    ) -> None:
+        self._hub, self._lane, self._lanes, self._meeting = hub, lane, lanes, meeting
+
+    def wait(self) -> torch.Tensor:
+        """The lane's result, once all lanes have come."""
+        return self._hub.finish(self._lane, self._lanes, self._meeting)
+
+
+class InProcessHub:
+    """Where the lanes of one mesh meet; ``hub.run(function)`` runs one thread for each.
+
+    A lane that fails or ends takes the others out of their waits: they raise PeerLostError, or
+    after ``timeout`` seconds TransferTimeoutError. The last lane to come computes for all, in the
+    order of lanes, so that sums are the same on all and on every run.
+    """
+
+    def __init__(self, mesh: Mesh, *, timeout: float = 300.0) -> None:
+        """timeout: seconds that any wait may take."""
+        self.mesh = mesh
+        self.timeout = timeout
+        self.communicators = tuple(_InProcessCommunicator(self, lane) for lane in range(mesh.size))
+        self._changed = threading.Condition()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget failures and meetings; no lane may be inside a collective."""
+        with self._changed:
+            self._gone: dict[int, str] = {}
+            self._meetings: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
+            self._turns: dict[tuple[tuple[int, ...], int], int] = {}
+
+    def revive(self) -> None:
+        """Lanes that have ended come again; what they have brought to meetings stays there."""
+        with self._changed:
+            self._gone.clear()
+
+    def abort(self, lane: int, cause: BaseException | str) -> None:
+        """Lane ``lane`` takes part no more: whoever waits for it, or ever will, fails."""
+        text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
+        with self._changed:
+            self._gone.setdefault(lane, text)
+            self._changed.notify_all()
+
+    def run(self, function: Callable[[Communicator], T]) -> list[T]:
+        """``function(communicator)`` on every lane, a thread each; results in order of lanes.
+
+        Raises what the first lane to fail raised. Backward runs on the lane's own thread too, also
+        where the lanes share a device: torch's one thread per device could wait for itself.
+        """
+        results: dict[int, T] = {}
+        failures: list[tuple[int, BaseException]] = []
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def lane(communicator: Communicator) -> None:
+            try:
+                with (
+                    torch.inference_mode(inference),
+                    torch.set_grad_enabled(grad),
+                    torch.autograd.set_multithreading_enabled(False),
+                ):
+                    results[communicator.lane] = function(communicator)
+                self.abort(communicator.lane, "it has ended")
+            except BaseException as cause:
+                failures.append((communicator.lane, cause))
+                self.abort(communicator.lane, cause)
+
+        self.reset()
+        threads = [
+            threading.Thread(target=lane, args=(c,), name=f"lane {c.lane}", daemon=True)
+            for c in self.communicators
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            own = [f for f in failures if not isinstance(f[1], PeerLostError)]
+            raise (own or failures)[0][1]
+        return [results[place] for place in range(self.mesh.size)]
+
+    def start(
+        self,
+        lane: int,
+        lanes: tuple[int, ...],
+        kind: tuple[Any, ...],
+        part: torch.Tensor,
+        combine: _Combine,
+        note: Any = None,
+    ) -> _RendezvousHandle:
+        """Bring a part to the group's next meeting; ``kind`` must be equal on all lanes."""
+        with self._changed:
+            turn = self._turns.get((lanes, lane), 0)
+            self._turns[lanes, lane] = turn + 1
+            meeting = self._meetings.setdefault((lanes, turn), _Rendezvous())
+            meeting.parts[lane], meeting.kinds[lane], meeting.notes[lane] = part, kind, note
+            complete = len(meeting.parts) == len(lanes)
+            if complete:
+                del self._meetings[lanes, turn]
+        if complete:
+            try:
+                results = _compute(meeting, lanes, combine)
+            except BaseException as cause:
+                with self._changed:
+                    meeting.failed = f"lane {lane} failed: {cause}"
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                meeting.results = results
+                self._changed.notify_all()
+        return _RendezvousHandle(self, lane, lanes, meeting)
+
+    def finish(self, lane: int, lanes: tuple[int, ...], meeting: _Rendezvous) -> torch.Tensor:
+        """Wait for the meeting's end; TransferTimeoutError, PeerLostError."""
+        if meeting.results is None:
+            limit = None if self.timeout == float("inf") else self.timeout
+
+            def gone() -> list[int]:
+                return [n for n in lanes if n in self._gone and n not in meeting.parts]
+
+            def over() -> bool:
+                return meeting.results is not None or meeting.failed is not None or bool(gone())
+
+            with self._changed:
+                if not self._changed.wait_for(over, limit):
+                    late = ", ".join(str(n) for n in lanes if n not in meeting.parts)
+                    raise TransferTimeoutError(
+                        self.timeout, f"lane {lane} waited {self.timeout:g} s for lanes {late}"
+                    )
+                if meeting.failed is not None:
+                    raise PeerLostError(meeting.failed)
+                for lost in gone():
+                    raise PeerLostError(f"lane {lost} of the mesh {self.mesh}: {self._gone[lost]}")
+        assert meeting.results is not None
+        return meeting.results[lane]
+
+
+def _compute(
+    meeting: _Rendezvous, lanes: tuple[int, ...], combine: _Combine
+) -> dict[int, torch.Tensor]:
+    """What each lane of a complete meeting gets, on its own device."""
+    parts = [meeting.parts[lane] for lane in lanes]
+    if len(set(meeting.kinds.values())) > 1:
+        told = ", ".join(f"lane {lane}: {meeting.kinds[lane]}" for lane in lanes)
+        raise error("FXP900", where="a collective", why=f"the lanes disagree: {told}", fix="")
+    with torch.no_grad():
+        near = [part.to(parts[0].device) for part in parts]
+        made = combine(near, [meeting.notes[lane] for lane in lanes])
+        return {n: t.to(p.device) for n, t, p in zip(lanes, made, parts, strict=True)}
+
+
+class _InProcessCommunicator(Communicator):
+    """A communicator that meets the others in a hub."""
+
+    def __init__(self, hub: InProcessHub, lane: int) -> None:
+        super().__init__(hub.mesh, lane)
+        self._hub = hub
+
+    def _reduce(
+        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+    ) -> _RendezvousHandle:
+        def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
+            total = parts[0].clone()
+            for part in parts[1:]:
+                _add(total, part, op)
+            return [total, *(total.clone() for _ in parts[1:])]
+
+        kind = ("all_reduce", op, tuple(tensor.shape), tensor.dtype)
+        return self._hub.start(self.lane, lanes, kind, tensor, combine)
+
+    def _gather(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> _RendezvousHandle:
+        def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
+            assert [part.numel() for part in parts] == counts, "pieces are not as announced"
+            return [torch.cat(parts) for _ in parts]
+
+        kind = ("all_gather", tuple(counts), flat.dtype)
+        return self._hub.start(self.lane, lanes, kind, flat, combine)
+
+    def _scatter(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+    ) -> _RendezvousHandle:
+        def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
+            rows = list(zip(*(part.split(counts) for part in parts), strict=True))
+            totals = [row[0].clone() for row in rows]
+            for total, row in zip(totals, rows, strict=True):
+                for part in row[1:]:
+                    total += part
+            return totals
+
+        kind = ("reduce_scatter", tuple(counts), flat.dtype)
+        return self._hub.start(self.lane, lanes, kind, flat, combine)
+
+    def _exchange(
+        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+    ) -> _RendezvousHandle:
+        def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
+            for place, (_, received) in enumerate(notes):
+                assert [given[place] for given, _ in notes] == received, "not as announced"
+            rows = [part.split(given) for part, (given, _) in zip(parts, notes, strict=True)]
+            return [torch.cat(column) for column in zip(*rows, strict=True)]
+
+        kind = ("all_to_all", flat.dtype)
+        return self._hub.start(self.lane, lanes, kind, flat, combine, (give, get))
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, op: str) -> None:
+    if op == "max":
+        torch.maximum(total, part, out=total)
+    else:
+        total += part

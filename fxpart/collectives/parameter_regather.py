@@ -1,0 +1,124 @@
+"""Whole parameters that autograd need not keep: they are gathered a second time for the backward.
+
+ZeRO-3 (Rajbhandari et al., SC 2020) cuts the parameters themselves: each is gathered before it is
+used and dropped after it. In a graph that is an all-gather whose operand is a parameter. Its result
+would be kept until the backward by the op that used it; the hooks below keep the recipe instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fxpart.collectives import redistribution
+from fxpart.collectives.differentiable_ops import _AllGather
+from fxpart.compat import own_backward, saved_hooks, view_base
+
+Make = Callable[[], torch.Tensor]
+
+
+class ParameterRegather:
+    """Saved-tensor hooks for the forward of a stage.
+
+    A gathered parameter, a view of one, and one cast to another dtype are dropped, and made again
+    in the backward, whose order is the same on all lanes since their graphs are. dropped: how many
+    tensors and bytes were not kept, counted for each op that would have kept them.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been dropped yet."""
+        self.dropped = 0
+        self.bytes = 0
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """The context in which a forward keeps no gathered parameter.
+
+        All else is left to the hooks around it, if there are any.
+        """
+        keep, bring = saved_hooks() or (_same, _same)
+
+        def pack(tensor: torch.Tensor) -> _RegatheredTensor | Any:
+            made = recipe(tensor)
+            if made is None:
+                return keep(tensor)
+            self.dropped += 1
+            self.bytes += tensor.nbytes
+            return _RegatheredTensor(made)
+
+        def unpack(kept: _RegatheredTensor | Any) -> torch.Tensor:
+            return kept.make() if isinstance(kept, _RegatheredTensor) else bring(kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _RegatheredTensor:
+    """Stands for a saved tensor that is made again."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self, made: Make) -> None:
+        self._made = made
+
+    def make(self) -> torch.Tensor:
+        """The tensor."""
+        with torch.no_grad():
+            return self._made()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def recipe(tensor: torch.Tensor) -> Make | None:
+    """How to make a tensor again if it is a gathered parameter, as it is, cast, or a view of it."""
+    if tensor.grad_fn is None:
+        return None
+    found = _made_by(tensor.grad_fn, tensor)
+    if found is not None:
+        return found
+    base = view_base(tensor)
+    if base is tensor or base.dtype != tensor.dtype or not base.is_contiguous():
+        return None
+    # A gathered tensor may itself be a view, of the buffer that came from the other lanes: its own
+    # place in the graph is then where the views end.
+    node = base.grad_fn if base.grad_fn is not None else _end_of_views(tensor.grad_fn)
+    whole = None if node is None else _made_by(node, base)
+    if whole is None:
+        return None
+    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return lambda: whole().as_strided(*layout)
+
+
+def _end_of_views(function: Any) -> Any:
+    """The first node that is no op of torch's, from a view of a tensor without a gradient."""
+    while function is not None and own_backward(function) is None:
+        before = function.next_functions
+        function = before[0][0] if len(before) == 1 else None
+    return function
+
+
+def _made_by(function: Any, like: torch.Tensor) -> Make | None:
+    """What a node of the autograd graph gave, if it comes from a parameter by gathering alone."""
+    if function.name() == "ToCopyBackward0":
+        dtype, device = like.dtype, like.device
+        inner = _gathered(function.next_functions[0][0])
+        return None if inner is None else lambda: inner().to(device=device, dtype=dtype)
+    return _gathered(function)
+
+
+def _gathered(function: Any) -> Make | None:
+    if own_backward(function) is not _AllGather:
+        return None
+    mesh, axis, dim, outer = function.how
+    size = function.whole
+    before = function.next_functions[0][0]
+    parameter = getattr(before, "variable", None)
+    if parameter is not None:
+        return lambda: redistribution.gather(mesh, parameter.detach(), axis, dim, size, outer)
+    inner = _gathered(before)
+    if inner is None:
+        return None
+    return lambda: redistribution.gather(mesh, inner(), axis, dim, size, outer)

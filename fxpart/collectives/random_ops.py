@@ -1,0 +1,199 @@
+"""Random ops on a lane's part: the whole tensor's numbers are drawn and the part is kept.
+
+So the numbers are those of one process. The draw costs what it costs there, on every lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxpart.collectives.communicator import Communicator, Size
+from fxpart.collectives.shard_buffer import lengths, part, take
+from fxpart.rng import RepeatedKey, seeded
+from fxpart.sharding import Placements, Shard, parse_placements
+
+_ATEN = torch.ops.aten
+_Op = Callable[..., Any]
+_FACTORIES = ("aten::rand", "aten::randn", "aten::randint", "aten::normal", "aten::randperm")
+
+
+def random_shard(
+    mesh: Communicator,
+    shape: Sequence[Size],
+    placements: str,
+    key: int,
+    index: int,
+    op: _Op,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """``fxpart.rng.seeded(key, index, op, ...)`` on local operands: the part of the whole's result.
+
+    shape: the whole result's (of the first result). placements: its text, "dp:S(0)". args: as the
+    op has them, local tensors; a factory's size argument is replaced by ``shape``. Dropout,
+    attention with dropout along batch, heads and queries, bernoulli, rand_like and all others that
+    draw in element order whatever the values are.
+    """
+    where = parse_placements(placements, mesh.mesh)
+    if op in (_ATEN.dropout.default, torch.dropout):
+        mask = _mask(mesh, shape, where, key, index, args[0], args[1])
+        return args[0] * mask
+    if op is _ATEN.native_dropout.default:
+        scaled = _mask(mesh, shape, where, key, index, args[0], args[1])
+        mask = scaled != 0
+        p = args[1]
+        return args[0] * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    if op is _ATEN.scaled_dot_product_attention.default:
+        return _attention(mesh, shape, where, key, index, args, kwargs)
+    name = getattr(getattr(op, "_schema", None), "name", "")
+    if name in _FACTORIES:
+
+        def draw(size: list[Size]) -> Any:
+            return seeded(key, index, op, *_sized(op, args, size), **kwargs)
+
+        return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)
+    wholes = [_around(mesh, a, shape, where) if isinstance(a, torch.Tensor) else a for a in args]
+    found = seeded(key, index, op, *wholes, **kwargs)
+    if isinstance(found, torch.Tensor):
+        return _cut(mesh, found, where)
+    return type(found)(_cut(mesh, t, where) for t in found)
+
+
+def _mask(
+    mesh: Communicator,
+    shape: Sequence[Size],
+    where: Placements,
+    key: int,
+    index: int,
+    like: torch.Tensor,
+    p: float,
+) -> torch.Tensor:
+    """This lane's part of dropout's mask: 0 or 1 / (1 - p).
+
+    The whole is drawn, and so it is drawn in its place: dropout of ones, as ATen's unfused dropout
+    draws it (native/Dropout.cpp), would hold four of it. Other devices draw as their kernels do.
+    """
+
+    def draw(size: list[Size]) -> torch.Tensor:
+        if like.device.type == "cpu" and 0 < p < 1:
+            drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(size), 1 - p)
+            scaled: torch.Tensor = drawn.div_(1 - p)
+            return scaled
+        found: torch.Tensor = seeded(
+            key, index, _ATEN.dropout.default, like.new_ones(size), p, True
+        )
+        return found
+
+    with torch.no_grad():
+        return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)
+
+
+def _repeated(
+    mesh: Communicator,
+    shape: Sequence[Size],
+    where: Placements,
+    key: int,
+    draw: Callable[[list[Size]], torch.Tensor],
+) -> torch.Tensor:
+    """Draw a whole tensor; where the rows of the microbatch are repeated, so are the numbers."""
+    size = list(shape)
+    if not isinstance(key, RepeatedKey):
+        return draw(size)
+    dims = {
+        p.dim
+        for axis, p in zip(mesh.mesh.names, where, strict=True)
+        if axis in key.axes and isinstance(p, Shard)
+    }
+    if len(dims) != 1:
+        return draw(size)
+    (dim,) = dims
+    size[dim] //= key.count
+    return torch.cat([draw(size)] * key.count, dim)
+
+
+def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Tensor:
+    """This lane's part of a tensor, with a storage of its own where it is less."""
+    found = whole
+    for axis, placement in zip(mesh.mesh.names, where, strict=True):
+        if isinstance(placement, Shard) and placement.dim < found.dim():
+            found = take(found, placement.dim, placement.outer, mesh.size(axis), mesh.place(axis))
+    return found if found is whole or whole.requires_grad else found.clone()
+
+
+def _around(
+    mesh: Communicator, piece: torch.Tensor, shape: Sequence[Size], where: Placements
+) -> torch.Tensor:
+    """A whole tensor that holds the piece in its place, 1/2 elsewhere (also a probability)."""
+    sizes: list[list[Size]] = [list(shape[: piece.dim()])]
+    cuts = [
+        (axis, p) for axis, p in zip(mesh.mesh.names, where, strict=True)
+        if isinstance(p, Shard) and p.dim < piece.dim()
+    ]  # fmt: skip
+    dims = {p.dim for _, p in cuts}
+    sizes[0] = [shape[d] if d in dims else piece.shape[d] for d in range(piece.dim())]
+    for axis, p in cuts:
+        size = list(sizes[-1])
+        each = lengths(size[p.dim], mesh.size(axis), p.outer)
+        size[p.dim] = p.outer * each[mesh.place(axis)]
+        sizes.append(size)
+    for (axis, p), size in reversed(list(zip(cuts, sizes[:-1], strict=True))):
+        whole = piece.new_full(size, 0.5) if piece.is_floating_point() else piece.new_zeros(size)
+        each = lengths(size[p.dim], mesh.size(axis), p.outer)
+        inner = piece.unflatten(p.dim, (p.outer, each[mesh.place(axis)]))
+        part(whole, p.dim, p.outer, each, mesh.place(axis)).copy_(inner)
+        piece = whole
+    return piece
+
+
+def _sized(op: _Op, args: tuple[Any, ...], shape: Sequence[Size]) -> list[Any]:
+    """A factory's arguments with the whole size."""
+    names = [a.name for a in op._schema.arguments]  # type: ignore[attr-defined]
+    return [list(shape) if n == "size" else a for n, a in zip(names, args, strict=False)]
+
+
+def _attention(
+    mesh: Communicator,
+    shape: Sequence[Size],
+    where: Placements,
+    key: int,
+    index: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention as ATen's math path has it (``_scaled_dot_product_attention_math``).
+
+    The mask of dropout is drawn for all of [.., queries, keys]; the width of values (the result's
+    last dim) has no part in it.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, keys, values = given["query"], given["key"], given["value"]
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        query, keys, values = query.float(), keys.float(), values.float()
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if given.get("enable_gqa"):
+        keys = keys.repeat_interleave(query.shape[-3] // keys.shape[-3], -3)
+        values = values.repeat_interleave(query.shape[-3] // values.shape[-3], -3)
+    root = math.sqrt(scale)
+    scores = (query * root) @ (keys * root).transpose(-2, -1)
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -torch.inf)
+        scores = scores + mask
+    chances = _ATEN._safe_softmax.default(scores, -1)
+    lead = len(shape) - 1
+    rows = tuple(None if isinstance(p, Shard) and p.dim >= lead else p for p in where)
+    noise = _mask(
+        mesh, [*shape[:lead], keys.shape[-2]], rows, key, index, chances, given["dropout_p"]
+    )
+    found: torch.Tensor = (chances * noise) @ values
+    return found.to(dtype)

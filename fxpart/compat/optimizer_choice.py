@@ -1,0 +1,206 @@
+"""Which optimizer is meant, and how much state the real class keeps for given shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from fxpart.compat import optimizer_over
+from fxpart.compat.multi_optimizer import NamedOptimizerFactory, members
+from fxpart.errors import FxpartError, error
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer: its name for people and plans, and what makes it from parameters.
+
+    parts: of several, by pattern of parameters' names; ``make`` takes pairs (name, tensor) then.
+    """
+
+    name: str
+    make: Make
+    parts: tuple[tuple[str, OptimizerChoice], ...] = ()
+
+
+def choose(optimizer: object = "adamw") -> OptimizerChoice:
+    """The optimizer that a name, class, instance, partial or ``parameters -> optimizer`` means.
+
+    A mapping of patterns of parameters' names to such means several optimizers, each for the
+    parameters that its pattern is the first to match. An instance stands for its class with the
+    options of its first group. Raises FXP109 for anything else.
+    """
+    if isinstance(optimizer, str):
+        table = _named()
+        name = optimizer.lower()
+        if name in table:
+            return OptimizerChoice(name, table[name])
+        raise error(
+            "FXP109",
+            where=f"optimizer={optimizer!r}",
+            why="torch.optim has no optimizer of this name",
+            fix=f"one of {', '.join(sorted(table))}; or a class, or a function of parameters",
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return OptimizerChoice(type(optimizer).__name__.lower(), partial(_like, optimizer))
+    if isinstance(optimizer, OptimizerChoice):
+        return optimizer
+    if isinstance(optimizer, Mapping) and optimizer:
+        parts = tuple((str(pattern), choose(each)) for pattern, each in optimizer.items())
+        made: Any = NamedOptimizerFactory({pattern: part.make for pattern, part in parts})
+        return OptimizerChoice(" and ".join(part.name for _, part in parts), made, parts)
+    if callable(optimizer):
+        inner: Any = optimizer
+        while isinstance(inner, partial):
+            inner = inner.func
+        name = getattr(inner, "__name__", type(inner).__name__).strip("<>").lower()
+        return OptimizerChoice(name, optimizer)
+    raise error(
+        "FXP109",
+        where=f"optimizer={optimizer!r}",
+        why=f"a {type(optimizer).__name__} makes no optimizer",
+        fix='"adamw", torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), or a function',
+    )
+
+
+def _like(
+    instance: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """One of the instance's class, with all parameters in its first group."""
+    group = instance.param_groups[0]
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    own = [next(iter(group["params"]), torch.empty(0))]
+    others: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in instance.param_groups[1:]]
+    made = optimizer_over(instance, [[(own[0], p) for p in parameters], *others], own[0])
+    made.param_groups = [{**options, "params": made.param_groups[0]["params"]}]
+    return made
+
+
+def state_bytes(
+    choice: OptimizerChoice, shapes: Sequence[Shape], names: Sequence[str] = ()
+) -> list[int]:
+    """Bytes of state that the optimizer keeps for a parameter of each shape, after one step.
+
+    names: of the parameters, where the choice is of several optimizers.
+
+    The real class is stepped once on meta parameters, so that nothing is allocated. Where it needs
+    values (some read them back), it is stepped on real zeros, one small parameter at a time.
+    Raises FXP109 where it cannot be stepped at all.
+    """
+    if choice.parts:
+        found: dict[str, int] = {}
+        shape_of = dict(zip(names, shapes, strict=True))
+        for (_, part), mine in zip(
+            choice.parts, members([p for p, _ in choice.parts], names), strict=True
+        ):
+            sizes = state_bytes(part, [shape_of[name] for name in mine])
+            found |= zip(mine, sizes, strict=True)
+        return [found[name] for name in names]
+    distinct = list(dict.fromkeys(shapes))
+    try:
+        states = _step(choice, distinct, "meta")
+        sizes = [sum(t.numel() * t.element_size() for t in tensors_in(s)) for s in states]
+    except FxpartError:
+        raise
+    except Exception:  # a class of the user's may raise anything on meta tensors
+        sizes = [_measured(choice, shape) for shape in distinct]
+    table = dict(zip(distinct, sizes, strict=True))
+    return [table[shape] for shape in shapes]
+
+
+MAX_REAL = 1 << 20  # elements of a parameter that is stepped for real, at most
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
+
+
+def _measured(choice: OptimizerChoice, shape: Shape) -> int:
+    """The state of a real parameter of this shape, or of a small one in its place if it is large.
+
+    The small one has a different prime for each dim, so that a dim of the state tells which dims of
+    the parameter it stands for (Adafactor keeps rows and columns, Adam the whole).
+    """
+    dims = shape[0]
+    large = torch.Size(dims).numel() > MAX_REAL and len(dims) <= len(_PRIMES)
+    primes = tuple(p if d > 1 else d for d, p in zip(dims, _PRIMES, strict=False))
+    stand_in = primes if large else dims
+    try:
+        (state,) = _step(choice, [(stand_in, shape[1])], "cpu")
+    except FxpartError:
+        raise
+    except Exception as cause:  # whatever the user's class raises
+        raise error(
+            "FXP109",
+            where=f"optimizer {choice.name}, a parameter of shape {list(dims)}",
+            why=f"one step of it fails: {type(cause).__name__}: {cause}",
+            fix="give a function of parameters that makes an optimizer for all of them",
+        ) from cause
+    if not large:
+        return sum(t.numel() * t.element_size() for t in tensors_in(state))
+    real = _runs(stand_in, dims)
+    return sum(
+        prod(real.get(d, d) for d in tensor.shape) * tensor.element_size()
+        for tensor in tensors_in(state)
+    )
+
+
+def _runs(small: Sequence[int], real: Sequence[int]) -> dict[int, int]:
+    """The product of each run of neighbouring dims of ``small`` -> the same of ``real``."""
+    ends = range(len(small) + 1)
+    return {prod(small[i:j]): prod(real[i:j]) for i in ends for j in ends if i < j}
+
+
+def _step(choice: OptimizerChoice, shapes: Sequence[Shape], device: str) -> list[object]:
+    """The state of each parameter after one real step."""
+    parameters = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        for shape, dtype in shapes
+    ]
+    optimizer = choice.make(parameters)
+    sparse = type(optimizer) is torch.optim.SparseAdam
+    for parameter in parameters:
+        parameter.grad = _no_rows(parameter) if sparse else torch.zeros_like(parameter)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise error(
+            "FXP109",
+            where=f"optimizer {choice.name}",
+            why=f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
+            fix="give a function that takes the parameters and returns the optimizer",
+        )
+    optimizer.step()
+    return [optimizer.state.get(parameter, {}) for parameter in parameters]
+
+
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient without rows, on the parameter's device."""
+    ids = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
+    values = parameter.detach().new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(ids, values, parameter.shape, check_invariants=False)
+
+
+def tensors_in(state: object) -> Iterator[torch.Tensor]:
+    """All tensors in a nested state."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for entry in state.values():
+            yield from tensors_in(entry)
+    elif isinstance(state, list | tuple):
+        for entry in state:
+            yield from tensors_in(entry)
+
+
+def _named() -> dict[str, type[torch.optim.Optimizer]]:
+    """torch.optim's own classes by lower-case name."""
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    }

@@ -1,0 +1,98 @@
+"""Symbolic sizes and exported programs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+def has_unbacked_symbols(value: object) -> bool:
+    """Whether a traced value's size, or the value itself, is a symbol that data decide."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return bool(free_unbacked_symbols(value))
+
+
+def symbol_names(size: int | torch.SymInt) -> str | int:
+    """A dim as a program writes it: an int, or the expression's text such as "s0*s1"."""
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_number else str(expression)
+    return int(size)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size that a dim had when it was traced."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint)
+    return int(size)
+
+
+def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> torch.Tensor:
+    """A fake tensor like ``example`` in the mode, the chosen dims being symbols of its shape.
+
+    Uses FakeTensorMode's ``from_tensor`` and the contexts of
+    ``torch.fx.experimental.symbolic_shapes``; equal sizes share one symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    kinds = [DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+    fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
+    return fake
+
+
+@contextmanager
+def disable_guards(mode: Any) -> Iterator[None]:
+    """No fake run in here may fix a symbol to the size it had when it was traced.
+
+    Uses ``ShapeEnv.suppress_guards``; where there is none, or no symbolic shapes, nothing happens.
+    """
+    env = getattr(mode, "shape_env", None)
+    suppress = getattr(env, "suppress_guards", None)
+    context: AbstractContextManager[Any] = nullcontext() if suppress is None else suppress()
+    with context:
+        yield
+
+
+def symbol_facts(mode: Any) -> tuple[Hashable, ...]:
+    """All that fake runs in the mode know of its symbols: equal where equal calls end alike.
+
+    The example sizes and ranges of symbols, and what guards and divisions say of them. Uses
+    ``ShapeEnv``'s ``var_to_val`` (``backed_var_to_val`` in newer releases), ``var_to_range``,
+    ``guards``, ``axioms``, ``replacements`` and ``divisible``.
+    """
+    env = getattr(mode, "shape_env", None)
+    if env is None:
+        return ()
+    sizes = getattr(env, "backed_var_to_val", None)
+    return (
+        frozenset((env.var_to_val if sizes is None else sizes).items()),
+        frozenset(env.var_to_range.items()),
+        frozenset(guard.expr for guard in env.guards),
+        frozenset(env.axioms.items()),
+        frozenset(env.replacements.items()),
+        frozenset(env.divisible),
+    )
+
+
+def floor_division(expression: Any, divisor: int) -> Any:
+    """``expression // divisor`` as torch writes it in symbolic sizes.
+
+    Uses ``torch.utils._sympy.functions.FloorDiv``.
+    """
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(expression, divisor)
+
+
+def unflatten_output(exported: torch.export.ExportedProgram, leaves: list[Any]) -> Any:
+    """``leaves`` put into the structure that the exported module's forward returned."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, exported.call_spec.out_spec)

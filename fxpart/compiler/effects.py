@@ -1,0 +1,240 @@
+"""What ops do besides returning a value: which arguments they write, whether they draw numbers.
+
+torch's own schema and tags are asked first; the few ops whose schema hides an effect stand in a
+table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.compat import operation_schema
+from fxpart.compiler.collective_calls import (
+    IDENTITIES,
+    WRITING,
+    is_collective,
+    is_random_shard,
+    random_part,
+)
+from fxpart.rng import seeded
+
+# Ops whose schema does not say that they write their running statistics: the positions of the
+# written arguments, and the name of the flag that switches the writing on.
+_STATISTICS = {
+    "aten.batch_norm": ((3, 4), "training"),
+    "aten._batch_norm_impl_index": ((3, 4), "training"),
+    "aten.native_batch_norm": ((3, 4), "training"),
+    "aten.cudnn_batch_norm": ((3, 4), "training"),
+    "aten.miopen_batch_norm": ((3, 4), "training"),
+    "aten.instance_norm": ((3, 4), "use_input_stats"),
+}
+
+# Ops that draw no numbers when one of these arguments is off (or zero).
+_SWITCHES = {
+    "aten.dropout": ("p", "train"),
+    "aten.feature_dropout": ("p", "train"),
+    "aten.alpha_dropout": ("p", "train"),
+    "aten.feature_alpha_dropout": ("p", "train"),
+    "aten.native_dropout": ("p", "train"),
+    "aten._fused_dropout": (),
+    "aten.rrelu": ("training",),
+    "aten.rrelu_with_noise": ("training",),
+    "aten.rrelu_with_noise_functional": ("training",),
+    "aten.lstm": ("dropout", "train"),
+    "aten.gru": ("dropout", "train"),
+    "aten.rnn_tanh": ("dropout", "train"),
+    "aten.rnn_relu": ("dropout", "train"),
+    "aten.scaled_dot_product_attention": ("dropout_p",),
+    "aten._scaled_dot_product_flash_attention": ("dropout_p",),
+    "aten._scaled_dot_product_flash_attention_for_cpu": ("dropout_p",),
+    "aten._scaled_dot_product_efficient_attention": ("dropout_p",),
+    "aten._scaled_dot_product_cudnn_attention": ("dropout_p",),
+    "aten._flash_attention_forward": ("dropout_p",),
+    "aten._efficient_attention_forward": ("dropout_p",),
+    "aten.multi_head_attention_forward": ("dropout_p",),
+}
+
+_ASSERTS = frozenset(
+    {
+        "aten._assert_tensor_metadata",
+        "aten._assert_scalar",
+        "aten._assert_async",
+        "aten._functional_assert_scalar",
+        "aten._functional_assert_async",
+        "aten.sym_constrain_range",
+        "aten.sym_constrain_range_for_size",
+        "aten._functional_sym_constrain_range",
+        "aten._functional_sym_constrain_range_for_size",
+    }
+)
+
+
+def op_of(node: fx.Node) -> Any:
+    """The callable that does a node's work: of a random call with a key, the op that it calls."""
+    if node.target is seeded or is_random_shard(node.target):
+        return _keyed(node)[2]
+    return node.target
+
+
+def op_args(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of :func:`op_of`."""
+    if node.target is seeded or is_random_shard(node.target):
+        return tuple(_keyed(node)[3:])
+    return tuple(node.args)
+
+
+def _keyed(node: fx.Node) -> tuple[Any, ...]:
+    args = tuple(node.args)
+    return random_part(args) if is_random_shard(node.target) else args
+
+
+def packet_name(target: Any) -> str:
+    """ "aten.add" for every overload of it; "" for a callable that is no ATen op."""
+    schema = operation_schema(target)
+    return "" if schema is None else str(schema.name).replace("::", ".")
+
+
+def is_op(target: Any) -> bool:
+    """Whether the target is an op overload with a schema."""
+    return operation_schema(target) is not None
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The node's value for the schema argument ``name``, by position, keyword or schema default."""
+    target, args = op_of(node), op_args(node)
+    for position, declared in enumerate(operation_schema(target).arguments):
+        if declared.name == name:
+            if position < len(args):
+                return args[position]
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return declared.default_value if declared.has_default_value() else default
+    return default
+
+
+def is_assert(node: fx.Node) -> bool:
+    """Whether a node only checks something that capture has settled."""
+    return node.op == "call_function" and packet_name(node.target) in _ASSERTS
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws numbers: it has torch's tag, and its arguments switch that on."""
+    if node.op != "call_function":
+        return False
+    target = op_of(node)
+    name = packet_name(target)
+    if not name:
+        return False
+    if name not in _SWITCHES:
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return all(_on(argument(node, switch)) for switch in _SWITCHES[name])
+
+
+def _on(value: Any) -> bool:
+    """Whether a switch argument is on; a symbolic or missing one counts as on."""
+    return not (isinstance(value, (bool, int, float)) and not value)
+
+
+def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose storage this node writes: by schema, or running statistics in training."""
+    if node.op != "call_function":
+        return ()
+    target, args = op_of(node), op_args(node)
+    if is_collective(target):
+        first = WRITING.get(target.__name__)
+        return () if first is None else tuple(tensors_in(args[first : first + 2]))
+    if not is_op(target):
+        return ()
+    found: list[fx.Node] = []
+    for position, declared in enumerate(operation_schema(target).arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            value = args[position] if position < len(args) else node.kwargs.get(declared.name)
+            found.extend(tensors_in(value))
+    table = _STATISTICS.get(packet_name(target))
+    if table is not None and _on(argument(node, table[1])):
+        for position in table[0]:
+            found.extend(tensors_in(args[position] if position < len(args) else None))
+    return tuple(found)
+
+
+def tensors_in(value: Any) -> Iterator[fx.Node]:
+    """The nodes in an argument, through lists, tuples and dicts."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def views(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The argument nodes whose storage the result may share, by schema."""
+    if node.op != "call_function":
+        return ()
+    target = op_of(node)
+    if is_collective(target):
+        return tuple(tensors_in(node.args[0])) if target.__name__ in IDENTITIES else ()
+    if not is_op(target):
+        # getitem takes a tensor out of a list that an op returned
+        return tuple(n for n in node.args if isinstance(n, fx.Node))
+    if torch.Tag.maybe_aliasing_or_mutating not in target.tags and not any(
+        r.alias_info is not None for r in operation_schema(target).returns
+    ):
+        return ()
+    args = op_args(node)
+    return tuple(
+        n
+        for position, declared in enumerate(operation_schema(target).arguments)
+        if declared.alias_info is not None or torch.Tag.maybe_aliasing_or_mutating in target.tags
+        for n in tensors_in(args[position] if position < len(args) else None)
+    )
+
+
+def view_chain(node: fx.Node) -> Iterator[fx.Node]:
+    """The node, what it is a view of, and so on to the value that owns the storage."""
+    yield node
+    while sources := views(node):
+        node = sources[0]
+        yield node
+
+
+def state_written(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
+    """For each node that writes state: the names of that state, through views."""
+    roots = state_roots(graph)
+    return {
+        node: names
+        for node in graph.nodes
+        if (names := tuple(sorted({name for n in list_written_nodes(node) for name in roots[n]})))
+    }
+
+
+def state_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """For each node: the state (by qualified name) whose storage its value may share."""
+    roots: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            roots[node] = frozenset({str(node.target)})
+        else:
+            roots[node] = frozenset().union(*(roots[n] for n in views(node)))
+    return roots
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must stay although nobody uses its value."""
+    return node.op in ("placeholder", "output") or bool(list_written_nodes(node))
+
+
+def remove_dead_nodes(graph: fx.Graph) -> int:
+    """Remove every node without users and without effect; the number removed."""
+    count = 0
+    for node in reversed(graph.nodes):
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
+            count += 1
+    return count

@@ -1,0 +1,372 @@
+"""What each op of a graph does with storages and gradients, observed once for each kind of call.
+
+An op runs on fake stand-ins of its operands, with gradients on and saved-tensor hooks set. Equal
+calls (same op, arguments, shapes, strides, gradients) are looked up, so 96 equal layers cost one,
+in later graphs of the process too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.compat import disable_guards, python_dispatcher, silence_fake_errors
+from fxpart.compiler.collective_calls import (
+    bind_fake_communicator,
+    is_collective,
+    is_random_shard,
+)
+from fxpart.compiler.effects import is_op, list_written_nodes, op_args, op_of
+from fxpart.compiler.graph_edit import describe_node, value
+from fxpart.compiler.kernel_memory import lstm_saved, result_bytes
+from fxpart.compiler.node_annotation import LANE_KEY, MESH_KEY, OpWorkspace
+from fxpart.compiler.observation_cache import get_observations, is_reusable_size
+from fxpart.compiler.op_workspace import (
+    MeasuredWorkspace,
+    PeakMemoryMode,
+    backward_working,
+    convolution,
+)
+from fxpart.compiler.sparse_lookups import row_bytes, sparse_lookup
+from fxpart.compiler.tensor_sizes import expression, nbytes, tensors
+from fxpart.errors import error
+
+Size: TypeAlias = int | sympy.Expr
+BEHAVIOURS_KEY = "fxpart_behaviours"
+
+
+@dataclass(frozen=True)
+class GraphStorage:
+    """A storage: a number, its bytes, the node that made it ("" for an op's private one)."""
+
+    number: int
+    size: Size
+    source: str
+    state: bool = False
+
+
+@dataclass(frozen=True)
+class ValueTensor:
+    """One tensor of a node's value: whether it carries a gradient, its storage, which object it is.
+
+    thing: equal for tensors that are one Python object, because an op returned its operand.
+    """
+
+    grad: bool
+    home: GraphStorage
+    thing: int
+
+
+@dataclass(frozen=True)
+class CallTensorRef:
+    """A tensor of a call, relative to it: operand i, result i, or private bytes."""
+
+    kind: str
+    index: int = 0
+    size: Size = 0
+
+
+@dataclass(frozen=True)
+class OpBehavior:
+    """One kind of call.
+
+    For each result tensor: gradient, whose storage and whose object it is, bytes of its storage;
+    for each operand tensor: its gradient afterwards; what is saved; and what it takes meanwhile.
+    """
+
+    grads: tuple[bool, ...]
+    homes: tuple[CallTensorRef, ...]
+    things: tuple[int | None, ...]
+    sizes: tuple[Size, ...]
+    after: tuple[bool, ...]
+    saved: tuple[CallTensorRef, ...]
+    working: MeasuredWorkspace = field(default_factory=MeasuredWorkspace)
+
+    def every_size(self) -> list[Size]:
+        """All sizes in it."""
+        working = (self.working.forward, self.working.backward)
+        return [*self.sizes, *(link.size for link in (*self.homes, *self.saved)), *working]
+
+
+@dataclass
+class StorageAnalysis:
+    """Follows storages and gradients through a graph, node by node in order.
+
+    parts: per node its tensors. known: behaviours by signature, kept in the graph's meta so that
+    the passes of one pipeline share them.
+    """
+
+    root: fx.GraphModule
+    mode: AbstractContextManager[Any]
+    parts: dict[fx.Node, list[ValueTensor]] = field(default_factory=dict)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        """Take up what earlier passes observed."""
+        self.known: dict[Hashable, OpBehavior] = self.root.meta.setdefault(BEHAVIOURS_KEY, {})
+        self._shared: dict[Hashable, OpBehavior] = get_observations(self.mode)
+
+    def start(self, node: fx.Node) -> None:
+        """An input or a piece of state: storage of its own."""
+        state = node.op == "get_attr"
+        attribute = attrgetter(str(node.target))(self.root) if state else None
+        grad = bool(getattr(attribute, "requires_grad", False))
+        self.parts[node] = [
+            ValueTensor(grad, self.new_home(expression(nbytes(t)), node.name, state), self._next())
+            for t in tensors(value(node))
+        ]
+
+    def call(self, node: fx.Node) -> tuple[GraphStorage, ...]:
+        """An op: set the parts of its result; returns the storages that autograd keeps for it."""
+        if not is_op(op_of(node)) and not is_collective(node.target):
+            self.parts[node] = self._item(node)
+            return ()
+        operands = operand_nodes(node)
+        flat = [part for n in operands for part in self.parts[n]]
+        behaviour = self.behaviour(node)
+        results: list[ValueTensor] = []
+        for index, link in enumerate(behaviour.homes):
+            if link.kind == "operand":
+                home = flat[link.index].home
+            elif link.index < index:
+                home = results[link.index].home
+            else:
+                home = self.new_home(behaviour.sizes[index], node.name)
+            same = behaviour.things[index]
+            thing = self._next() if same is None else flat[same].thing
+            results.append(ValueTensor(behaviour.grads[index], home, thing))
+        self.parts[node] = results
+        kept: dict[int, GraphStorage] = {}
+        for link in behaviour.saved:
+            if link.kind == "private":
+                home = self.new_home(link.size, "")
+            else:
+                home = (flat if link.kind == "operand" else results)[link.index].home
+            kept.setdefault(home.number, home)
+        return tuple(kept.values())
+
+    def working(self, node: fx.Node) -> OpWorkspace:
+        """What an op takes while it runs; call it after :meth:`call`."""
+        if not is_op(op_of(node)) and not is_collective(node.target):
+            return OpWorkspace()
+        found = self.behaviour(node).working
+        names = [n.name for n in operand_nodes(node) for _ in self.parts[n]]
+        through = tuple(names[index] for index in found.through)
+        return OpWorkspace(found.forward, found.backward, through)
+
+    def behaviour(self, node: fx.Node) -> OpBehavior:
+        """What the node's call does; run once for each signature."""
+        signature = self._signature(node)
+        if signature not in self.known:
+            found = self._shared.get(signature)
+            if found is None:
+                found = self._observe(node)
+                if is_reusable_size(found.every_size(), signature):
+                    self._shared[signature] = found
+            self.known[signature] = found
+        return self.known[signature]
+
+    def new_home(self, size: Size, source: str, state: bool = False) -> GraphStorage:
+        """A storage that nobody has yet."""
+        return GraphStorage(self._next(), size, source, state)
+
+    def _next(self) -> int:
+        self.count += 1
+        return self.count
+
+    def _item(self, node: fx.Node) -> list[ValueTensor]:
+        """getitem on a list of tensors; arithmetic with sizes has no tensors."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or not tensors(value(node)):
+            return []
+        index = node.args[1]
+        assert isinstance(index, int), f"{describe_node(node)} takes one item"
+        counts = [len(tensors(item)) for item in value(source)]
+        first = sum(counts[: index % len(counts)])
+        return self.parts[source][first : first + counts[index % len(counts)]]
+
+    def _signature(self, node: fx.Node) -> Hashable:
+        """Equal for calls that behave alike: op, arguments, per tensor shape, gradient, aliases."""
+        seen: dict[int, int] = {}
+
+        def describe(item: Any) -> Hashable:
+            if isinstance(item, fx.Node):
+                held = tensors(value(item))
+                if not held:
+                    number = value(item)
+                    is_symbol = isinstance(number, torch.SymInt)
+                    return ("number", expression(number) if is_symbol else str(number))
+                return tuple(
+                    (_meta(t), part.grad, seen.setdefault(part.home.number, len(seen)))
+                    for t, part in zip(held, self.parts[item], strict=True)
+                )
+            if isinstance(item, (list, tuple)):
+                return ("list", *(describe(i) for i in item))
+            if isinstance(item, dict):
+                return ("dict", *((k, describe(v)) for k, v in sorted(item.items())))
+            return (type(item).__name__, str(item))
+
+        op, args = called(node)
+        lane = (self.root.meta[MESH_KEY], self.root.meta[LANE_KEY]) if is_collective(op) else ()
+        return (op, describe(args), describe(dict(node.kwargs)), lane)
+
+    def _observe(self, node: fx.Node) -> OpBehavior:
+        """Run the op on stand-ins and watch storages and saved tensors."""
+        op, args = called(node)
+        given: dict[fx.Node, Any] = {}
+        targets = list_written_nodes(node)
+        for n in operand_nodes(node):
+            grads = iter([part.grad for part in self.parts[n]])
+            given[n] = _rebuild(value(n), grads, self.mode, n in targets)
+        inputs = [t for held in given.values() for t in tensors(held)]
+        packed: list[torch.Tensor] = []
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            packed.append(t)
+            return t
+
+        args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: given.get(n, value(n)))
+        op = self._runnable(op)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        watch = PeakMemoryMode()
+        with self.mode, disable_guards(self.mode), torch.enable_grad(), hooks:
+            with watch:
+                result = _run(node, lambda: op(*args, **kwargs), packed)
+            outputs = tensors(result)
+            beside = watch.beside()
+        name = ".".join(str(op_of(node)).split(".")[:2])
+        found = _relate(
+            inputs,
+            outputs,
+            packed,
+            [result_bytes(name, index, t) for index, t in enumerate(outputs)],
+            lstm_saved(args, kwargs) if name == "aten.lstm" else None,
+        )
+        looked = sparse_lookup(node)
+        back: Size
+        through: tuple[int, ...] = ()
+        if looked is not None:  # its gradient is the rows that are asked for, and their places
+            back = row_bytes(*looked)
+        else:
+            with self.mode, disable_guards(self.mode):
+                back, through = backward_working(inputs, outputs)
+        if "conv" in name and len(inputs) > 1 and inputs[0].device.type == "cpu":
+            beside, back = convolution(inputs, outputs)
+        return replace(found, working=MeasuredWorkspace(beside, back, through))
+
+    def _runnable(self, op: Any) -> Any:
+        """The op, or a collective with a communicator that knows shapes alone."""
+        if not is_collective(op):
+            return op
+        return bind_fake_communicator(op, self.root.meta[MESH_KEY], self.root.meta[LANE_KEY])
+
+
+def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:
+    """The op's result; ops whose C++ body wants numbers go through their Python decomposition."""
+    try:
+        with silence_fake_errors():
+            return call()
+    except RuntimeError as first:
+        packed.clear()
+        try:
+            with python_dispatcher():
+                return call()
+        except RuntimeError:
+            raise error(
+                "FXP108",
+                where=describe_node(node),
+                why=f"{op_of(node)} fails on tensors without data: {str(first).splitlines()[0]}",
+                fix="write the same with other operations of torch, or keep it out of the model",
+            ) from first
+
+
+def _relate(
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    packed: list[torch.Tensor],
+    made: list[Size],
+    known: tuple[tuple[str, int, Size], ...] | None,
+) -> OpBehavior:
+    """Relate results and saved tensors to operands and results by storage.
+
+    made: bytes of the results. known: what is saved where the stand-ins do not show it.
+    """
+    # torch keeps one Python object for a storage as long as somebody holds it: helds does.
+    helds = [t.untyped_storage() for t in (*inputs, *outputs, *packed)]
+    firsts: dict[int, int] = {}
+    for position, held in enumerate(helds):
+        firsts.setdefault(id(held), position)
+    ends = len(inputs), len(inputs) + len(outputs)
+
+    def link(tensor: torch.Tensor) -> CallTensorRef:
+        position = firsts[id(tensor.untyped_storage())]
+        if position < ends[0]:
+            return CallTensorRef("operand", position)
+        if position < ends[1]:
+            return CallTensorRef("result", position - ends[0])
+        return CallTensorRef("private", position - ends[1], expression(nbytes(tensor)))
+
+    return OpBehavior(
+        grads=tuple(t.requires_grad for t in outputs),
+        homes=tuple(link(t) for t in outputs),
+        things=tuple(next((i for i, x in enumerate(inputs) if x is t), None) for t in outputs),
+        sizes=tuple(made),
+        after=tuple(t.requires_grad for t in inputs),
+        saved=tuple(
+            dict.fromkeys(link(t) for t in packed)
+            if known is None
+            else (CallTensorRef(kind, index, size) for kind, index, size in known)
+        ),
+    )
+
+
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What runs and its arguments; random numbers are all alike here, so their index is left out.
+
+    A lane's part of random numbers is more than the op alone: it may draw the whole.
+    """
+    if not is_random_shard(node.target):
+        return op_of(node), op_args(node)
+    shape, placements, key, _, *rest = node.args
+    return node.target, (shape, placements, key, 0, *rest)
+
+
+def operand_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes with tensors among the op's arguments, each once, in order of appearance."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg((op_args(node), dict(node.kwargs)), lambda n: found.setdefault(n))
+    return [n for n in found if tensors(value(n))]
+
+
+def _rebuild(
+    held: Any, grads: Iterator[bool], mode: AbstractContextManager[Any], is_written: bool
+) -> Any:
+    """Stand-ins in the same nesting: fresh fake tensors with the given gradients.
+
+    torch forbids in-place ops on a leaf that requires a gradient, so what is written is no leaf.
+    """
+    if isinstance(held, torch.Tensor):
+        with mode:
+            made = torch.empty_strided(
+                held.size(), held.stride(), dtype=held.dtype, device=held.device
+            )
+            if not next(grads):
+                return made
+            made.requires_grad_()
+            return made.clone() if is_written else made
+    if isinstance(held, (list, tuple)):
+        return [_rebuild(item, grads, mode, is_written) for item in held]
+    return held
+
+
+def _meta(t: torch.Tensor) -> Hashable:
+    """What of a tensor decides how an op behaves."""
+    shape = tuple(expression(s) for s in t.shape)
+    return (shape, tuple(expression(s) for s in t.stride()), t.dtype, t.device)

@@ -1,0 +1,51 @@
+"""Tensors of abstract values, and sizes as numbers or sympy expressions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of an op's result, through lists and tuples."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [t for item in result for t in tensors(item)]
+    return []
+
+
+def nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Bytes of the tensor's whole storage."""
+    return tensor.untyped_storage().nbytes()
+
+
+def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
+    """A size without torch: an int where it is known, else a sympy expression in the symbols."""
+    if isinstance(size, torch.SymInt):
+        found = size.node.expr
+        return int(found) if found.is_number else found
+    if isinstance(size, sympy.Expr):
+        return int(size) if size.is_number else size
+    return int(size)
+
+
+def format_size(size: int | torch.SymInt) -> str:
+    """A size as text; sympy writes each expression once, for graphs have few and use them often."""
+    return _text(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+@lru_cache(maxsize=4096)
+def _text(found: sympy.Expr) -> str:
+    return str(found)
+
+
+def hint(size: int | torch.SymInt, fallback: int = 1) -> int:
+    """The size at the example inputs; ``fallback`` for one that depends on data."""
+    if isinstance(size, int):
+        return size
+    known: Any = size.node.hint if size.node.has_hint() else None
+    return int(known) if known is not None else fallback

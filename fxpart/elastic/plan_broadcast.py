@@ -1,0 +1,82 @@
+"""One plan for the ranks that torchrun started: rank 0 finds or makes it, and gives it to all."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from fxpart.cluster.model import Cluster
+from fxpart.elastic.available_cluster import adapt_cluster_to_ranks
+from fxpart.environment import Launch
+from fxpart.errors import error
+from fxpart.plan.model import Plan
+from fxpart.planner.plan_agreement import PlanReply, plan_independently
+from fxpart.runtime.transport.rendezvous import join_rendezvous
+
+_PLAN = "fxpart/plan"
+
+
+def broadcast_plan(
+    found: Launch, make: Callable[[Sequence[str]], Plan], *, timeout: float = 60.0
+) -> Plan:
+    """The plan that ``make`` gives on rank 0, on every rank; what it raises is raised on all.
+
+    make: is given the name of each rank's machine. timeout: seconds to meet in; as the model is
+    captured and solved meanwhile, the plan itself is waited for ten times as long. FXP516 where the
+    ranks do not meet.
+    """
+    meeting = join_rendezvous(found, timeout)
+    store, names = meeting.store, [f"fxpart/host/{rank}" for rank in range(found.world)]
+    limit = timedelta(seconds=10 * timeout)
+    try:
+        store.set(names[found.rank], socket.gethostname())
+        if found.rank == 0:
+            store.wait(names, limit)
+            return _made(store, make, [raw.decode() for raw in store.multi_get(names)])
+        store.wait([_PLAN], limit)
+        answer = PlanReply.read(store.get(_PLAN))
+    except RuntimeError as cause:
+        raise error(
+            "FXP516",
+            where=f"rank {found.rank} of {found.world}, generation {meeting.generation}",
+            why=f"rank 0 has given no plan within {10 * timeout:g} s",
+            fix="see what rank 0 says",
+        ) from cause
+    return answer.taken()
+
+
+def _made(store: Any, make: Callable[[Sequence[str]], Plan], hosts: Sequence[str]) -> Plan:
+    """Make the plan, and tell the others whatever comes of it."""
+    try:
+        with plan_independently():
+            plan = make(hosts)
+    except BaseException as fault:
+        store.set(_PLAN, PlanReply.refusing(fault).written())
+        raise
+    store.set(_PLAN, PlanReply(plan=plan.dumps()).written())
+    return plan
+
+
+def match_cluster_to_hosts(given: str, hosts: Sequence[str]) -> Cluster:
+    """The cluster that is there, where rank r is on the machine ``hosts[r]``.
+
+    given: as on the command line. Where the cluster names these machines, its devices are those of
+    the ranks in their order, and machines that are not there are left out. Else it is what
+    :func:`~fxpart.elastic.available_cluster.adapt_cluster_to_ranks` makes of it; "auto" is what
+    torchrun started.
+    """
+    if given == "auto":
+        return Cluster.parse("auto")
+    cluster = Cluster.parse(given)
+    free = {host: [d for d in cluster.devices if d.host == host] for host in set(hosts)}
+    if any(hosts.count(host) > len(devices) for host, devices in free.items()):
+        return adapt_cluster_to_ranks(given, len(hosts))
+    devices = tuple(free[host].pop(0) for host in hosts)
+    left = adapt_cluster_to_ranks(
+        given, len(hosts), [d.name for d in cluster.devices if d not in devices]
+    )
+    return msgspec.structs.replace(left, devices=devices)

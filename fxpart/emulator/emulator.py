@@ -1,0 +1,258 @@
+"""Any captured model trained under any weight mode, with the versions of a pipeline of K stages.
+
+It is the asynchronous trainer itself, all of its stages in this process: each has an optimizer of
+its own and reads the versions that it would read over K ranks, bit for bit. So the numbers are
+those of a real run; the time is not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.codegen.materialization import constants_of, materialize
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.emulator.emulation_result import SYNC, EmulationResult
+from fxpart.emulator.even_partition import cut_evenly
+from fxpart.emulator.weight_snapshots import WeightSnapshots
+from fxpart.errors import error
+from fxpart.runtime import InProcess
+from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.schedule.versions import WeightVersionCounters
+from fxpart.schedule.weight_modes import WeightMode, weight_mode
+
+Progress = Callable[[int, float], object]  # updates so far, loss of the newest
+
+
+class Emulator:
+    """A model compiled once into a pipeline of stages, to be trained from its weights many times.
+
+    program: the compiled one, a chain of ``stages`` stages of about even time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stages: int,
+        microbatches: int = 1,
+        loss: Callable[..., Any] | None = None,
+        example_inputs: Any = None,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> None:
+        """stages: 1 to 32. microbatches: of a minibatch, which makes one update.
+
+        loss, example_inputs, seed: as for :func:`fxpart.compile`; options, too: batch_size,
+        batch_dims, precision, example_kwargs. device: where all stages run. The model's own weights
+        are where each run starts; they are copied and never changed. Raises FXP201 where
+        the model has fewer blocks with weights than stages, and what compile raises.
+        """
+        self.stages, self.microbatches = stages, microbatches
+        self.program = cut_evenly(
+            model, stages, microbatches=microbatches, loss=loss, example_inputs=example_inputs,
+            seed=seed, **options,
+        )  # fmt: skip
+        if self.program.captured.loss_kind == "mean-square":
+            raise error(
+                "FXP106",
+                where=self.program.plan.model.name,
+                why="its output has no loss, and none was given",
+                fix="Emulator(..., loss=torch.nn.functional.cross_entropy), with the targets last "
+                "in the example inputs",
+            )
+        self._device = torch.device(device)
+        self._state = {
+            name: tensor.detach().clone() for name, tensor in self.program.captured.state.items()
+        }
+
+    def run(
+        self,
+        batches: Any,
+        weights: str | WeightMode = "spectrain",
+        optimizer: Any = "adamw",
+        steps: int | None = 500,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip_norm: float | None = None,
+        evaluate: Callable[[dict[str, torch.Tensor]], float] | None = None,
+        every: int = 0,
+        *,
+        initial: Mapping[str, torch.Tensor] | None = None,
+        microbatches: int | None = None,
+        seed: int | None = None,
+        watch: int = 0,
+        progress: Progress | None = None,
+        **trainer: Any,
+    ) -> EmulationResult:
+        """Train ``steps`` updates under a weight mode, or as long as there are batches.
+
+        batches: an iterable of global batches, gone through again until there are steps enough, or
+        a function that returns one; an iterator is gone through once. weights: a mode's name
+        (:data:`fxpart.schedule.weight_modes.MODES`), "sync" for "flush", or a mode. optimizer: a
+        name, class, partial or function of a parameter list, made once for each stage. scheduler:
+        makes a learning-rate scheduler of each of these. clip_norm: see the docs page, each stage
+        clips its own share. evaluate: a function of a whole state dict, called at the end and, if
+        ``every`` is above 0, after each so many updates; the pipeline is not drained for it.
+        initial: other weights to start from, by name. microbatches: of a minibatch, by default as
+        compiled. seed: of random ops, by default the compiled one. watch: measure predictions (ρ)
+        every so many updates. progress: told after each update whose loss is known. trainer:
+        further options of the asynchronous trainer.
+
+        The run ends with the first loss that is no number. FXP109 for an unknown mode and for
+        arguments that cannot be.
+        """
+        name = weights if isinstance(weights, str) else weights.name
+        mode = self.check(weights, microbatches)
+        if (steps is not None and steps < 1) or every < 0:
+            why = "steps is at least 1 and every at least 0"
+            raise error("FXP109", where=f"steps={steps}, every={every}", why=why, fix="steps=500")
+        run = _EmulatorRun(self, mode, microbatches or self.microbatches, optimizer, initial, {
+            "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed, "watch": watch,
+            **({"total_updates": steps} if mode.discount else {}), **trainer,
+        })  # fmt: skip
+        limit = steps if steps is not None else -1
+        run.snapshots.after(every if evaluate is not None else 0)
+        try:
+            found = run.go(_repeated(batches, limit), evaluate, progress)
+        finally:
+            run.trainer.close()
+        return replace(found, weights=name)
+
+    def check(self, weights: str | WeightMode, microbatches: int | None = None) -> WeightMode:
+        """The mode; FXP109 where there is none of that name, or the pipeline cannot train by it.
+
+        microbatches: of a minibatch, by default as compiled.
+        """
+        mode = weight_mode("flush" if weights == SYNC else weights)
+        ahead = AsyncStageGraph.of(self.program.spec).ahead
+        WeightVersionCounters(ahead, microbatches or self.microbatches).check(mode)
+        return mode
+
+    def modules(self, initial: Mapping[str, torch.Tensor] | None) -> dict[int, nn.Module]:
+        """Fresh stage modules with copies of the weights. FXP110 for other names or shapes."""
+        spec, made = self.program.spec, {}
+        constants = constants_of(spec, self._state)
+        for stage in spec.stages:
+            module = load_stage(self.program.sources[stage.index], stage, self._device)
+            source = self._state if initial is None else {**self._state, **initial}
+            materialize(module, spec, source, constants=constants, strict=False)
+            made[stage.index] = module
+        return made
+
+    @property
+    def unused(self) -> dict[str, torch.Tensor]:
+        """State of the model that no stage needs."""
+        held = {s.name for stage in self.program.spec.stages for s in stage.state}
+        captured = self.program.captured
+        names = [*captured.parameters, *sorted(captured.persistent)]
+        return {name: self._state[name] for name in names if name not in held}
+
+
+class _EmulatorRun:
+    """One training from the initial weights."""
+
+    def __init__(
+        self,
+        emulator: Emulator,
+        mode: WeightMode,
+        microbatches: int,
+        optimizer: Any,
+        initial: Mapping[str, torch.Tensor] | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.emulator, self.mode, self.microbatches = emulator, mode, microbatches
+        spec, modules = emulator.program.spec, emulator.modules(initial)
+        self.snapshots = WeightSnapshots(spec, modules, emulator.unused)
+        self.trainer = AsyncTrainer(
+            spec,
+            modules,
+            ranks=range(emulator.stages),
+            transport=InProcess(emulator.stages),
+            microbatches=microbatches,
+            optimizer=self.snapshots.watching(optimizer),
+            unused=emulator.unused,
+            weights=mode,
+            guard=False,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        self.losses: list[float] = []
+        self.evaluations: list[tuple[int, float]] = []
+
+    def go(
+        self,
+        batches: Iterator[Any],
+        evaluate: Callable[[dict[str, torch.Tensor]], float] | None,
+        progress: Progress | None,
+    ) -> EmulationResult:
+        """To the end of the batches, or to the first loss that is no number."""
+        started = time.perf_counter()
+        for batch in batches:
+            self.trainer.feed(batch)
+            self._told(self.trainer.taken(), evaluate, progress)
+            if self.losses and not math.isfinite(self.losses[-1]):
+                break
+        self._told(self.trainer.finish(), evaluate, progress)
+        finite = [math.isfinite(loss) for loss in self.losses]
+        diverged = None if all(finite) else finite.index(False) + 1
+        state, report = self.trainer.state_dict(), self.trainer.report()
+        done = [updates for updates, _ in self.evaluations]
+        if evaluate is not None and done[-1:] != [len(self.losses)]:
+            self.evaluations.append((len(self.losses), float(evaluate(state))))
+        return EmulationResult(
+            weights=self.mode.name,
+            stages=self.emulator.stages,
+            microbatches=self.microbatches,
+            losses=tuple(self.losses[:diverged]),
+            evaluations=tuple(self.evaluations),
+            staleness=self.trainer.staleness,
+            copies=tuple(stage.copies for stage in report),
+            rho=tuple(stage.mean_rho for stage in report),
+            diverged=diverged,
+            seconds=time.perf_counter() - started,
+            state_dict=state,
+        )
+
+    def _told(
+        self,
+        losses: Iterable[tuple[int, torch.Tensor]],
+        evaluate: Callable[[dict[str, torch.Tensor]], float] | None,
+        progress: Progress | None,
+    ) -> None:
+        for _, loss in losses:
+            self.losses.append(float(loss))
+            if progress is not None:
+                progress(len(self.losses), self.losses[-1])
+        for updates, state in self.snapshots.taken():
+            if evaluate is not None:
+                self.evaluations.append((updates, float(evaluate(state))))
+
+
+def _repeated(batches: Any, limit: int) -> Iterator[Any]:
+    """So many batches, the data gone through again; all of them once where limit is below 0."""
+    given = 0
+    while given != limit:
+        before = given
+        for batch in batches() if callable(batches) else batches:
+            yield batch
+            given += 1
+            if given == limit:
+                return
+        if not given:
+            raise error("FXP109", where="batches", why="there are no batches", fix="give some")
+        if given == before:
+            return
+        if limit < 0 or iter_once(batches):
+            return
+
+
+def iter_once(batches: Any) -> bool:
+    """Whether what was given can be gone through only once."""
+    return isinstance(batches, Iterator)

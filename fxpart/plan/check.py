@@ -1,0 +1,125 @@
+"""Find every fault of a plan, not the first."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from fxpart.errors import Problem, short
+from fxpart.plan.check_prediction import prediction
+from fxpart.plan.check_queues import queues, weights
+from fxpart.plan.check_sharding import sharding
+from fxpart.plan.check_stages import Faults, edges, mesh, order, ranks, stages, ties
+from fxpart.plan.model import Certificate, Plan
+from fxpart.plan.number_ranges import shorten
+
+MAX_PROBLEMS = 200
+_LARGEST = 1 << 63
+_HUGE = 1 << 1000  # no float holds what is computed with such
+_TOO_LARGE = "the number is too large"
+_NO_FLOAT = "the number is too large for any computation"
+_FIX = "make the plan again with `fxpart plan`, or correct this place"
+
+
+def problems(plan: Plan) -> tuple[Problem, ...]:
+    """Every FXP303 of the plan, at most MAX_PROBLEMS; of one with huge numbers only these."""
+    found: list[Problem] = []
+    for check in _CHECKS:
+        for where, why in check(plan):
+            found.append(Problem("FXP303", where, why, _FIX))
+            if len(found) >= MAX_PROBLEMS:
+                return tuple(found)
+        if any(problem.why == _NO_FLOAT for problem in found):
+            return tuple(found)  # what follows computes with floats
+    certificates = {"certificate": plan.certificate}
+    if plan.degrees is not None:
+        certificates["degrees"] = plan.degrees
+    if plan.sharding is not None and plan.sharding.certificate is not None:
+        certificates["sharding.certificate"] = plan.sharding.certificate
+    for where, given in certificates.items():
+        found += [Problem("FXP303", w, y, _FIX) for w, y in _certificate(given, where)]
+    return tuple(found)
+
+
+def _numbers(plan: Plan) -> Faults:
+    """No number that arithmetic cannot be trusted with; none below zero except the seed."""
+    signed = {"seed", "constraints"}
+    # The cluster has its own checks; runs of ranks are checked one by one with their stages.
+    mine = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "cluster"}
+    for name, value in shorten(msgspec.to_builtins(mine)).items():
+        for path, number in _leaves(value, name):
+            if isinstance(number, float) and not math.isfinite(number):
+                yield path, f"{number} is not a finite number"
+            elif abs(number) >= _LARGEST and isinstance(number, int):
+                yield path, _NO_FLOAT if abs(number) >= _HUGE else _TOO_LARGE
+            elif number < 0 and name not in signed:
+                yield path, f"{number} is negative"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{ascii(key)[1:-1]}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+
+
+def _cluster(plan: Plan) -> Faults:
+    faults = plan.cluster.problems()
+    for problem in faults:
+        yield f"cluster, {problem.where}", problem.why
+    if not faults and plan.cluster_hash != plan.cluster.hash:
+        yield "cluster_hash", "it is not the hash of the cluster that the plan holds"
+
+
+def _model(plan: Plan) -> Faults:
+    model = plan.model
+    if model.blocks < 1:
+        yield "model.blocks", "there are no blocks"
+    if model.nodes < model.blocks:
+        yield "model.nodes", f"{model.nodes} nodes cannot form {model.blocks} blocks"
+    for name, count in Counter(i.name for i in model.inputs).items():
+        if count > 1:
+            yield "model.inputs", f"the name {short(name)!a} stands there {count} times"
+    for index, item in enumerate(model.inputs):
+        if item.batch_dim is not None and item.batch_dim >= len(item.shape):
+            yield f"model.inputs[{index}].batch_dim", f"the shape has {len(item.shape)} dims"
+
+
+def _counts(plan: Plan) -> Faults:
+    if plan.batch_size < 1:
+        yield "batch_size", "it is below 1"
+    if not 1 <= plan.microbatches <= max(plan.batch_size, 1):
+        yield "microbatches", f"{plan.microbatches} cannot be cut from {plan.batch_size} samples"
+    for field, others in (("alternatives", plan.alternatives), ("changes", plan.changes)):
+        for index, other in enumerate(others):
+            if min(other.stages, other.microbatches) < 1:
+                yield f"{field}[{index}]", "stages and microbatches start at 1"
+            if other.step_seconds is not None and other.unfit_seconds is not None:
+                yield f"{field}[{index}]", "it fits and does not fit"
+
+
+def _certificate(given: Certificate, where: str) -> Faults:
+    objective, bound = given.objective, given.lower_bound
+    if not all(math.isfinite(x) for x in (objective, bound, given.gap)):
+        return  # said already
+    if bound > objective * (1 + 1e-9):
+        yield f"{where}.lower_bound", f"{bound} is above the objective {objective}"
+    gap = (objective - bound) / objective if objective > 0 else 0.0
+    if abs(given.gap - max(gap, 0.0)) > 1e-6:
+        yield f"{where}.gap", f"it is {given.gap}, the objective and bound give {gap:.6g}"
+    if given.status == "optimal" and gap > 1e-6:
+        yield f"{where}.status", f"it says optimal with a gap of {gap:.6g}"
+
+
+_CHECKS = (
+    _numbers, _cluster, _model, stages, ranks, order, mesh, edges, ties, _counts, queues, weights,
+    prediction, sharding,
+)  # fmt: skip

@@ -1,0 +1,70 @@
+"""Faults of what a plan says about the ranks of a stage."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from fxpart.errors import FxpartError, short
+from fxpart.plan.check_stages import Faults
+from fxpart.plan.model import Plan, PlanPlacement, PlanSharding
+from fxpart.sharding import Mesh, parse_placements
+
+
+def sharding(plan: Plan) -> Faults:
+    """The mesh, the degrees of the stages on it, ZeRO's axis, and every placement."""
+    given = plan.sharding
+    if given is None:
+        return
+    try:
+        mesh = Mesh.parse(given.mesh)
+    except FxpartError as fault:
+        yield "sharding.mesh", fault.problems[0].why
+        return
+    if mesh.size < 2:
+        yield "sharding.mesh", f"{short(given.mesh)!a} is one rank, which needs no sharding"
+    expected = {"pipeline": len(plan.stages), **dict(mesh.axes)}
+    if plan.mesh != expected:
+        yield "mesh", f"it is {plan.mesh}; the stages and sharding.mesh make {expected}"
+    for position, stage in enumerate(plan.stages):
+        if stage.zero != given.zero:
+            yield f"stages[{position}].zero", f"it is {stage.zero}, sharding.zero {given.zero}"
+        if math.prod((stage.data_parallel, stage.tensor_parallel)) != mesh.size:
+            yield f"stages[{position}]", f"its degrees do not make the mesh's {mesh.size} ranks"
+    if not 0 <= given.zero <= 3:
+        yield "sharding.zero", f"{given.zero} is not 0, 1, 2 or 3"
+    elif given.zero and given.zero_axis not in mesh.names:
+        yield "sharding.zero_axis", f"the mesh has no axis {short(given.zero_axis)!a}"
+    elif given.zero_axis and not given.zero:
+        yield "sharding.zero_axis", "nothing is cut over it where zero is 0"
+    yield from _all_placed(given, mesh, {i.name for i in plan.model.inputs})
+
+
+def _all_placed(given: PlanSharding, mesh: Mesh, inputs: set[str]) -> Faults:
+    uses: Counter[tuple[str, str]] = Counter()
+    for index, entry in enumerate(given.placed):
+        where = f"sharding.placed[{index}]"
+        uses.update((entry.kind, name) for name in entry.names)
+        yield from ((where, why) for why in _placed(entry, mesh))
+        if entry.kind == "input":
+            unknown = [name for name in entry.names if name not in inputs]
+            yield from ((where, f"the model has no input {short(name)!a}") for name in unknown)
+    for (kind, name), count in uses.items():
+        if count > 1:
+            yield "sharding.placed", f"{kind} {short(name)!a} stands there {count} times"
+
+
+def _placed(entry: PlanPlacement, mesh: Mesh) -> Iterator[str]:
+    if not entry.names:
+        yield "it names nothing"
+    if entry.strategy and entry.kind != "op":
+        yield "only ops have a strategy"
+    for text in entry.placements.split(";") if entry.placements else ():
+        try:
+            parse_placements(text.strip(), mesh)
+        except FxpartError as fault:
+            yield fault.problems[0].why
+    axes = [part.partition(":")[0].strip() for part in entry.strategy.split(",") if part]
+    for axis in {*axes, *entry.origins} - set(mesh.names):
+        yield f"the mesh has no axis {short(axis)!a}"

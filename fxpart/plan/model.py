@@ -1,0 +1,364 @@
+"""The plan: every decision, what it is predicted to cost, and how good it is proved to be.
+
+Nothing in a plan is ever executed. Reading, writing and checking live in ``fxpart.plan``; torch
+is not needed for any of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fxpart.cluster.model import Cluster, Device
+from fxpart.errors import FxpartError, Problem
+from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
+
+__all__ = [
+    "VERSION",
+    "Alternative",
+    "Certificate",
+    "Equivalence",
+    "HostLoad",
+    "ModuleCheck",
+    "PeakMemory",
+    "Plan",
+    "PlanInput",
+    "PlanModel",
+    "PlanPlacement",
+    "PlanSharding",
+    "PlanTiedParameter",
+    "Prediction",
+    "RankPrediction",
+    "Stage",
+]  # fmt: skip
+
+VERSION = 9
+
+
+class _PlanStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class PlanInput(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One input tensor: shape entries are numbers or symbols; batch_dim None means passed whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    batch_dim: int | None = None
+
+
+class PlanModel(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model the plan is for.
+
+    fingerprint: digest of the annotated graph (ops, shapes, state names, blocks). capture:
+    "export", "export-strict" or "symbolic-trace". batch: "symbolic" or "fixed" (captured at the
+    microbatch size). blocks: how many blocks the graph has. parameters: count of elements;
+    parameter_bytes: bytes.
+    """
+
+    name: str
+    fingerprint: str
+    capture: str
+    batch: Literal["symbolic", "fixed"]
+    nodes: int
+    blocks: int
+    parameters: int
+    parameter_bytes: int
+    inputs: tuple[PlanInput, ...]
+
+
+class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage: blocks [first, last] (inclusive) on the given ranks, one for each lane.
+
+    pieces: where the stage holds several pieces of the model (virtual stages), the first and last
+    block of each, from the first piece's to the last's; empty where it is one. Blocks are positions
+    in the plan's ``order``. data_parallel: how many parts the batch is cut into;
+    tensor_parallel: the ranks that share each of these parts, so that the product is the number of
+    ranks; expert_parallel: how many of the parts share one set of experts. zero: what the parts
+    share of their parameters (0 to 3). device: the type of the ranks' devices, "" if not said.
+    parameters: elements, whole.
+    """
+
+    index: int
+    first: int
+    last: int
+    label: str
+    ranks: tuple[int, ...]
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    expert_parallel: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    recompute: Literal["none", "selective", "full"] = "none"
+    device: str = ""
+    pieces: tuple[tuple[int, int], ...] = ()
+    parameters: int = 0
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last block of each piece: ``pieces``, or the one that there is."""
+        return self.pieces or ((self.first, self.last),)
+
+
+class PlanTiedParameter(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One parameter used on several stages: names (main first), the owner, all holders."""
+
+    names: tuple[str, ...]
+    owner: int
+    stages: tuple[int, ...]
+
+
+class Certificate(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How good the plan is: the true optimum of the objective lies in [lower_bound, objective].
+
+    gap: (objective - lower_bound) / objective. over: what the bound is over, in words.
+    """
+
+    status: Literal["optimal", "within gap", "best found"]
+    objective: float
+    lower_bound: float
+    gap: float
+    solver: str
+    over: str
+
+
+class PlanPlacement(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Inputs, parameters and buffers, or ops that are sharded in one way for one reason.
+
+    kind: "input", "state" or "op". names: of the model's inputs, of state (its main name), of the
+    graph's nodes. placements: "dp:S(0),tp:R" of the value itself; of an op's results, one after
+    another with "; " between, only where they are not what the op's rule says. strategy: for ops,
+    the factor of the rule that each axis cuts, "dp:b,tp:h". origins: by axis, where that came from.
+    """
+
+    kind: Literal["input", "state", "op"]
+    names: tuple[str, ...]
+    placements: str = ""
+    strategy: str = ""
+    origins: dict[str, str] = {}
+
+
+class PlanSharding(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the ranks of each stage share its work.
+
+    mesh: "dp=2,tp=2", the same for every stage: rank = stage * lanes + lane, lanes counted with the
+    first axis major. zero: 0, or what is cut over ``zero_axis``: 1 optimizer state, 2 gradients
+    too, 3 parameters too. placed: what is not replicated on every axis. unruled: ops without a
+    rule, which every rank computes whole, with their number. certificate: of the choice of what
+    annotations left open; None where nothing was chosen.
+    """
+
+    mesh: str
+    zero: int = 0
+    zero_axis: str = ""
+    placed: tuple[PlanPlacement, ...] = ()
+    unruled: dict[str, int] = {}
+    certificate: Certificate | None = None
+
+
+class Alternative(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rejected choice: its cost and why it lost.
+
+    step_seconds: None if it does not fit; then unfit_seconds is what it would cost if it did, None
+    if that is not known. schedule and what (its degrees, or what it changes of the plan) are ""
+    where that was not kept.
+    """
+
+    stages: int
+    microbatches: int
+    step_seconds: float | None
+    why: str
+    schedule: str = ""
+    what: str = ""
+    unfit_seconds: float | None = None
+
+
+class Equivalence(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the results of training by the plan relate to those of single-process training.
+
+    promise: "bitwise" (identical in every bit), "rounding" (the same sums in another order), or
+    "per microbatch" (the listed parts use each microbatch instead of the batch). reasons: one
+    sentence for each cause of a promise other than "bitwise", such as "BatchNorm in layers.1".
+    """
+
+    promise: Literal["bitwise", "rounding", "per microbatch"]
+    reasons: tuple[str, ...] = ()
+
+
+class ModuleCheck(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the captured program was compared with the module as written at compile time.
+
+    status: "passed", "skipped" (the check was too expensive or impossible), or "off" (the user
+    switched it off). reason: why it was skipped, empty otherwise.
+    """
+
+    status: Literal["passed", "skipped", "off"]
+    reason: str = ""
+
+
+class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All decisions for one model on one cluster; canonical JSON, no time and no host in it.
+
+    edges: (source, target, whether gradients come back) for each pair of the program's stages (see
+    ``program_stages``) that exchanges values every microbatch, skips included; empty where each
+    feeds the next.
+    replicas: groups of stages that are copies of one another, on devices of their own and of any
+    kind, each as a round of turns: microbatch m is done by the stage that stands at m modulo the
+    round's length, so that a faster copy stands there more often. A copy is a stage like any other;
+    all of a group hold the same blocks, one rank each, and sum their gradients once a step.
+    staleness: where copies do not take turns, but whichever is free takes the next microbatch from
+    a queue: by stage how many updates its gradients may miss, the same for all copies of one. 0: it
+    waits for each update, as a group that sums its gradients does; above, it goes on with the next
+    minibatches. Empty: copies take turns.
+    weights: which weights forwards and backwards read, a mode of
+    :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async" or a
+    staleness above 0, and with nothing else.
+    actions: for the schedule "found", which a solver found for these stages, the computations of
+    each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
+    under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
+    empty: as they are.
+    mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
+    axes are named); only "pipeline" where the stages' degrees differ, or stages have copies: then
+    it counts each group once. sharding: how the ranks of a
+    stage share its work; None where a stage is one rank, or where that is not worked out.
+    devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
+    first ones. order: the model's blocks in the order of the stages; empty for their own.
+    alternatives: the best choices that were rejected; changes: this one with one decision changed.
+    equivalence: the promised relation to single-process training, None in plans made before version
+    9. check: the comparison of the captured program with the module, None where none is recorded.
+    certificate: of the cuts, given the degrees; degrees: of the degrees themselves, over the costs
+    of the blocks one by one; None where they were given.
+    In a file ranks, devices and order are runs: "0-7,16".
+    """
+
+    format: Literal["fxpart-plan"] = "fxpart-plan"
+    version: int = VERSION
+    model: PlanModel
+    cluster: Cluster
+    cluster_hash: str
+    mesh: dict[str, int]
+    stages: tuple[Stage, ...]
+    ties: tuple[PlanTiedParameter, ...]
+    batch_size: int
+    microbatches: int
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async"
+    ]
+    actions: tuple[str, ...] = ()
+    precision: Literal["fp32", "bf16"] = "fp32"
+    transfer_dtype: Literal["", "bfloat16"] = ""
+    weights: Literal[
+        "flush", "lookahead", "stash", "vertical", "2bw", "naive", "spectrain", "spectrain-v2",
+        "pipeoptim", "xpipe", "pipemare", "nadam-stash",
+    ] = "flush"  # fmt: skip
+    optimizer: str = "adamw"
+    seed: int = 0
+    prediction: Prediction
+    provenance: dict[str, str]
+    certificate: Certificate
+    degrees: Certificate | None = None
+    alternatives: tuple[Alternative, ...]
+    changes: tuple[Alternative, ...] = ()
+    constraints: dict[str, int | float | str | bool]
+    edges: tuple[tuple[int, int, bool], ...] = ()
+    sharding: PlanSharding | None = None
+    devices: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
+    staleness: tuple[int, ...] = ()
+    equivalence: Equivalence | None = None
+    check: ModuleCheck | None = None
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The checked plan in a file; FXP301 (unreadable), FXP302 (format) or FXP303 (content)."""
+        from fxpart.plan.files import load
+
+        return load(Path(path))
+
+    @staticmethod
+    def loads(data: bytes | str, where: str = "plan") -> Plan:
+        """The checked plan in JSON text; ``where`` names it in errors, which are those of load."""
+        from fxpart.plan.files import decode
+
+        return decode(data.encode() if isinstance(data, str) else data, where)
+
+    def dumps(self) -> str:
+        """Canonical JSON: sorted keys, two spaces, a final newline; equal plans give equal text."""
+        from fxpart.plan.files import encode
+
+        return encode(self)
+
+    def dump(self, path: str | Path) -> None:
+        """Check the plan (FXP303) and write it to ``path`` (FXP603 where that fails)."""
+        from fxpart.plan.files import dump
+
+        dump(self, Path(path))
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Everything that is wrong with the plan; empty where it is valid."""
+        from fxpart.plan.check import problems
+
+        return problems(self)
+
+    def validate(self) -> Plan:
+        """The plan itself; raises FXP303 with every problem found where it is not valid."""
+        found = self.problems()
+        if found:
+            raise FxpartError(found)
+        return self
+
+    @staticmethod
+    def schema() -> dict[str, Any]:
+        """The JSON Schema (2020-12) of a plan file."""
+        from fxpart.plan.schema import schema
+
+        return schema()
+
+    @property
+    def program_stages(self) -> tuple[tuple[int, int, int], ...]:
+        """What is run as a stage of its own: (first block, last block, index of its stage).
+
+        One for each stage; of stages with several pieces one for each piece, in the blocks' order.
+        """
+        found = [(first, last, s.index) for s in self.stages for first, last in s.spans]
+        return tuple(sorted(found)) if self.virtual > 1 else tuple(found)
+
+    @property
+    def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
+        """``edges``, or where there are none the chain in which each stage feeds the next.
+
+        Of stages with copies all edges are told, none of a single group.
+        """
+        if self.edges or self.replicas:
+            return self.edges
+        return tuple((i, i + 1, True) for i in range(len(self.program_stages) - 1))
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The stages without those that are copies of one before them."""
+        later = {copy for group in self.replicas for copy in group if copy != group[0]}
+        return tuple(k for k in range(len(self.stages)) if k not in later)
+
+    @property
+    def world(self) -> int:
+        """How many ranks the plan has."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def virtual(self) -> int:
+        """How many pieces of the model each stage holds: 1, or more of virtual stages."""
+        return max((len(stage.spans) for stage in self.stages), default=1)
+
+    def device(self, rank: int) -> Device:
+        """The device of a rank: the rank-th of those used, in the cluster's order."""
+        return self.cluster.devices[self.devices[rank] if self.devices else rank]
+
+    @property
+    def runnable(self) -> tuple[str, ...]:
+        """Why this version cannot train by the plan, each reason in words; empty if it can."""
+        from fxpart.plan.runtime_support import reasons
+
+        return reasons(self)

@@ -1,1 +1,0 @@
-"""Plans in and out: files, migration, checks, schema, comparison. No torch."""

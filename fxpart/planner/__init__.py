@@ -1,0 +1,1 @@
+"""From a captured model and a cluster to a plan: candidates, search, evidence."""

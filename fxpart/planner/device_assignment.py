@@ -1,0 +1,112 @@
+"""Which devices the stages of a joint choice take: its traffic over the cluster's real links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.pricing.topology import (
+    StageDevicePlacement,
+    Traffic,
+    place_stages,
+    pools_of,
+    topology_of,
+)
+from fxpart.solver.assignment.problem import StageFlow
+from fxpart.solver.joint.objective import JointScorer
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
+from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.objective import count_tied_reduction_messages
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
+
+
+@dataclass(frozen=True)
+class StageAssignment:
+    """Where stages are to run, and where they have to begin.
+
+    order: every device of the cluster, as indices, in the order in which stages take them; None as
+    they stand. starts: the first block of each stage, None for the solver's choice. microbatches,
+    stages: how many are expected, which placements over the mesh are chosen for; None: unknown.
+    """
+
+    order: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
+    microbatches: int | None = None
+    stages: int | None = None
+
+    def ordered(self, cluster: Cluster) -> Cluster:
+        """The cluster with its devices in this order."""
+        if self.order is None:
+            return cluster
+        devices = tuple(cluster.devices[i] for i in self.order)
+        return msgspec.structs.replace(cluster, devices=devices)
+
+
+def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
+    """What the choice's stages send each other, and what they cost wherever they are.
+
+    The collectives of a stage stay in its seconds: they are priced for the worst ring that its
+    replicas can form.
+    """
+    count, m = len(choice.options), choice.microbatches
+    stage_of = [
+        (sum(start <= block for start in choice.starts) - 1) % count
+        for block in range(len(problem.blocks))
+    ]
+    flows = []
+    for value in problem.boundaries:
+        home = stage_of[value.producer]
+        for target in sorted({stage_of[c] for c in value.consumers} - {home}):
+            rows = count_microbatch_rows(
+                problem.batch, m, problem.options[choice.options[target]].data
+            )
+            size = value.row_bytes * rows + value.fixed_bytes
+            flows.append(StageFlow(source=home, target=target, size=size, back=value.gradient))
+    for index, tie in enumerate(problem.ties):
+        holders = sorted({stage_of[block] for block in tie.blocks})
+        for target in holders[1:]:
+            layout = problem.layouts[problem.options[choice.options[target]].layout]
+            messages = count_tied_reduction_messages(m)
+            size = messages * layout.tie_gradient[index]
+            flows.append(
+                StageFlow(source=holders[0], target=target, size=size, messages=messages, step=True)
+            )
+    stages = JointScorer(problem).evaluate(choice).stages
+    return Traffic(
+        flows=tuple(flows),
+        seconds=tuple(s.seconds - s.transfer_seconds for s in stages),
+        once=tuple(s.reduce_seconds + s.optimizer_seconds for s in stages),
+        microbatches=m,
+        fill=get_fill_fraction(choice.schedule, choice.virtual),
+    )
+
+
+def assign_devices(
+    cluster: Cluster, problem: JointProblem, choice: JointChoice
+) -> StageDevicePlacement | None:
+    """Devices by stage; None where the cluster's order serves as well as any.
+
+    It does where all devices are alike and so are all links between hosts.
+    """
+    pools = pools_of(cluster)
+    widths = []
+    for index in choice.options:
+        option = problem.options[index]
+        widths.append((option.pool, option.data, problem.layouts[option.layout].tensor))
+    moved = traffic(problem, choice)
+    if len(set(pools)) == 1:
+        topology, _ = topology_of(cluster, widths, moved)
+        if len(topology.inside) == 1:
+            return None
+    return place_stages(cluster, widths, moved)
+
+
+def order_of(cluster: Cluster, placement: StageDevicePlacement) -> tuple[int, ...]:
+    """Every device: those of the stages in the stages' order, then the others."""
+    used = [device for lanes in placement.ranks for device in lanes]
+    taken = set(used)
+    return (*used, *(d for d in range(len(cluster.devices)) if d not in taken))

@@ -1,0 +1,1 @@
+"""Families of plans: each proposes candidates of one kind."""

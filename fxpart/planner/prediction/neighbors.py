@@ -1,0 +1,161 @@
+"""Choices that differ from one in a single decision, for a plan to be compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.problem import JointChoice, JointProblem
+
+Named = tuple[str, JointChoice]  # what differs, in words, and the choice
+Degrees = tuple[int, int, int, int, str]  # as fxpart.solver.joint.objective.degrees has them
+_PLACE: dict[str, int] = {"tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4}
+
+
+class OptionIndex:
+    """The options of a problem by pool and degrees."""
+
+    def __init__(self, problem: JointProblem) -> None:
+        """Index them; of equal ones the first counts."""
+        self.problem = problem
+        self._index: dict[tuple[int, Degrees], int] = {}
+        for index, option in enumerate(problem.options):
+            self._index.setdefault((option.pool, degrees(problem, index)), index)
+
+    def find(self, pool: int, wanted: Degrees) -> int | None:
+        """The option with these degrees on a pool."""
+        return self._index.get((pool, wanted))
+
+    def with_data(self, option: int, data: int) -> int | None:
+        """The same option with another number of data replicas."""
+        old = degrees(self.problem, option)
+        zero = old[3] if data > 1 else 0
+        return self.find(self.problem.options[option].pool, (data, *old[1:3], zero, old[4]))
+
+    def changed(self, option: int, what: str, value: int | str) -> int | None:
+        """The same option on as many devices, with another value of one decision."""
+        data, tensor, expert, zero, recompute = degrees(self.problem, option)
+        if what == "tensor":
+            if data * tensor % int(value):
+                return None
+            data, tensor = data * tensor // int(value), int(value)
+        elif what == "expert":
+            expert = int(value)
+        elif what == "ZeRO":
+            zero = int(value) if data > 1 else zero
+        else:
+            recompute = str(value)
+        if data == 1:
+            zero = 0
+        return self.find(self.problem.options[option].pool, (data, tensor, expert, zero, recompute))
+
+
+def one_decision(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
+    """The same stages with another microbatch count, schedule, or degree on every stage.
+
+    Counts: the next smaller and larger. Degrees: every value that some option has, on as many
+    devices (a change of the tensor degree changes the data degree against it). None of them need
+    fit, nor keep every wish.
+    """
+    yield from _counts(problem, choice)
+    if choice.virtual == 1:
+        for schedule in problem.schedules:
+            if schedule not in (choice.schedule, "interleaved"):
+                words = f"{schedule} instead of {choice.schedule}"
+                yield words, msgspec.structs.replace(choice, schedule=schedule)
+    options = OptionIndex(problem)
+    for what in _PLACE:
+        yield from _degree(options, choice, what)
+
+
+def _counts(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
+    now = choice.microbatches
+    below = [m for m in problem.microbatches if m < now]
+    above = [m for m in problem.microbatches if m > now]
+    for other in (*sorted(below)[-1:], *sorted(above)[:1]):
+        words = f"{other} microbatches instead of {now}"
+        yield words, msgspec.structs.replace(choice, microbatches=other)
+
+
+def _degree(options: OptionIndex, choice: JointChoice, what: str) -> Iterator[Named]:
+    """Every value of one decision that all stages can take."""
+    problem, place = options.problem, _PLACE[what]
+    used = {option: degrees(problem, option)[place] for option in choice.options}
+    values = {degrees(problem, option)[place] for option in range(len(problem.options))}
+    for value in sorted(values, key=str):
+        new = {option: options.changed(option, what, value) for option in used}
+        taken = tuple(new[option] for option in choice.options)
+        if taken == choice.options or any(option is None for option in taken):
+            continue
+        was = sorted({str(old) for old in used.values()})
+        words = _change(what, value, was)
+        yield words, msgspec.structs.replace(choice, options=taken)
+
+
+def _change(what: str, value: int | str, was: Sequence[str]) -> str:
+    if what == "recompute" and value == "none":
+        return "without recompute"
+    if what == "ZeRO" and value == 0:
+        return "without ZeRO"
+    if len(was) == 1:
+        return f"{what} {value} instead of {was[0]}"
+    return f"{what} {value} on every stage"
+
+
+def other_depth(
+    problem: JointProblem, choice: JointChoice, by: Literal[-1, 1], weights: Sequence[float]
+) -> Iterator[JointChoice]:
+    """One stage less: two that follow each other are one, on the devices of either or of both.
+
+    One stage more: a stage is cut in two, each on its devices or on half of them, near the middle
+    of its ``weights`` (seconds by block). The rest stays. Only for stages of one piece.
+    """
+    options, starts, taken = OptionIndex(problem), choice.starts, choice.options
+    count = len(taken)
+    ends = (*starts[1:], len(problem.blocks))
+    if choice.virtual > 1:
+        return
+    if by == -1:
+        for k in range(count - 1):
+            cut = (*starts[: k + 1], *starts[k + 2 :])
+            for option in _joined(options, taken[k], taken[k + 1]):
+                new = (*taken[:k], option, *taken[k + 2 :])
+                yield msgspec.structs.replace(choice, starts=cut, options=new)
+        return
+    for k in range(count):
+        for middle in _middles(weights, starts[k], ends[k]):
+            cut = (*starts[: k + 1], middle, *starts[k + 1 :])
+            for option in _halved(options, taken[k]):
+                new = (*taken[:k], option, option, *taken[k + 1 :])
+                yield msgspec.structs.replace(choice, starts=cut, options=new)
+
+
+def _joined(options: OptionIndex, one: int, two: int) -> list[int]:
+    """Options for two stages as one: either's own, and with the replicas of both."""
+    data = [degrees(options.problem, option)[0] for option in (one, two)]
+    found = [one, two, *(options.with_data(option, sum(data)) for option in (one, two))]
+    return list(dict.fromkeys(option for option in found if option is not None))
+
+
+def _halved(options: OptionIndex, option: int) -> list[int]:
+    """Options for each half of a stage: its own, half its replicas, half its tensor degree."""
+    data, tensor, expert, zero, recompute = degrees(options.problem, option)
+    pool = options.problem.options[option].pool
+    found = [option]
+    if data % 2 == 0:
+        found.append(options.with_data(option, data // 2))  # type: ignore[arg-type]
+    if tensor % 2 == 0:
+        found.append(options.find(pool, (data, tensor // 2, expert, zero, recompute)))  # type: ignore[arg-type]
+    return list(dict.fromkeys(one for one in found if one is not None))
+
+
+def _middles(weights: Sequence[float], first: int, end: int) -> list[int]:
+    """Up to three first blocks of the second half: those that divide the weights most evenly."""
+    whole, before, uneven = sum(weights[first:end]), 0.0, []
+    for block in range(first + 1, end):
+        before += weights[block - 1]
+        uneven.append((abs(whole - 2 * before), block))
+    return [block for _, block in sorted(uneven)[:3]]

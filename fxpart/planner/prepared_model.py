@@ -1,0 +1,213 @@
+"""From a model and arguments to a captured graph with blocks: what planning starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpart.annotations import annotations_of_batch, gather_batch_dtensors, gather_model_dtensors
+from fxpart.annotations.entry_syntax import merge_annotations
+from fxpart.capture import CapturedModel, capture
+from fxpart.capture.flat_batch import assemble
+from fxpart.capture.live_state import live_parameters
+from fxpart.capture.model_validation import plain_module
+from fxpart.cluster.model import Cluster
+from fxpart.codegen.mesh_programs.row_dependence import (
+    couplings,
+    is_accepted,
+    mark_batch_dependent_nodes,
+)
+from fxpart.codegen.mesh_programs.sharding_decision import find_annotations
+from fxpart.compat.optimizer_choice import choose
+from fxpart.compiler import BLOCKS_KEY, PassManager
+from fxpart.compiler.garbage_collection import reduce_garbage_collection
+from fxpart.costmodels import ProfileCostModel
+from fxpart.costs import CostModel
+from fxpart.errors import error
+from fxpart.passes import PREPARE
+from fxpart.plan.model import ModuleCheck, Plan, PlanModel
+from fxpart.planner.execution_mode import Constraints
+from fxpart.planner.plan_builder import model_info
+from fxpart.planner.request import (
+    DATA_AXIS,
+    PlanRequest,
+    check_counts,
+    find_cluster,
+    make_request,
+)
+from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.verification import ConstantGuard, check_module, check_option, refuse_gradient_hooks
+
+
+@dataclass(frozen=True)
+class PlanningArguments:
+    """Arguments that say what is wanted."""
+
+    batch_size: int | None
+    microbatches: int | None
+    optimizer: Any
+    cost_model: str | Path | CostModel
+    constraints: Constraints
+    seed: int
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A captured model with blocks, and what is asked of it.
+
+    compare: compares the captured program with the module (FXP113), and returns what the plan says
+    of that.
+    """
+
+    request: PlanRequest
+    captured: CapturedModel
+    graph: fx.GraphModule
+    info: PlanModel
+    annotations: Mapping[str, str]
+    compare: Callable[[], ModuleCheck | None] = lambda: None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The names of the model's blocks."""
+        return tuple(block.name for block in self.graph.meta[BLOCKS_KEY])
+
+
+@reduce_garbage_collection()
+def prepare_model(
+    model: nn.Module,
+    cluster: Cluster | str | Path,
+    plan: Plan | None,
+    given: tuple[Any, Any],
+    asked: PlanningArguments,
+    options: Mapping[str, Any],
+    check: str = "auto",
+) -> PreparedModel:
+    """Check what is asked, capture the model, and find its blocks. plan: where one is applied.
+
+    check: whether ``PreparedModel.compare`` compares the program with the module, as for compile().
+    """
+    check_counts(asked.batch_size, asked.microbatches)
+    check_option(check)
+    request = make_request(
+        find_cluster(cluster, plan), asked.optimizer, asked.cost_model, asked.constraints,
+        asked.seed,
+    )  # fmt: skip
+    model, loss = plain_module(gather_model_dtensors(model)), options.get("loss")
+    refuse_gradient_hooks(model, loss)
+    captured = _capture(
+        model,
+        gather_batch_dtensors(given[0]),
+        gather_batch_dtensors(given[1]),
+        microbatches=asked.microbatches if plan is None else plan.microbatches,
+        request=request,
+        batch_size=asked.batch_size if plan is None else plan.batch_size,
+        precision=request.precision,
+        **options,
+    )
+    if isinstance(asked.optimizer, torch.optim.Optimizer):
+        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
+    constraints = request.constraints if plan is None else plan.constraints
+    granularity = str(constraints.get("granularity", "block"))
+    graph = PassManager().run(_prepare(granularity), captured.graph)
+    said: Mapping[str, str] = {}
+    if plan is None and (request.sharded or request.open):
+        said = _annotations(model, request, captured, given)
+    info = model_info(captured, graph)
+    guard = ConstantGuard.of(model, loss, captured)
+    captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
+
+    def compare() -> ModuleCheck:
+        return check_module(model, loss, captured, graph, seed=request.seed, check=check)
+
+    return PreparedModel(with_model_profile(request, info), captured, graph, info, said, compare)
+
+
+def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
+    """The request with what a profile says of this very model."""
+    if not isinstance(request.cost_model, ProfileCostModel):
+        return request
+    return replace(request, cost_model=request.cost_model.of(info.fingerprint))
+
+
+def describe_request(front: PreparedModel, microbatches: int | None) -> str:
+    """What a plan is asked for, as text: the same on ranks that were given the same.
+
+    Cluster and costs are left out: machines see other devices and measure other times, and one
+    plan goes to all of them.
+    """
+    request, captured = front.request, front.captured
+    rows = {
+        "model": front.info.fingerprint,
+        "batch size": captured.batch_size,
+        "microbatches": microbatches,
+        "optimizer": choose(request.optimizer).name,
+        "constraints": sorted(request.constraints.items()),
+        "annotations": sorted(front.annotations.items()),
+        "seed": request.seed,
+    }
+    return "\n".join(f"{name}: {value}" for name, value in rows.items())
+
+
+def _prepare(granularity: str) -> str:
+    """The pipeline from captured to annotated."""
+    if granularity == "block":
+        return PREPARE
+    return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
+
+
+def _annotations(
+    model: nn.Module, request: PlanRequest, captured: CapturedModel, given: tuple[Any, Any]
+) -> dict[str, str]:
+    """All that a user said: on the model, in the constraint, and with DTensors as inputs."""
+    said = find_annotations(model, request)
+    if all(part is None for part in given):
+        return said
+    paths = {item.name: item.path for item in captured.inputs}
+    return merge_annotations(said, annotations_of_batch(paths, assemble(*given)))
+
+
+def _capture(
+    model: nn.Module,
+    inputs: Any,
+    kwargs: Mapping[str, Any] | None,
+    *,
+    microbatches: int | None,
+    request: PlanRequest,
+    **options: Any,
+) -> CapturedModel:
+    """Capture; where the batch cannot be symbolic, at the size of one microbatch.
+
+    Without a wish that size is a divisor of the batch that makes about two microbatches a stage,
+    each of which the ranks of the data axis can share.
+    """
+    captured = capture(model, inputs, kwargs, **options)
+    if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
+        return captured
+    batch = captured.batch_size
+    count = microbatches
+    if count is None:
+        shares = dict(request.mesh.axes).get(DATA_AXIS, 1)
+        most = min(batch, 2 * len(request.cluster.devices) // request.mesh.size)
+        divides = [m for m in range(1, most + 1) if batch % m == 0]
+        count = max((m for m in divides if batch // m % shares == 0), default=1)
+    if batch % count:
+        raise error(
+            "FXP109",
+            where=f"microbatches={count}",
+            why=f"the model can only be captured at a fixed size, and {count} does not divide the "
+            f"batch of {batch}",
+            fix="choose a number that divides the batch",
+        )
+    if count == 1:
+        return captured
+    made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    mark_batch_dependent_nodes(captured, made)
+    accepted = is_accepted(request.constraints) or microbatches is not None
+    if not accepted and couplings(PassManager().run(PREPARE, made.graph), made):
+        return captured
+    return made

@@ -1,0 +1,337 @@
+"""The last choice among a solver's best answers, by what was measured.
+
+The solver minimises a closed form over costs of single ops, with all ranks of a host busy. Of its
+best answers of different kinds (numbers of stages, microbatches, schedules) the one is taken whose
+simulated step is shortest: ranks of a host slow each other down only while they really compute
+together, and a stage that was measured whole takes what was measured. A plan that the profile has
+rehearsed takes what it took. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import msgspec
+
+from fxpart.codegen.stage_key import FIRST, stage_key, symbol_sizes
+from fxpart.compat.optimizer_choice import choose
+from fxpart.plan.model import Certificate, Plan
+from fxpart.planner.prediction.plan_digest import plan_key
+from fxpart.planner.prediction.trial_correction import estimate_correction, kind_of
+from fxpart.pricing.non_op_costs import CalibratedCostModel, NonOpCosts
+from fxpart.profiling.store import ContentionProfile, StageMeasurement, TrialRun
+from fxpart.program.spec import ProgramSpec
+from fxpart.schedule.host_contention import average_computing_stages
+from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
+from fxpart.solver.portfolio import solve, status_of
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+    from fxpart.cluster.model import Device
+
+_COMPARED = 12  # answers that are simulated, beside those of each number of stages:
+_SPREAD = 16  # so many in all, at least the best of each
+_SOLVING = 2.0  # seconds for each number of stages
+
+
+@runtime_checkable
+class StageMeasurementModel(CalibratedCostModel, Protocol):
+    """A cost model that knows stages measured whole, and how ranks of a host slow each other."""
+
+    def stage(self, key: str, device: Device) -> StageMeasurement | None:
+        """A stage alone on such a device."""
+
+    def crowding(self, host: str) -> ContentionProfile:
+        """The ranks of a host."""
+
+    def rehearsal(self, key: str) -> TrialRun | None:
+        """A plan that was run, by its decisions."""
+
+
+@runtime_checkable
+class TrialRunModel(Protocol):
+    """A cost model that knows all plans of a model that were run."""
+
+    def rehearsed(self, model: str) -> tuple[TrialRun, ...]:
+        """Those of the model with this fingerprint."""
+
+
+def is_measured(model: object) -> bool:
+    """Whether answers are compared by simulation: the cost model comes from a profile."""
+    return isinstance(model, StageMeasurementModel)
+
+
+def plan_seconds(plan: Plan, model: object) -> float:
+    """What plans of different meshes are compared by, in seconds a step."""
+    found = plan.prediction
+    return found.expected_seconds if is_measured(model) else found.step_seconds
+
+
+def with_trial_run(plan: Plan, model: object) -> Plan:
+    """The plan with what its steps took where the profile has rehearsed it, or plans like it."""
+    known = model.rehearsal(plan_key(plan)) if isinstance(model, StageMeasurementModel) else None
+    runs = model.rehearsed(plan.model.fingerprint) if isinstance(model, TrialRunModel) else ()
+    return correct_by_trial_runs(plan, known, runs)
+
+
+def correct_by_trial_runs(plan: Plan, own: TrialRun | None, runs: Collection[TrialRun]) -> Plan:
+    """The plan with its own run, or else corrected by runs of other plans of its model."""
+    if own is not None:
+        told = msgspec.structs.replace(plan.prediction, rehearsed_seconds=own.seconds.seconds)
+        return msgspec.structs.replace(plan, prediction=told)
+    if not runs:
+        return plan
+    times = estimate_correction(kind_of(plan), runs).times
+    seconds = times * plan.prediction.simulated_seconds
+    told = msgspec.structs.replace(plan.prediction, corrected_seconds=seconds)
+    return msgspec.structs.replace(plan, prediction=told)
+
+
+@dataclass(frozen=True)
+class RefinedEvaluation:
+    """A choice with what is known of its stages. whole: stages that were measured as a whole."""
+
+    evaluation: PartitionEvaluation
+    whole: tuple[int, ...] = ()
+
+    def words(self) -> str:
+        """Which stages were measured whole, for the plan."""
+        return whole_words(self.whole, len(self.evaluation.stages))
+
+
+def whole_words(whole: Sequence[int], count: int) -> str:
+    """Which of so many stages were measured whole."""
+    if len(whole) == count:
+        return "every stage measured whole"
+    if not whole:
+        return "stages as sums of their ops"
+    named = ", ".join(map(str, whole))
+    return f"stages {named} of {count} measured whole, others as sums of their ops"
+
+
+def refine_evaluation(
+    evaluation: PartitionEvaluation,
+    problem: PartitionProblem,
+    choice: PartitionChoice,
+    keys: Sequence[str],
+    model: StageMeasurementModel,
+    devices: Sequence[Sequence[Device]],
+) -> RefinedEvaluation:
+    """The evaluation with measured seconds for stages measured whole.
+
+    keys: of each stage; devices: on which the ranks of each run, of which the slowest counts.
+    Seconds are those while all ranks of the host compute, as in the problem; sums of ties and
+    transfers stay, and where a stage is several ranks what these exchange, and the update.
+    """
+    count = problem.variants[choice.variant].microbatches
+    stages: list[StageCost] = []
+    whole = []
+    for index, (stage, key, places) in enumerate(
+        zip(evaluation.stages, keys, devices, strict=True)
+    ):
+        known = _slowest(stage, key, places, model, problem, count)
+        stages.append(stage if known is None else known)
+        if known is not None:
+            whole.append(index)
+    longest = max((count - 1) * s.seconds + s.step_only_seconds for s in stages)
+    seconds = fsum(s.seconds for s in stages) + longest
+    made = msgspec.structs.replace(evaluation, seconds=seconds, stages=tuple(stages))
+    return RefinedEvaluation(made, tuple(whole)) if whole else RefinedEvaluation(evaluation)
+
+
+def _slowest(
+    stage: StageCost,
+    key: str,
+    devices: Sequence[Device],
+    model: StageMeasurementModel,
+    problem: PartitionProblem,
+    count: int,
+) -> StageCost | None:
+    """What the slowest of a stage's ranks took; None where one was not measured."""
+    alike = {(d.model, d.host, d.threads, d.share): d for d in devices}
+    every = [measured_whole(stage, key, d, model, problem, count) for d in alike.values()]
+    known = [one for one in every if one is not None]
+    if len(known) < len(every):
+        return None
+    slowest = max(known, key=lambda one: one.forward_seconds + one.backward_seconds)
+    if len(devices) == 1:
+        return slowest
+    talk = stage.collective_seconds / 2  # of each direction, about
+    return msgspec.structs.replace(
+        slowest,
+        forward_seconds=slowest.forward_seconds + talk,
+        backward_seconds=slowest.backward_seconds + talk,
+        optimizer_seconds=stage.optimizer_seconds,
+    )
+
+
+def measured_whole(
+    stage: StageCost,
+    key: str,
+    device: Device,
+    model: StageMeasurementModel,
+    problem: PartitionProblem,
+    microbatches: int,
+    taken: int | None = None,
+) -> StageCost | None:
+    """The stage with what it took as a whole on such a device; None where it was not measured.
+
+    microbatches: of a batch; taken: as many of them come here, by default all. Rows of tables are
+    put together here of all, once a step.
+    """
+    later, first = model.stage(key, device), model.stage(key + FIRST, device)
+    if later is None or first is None:
+        return None
+    own = NonOpCosts.of(model, device)
+    here, timed = taken or microbatches, later.microbatches
+    blocks = range(stage.first, stage.last + 1)
+    held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
+    update = own.of_timed(held, timed / microbatches, timed) * later.optimizer.seconds
+    back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
+    merged = own.merging(held, microbatches) * microbatches / here
+    return msgspec.structs.replace(
+        stage,
+        forward_seconds=own.full * later.forward.seconds + problem.action,
+        backward_seconds=own.full * back + merged + problem.action,
+        optimizer_seconds=own.full * update + problem.once,
+    )
+
+
+def keys_of(
+    captured: CapturedModel, spec: ProgramSpec, sources: Sequence[str], rows: int, optimizer: object
+) -> list[str]:
+    """The keys of a program's stages for microbatches of ``rows`` rows."""
+    dims = {item.name: item.batch_dim for item in spec.inputs}
+    if not captured.symbolic:
+        dims = {}
+    sizes = symbol_sizes(spec.symbols, dims, captured.hints, rows)
+    name = choose(optimizer).name
+    return [stage_key(text, spec, k, sizes, name) for k, text in enumerate(sources)]
+
+
+@dataclass(frozen=True)
+class EvaluatedCandidate:
+    """What was found out about one answer. plan: made of it, with its simulated step."""
+
+    plan: Plan
+    refined: RefinedEvaluation
+
+    @property
+    def seconds(self) -> float:
+        """By which answers are compared."""
+        return self.plan.prediction.expected_seconds
+
+
+@dataclass(frozen=True)
+class RerankedSolution:
+    """The solver's answer with the choice that simulates best, and what was found out about all.
+
+    found: by choice, in the order in which they were looked at.
+    """
+
+    solution: Solution
+    found: Mapping[PartitionChoice, EvaluatedCandidate]
+
+    def words(self) -> str:
+        """What was re-ranked, for the plan."""
+        assert self.solution.choice is not None, "one was chosen"
+        stages = self.found[self.solution.choice].refined.words()
+        if len(self.found) == 1:
+            return f"the only answer, simulated; {stages}"
+        return f"the best of {len(self.found)} answers by simulated step; {stages}"
+
+
+def widen_solution(
+    problem: PartitionProblem, solution: Solution, pace: Callable[[float], float], *, seed: int = 0
+) -> Solution:
+    """The solution with more to compare: the best answers of every number of stages.
+
+    The closed form takes all ranks of a host to compute all the time, so of numbers of stages it
+    prefers the largest. pace: what its seconds are worth while so many stages compute; with as many
+    as do on average the best are kept, and the best of each number of stages.
+    """
+    assert solution.choice is not None, "there is something to choose from"
+    found = {choice: evaluate(problem, choice).seconds for choice in solution.candidates}
+    for stages in range(problem.min_stages, problem.max_stages + 1):
+        alone = msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
+        more = solve(alone, time_limit=_SOLVING, seed=seed)
+        found |= {choice: evaluate(problem, choice).seconds for choice in more.candidates}
+
+    def busy(choice: PartitionChoice) -> float:
+        return average_computing_stages(
+            len(choice.starts), problem.variants[choice.variant].microbatches
+        )
+
+    own = {choice: seconds * pace(busy(choice)) for choice, seconds in found.items()}
+    ordered = sorted(own, key=lambda choice: own[choice])
+    kinds: dict[tuple[int, int, str], PartitionChoice] = {}
+    for choice in ordered:
+        kinds.setdefault(_kind(choice), choice)
+    counts = {stages for stages, _, _ in kinds}
+    each = max(1, _SPREAD // max(1, len(counts)))
+    first = [
+        choice
+        for stages in sorted(counts)
+        for choice in [c for kind, c in kinds.items() if kind[0] == stages][:each]
+    ]
+    kept = {_kind(choice): choice for choice in (*first, *list(kinds.values())[:_COMPARED])}
+    kept.pop(_kind(solution.choice), None)
+    rest = sorted(kept.values(), key=lambda choice: own[choice])
+    return msgspec.structs.replace(solution, candidates=(solution.choice, *rest))
+
+
+def _kind(choice: PartitionChoice) -> tuple[int, int, str]:
+    return len(choice.starts), choice.variant, choice.schedule
+
+
+def rerank(
+    problem: PartitionProblem,
+    solution: Solution,
+    look: Callable[[PartitionChoice, PartitionEvaluation], EvaluatedCandidate],
+) -> RerankedSolution:
+    """The candidate with the least simulated step; of equal ones the solver's first.
+
+    look: what becomes of a choice. The bound stays what was proven of the closed form, and the
+    status says how far the chosen one is from it.
+    """
+    assert solution.choice is not None, "there is something to choose from"
+    found: dict[PartitionChoice, EvaluatedCandidate] = {}
+    for choice in (solution.choice, *solution.candidates):
+        evaluation = evaluate(problem, choice)
+        if choice not in found and evaluation.feasible:
+            found[choice] = look(choice, evaluation)
+    best = min(found, key=lambda choice: found[choice].seconds)
+    rest = sorted((c for c in found if c != best), key=lambda choice: found[choice].seconds)
+    objective = evaluate(problem, best).seconds
+    answer = with_other_choice(solution, best, objective)
+    return RerankedSolution(msgspec.structs.replace(answer, candidates=(best, *rest)), found)
+
+
+def with_other_choice(solution: Solution, choice: PartitionChoice, objective: float) -> Solution:
+    """The solution with another choice of this objective: the bound stays, the status follows."""
+    same = choice == solution.choice
+    return msgspec.structs.replace(
+        solution,
+        choice=choice,
+        objective=objective,
+        status=solution.status if same else status_of(objective, solution.bound),
+        candidates=(choice,),
+    )
+
+
+def certify_plan(certificate: Certificate, solution: Solution) -> Certificate:
+    """The certificate for the closed form over costs of ops, whatever is known of whole stages."""
+    objective, bound = solution.objective, min(solution.bound, solution.objective)
+    status = solution.status
+    assert status in ("optimal", "within gap", "best found"), "there is a choice"
+    return msgspec.structs.replace(
+        certificate,
+        status=status,
+        objective=objective,
+        lower_bound=bound,
+        gap=(objective - bound) / objective if objective > 0 else 0.0,
+    )

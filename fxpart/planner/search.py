@@ -1,0 +1,191 @@
+"""The best plan: of one mesh, or of those that are proposed, each lowered and priced exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.codegen.generated_program import GeneratedProgram
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan.contention import compute_pace, find_host_loads
+from fxpart.plan.model import Plan
+from fxpart.planner.constraints import constrains_cuts
+from fxpart.planner.degrees import (
+    DegreeSearchResult,
+    MeshProposal,
+    assign_proposal_devices,
+    build_joint_problem,
+    certificate,
+    choose_degrees,
+    find_rejected_choices,
+    with_degrees,
+)
+from fxpart.planner.device_assignment import StageAssignment
+from fxpart.planner.families.replicated_stages import choose_fastest_plan, considers_replicas
+from fxpart.planner.families.schedule_selection import with_cut_schedules
+from fxpart.planner.mesh_plan import Look, solve_exactly
+from fxpart.planner.prepared_model import PreparedModel
+from fxpart.planner.refinement import StageMeasurementModel, is_measured, plan_seconds
+from fxpart.planner.request import PlanRequest, with_mesh
+from fxpart.pricing.sparse_gradients import touched_bytes
+from fxpart.pricing.weights import trained_names
+from fxpart.solver.joint.problem import JointProblem
+
+if TYPE_CHECKING:
+    from fxpart.solver.progress import Progress
+
+_TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
+_LARGE = 2000  # ops of a graph of which only the best proposal is
+_NEAR = 1.5  # how much longer than the best a proposal may seem to take, and be tried, if measured
+
+_Tried = tuple[Plan, GeneratedProgram, MeshProposal]
+
+
+@dataclass(frozen=True)
+class PlanSearchResult:
+    """A plan, the program's parts that follow from it, and what its degrees were chosen from.
+
+    problem: None where the mesh was given.
+    """
+
+    plan: Plan
+    parts: GeneratedProgram
+    problem: JointProblem | None = None
+
+
+def find_best_plan(
+    front: PreparedModel,
+    microbatches: int | None,
+    progress: Callable[[Progress], None] | None = None,
+    looked: Look | None = None,
+) -> PlanSearchResult:
+    """The plan with the least step time, on the given mesh or on the best of those proposed.
+
+    Where devices differ, plans whose stages have copies are looked for too, and such that use the
+    devices of one kind alone (:mod:`fxpart.planner.families.replicated_stages`). With a measured
+    cost model meshes are compared by simulated seconds, which know that ranks of a host are not
+    always busy together; otherwise by what was minimised. looked: see
+    :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
+    """
+    if not considers_replicas(front.request):
+        if front.request.constraints.get("copies") == "always":
+            raise error(
+                "FXP109",
+                where="constraint copies='always'",
+                why="replicated stages are searched for in synchronous plans and in queues only, "
+                "without constraints on degrees or cuts and without a mesh of several ranks",
+                fix="leave copies out, or those constraints",
+            )
+        return _alike(front, microbatches, progress, looked)
+    made: list[PlanSearchResult] = []
+
+    def alike(part: PreparedModel) -> tuple[Plan, GeneratedProgram]:
+        made.append(_alike(part, microbatches, progress, looked))
+        return made[-1].plan, made[-1].parts
+
+    plan, parts, same = choose_fastest_plan(front, microbatches, alike)
+    return PlanSearchResult(plan, parts, made[0].problem if same else None)
+
+
+def _alike(
+    front: PreparedModel,
+    microbatches: int | None,
+    progress: Callable[[Progress], None] | None,
+    looked: Look | None,
+) -> PlanSearchResult:
+    """The best plan whose stages have equal degrees."""
+    request, captured, graph = front.request, front.captured, front.graph
+    info, annotations = front.info, front.annotations
+    if not request.open:
+        seats = _fixed_cuts(front, microbatches, progress)
+        plan, parts = solve_exactly(
+            request, captured, graph, info, microbatches, annotations, seats, looked
+        )
+        return PlanSearchResult(plan, parts)
+    degrees = replace(request, constraints=with_cut_schedules(request.constraints))
+    problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
+    levels = _has_tables(front)
+    chosen = choose_degrees(
+        problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
+    )
+    found: list[_Tried] = []
+    problems: list[Problem] = []
+    tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
+    measured = is_measured(request.cost_model)
+    taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
+    for number, one in enumerate(chosen.proposals):
+        if found and (number == tries or min(map(taken, found)) * reach <= one.paced):
+            break
+        fixed = with_mesh(request, one.mesh, one.zero)
+        seats = assign_proposal_devices(chosen, one, request)
+        try:
+            made = solve_exactly(
+                fixed, captured, graph, info, microbatches, annotations, seats, looked
+            )
+            found.append((*made, one))
+        except FxpartError as fault:
+            problems += fault.problems
+    if not found:
+        raise FxpartError(problems)
+    plan, parts, one = min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
+    return PlanSearchResult(with_proof(plan, chosen, one), parts, problem)
+
+
+def _fixed_cuts(
+    front: PreparedModel, microbatches: int | None, progress: Callable[[Progress], None] | None
+) -> StageAssignment | None:
+    """Return where stages begin on the given mesh under constraints on cuts; None without any.
+
+    The cuts are those of the joint problem, restricted to the degrees of the mesh. Raises FXP109
+    for a mesh with other axes than dp and tp, which the joint problem does not have.
+    """
+    request = front.request
+    if not constrains_cuts(request.constraints):
+        return None
+    constraints = with_cut_schedules(with_degrees(request))
+    if dict(request.mesh.axes).get("dp", 1) > 1:
+        constraints["zero"] = request.zero
+    degrees = replace(request, constraints=constraints)
+    problem, provenance = build_joint_problem(front.graph, front.captured, degrees, microbatches)
+    chosen = choose_degrees(problem, provenance, degrees, progress=progress)
+    best = chosen.proposals[0].choice
+    return StageAssignment(
+        starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
+    )
+
+
+def _has_tables(front: PreparedModel) -> bool:
+    """Whether the model trains tables with sparse gradients."""
+    return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
+
+
+def _closed(made: _Tried) -> float:
+    return made[0].prediction.step_seconds
+
+
+def _simulated(made: _Tried) -> float:
+    return made[0].prediction.simulated_seconds
+
+
+def _pace(request: PlanRequest) -> Callable[[float], float] | None:
+    """What seconds are worth while so many ranks compute; None where that is not known."""
+    cluster, model = request.cluster, request.cost_model
+    if not isinstance(model, StageMeasurementModel):
+        return None
+    hosts = find_host_loads(cluster, range(len(cluster.devices)), model.crowding)
+    return (lambda busy: compute_pace(hosts, busy)) if hosts else None
+
+
+def with_proof(plan: Plan, chosen: DegreeSearchResult, one: MeshProposal) -> Plan:
+    """The plan with what is proven of the choice of its degrees, and what else was proposed."""
+    rejected, changes = find_rejected_choices(chosen, one, plan)
+    return msgspec.structs.replace(
+        plan,
+        degrees=certificate(chosen),
+        alternatives=rejected or plan.alternatives,
+        changes=changes,
+        provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},
+    )

@@ -1,0 +1,259 @@
+"""What would a plan cost, and what would be planned, if the cluster or a decision were other?
+
+Asked of the costed problem that lies beside the plan: no model, no torch, no cluster needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from fxpart.errors import error
+from fxpart.plan.model import Plan
+from fxpart.solver.joint.choice_translation import ChoiceTranslation
+from fxpart.solver.joint.constraints.apply import apply_constraints
+from fxpart.solver.joint.constraints.parse import PlanConstraint
+from fxpart.solver.joint.objective import JointEvaluation, degrees, evaluate
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    JointSolution,
+    ScheduleName,
+    count_option_devices,
+)
+from fxpart.solver.joint.what_if import with_devices, with_links, with_memory, with_microbatches
+
+
+@dataclass(frozen=True)
+class WhatIfChange:
+    """What is other. Zero, one and empty leave things as they are.
+
+    devices: how many there are in all (of the only type) or by type, "h100=6". without: ranks of
+    the plan whose devices are gone. bandwidth, latency, memory: factors. microbatches: their
+    numbers to choose from. wishes: decisions fixed or forbidden.
+    """
+
+    devices: str = ""
+    without: tuple[int, ...] = ()
+    bandwidth: float = 1.0
+    latency: float = 1.0
+    memory: float = 1.0
+    microbatches: tuple[int, ...] = ()
+    wishes: tuple[PlanConstraint, ...] = ()
+
+    def __str__(self) -> str:
+        words = [f"devices {self.devices}"] if self.devices else []
+        words += [f"without rank {rank}" for rank in self.without]
+        words += [
+            f"{name} x{factor:g}"
+            for name in ("bandwidth", "latency", "memory")
+            if (factor := getattr(self, name)) != 1
+        ]
+        if self.microbatches:
+            words.append(f"microbatches {', '.join(map(str, self.microbatches))}")
+        return ", ".join([*words, *map(str, self.wishes)]) or "nothing changed"
+
+
+def changed(problem: JointProblem, plan: Plan, change: WhatIfChange) -> JointProblem:
+    """The problem as it would be. Raises FXP109 for what it does not have, FXP202 for wishes."""
+    counts = _counts(problem, plan, change)
+    if counts != [pool.devices for pool in problem.pools]:
+        problem = with_devices(problem, counts)
+    if change.bandwidth != 1 or change.latency != 1:
+        problem = with_links(problem, change.bandwidth, change.latency)
+    if change.memory != 1:
+        problem = with_memory(problem, change.memory)
+    if change.microbatches:
+        problem = with_microbatches(problem, change.microbatches)
+    return apply_constraints(problem, change.wishes)
+
+
+def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int]:
+    """Devices by pool after the change."""
+    counts = [pool.devices for pool in problem.pools]
+    names = [pool.name for pool in problem.pools]
+    for part in filter(None, change.devices.split(",")):
+        name, _, number = part.rpartition("=")
+        place = names.index(name) if name in names else 0 if not name and len(names) == 1 else None
+        if place is None or not number.strip().isdecimal() or len(number) > 9:
+            raise error(
+                "FXP109",
+                where=f"devices {part!r}",
+                why="it is not a number of devices of a type that the problem has",
+                fix=" or ".join(f"{n}={c}" for n, c in zip(names, counts, strict=True)),
+            )
+        counts[place] = int(number)
+    chosen = choice_of(problem, plan)
+    for rank in change.without:
+        stage = next((s.index for s in plan.stages if rank in s.ranks), None)
+        if stage is None:
+            last = sum(len(s.ranks) for s in plan.stages) - 1
+            why, fix = "the plan has no such rank", f"0 to {last}"
+            raise error("FXP109", where=f"without rank {rank}", why=why, fix=fix)
+        counts[problem.options[chosen.options[stage]].pool] -= 1
+    return counts
+
+
+def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
+    """The plan's decisions as a choice of the problem; FXP303 where it is not among them.
+
+    FXP109 for a schedule that has no closed form, which the problem could be solved by, and for
+    copies of stages, which the problem does not know.
+    """
+    schedule = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
+    if schedule is None:
+        raise error(
+            "FXP109",
+            where=f"a plan of schedule {plan.schedule}",
+            why="what would change is answered by closed forms, and it has none",
+            fix="plan with schedule=1f1b, gpipe, interleaved or zb-h1",
+        )
+    if plan.replicas:
+        raise error(
+            "FXP109",
+            where="a plan whose stages have copies",
+            why="what would change is answered by the problem of equal stages, and they are not",
+            fix="plan for the other cluster; or with --constraint copies=none, then ask again",
+        )
+    options = []
+    for stage in plan.stages:
+        wanted = _decided(plan, stage.index)
+        found = [i for i in range(len(problem.options)) if degrees(problem, i) == wanted]
+        found.sort(key=lambda i: _pool(problem, i) != stage.device)  # its own type first
+        if not found:
+            raise error(
+                "FXP303",
+                where=f"stage {stage.index}",
+                why="the costed problem beside the plan does not know its degrees",
+                fix="plan again, which writes both files anew",
+            )
+        options.append(found[0])
+    pieces = sorted(span for stage in plan.stages for span in stage.spans)
+    return JointChoice(
+        microbatches=plan.microbatches,
+        schedule=schedule,
+        starts=tuple(first for first, _ in pieces),
+        options=tuple(options),
+        virtual=plan.virtual,
+    )
+
+
+def _pool(problem: JointProblem, option: int) -> str:
+    return problem.pools[problem.options[option].pool].name
+
+
+def _decided(plan: Plan, index: int) -> tuple[int, int, int, int, str]:
+    stage = plan.stages[index]
+    return (
+        stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
+        stage.recompute,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WhatIfResult:
+    """before: the plan as it is; kept: its decisions after the change, None where they cannot be.
+
+    solution: what would be planned; after: what that costs. All by the same costs.
+    """
+
+    change: WhatIfChange
+    problem: JointProblem
+    before: JointEvaluation
+    kept: JointEvaluation | None
+    solution: JointSolution
+    after: JointEvaluation | None
+    was: tuple[str, ...]
+    now: tuple[str, ...]
+
+
+def solve_whatif(
+    problem: JointProblem,
+    plan: Plan,
+    change: WhatIfChange,
+    *,
+    time_limit: float = 30.0,
+    seed: int = 0,
+) -> WhatIfResult:
+    """Solve the changed problem, and cost the old decisions under it."""
+    from fxpart.solver.joint.portfolio import solve
+
+    chosen = choice_of(problem, plan)
+    new = changed(problem, plan, change)
+    try:
+        kept = evaluate(new, ChoiceTranslation(problem, new)(chosen))
+    except LookupError:
+        kept = None
+    solution = solve(new, time_limit=time_limit, seed=seed)
+    found = solution.choice
+    return WhatIfResult(
+        change=change,
+        problem=new,
+        before=evaluate(problem, chosen),
+        kept=kept,
+        solution=solution,
+        after=None if found is None else evaluate(new, found),
+        was=decisions(problem, chosen),
+        now=() if found is None else decisions(new, found),
+    )
+
+
+def decisions(problem: JointProblem, choice: JointChoice) -> tuple[str, ...]:
+    """A choice in words: schedule and counts, then each run of stages with equal options."""
+    count = len(choice.options)
+    head = f"{choice.schedule}, {choice.microbatches} microbatches, {_of(count, 'stage')}"
+    if choice.virtual > 1:
+        head += f" of {choice.virtual} pieces"
+    sizes = [
+        after - start
+        for start, after in zip(
+            choice.starts, (*choice.starts[1:], len(problem.blocks)), strict=True
+        )
+    ]
+    rows = []
+    first = 0
+    while first < count:
+        last = first
+        while last + 1 < count and choice.options[last + 1] == choice.options[first]:
+            last += 1
+        rows.append(f"{_stages(first, last)}: {_option(problem, choice.options[first])}")
+        first = last + 1
+    used = Counter(
+        problem.pools[problem.options[o].pool].name
+        for o in choice.options
+        for _ in range(count_option_devices(problem, problem.options[o]))
+    )
+    devices = ", ".join(f"{n} {name}" for name, n in sorted(used.items()))
+    return (head, f"on {devices}", *rows, f"blocks by stage: {_runs(sizes)}")
+
+
+def _of(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
+
+
+def _stages(first: int, last: int) -> str:
+    return f"stage {first}" if first == last else f"stages {first}-{last}"
+
+
+def _option(problem: JointProblem, index: int) -> str:
+    data, tensor, expert, zero, recompute = degrees(problem, index)
+    words = [f"dp {data}", f"tp {tensor}"]
+    words += [f"ep {expert}"] if expert > 1 else []
+    words += [f"ZeRO-{zero}"] if zero else []
+    words += [f"{recompute} recompute"] if recompute != "none" else []
+    return " x ".join(words[:2]) + "".join(f", {w}" for w in words[2:])
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """7, 6, 6, 6 as "7, 6 x3"."""
+    words: list[str] = []
+    index = 0
+    while index < len(sizes):
+        end = index
+        while end < len(sizes) and sizes[end] == sizes[index]:
+            end += 1
+        words.append(str(sizes[index]) + (f" x{end - index}" if end - index > 1 else ""))
+        index = end
+    return ", ".join(words)

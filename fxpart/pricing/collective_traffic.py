@@ -1,0 +1,254 @@
+"""What collectives of a block move: of a microbatch's forward and backward, with the copies around.
+
+A lane packs the pieces that it sends one after another, and puts together what came in pieces. Both
+are a copy each, but where the pieces lie so already: along the first dim.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from fxpart.compiler.collective_calls import is_collective
+from fxpart.costmodels.tensor_sizes import tensor_bytes
+from fxpart.costs import TensorSpec
+from fxpart.pricing.specs import CASTS, Specs, annotation
+from fxpart.sharding import Mesh
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
+
+
+@dataclass(frozen=True)
+class CollectiveTransfer:
+    """A collective: the change of placement, the bytes of the whole tensor, and its axes."""
+
+    source: str
+    target: str
+    size: Size
+    axes: tuple[str, ...]
+
+
+def is_plain(node: fx.Node) -> bool:
+    """Whether a collective node moves a tensor and computes nothing."""
+    return getattr(node.target, "__name__", "") in _KINDS.keys() | {"leave", "first_only"}
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """What one node moves. copied: bytes read and written around that, by forward and backward."""
+
+    forward: tuple[CollectiveTransfer, ...] = ()
+    backward: tuple[CollectiveTransfer, ...] = ()
+    copied: tuple[Size, Size] = (0, 0)
+
+
+def regathers(graph: fx.Graph, specs: Specs) -> Counter[fx.Node]:
+    """How often the backward makes a gathered parameter again: for each op that would keep it.
+
+    See :mod:`fxpart.collectives.parameter_regather`. One that is gathered over two axes counts for
+    both nodes.
+    """
+    kept = Counter(s for node in graph.nodes for s in {s.source for s in annotation(node).saved})
+    found: Counter[fx.Node] = Counter()
+    for node in graph.nodes:
+        given = node.args[0] if node.args else None
+        if not isinstance(given, fx.Node) or not _gathers(node) or not specs.requires_grad(node):
+            continue
+        if given.op == "get_attr" or given in found:
+            casts = [user for user in node.users if _name(user) in CASTS]
+            found[node] = sum(kept[each.name] for each in (node, *casts))
+    for node in reversed(found):
+        for given in node.all_input_nodes:
+            if given in found:
+                found[given] += found[node]
+    return found
+
+
+def compute_node_traffic(node: fx.Node, specs: Specs, mesh: Mesh, again: int = 0) -> NodeTraffic:
+    """What a collective node moves in its forward and, where it takes a gradient, in its backward.
+
+    A local form of an op (an embedding whose rows are cut) that makes results without a cut dim
+    leaves sums to explicit nodes; where it sums inside, that is small (a loss, statistics) and
+    counted as the sum of its results over its axes. again: see :func:`regathers`.
+    """
+    name = _name(node)
+    if name in _SILENT:
+        return NodeTraffic()
+    found = (
+        _plain(node, name, specs, mesh)
+        if name in _KINDS
+        else NodeTraffic(*_form(node, specs, mesh))
+    )
+    if not specs.requires_grad(node):
+        return NodeTraffic(found.forward, copied=(found.copied[0], 0))
+    back, copied = found.forward * again, found.copied[0] * again
+    return NodeTraffic(
+        found.forward, found.backward + back, (found.copied[0], found.copied[1] + copied)
+    )
+
+
+def _plain(node: fx.Node, name: str, specs: Specs, mesh: Mesh) -> NodeTraffic:
+    """Of a change of placement along one axis, or along several as one."""
+    given = _arguments(node)
+    axes = (given["axis"],) if isinstance(given["axis"], str) else tuple(given["axis"])
+    kind = given.get("gradient", "R")
+    whole = max((_bytes(n, specs) for n in (node, *node.all_input_nodes)), key=_rank)
+    if name == "all_to_all":
+        whole = _bytes(node, specs) * _count(axes, mesh)
+    forward, back = _KINDS[name][0], _KINDS[name][1].get(kind)
+    return NodeTraffic(
+        (CollectiveTransfer(*forward, whole, axes),) if forward else (),
+        (CollectiveTransfer(*back, whole, axes),) if back else (),
+        copies(name, kind, given, specs.tensors(node)[0].shape, whole, _count(axes, mesh)),
+    )
+
+
+def packs(kind: str, lanes: int, apart: int) -> tuple[int, int]:
+    """How often a collective packs or puts together, and of how many equal parts of the tensor one.
+
+    Bytes are read and written, so twice for each of the ``apart`` cuts whose pieces do not lie one
+    after another. An exchange has a lane's part, the others the whole.
+    """
+    if kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+        return 0, 1
+    return 2 * apart, lanes if kind == "all_to_all" else 1
+
+
+def copies(
+    name: str, kind: str, given: Mapping[str, Any], shape: Sequence[Size], whole: Size, lanes: int
+) -> tuple[Size, Size]:
+    """Bytes read and written to pack and to put together (fxpart.collectives.redistribution)."""
+
+    def packed(collective: str, apart: int) -> Size:
+        times, parts = packs(collective, lanes, apart)
+        return times * _part(whole, parts)
+
+    piece = 2 * _part(whole, lanes)
+    if name == "all_to_all":
+        ways = ((given["source"], given["source_outer"]), (given["target"], given["target_outer"]))
+        if given["source"] == given["target"]:  # gathered and cut again
+            return (packed("all_gather", 1) + piece,) * 2
+        return (packed(name, sum(not leading(shape, *way) for way in ways)),) * 2
+    if "dim" not in given:
+        return 0, 0
+    apart = int(not leading(shape, given["dim"], given["outer"]))
+    cut, gather = apart * piece, packed("all_gather", apart)
+    if name == "slice_shard":  # its backward: all pieces, or zeros and the piece among them
+        return cut, gather if kind == "R" else whole + piece
+    scatter = packed("reduce_scatter", apart)
+    if name == "reduce_scatter":
+        return scatter, gather
+    return gather, scatter if kind == "P" else cut
+
+
+def _part(whole: Size, parts: int) -> Size:
+    return -(-whole // parts) if isinstance(whole, int) else whole / parts
+
+
+def leading(shape: Sequence[Size], dim: int, outer: int = 1) -> bool:
+    """Whether pieces along the dim lie one after another in the whole tensor."""
+    return outer == 1 and prod(shape[:dim]) == 1
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by name; the communicator is not among them."""
+    bound = signature(node.target).bind(None, *node.args, **node.kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _gathers(node: fx.Node) -> bool:
+    return is_collective(node.target) and _name(node) == "all_gather"
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "").split(".")[0]
+
+
+def _form(
+    node: fx.Node, specs: Specs, mesh: Mesh
+) -> tuple[tuple[CollectiveTransfer, ...], tuple[CollectiveTransfer, ...]]:
+    axes = node.args[0] if node.args else ()
+    if not isinstance(axes, tuple | list) or not all(a in mesh.names for a in axes) or not axes:
+        return (), ()
+    name = getattr(node.target, "__name__", "")
+    if name == "experts_dispatched":  # rows of (axes, size, hidden, index, ...) travel, and back
+        hidden, chosen = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
+        rows = tensor_bytes(hidden) * chosen.shape[1] * _count(axes, mesh)
+        way = CollectiveTransfer(*_TURN, rows, tuple(map(str, axes)))
+        return (way, way), (way, way)
+    if name in ("embedding_sent", "embedding_bag_sent"):  # (axes, size, table, indices, ...)
+        table, ids = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
+        lanes, places = _count(axes, mesh), tuple(map(str, axes))
+        there = CollectiveTransfer(*_TURN, tensor_bytes(ids) * lanes, places)
+        rows = row_bytes(table, ids) * lanes
+        home = CollectiveTransfer(*_TURN, rows, places)
+        return (there, home), (home,)
+    ahead, back = _INSIDE.get(name, (0, 0))
+    places = tuple(map(str, axes))
+    if name == "batch_norm_rows":  # every lane's means and squares, and two sums of gradients
+        channels = specs.tensors(node)[0].shape[1]
+        given = 2 * 4 * channels
+        gather = CollectiveTransfer(*_GATHER, given * _count(places, mesh), places)
+        return (gather,), (CollectiveTransfer(*_REDUCE, given, places),)
+    size = sum((tensor_bytes(t) for t in specs.tensors(node)[-1:]), start=0)
+    move = CollectiveTransfer(*_REDUCE, size, places)
+    return (move,) * ahead, (move,) * back
+
+
+# Sums that forms take inside, of the size of their results: in the forward and in the backward.
+_INSIDE = {
+    "cross_entropy_classes": (2, 1),
+    "cross_entropy_rows": (1, 0),
+    "cross_entropy_rows_classes": (3, 1),
+    "nll_loss_rows": (1, 0),
+    "softmax_cut": (2, 1),
+}
+_REDUCE, _GATHER = ("partial", "replicate"), ("shard(0)", "replicate")
+_SCATTER, _TURN = ("partial", "shard(0)"), ("shard(0)", "shard(1)")
+# name -> forward, and by what the users leave for gradients (R or P) the backward.
+_KINDS: dict[str, tuple[tuple[str, str] | None, dict[str, tuple[str, str] | None]]] = {
+    "slice_shard": (None, {"R": _GATHER, "P": None}),
+    "all_gather": (_GATHER, {"R": None, "P": _SCATTER}),
+    "all_reduce": (_REDUCE, {"R": None, "P": _REDUCE}),
+    "reduce_scatter": (_SCATTER, {"R": _GATHER}),
+    "all_to_all": (_TURN, {"R": _TURN}),
+    "enter": (None, {"R": _REDUCE}),
+}
+_SILENT = frozenset({"leave", "first_only", "random_shard"})
+
+
+def row_bytes(table: TensorSpec, ids: TensorSpec) -> Size:
+    """What the rows of a table take that are asked for, each as often as it is asked for."""
+    rows: Size = 1
+    for size in ids.shape:
+        rows = rows * size
+    return tensor_bytes(TensorSpec((rows, *table.shape[1:]), table.dtype))
+
+
+def _bytes(node: fx.Node, specs: Specs) -> Size:
+    total: Size = 0
+    for tensor in specs.tensors(node):
+        total = total + tensor_bytes(tensor)
+    return total
+
+
+def _rank(size: Size) -> float:
+    """Sizes in symbols, compared as if every symbol were 64."""
+    return float(
+        size if isinstance(size, int) else size.xreplace(dict.fromkeys(size.free_symbols, 64))
+    )
+
+
+def _count(axes: Sequence[str], mesh: Mesh) -> int:
+    total = 1
+    for axis in axes:
+        total *= mesh.shape[mesh.index(axis)]
+    return total

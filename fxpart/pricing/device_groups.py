@@ -1,0 +1,122 @@
+"""Groups of devices: with a mesh, a stage runs on as many devices as the mesh has lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.cluster.link_index import LinkIndex
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.sharding import Mesh
+
+
+def group_devices(cluster: Cluster, lanes: int) -> Cluster:
+    """The cluster seen by stages of ``lanes`` consecutive devices: one device for each group.
+
+    A group computes like its slowest member and has the least memory among them; two groups are
+    linked like the worst pair of their devices. Devices that fill no group are left out. A cluster
+    of single lanes is returned as it is. Raises FXP403 where two devices have no link.
+    """
+    if lanes == 1:
+        return cluster
+    links = LinkIndex(cluster)
+    groups = _groups(cluster, lanes)
+    devices = tuple(map(_slowest, groups))
+    kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
+    if all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
+        # Each group is on one host and no link names a device: any pair of two groups is the worst.
+        return msgspec.structs.replace(cluster, devices=devices)
+    known: dict[tuple[frozenset[str], frozenset[str]], Link] = {}
+    pairs = []
+    for (a, one), (b, other) in product(enumerate(groups), repeat=2):
+        if a != b:
+            key = (kinds[a], kinds[b])
+            if key not in known:
+                known[key] = _worst(links, one, other)
+            pair = {"source": devices[a].name, "target": devices[b].name}
+            pairs.append(msgspec.structs.replace(known[key], **pair))
+    return msgspec.structs.replace(cluster, devices=devices, links=tuple(pairs))
+
+
+class Rings:
+    """The rings of links over which collectives go, in any group of devices of a cluster."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        """mesh: the ranks of every group."""
+        self._links = LinkIndex(cluster)
+        self._mesh = mesh
+        self._groups = _groups(cluster, mesh.size)
+        self._known: dict[tuple[str, ...], tuple[Link, ...]] = {}
+
+    def __call__(self, *axes: str) -> tuple[Link, ...]:
+        """The slowest ring over these axes together, of all groups and all places in them.
+
+        A ring goes from each rank to the next and from the last to the first, so it has as many
+        links as ranks; a single rank has none.
+        """
+        if axes not in self._known:
+            self._known[axes] = max(self._rings(axes), key=_slowness, default=())
+        return self._known[axes]
+
+    def _rings(self, axes: tuple[str, ...]) -> Iterator[tuple[Link, ...]]:
+        ways = {self._way(lane, axes) for lane in range(self._mesh.size)}
+        seen = set()
+        for group in self._groups:
+            for way in sorted(ways) if len(next(iter(ways))) > 1 else ():
+                pairs = list(zip(way, (*way[1:], way[0]), strict=True))
+                ends = tuple(self._links.group(group[a].name) for a, _ in pairs)
+                if ends not in seen:
+                    seen.add(ends)
+                    yield tuple(self._links(group[a].name, group[b].name) for a, b in pairs)
+
+    def _way(self, lane: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The lanes that differ from this one on the axes alone, ascending."""
+        here, free = self._mesh.coordinate(lane), {self._mesh.index(axis) for axis in axes}
+        ranges = [range(n) if i in free else (here[i],) for i, n in enumerate(self._mesh.shape)]
+        return tuple(self._mesh.lane(place) for place in product(*ranges))
+
+
+def _groups(cluster: Cluster, lanes: int) -> list[tuple[Device, ...]]:
+    whole = len(cluster.devices) // lanes
+    return [tuple(cluster.devices[g * lanes : (g + 1) * lanes]) for g in range(whole)]
+
+
+def _slowest(group: Sequence[Device]) -> Device:
+    """One device as slow in every respect as the slowest of the group."""
+    return msgspec.structs.replace(
+        group[0],
+        memory=min(device.memory for device in group),
+        flops=_least([device.flops for device in group]),
+        bandwidth=min(device.bandwidth for device in group),
+        launch=max(device.launch for device in group),
+        quota=min(group, key=lambda device: device.share).quota,
+        measured=_least([d.measured for d in group if d.measured is not msgspec.UNSET])
+        if all(device.measured is not msgspec.UNSET for device in group)
+        else msgspec.UNSET,
+    )
+
+
+def _least(rates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each rate that all have, the lowest."""
+    names = sorted(set.intersection(*(set(each) for each in rates)))
+    return {name: min(each[name] for each in rates) for name in names}
+
+
+def _worst(links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device]) -> Link:
+    """The worst latency and bandwidth of any pair."""
+    found = [links(a.name, b.name) for a, b in product(sources, targets)]
+    slowest = max(found, key=lambda link: _slowness((link,)))
+    return msgspec.structs.replace(
+        slowest,
+        latency=max(link.latency for link in found),
+        bandwidth=min(link.bandwidth for link in found),
+    )
+
+
+def _slowness(ring: tuple[Link, ...]) -> tuple[float, float]:
+    return max(1 / link.bandwidth for link in ring), sum(link.latency for link in ring)

@@ -1,0 +1,124 @@
+"""Devices as the solver sees them: kinds, memory limits, and the links into each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from msgspec import UNSET
+
+from fxpart.cluster.link_index import LinkIndex
+from fxpart.solver.problem import DeviceLimit
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster, Device
+    from fxpart.costs import CostModel
+
+RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers
+# Peaks of equal runs differ by so much: a heap falls to pieces in another way each time.
+VARIES = 0.03
+_LARGE = float(1 << 30)
+
+
+class ProcessMemory(Protocol):
+    """What a rank's process takes beside its tensors (:class:`fxpart.profile.Crowding`)."""
+
+    @property
+    def baseline(self) -> int:
+        """Bytes before it holds a model; 0 if unknown."""
+
+    @property
+    def overhead(self) -> float:
+        """The share of its tensors' bytes that its allocator loses."""
+
+
+@runtime_checkable
+class ProcessMemoryModel(Protocol):
+    """A cost model that knows processes of hosts."""
+
+    def crowding(self, host: str) -> ProcessMemory:
+        """What ranks of the host were found to do."""
+
+
+def group_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """One device of each kind that costs can tell apart, and the kind of every device.
+
+    Ranks of one host slow each other down, so hosts of CPUs with other curves, or with more or
+    fewer ranks, make other kinds.
+    """
+    ranks = Counter(device.host for device in cluster.devices)
+    curves = {} if cluster.hosts is UNSET else {h.name: h.slowdown for h in cluster.hosts}
+    found: dict[tuple[object, ...], int] = {}
+    samples: list[Device] = []
+    types = []
+    for device in cluster.devices:
+        rates = tuple(sorted(device.flops.items()))
+        curve = curves.get(device.host, ())
+        shared = (ranks[device.host], curve) if curve or device.kind == "cpu" else ()
+        speed = (rates, device.bandwidth, device.launch, device.share)
+        key = (device.kind, device.model, *speed, shared)
+        if key not in found:
+            found[key] = len(samples)
+            samples.append(device)
+        types.append(found[key])
+    return tuple(samples), tuple(types)
+
+
+def named(device: Device) -> str:
+    """What its kind is called: the model, and what a quota leaves of it."""
+    name = device.model or device.name
+    return name if device.quota is UNSET else f"{name} of {device.quota:g} cores"
+
+
+def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> list[DeviceLimit]:
+    """Each device with its usable memory and the worst link from a device before it.
+
+    Raises FXP403 where two devices have no link. Devices of one host that no link names singly
+    have equal links, so one of them is looked up for all.
+    """
+    links = LinkIndex(cluster)
+    types = group_by_kind(cluster)[1]
+    before: dict[str, list[str]] = {}  # group -> its devices so far, two at most
+    known: dict[tuple[str, str, bool], tuple[float, float]] = {}
+    result = []
+    for device, kind in zip(cluster.devices, types, strict=True):
+        group = links.group(device.name)
+        worst = (0.0, 0.0)
+        for other, names in before.items():
+            key = (other, group, other == group)
+            if key not in known:
+                known[key] = line(model, links, names[0], device.name)
+            worst = (max(worst[0], known[key][0]), max(worst[1], known[key][1]))
+        result.append(
+            DeviceLimit(
+                name=device.name,
+                type=kind,
+                memory=get_usable_bytes(device, model, reserve),
+                latency=worst[0],
+                inverse_bandwidth=worst[1],
+            )
+        )
+        before.setdefault(group, []).append(device.name)
+    return result
+
+
+def get_usable_bytes(device: Device, model: CostModel, reserve: float = RESERVE) -> int:
+    """Bytes of a device that a plan's tensors may take together.
+
+    On a CPU of a host where it was measured, what a rank's process takes beside them is left out.
+    """
+    most = int(device.memory * (1 - reserve))
+    if device.kind != "cpu" or not isinstance(model, ProcessMemoryModel):
+        return most
+    found = model.crowding(device.host)
+    if not found.baseline:
+        return most
+    kept = device.memory * (1 - VARIES) - found.baseline
+    return max(0, min(most, int(kept / (1 + found.overhead))))
+
+
+def line(model: CostModel, links: LinkIndex, source: str, target: str) -> tuple[float, float]:
+    """Seconds before the first byte, and for each byte, of the model's transfer over the link."""
+    link = links(source, target)
+    start = model.transfer(0.0, link).seconds
+    return start, (model.transfer(_LARGE, link).seconds - start) / _LARGE

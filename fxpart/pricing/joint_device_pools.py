@@ -1,0 +1,206 @@
+"""Pools of equal devices, and the worst links within and between their hosts.
+
+Devices on one host that no link names are linked alike, and so are hosts that only links of the
+same kind name: two of each such class stand for all, so that thousands of hosts cost a few looks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING
+
+from fxpart.cluster.link_index import ANY, LinkIndex
+from fxpart.cluster.model import Cluster
+from fxpart.pricing.device_limits import get_usable_bytes, group_by_kind
+from fxpart.pricing.joint_space import host_size
+from fxpart.pricing.stage_parallelism import packing
+from fxpart.solver.joint.problem import LinearCost, Pool
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Device, Link
+    from fxpart.costs import CostModel
+
+BUCKET = 25 << 20  # bytes that a collective over data replicas moves at once
+_LARGE = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class DevicePool:
+    """Devices of one type. near, far: the worst link within one of its hosts, between two."""
+
+    pool: Pool
+    sample: Device
+    near: Link | None
+    far: Link | None
+
+
+@dataclass
+class ReplicaCollectiveTimes:
+    """Seconds of collectives over the replicas of a stage, as lines in bytes.
+
+    copying: seconds per byte that packing buckets reads or writes.
+    """
+
+    model: CostModel
+    copying: float = 0.0
+    _known: dict[tuple[str, str, tuple[Link, ...]], LinearCost] = field(default_factory=dict)
+    _rings: dict[tuple[int, int, int], tuple[Link, ...]] = field(default_factory=dict)
+
+    def ring(self, pool: DevicePool, count: int, stride: int) -> tuple[Link, ...]:
+        """The ring of ``count`` ranks that stand ``stride`` devices apart; as many links as ranks.
+
+        Ranks fill one host after another. Where they are on several, as many links as hosts cross.
+        """
+        near, far = pool.near or pool.far, pool.far or pool.near
+        if count == 1 or near is None or far is None:
+            return ()
+        key = (id(pool), count, stride)
+        if key not in self._rings:
+            each = max(1, pool.pool.host // stride)
+            hosts = -(-count // each)
+            crossing = hosts if hosts > 1 else 0
+            self._rings[key] = (far,) * crossing + (near,) * (count - crossing)
+        return self._rings[key]
+
+    def line(self, source: str, target: str, ring: tuple[Link, ...]) -> LinearCost:
+        """A change of placement over the ring, in bytes of the whole tensor.
+
+        Buckets of 25 MiB each pay the latency: it is in the slope, and once more by itself, so that
+        the line is above the sum over buckets by at most one latency.
+        """
+        if not ring:
+            return LinearCost()
+        key = (source, target, ring)
+        if key not in self._known:
+            start = self.model.reshard(source, target, 0.0, ring).seconds
+            bucket = self.model.reshard(source, target, float(BUCKET), ring).seconds
+            slope = bucket / BUCKET + packing(source, target) * self.copying
+            self._known[key] = LinearCost(latency=start, inverse=slope)
+        return self._known[key]
+
+
+def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
+    """The cluster's devices by type and memory, in the order of their first device.
+
+    A pool's ``transfer`` is the worst latency and the worst bandwidth of any link from a device of
+    the cluster into one of it. Raises FXP403 where two devices have no link.
+    """
+    samples, types = group_by_kind(cluster)
+    members: defaultdict[tuple[int, int], list[Device]] = defaultdict(list)
+    for device, kind in zip(cluster.devices, types, strict=True):
+        members[kind, device.memory].append(device)
+    keys = list(members)
+    found = _found(cluster, keys, types)
+    result = []
+    for index, devices in enumerate(members.values()):
+        own = Cluster(name="", devices=tuple(devices), links=())
+        line = _transfer(model, found.into[index])
+        result.append(
+            DevicePool(
+                Pool(
+                    name=_name(keys, index, samples),
+                    devices=len(devices),
+                    memory=min(get_usable_bytes(device, model) for device in devices),
+                    host=host_size(own),
+                    transfer=line,
+                ),
+                devices[0],
+                _slowest(found.near[index]),
+                _slowest(found.far[index]),
+            )
+        )
+    return tuple(result)
+
+
+@dataclass
+class _DevicePoolLinks:
+    """By pool the links into it, those within a host of it, and those between its hosts."""
+
+    into: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    near: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    far: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _found(cluster: Cluster, keys: list[tuple[int, int]], types: Sequence[int]) -> _DevicePoolLinks:
+    links = LinkIndex(cluster)
+    pool_of = {
+        device.name: keys.index((kind, device.memory))
+        for device, kind in zip(cluster.devices, types, strict=True)
+    }
+    chosen = _representatives(cluster, links, pool_of)
+    found = _DevicePoolLinks()
+    for source, target in product(chosen, repeat=2):
+        if source is target:
+            continue
+        link, index = links(source.name, target.name), pool_of[target.name]
+        found.into[index].append(link)
+        if pool_of[source.name] == index:
+            (found.near if source.host == target.host else found.far)[index].append(link)
+    return found
+
+
+def _representatives(
+    cluster: Cluster, links: LinkIndex, pool_of: dict[str, int]
+) -> tuple[Device, ...]:
+    """Two devices of two groups of each class of groups that links treat alike."""
+    touching: defaultdict[str, list[Link]] = defaultdict(list)
+    for link in cluster.links:
+        for end in sorted({link.source, link.target} - {ANY}):
+            touching[end].append(link)
+    units: defaultdict[tuple[str, int], list[Device]] = defaultdict(list)
+    for device in cluster.devices:
+        unit = units[links.group(device.name), pool_of[device.name]]
+        if len(unit) < 2:
+            unit.append(device)
+    classes: defaultdict[object, list[list[Device]]] = defaultdict(list)
+    for (group, pool), devices in units.items():
+        kind = _signature(group, devices[0].host, touching)
+        host = devices[0].host if group != devices[0].host else ""
+        same = classes[pool, host, len(devices), kind]
+        if len(same) < 2:
+            same.append(devices)
+    return tuple(d for groups in classes.values() for devices in groups for d in devices)
+
+
+def _signature(group: str, host: str, touching: dict[str, list[Link]]) -> object:
+    """What links say of a group; its own name where one names it together with another."""
+    rows = []
+    for end in dict.fromkeys((group, host)):
+        for link in touching.get(end, ()):
+            others = {link.source, link.target} - {ANY, group, host}
+            if others:
+                return group
+            form = tuple(
+                "*" if x == ANY else "host" if x == host else "self"
+                for x in (link.source, link.target)
+            )
+            rows.append((form, link.latency, link.bandwidth, link.kind))
+    return tuple(sorted(rows))
+
+
+def _name(keys: list[tuple[int, int]], index: int, samples: Sequence[Device]) -> str:
+    """The model, with the memory where the same model has several, with a number if need be."""
+    kind, memory = keys[index]
+    names = [samples[k].model or samples[k].kind for k, _ in keys]
+    if names.count(names[index]) == 1:
+        return names[index]
+    sizes = [(names[i], m) for i, (_, m) in enumerate(keys)]
+    name = f"{names[index]} {memory / 2**30:.0f} GiB"
+    return name if sizes.count((names[index], memory)) == 1 else f"{name} #{kind}"
+
+
+def _transfer(model: CostModel, links: Iterable[Link]) -> LinearCost:
+    """The worst latency and the worst time for each byte; nothing where there are no links."""
+    latency = inverse = 0.0
+    for link in dict.fromkeys(links):
+        start = model.transfer(0.0, link).seconds
+        latency = max(latency, start)
+        inverse = max(inverse, (model.transfer(_LARGE, link).seconds - start) / _LARGE)
+    return LinearCost(latency=latency, inverse=inverse)
+
+
+def _slowest(links: Sequence[Link]) -> Link | None:
+    return max(links, key=lambda link: (1 / link.bandwidth, link.latency), default=None)

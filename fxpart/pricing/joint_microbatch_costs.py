@@ -1,0 +1,82 @@
+"""What one microbatch costs under every option that may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fxpart.pricing.joint_cost_sheet import Axis, BlockMemory, BlockTimes
+from fxpart.pricing.joint_layouts import ModelLayouts
+from fxpart.pricing.joint_ops import Row
+from fxpart.solver.joint.problem import MicrobatchCost, ParallelOption, Recompute
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Link
+
+
+class MicrobatchCosts:
+    """Seconds and bytes by pool, layout and rows, each found once for all modes."""
+
+    def __init__(self, layouts: ModelLayouts) -> None:
+        """Nothing is priced before it is asked for."""
+        self.layouts, self.rows, self.pools = layouts, layouts.rows, layouts.pools
+        self._bytes: dict[tuple[int, int], BlockMemory] = {}
+        self._timed: dict[tuple[int, int, int], tuple[BlockTimes, BlockTimes]] = {}
+
+    def all(self, options: Sequence[ParallelOption]) -> tuple[MicrobatchCost, ...]:
+        """A work for each pool, layout, rows and mode that an option can need and that may fit."""
+        needed: dict[tuple[int, int, Recompute], set[int]] = {}
+        for option in options:
+            wanted = {self.rows.of(m, option.data) for m in self.rows.counts} - {0}
+            needed.setdefault((option.pool, option.layout, option.recompute), set()).update(wanted)
+        found = []
+        for (pool, layout, mode), all_rows in needed.items():
+            for position, rows in enumerate(sorted(all_rows)):
+                work = self._work(pool, layout, rows, mode)
+                least = max(map(sum, zip(work.activation, work.workspace, strict=True)))
+                if position and least > self.pools[pool].pool.memory:
+                    break
+                found.append(work)
+        return tuple(found)
+
+    def _work(self, pool: int, layout: int, rows: int, mode: Recompute) -> MicrobatchCost:
+        ops, sums = self._seconds(pool, layout, rows)
+        again = ops.again[mode] + sums.again[mode]
+        memory = self.memory(layout, rows)
+        return MicrobatchCost(
+            pool=pool,
+            layout=layout,
+            rows=rows,
+            recompute=mode,
+            forward=_row(ops.forward + sums.forward),
+            backward=_row(ops.backward + sums.backward + again),
+            collective=_row(sums.forward + sums.backward + sums.again[mode]),
+            activation=memory.activation[mode],
+            workspace=memory.workspace[mode],
+        )
+
+    def _seconds(self, pool: int, layout: int, rows: int) -> tuple[BlockTimes, BlockTimes]:
+        """Of the ops, and of the collectives."""
+        key = (pool, layout, rows)
+        if key not in self._timed:
+            found = self.layouts.all[layout]
+            sheet, sizes, place = self.layouts.sheet(layout), self.rows.at(rows), self.pools[pool]
+            rings: dict[Axis, tuple[Link, ...]] = {
+                "tensor": self.layouts.lines.ring(place, found.tensor, 1),
+                "expert": self.layouts.lines.ring(place, found.expert, found.tensor),
+            }
+            self._timed[key] = (
+                sheet.seconds(sizes, place.sample, accumulate=rows < self.rows.batch),
+                sheet.messages(sizes, rings),
+            )
+        return self._timed[key]
+
+    def memory(self, layout: int, rows: int) -> BlockMemory:
+        """Of a microbatch of so many rows."""
+        if (layout, rows) not in self._bytes:
+            self._bytes[layout, rows] = self.layouts.sheet(layout).bytes(self.rows.at(rows))
+        return self._bytes[layout, rows]
+
+
+def _row(values: Row) -> tuple[float, ...]:
+    return tuple(map(float, values))

@@ -1,0 +1,288 @@
+"""Price an annotated graph on a cluster: the torch edge of planning, from graph to numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from fxpart import costmodels
+from fxpart.compat.optimizer_choice import choose
+from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
+from fxpart.compiler.collective_calls import is_collective
+from fxpart.costmodels import ProfileCostModel
+from fxpart.errors import error
+from fxpart.pricing.collective_traffic import (
+    CollectiveTransfer,
+    NodeTraffic,
+    compute_node_traffic,
+    is_plain,
+    regathers,
+)
+from fxpart.pricing.device_groups import Rings, group_devices
+from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
+from fxpart.pricing.gradient_buckets import largest_bucket
+from fxpart.pricing.memory import Workspace, crossing, saved_storages
+from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
+from fxpart.pricing.variants import BatchSplit, Sizes, variants
+from fxpart.pricing.weights import trained_names, weights
+from fxpart.sharding import Mesh
+from fxpart.solver.problem import PartitionProblem, Variant, Weight
+
+if TYPE_CHECKING:
+    from fxpart.capture.captured_model import CapturedModel
+    from fxpart.cluster.model import Cluster
+    from fxpart.costs import CostModel, OpSpec
+
+SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
+
+
+def price(
+    graph: fx.GraphModule,
+    captured: CapturedModel,
+    cluster: Cluster,
+    *,
+    cost_model: str | CostModel = "auto",
+    batch_size: int,
+    microbatches: int | None = None,
+    optimizer: object = "adamw",
+    schedules: Sequence[str] = ("1f1b",),
+    min_stages: int = 1,
+    max_stages: int | None = None,
+    sharing: StageParallelism | None = None,
+    transfer_dtype: str = "",
+) -> tuple[PartitionProblem, dict[str, str]]:
+    """The partition problem of an annotated graph on a cluster, and where its numbers come from.
+
+    graph: with blocks and what autograd saves (level ANNOTATED). batch_size: rows of one step.
+    microbatches: a number, or None to let the solver choose. optimizer: as
+    :func:`fxpart.compat.optimizer_choice.choose` takes it. max_stages: None for as many as there
+    are devices. sharing: where a stage is several ranks; then the graph is that of one of them, and
+    the devices of the problem are groups of consecutive devices of the cluster. transfer_dtype:
+    what float32 is sent as from stage to stage, "" as it is. Raises FXP105 (the batch cannot be
+    cut), FXP109 (an argument) and FXP403 (no link).
+    """
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    blocks = graph.meta.get(BLOCKS_KEY)
+    if not blocks:
+        raise error(
+            "FXP201",
+            where="price",
+            why="the graph has no blocks, so there is nothing to cut",
+            fix="run the passes of fxpart.passes.PREPARE on it first",
+        )
+    choice = choose(optimizer)
+    trained = trained_names(captured) if captured.training else frozenset()
+    specs = Specs(trained)
+    shared = sharing or StageParallelism(Mesh())
+    places = group_devices(cluster, shared.mesh.size)
+    rings = Rings(cluster, shared.mesh)
+    devices, _ = group_by_kind(places)
+    own = [NonOpCosts.of(model, device) for device in devices]
+    most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
+    cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
+    whole = weights(graph.graph, captured, trained, choice)
+    state = tuple(map(shared.divided, whole))
+    pricer = _Pricer(
+        graph.graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype
+    )
+    sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
+    problem = PartitionProblem(
+        blocks=tuple(block.name for block in blocks),
+        devices=tuple(limits(places, model)),
+        values=pricer.values,
+        weights=state,
+        variants=tuple(
+            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
+        ),
+        step=tuple(
+            tuple(map(add, each.updates(state, len(blocks)), sums.by_block)) for each in own
+        ),
+        once=sums.once + max(each.step for each in own),
+        action=max(each.action for each in own),
+        no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
+        schedules=_schedules(schedules),
+        min_stages=min_stages,
+        max_stages=max(most, 1),
+        packed=pricer.packed,
+    )
+    return problem, _provenance(model, cluster, choice.name, captured, pricer)
+
+
+def compute_reduction_times(
+    graph: fx.GraphModule,
+    captured: CapturedModel,
+    cluster: Cluster,
+    cost_model: str | CostModel,
+    sharing: StageParallelism,
+) -> GradientReductionTimes:
+    """The seconds a step that ranks take to sum gradients and for ZeRO's collectives.
+
+    They are part of the problem's ``step`` and ``once``; arguments as for :func:`price`.
+    """
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    trained = trained_names(captured) if captured.training else frozenset()
+    whole = weights(graph.graph, captured, trained, choose("sgd"))
+    count = len(graph.meta[BLOCKS_KEY])
+    devices, _ = group_by_kind(group_devices(cluster, sharing.mesh.size))
+    copying = max(NonOpCosts.of(model, device).copying for device in devices)
+    return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh), copying)
+
+
+def copying_of(cluster: Cluster, cost_model: str | CostModel, lanes: int = 1) -> tuple[float, ...]:
+    """Seconds to read or write a byte, by the device types of :func:`price`'s problem."""
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    devices, _ = group_by_kind(group_devices(cluster, lanes))
+    return tuple(NonOpCosts.of(model, device).copying for device in devices)
+
+
+def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int:
+    """Rows of a step that one rank has; FXP105 where the ranks cannot share them evenly.
+
+    A graph with a fixed batch keeps all: its sizes are one rank's already.
+    """
+    if batch % sharing.multiple:
+        raise error(
+            "FXP105",
+            where=f"batch of {batch}, mesh {sharing.mesh}",
+            why=f"{sharing.multiple} ranks take equal parts of every microbatch",
+            fix=f"give a batch that {sharing.multiple} divides, or another mesh",
+        )
+    return batch // sharing.rows if captured.symbolic else batch
+
+
+def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
+    """The schedules of these names, in their order; FXP109 for others and for none."""
+    wrong = [name for name in names if name not in SCHEDULES]
+    if wrong or not names:
+        raise error(
+            "FXP109",
+            where=f"schedules={tuple(names)!r}",
+            why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
+            fix=f"some of {', '.join(SCHEDULES)}",
+        )
+    return tuple(known for name in names for known in SCHEDULES if known == name)
+
+
+class _Pricer:
+    """One graph's ops, values and memory as expressions, evaluated at each microbatch size."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        specs: Specs,
+        model: CostModel,
+        own: Sequence[NonOpCosts],
+        state: Sequence[Weight],
+        blocks: int,
+        shared: StageParallelism,
+        rings: Rings,
+        transfer_dtype: str,
+    ) -> None:
+        self.packed = largest_bucket(state, shared)
+        self.model, self.own, self.blocks = model, own, blocks
+        self.sources: set[str] = set()
+        self.unknown: set[str] = set()
+        self._ops: dict[OpSpec, int] = {}
+        self._node_op: list[int] = []
+        self._node_block: list[int] = []
+        self._rings = rings
+        self._moves: list[tuple[int, NodeTraffic]] = []
+        again = regathers(graph, specs)
+        for node in graph.nodes:
+            block = annotation(node).block
+            if block is not None and is_collective(node.target):
+                self._moves.append(
+                    (block, compute_node_traffic(node, specs, shared.mesh, again[node]))
+                )
+                if is_plain(node):
+                    continue
+            op = specs.op(node) if block is not None else None
+            if op is not None and block is not None:
+                self._node_op.append(self._ops.setdefault(op, len(self._ops)))
+                self._node_block.append(block)
+        self.values, self._value_bytes = crossing(graph, specs, transfer_dtype)
+        self._saved = saved_storages(graph, blocks)
+        self._workspace = Workspace(graph, specs, blocks)
+        self._state = tuple(state)
+
+    def variant(self, split: BatchSplit, sizes: Sizes) -> Variant:
+        """All costs at one microbatch size; workspaces have room for gradients that are packed."""
+        rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
+        variant = Variant(
+            microbatch_size=split.size,
+            microbatches=split.microbatches,
+            forward=tuple(forward for forward, _ in rows),
+            backward=tuple(backward for _, backward in rows),
+            activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
+            workspace=tuple(self.packed + size for size in self._workspace.bytes(sizes)),
+            value_bytes=tuple(map(sizes.number, self._value_bytes)),
+            collective=self._talking(sizes),
+        )
+        self.unknown |= sizes.unknown
+        return variant
+
+    def _seconds(
+        self, sizes: Sizes, own: NonOpCosts, microbatches: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Forward and backward seconds by block on one device; each distinct op is priced once."""
+        costs = [
+            [self.model.op(sizes.op(op), own.device, backward) for op in self._ops]
+            for backward in (False, True)
+        ]
+        self.sources |= {cost.source for row in costs for cost in row}
+        forward, backward = (self._by_block([cost.seconds for cost in row]) for row in costs)
+        for block, moved in self._moves:
+            ahead, back = (own.copying * float(sizes.number(size)) for size in moved.copied)
+            forward[block] += ahead + sum(self._move(move, sizes) for move in moved.forward)
+            backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
+        backward = backward + own.sums(self._state, self.blocks, microbatches)
+        return tuple(map(float, forward)), tuple(map(float, backward))
+
+    def _talking(self, sizes: Sizes) -> tuple[float, ...]:
+        """Seconds of collectives by block; they are the same on every kind of device."""
+        found = [0.0] * self.blocks if self._moves else []
+        for block, moved in self._moves:
+            all_ = (*moved.forward, *moved.backward)
+            found[block] += sum(self._move(move, sizes) for move in all_)
+        return tuple(found)
+
+    def _move(self, move: CollectiveTransfer, sizes: Sizes) -> float:
+        size, ring = float(sizes.number(move.size)), self._rings(*move.axes)
+        cost = self.model.reshard(move.source, move.target, size, ring)
+        self.sources.add(cost.source)
+        return cost.seconds
+
+    def _by_block(self, seconds: list[float]) -> NDArray[np.float64]:
+        each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)
+        total = np.zeros(self.blocks)
+        np.add.at(total, self._node_block, each)
+        return total
+
+
+def _provenance(
+    model: CostModel, cluster: Cluster, optimizer: str, captured: CapturedModel, pricer: _Pricer
+) -> dict[str, str]:
+    """Where each kind of number comes from, for the plan."""
+    batch = "symbolic batch" if captured.symbolic else f"batch fixed at {captured.batch_size}"
+    result = {
+        "activations": f"counted from the captured graph, {batch}",
+        "compute": "; ".join(sorted(pricer.sources)) or model.name,
+        "devices": "; ".join(sorted({d.source or "as given" for d in cluster.devices})),
+        "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
+        "memory": f"{RESERVE:.0%} of each device kept free",
+        "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
+        "transfers": model.base.name if isinstance(model, ProfileCostModel) else model.name,
+    }
+    if isinstance(model, ProfileCostModel):
+        result["profile"] = model.origin
+    if pricer.unknown:
+        names = ", ".join(sorted(pricer.unknown))
+        result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
+    return result

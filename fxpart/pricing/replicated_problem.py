@@ -1,0 +1,77 @@
+"""The problem of copies from the costs of stages of one rank: devices that are alike as kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.cluster.link_index import LinkIndex
+from fxpart.pricing.device_limits import group_by_kind, line, named
+from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.replicated_chain.problem import DeviceKind, ReplicatedChainProblem
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
+    from fxpart.costs import CostModel
+
+Line = tuple[float, float]
+
+
+def mixed_problem(
+    problem: PartitionProblem, cluster: Cluster, model: CostModel, ranks: int | None = None
+) -> tuple[ReplicatedChainProblem, tuple[tuple[int, ...], ...]]:
+    """The problem, and by kind its devices as indices of the cluster.
+
+    problem: of stages of one rank, priced on this cluster in its own order. Devices are of one kind
+    where costs, usable memory and the worst link into them are equal. ranks: of the whole program.
+    """
+    worst = _worst_links(cluster, model)
+    found: dict[tuple[int, int, Line], list[int]] = {}
+    for index, limit in enumerate(problem.devices):
+        found.setdefault((limit.type, limit.memory, worst[index]), []).append(index)
+    made = tuple(
+        DeviceKind(
+            name=named(cluster.devices[devices[0]]),
+            type=type_,
+            devices=len(devices),
+            memory=memory,
+            latency=latency,
+            inverse_bandwidth=inverse,
+        )
+        for (type_, memory, (latency, inverse)), devices in found.items()
+    )
+    most = min(len(problem.blocks), len(problem.devices), problem.max_stages)
+    base = msgspec.structs.replace(problem, max_stages=max(most, problem.min_stages))
+    return ReplicatedChainProblem(base=base, kinds=made, ranks=ranks or 0), tuple(
+        map(tuple, found.values())
+    )
+
+
+def is_heterogeneous(cluster: Cluster) -> bool:
+    """Whether the cluster has devices of more than one kind: of other costs or memory."""
+    types = group_by_kind(cluster)[1]
+    return len({(t, d.memory) for t, d in zip(types, cluster.devices, strict=True)}) > 1
+
+
+def _worst_links(cluster: Cluster, model: CostModel) -> list[Line]:
+    """Into each device, over the worst link from any other: seconds, and seconds a byte."""
+    links = LinkIndex(cluster)
+    members: dict[str, list[str]] = {}
+    for device in cluster.devices:
+        members.setdefault(links.group(device.name), []).append(device.name)
+    known: dict[tuple[str, str], Line] = {}
+    found = []
+    for device in cluster.devices:
+        group = links.group(device.name)
+        worst = (0.0, 0.0)
+        for other, names in members.items():
+            source = next((name for name in names if name != device.name), None)
+            if source is None:
+                continue
+            if (other, group) not in known:
+                known[other, group] = line(model, links, source, device.name)
+            start, each = known[other, group]
+            worst = (max(worst[0], start), max(worst[1], each))
+        found.append(worst)
+    return found

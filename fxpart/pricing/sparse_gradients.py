@@ -1,0 +1,48 @@
+"""What sparse gradients of tables take: the rows that a step asks for, and their places."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from fxpart.compat import size_hint
+from fxpart.compiler.graph_edit import value
+from fxpart.compiler.sparse_lookups import sparse_tables
+from fxpart.solver.problem import SPARSE_COPIES
+
+_PLACE = 8  # bytes of a row's number
+
+
+def touched_bytes(graph: fx.Graph) -> dict[str, int]:
+    """Bytes of the gradients of tables that are looked up with ``sparse=True``, by name.
+
+    That is for the rows of the example batch, every id counted as often as it is there: torch keeps
+    what microbatches add one behind the other. They do not depend on the table's own rows.
+    """
+    found: dict[str, int] = {}
+    tables = sparse_tables(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target) in tables:
+            held = value(node)
+            row = prod(map(int, held.shape[1:])) * held.element_size() + _PLACE
+            count = sum(
+                prod(size_hint(size) for size in value(ids).shape)
+                for ids in tables[str(node.target)]
+            )
+            found[str(node.target)] = SPARSE_COPIES * count * row
+    return found
+
+
+def find_large_embedding_tables(graph: fx.Graph) -> list[str]:
+    """Tables with sparse gradients that hold more than an eighth of all state's bytes.
+
+    Whole tables cost a rank no time, only memory.
+    """
+    tables = sparse_tables(graph)
+    sizes = {
+        str(node.target): prod(map(int, value(node).shape)) * value(node).element_size()
+        for node in graph.nodes
+        if node.op == "get_attr"
+    }
+    return [name for name in tables if 8 * sizes[name] > sum(sizes.values())]

@@ -1,0 +1,123 @@
+"""What several ranks of a stage pay once a step for sharing its work: sums, and ZeRO's gathers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fxpart.sharding import Mesh
+from fxpart.solver.problem import Weight
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel
+    from fxpart.pricing.device_groups import Rings
+
+_BUCKET = 25 << 20  # bytes of gradients that are summed at once
+# Bytes read and written for each byte that is packed into a bucket, and for each unpacked.
+_PACKED = {
+    ("partial", "replicate"): 2,  # in; the sums stay where they are, and are used there
+    ("partial", "shard(0)"): 2,  # in; a piece of the bucket is what is wanted
+    ("shard(0)", "replicate"): 2,  # out; what goes in is a lane's part
+}
+# Bytes read and written for each byte of a table's rows, where ZeRO cuts the table: every lane sums
+# the rows of all, takes its range of the flat table, and updates that number by number.
+_SETTLED = 38
+
+
+@dataclass(frozen=True)
+class StageParallelism:
+    """How the ranks of every stage share its work.
+
+    rows: into how many parts each microbatch is cut; multiple: what its rows have to be a multiple
+    of (of some inputs more parts may be made). parts: symbol -> into how many parts the dim
+    that it is read from is cut. partial: per parameter the axes over which its gradient is summed
+    at the end of a step. zero: 1 cuts optimizer state over ``zero_axis``, 2 gradients too.
+    """
+
+    mesh: Mesh
+    rows: int = 1
+    multiple: int = 1
+    parts: Mapping[str, int] = field(default_factory=dict)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    zero: int = 0
+    zero_axis: str = ""
+    cut: frozenset[str] = frozenset()  # state that lies in parts over zero_axis already
+
+    def divided(self, weight: Weight) -> Weight:
+        """A parameter's bytes on one rank under ZeRO: state, and from 2 on the gradient, in parts.
+
+        The weight's gradient stays whole while a block's backward makes it; with 2 it is kept only
+        until the step's sums, which is what is counted here as divided. Of a table every lane is
+        given the rows of all.
+        """
+        if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
+            return weight
+        parts = self.mesh.shape[self.mesh.index(self.zero_axis)]
+        whole = self.zero == 1 or weight.sparse
+        return msgspec.structs.replace(
+            weight,
+            temporary=-(-weight.temporary // parts),
+            optimizer=-(-weight.optimizer // parts),
+            gradient=weight.gradient if whole else -(-weight.gradient // parts),
+        )
+
+    def sums(
+        self,
+        weights: Sequence[Weight],
+        blocks: int,
+        model: CostModel,
+        rings: Rings,
+        copying: float = 0.0,
+    ) -> GradientReductionTimes:
+        """Seconds a step that sums of gradients and ZeRO's collectives take, and what it settles.
+
+        A stage's tensors travel together in buckets, so that a block pays for its bytes alone and
+        the stage once for what a first bucket takes however small. A tied weight counts for its
+        first block. weights: as they are without ZeRO. copying: seconds per byte that packing a
+        bucket, and unpacking it, reads or writes.
+        """
+        bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
+        settled: defaultdict[int, int] = defaultdict(int)
+        for weight in weights:
+            if not weight.gradient:
+                continue
+            block, axes = weight.blocks[0], self.partial.get(weight.name, ())
+            if weight.sparse:  # every lane is given the rows of all, and ZeRO takes its own of them
+                for axis in axes:
+                    bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
+                axes = ()
+            if self.zero in (1, 2) and weight.name not in self.cut:
+                zero = (self.zero_axis,)
+                bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
+                settled[block] += weight.rows
+                if self.zero_axis in axes:
+                    bytes_of[block, "partial", "shard(0)", zero] += weight.gradient
+                axes = tuple(axis for axis in axes if axis != self.zero_axis)
+            for axis in axes:
+                bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
+        seconds = [settled[block] * _SETTLED * copying for block in range(blocks)]
+        first: dict[tuple[str, str, tuple[str, ...]], float] = {}
+        for (block, source, target, axes), size in bytes_of.items():
+            ring = rings(*axes)
+            bucket = model.reshard(source, target, float(_BUCKET), ring).seconds
+            seconds[block] += size * (bucket / _BUCKET + packing(source, target) * copying)
+            if size:
+                first[source, target, axes] = model.reshard(source, target, 1.0, ring).seconds
+        return GradientReductionTimes(by_block=tuple(seconds), once=sum(first.values()))
+
+
+def packing(source: str, target: str) -> int:
+    """Bytes that are read and written for each byte that goes through a bucket."""
+    return _PACKED[source, target]
+
+
+@dataclass(frozen=True)
+class GradientReductionTimes:
+    """Seconds a step for sums of gradients: by block, and for each stage whatever its blocks."""
+
+    by_block: tuple[float, ...] = ()
+    once: float = 0.0

@@ -1,0 +1,52 @@
+"""What a run of ``fxpart profile`` did."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fxpart.profiling.store import Calibration, ContentionProfile, ProfileCompletion
+
+
+class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of ``fxpart profile`` did.
+
+    seconds: of measuring and planning; capture_seconds: before that. ops, stages, rehearsals:
+    measured now; known_ops, known_stages, known_rehearsals: found in the profile. calibration,
+    crowding: of this model here, None where there was no time for them. median_error, worst_error:
+    of stages predicted from ops with these factors, relative. plan: the best, in words (of one rank
+    a stage, where none fits the memory); step_seconds: what it took when it was rehearsed, or
+    is predicted to take. left_out: in words, what the budget did not reach.
+    """
+
+    path: str
+    model: str
+    device: str
+    seconds: float
+    capture_seconds: float = 0.0
+    ops: int = 0
+    known_ops: int = 0
+    stages: int = 0
+    known_stages: int = 0
+    rehearsals: int = 0
+    known_rehearsals: int = 0
+    calibration: Calibration | None = None
+    crowding: ContentionProfile | None = None
+    median_error: float = 0.0
+    worst_error: float = 0.0
+    plan: str = ""
+    step_seconds: float = 0.0
+    left_out: tuple[str, ...] = ()
+
+    def settled(self, budget: float) -> ProfileCompletion:
+        """What the next run is told that has as many seconds, or fewer."""
+        return ProfileCompletion(
+            ops=self.ops + self.known_ops,
+            stages=self.stages + self.known_stages,
+            rehearsals=self.rehearsals + self.known_rehearsals,
+            plan=self.plan,
+            step_seconds=self.step_seconds,
+            median_error=self.median_error,
+            worst_error=self.worst_error,
+            budget=budget,
+            left_out=self.left_out,
+        )

@@ -1,0 +1,184 @@
+"""One run of profiling: what is profiled, where, for how long, and what is worth measuring now."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import fx
+
+from fxpart import costmodels
+from fxpart.capture import CapturedModel
+from fxpart.cluster.host_detection import cores
+from fxpart.cluster.model import Device
+from fxpart.codegen.generated_program import GeneratedProgram, generate_program
+from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels import HERE
+from fxpart.plan.model import Plan
+from fxpart.planner.prediction.descriptions import label
+from fxpart.planner.prepared_model import PreparedModel, with_model_profile
+from fxpart.planner.search import find_best_plan
+from fxpart.pricing.partition import price
+from fxpart.profiling.candidates import BenchmarkStages
+from fxpart.profiling.contention import MOST
+from fxpart.profiling.stage_benchmark import StageBenchmarkInput
+from fxpart.profiling.store import MeasurementEnvironment, Profile
+from fxpart.profiling.trial_selection import by_name
+from fxpart.solver.portfolio import solve
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel
+
+# What is being measured ("ops", "stages", "crowding", "rehearsals"), how many of how many are done.
+Progress = Callable[[str, int, int], None]
+
+# Shares of the budget that are used when ops, and stages, are done: with rehearsals, and without.
+_OPS, _STAGES = (0.3, 0.4), (0.6, 0.8)
+_SOLVING = 5.0  # seconds for each search
+_NEAR = 0.1  # of a quota
+
+
+@dataclass
+class ProfilingRun:
+    """What all phases share; each stops when its share of the budget is used.
+
+    front: for the devices of this one's kind. whole: for all of the cluster. plans: whose stages
+    are measured. start: on the monotonic clock. programs: by the first block of each stage, made
+    once.
+    """
+
+    front: PreparedModel
+    whole: PreparedModel
+    profile: Profile
+    device: torch.device
+    setting: MeasurementEnvironment
+    microbatches: int | None
+    start: float
+    budget: float
+    date: str
+    progress: Progress
+    rehearse: bool = True
+    plans: tuple[Plan, ...] = ()
+    programs: dict[tuple[int, ...], GeneratedProgram] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> str:
+        """A digest of what is profiled, and for what; without given plans."""
+        request = self.front.request
+        asked = (
+            self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
+            self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
+            request.seed, self.rehearse, self.planned_for.request.cluster,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @property
+    def planned_for(self) -> PreparedModel:
+        """For the whole cluster where the profile knows all its kinds of devices."""
+        held = self.profile.settings()
+        known = all(
+            any(s.threads == d.threads and s.device == d.model and _near(s, d) for s in held)
+            for d in self.whole.request.cluster.devices
+        )
+        return self.whole if known else self.front
+
+    @property
+    def captured(self) -> CapturedModel:
+        """The captured model."""
+        return self.front.captured
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """Its graph with blocks."""
+        return self.front.graph
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of the budget, used when ops are done, and when stages are."""
+        at = 0 if self.rehearses else 1
+        return _OPS[at], _STAGES[at]
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether plans can be run here: all devices are this host's processors, and not many."""
+        request = self.front.request
+        devices = request.cluster.devices
+        here = all(d.host == HERE and d.kind == "cpu" and d.share == 1 for d in devices)
+        few = len(devices) <= max(MOST, cores())
+        return self.rehearse and here and few and by_name(request.optimizer)
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until that share of the budget is used."""
+        return self.start + share * self.budget - time.monotonic()
+
+    def model(self) -> CostModel:
+        """The profile as it is now, for the cluster and the model."""
+        found = costmodels.find(self.profile.path, self.front.request.cluster)
+        return with_model_profile(
+            replace(self.front.request, cost_model=found), self.front.info
+        ).cost_model
+
+    @property
+    def first(self) -> Device:
+        """The first device of this one's kind, which it stands for."""
+        return self.front.request.cluster.devices[0]
+
+    @property
+    def neighbours(self) -> int:
+        """How many devices of the cluster are on its host."""
+        devices = self.front.request.cluster.devices
+        return sum(device.host == self.first.host for device in devices)
+
+    def each(self, works: int, share: float) -> float:
+        """Seconds for each stage, until that share of the budget is used."""
+        return min(1.0, max(0.1, self.left(share) / (4.0 * max(1, works))))
+
+    def best_plan(self) -> Plan:
+        """What would be planned by the profile as it is. Raises FXP2xx where nothing fits."""
+        found = self.planned_for
+        model = costmodels.find(self.profile.path, found.request.cluster)
+        request = with_model_profile(replace(found.request, cost_model=model), found.info)
+        return find_best_plan(replace(found, request=request), self.microbatches).plan
+
+    def choices(self, model: CostModel) -> tuple[PartitionProblem, list[PartitionChoice]]:
+        """The problem of stages of one rank, and its best choices of different kinds."""
+        request = self.front.request
+        problem, _ = price(
+            self.graph,
+            self.captured,
+            request.cluster,
+            cost_model=model,
+            batch_size=self.captured.batch_size,
+            microbatches=self.microbatches,
+            optimizer=request.optimizer,
+        )
+        found = solve(problem, time_limit=_SOLVING, seed=request.seed)
+        whole = PartitionChoice(variant=0, schedule="1f1b", starts=(0,))
+        return problem, list(found.candidates) or [whole]
+
+    def work(self, problem: PartitionProblem, choice: PartitionChoice) -> BenchmarkStages:
+        """The stages of a choice, ready to be timed."""
+        if choice.starts not in self.programs:
+            seed = self.front.request.seed
+            made = generate_program(self.captured, self.graph, None, choice.starts, seed)
+            self.programs[choice.starts] = made
+        parts = self.programs[choice.starts]
+        ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
+        blocks = tuple(zip(choice.starts, ends, strict=True))
+        count = problem.variants[choice.variant].microbatches
+        mark = self.front.info.fingerprint[:12]
+        labels = tuple(f"{mark} {label(problem.blocks[a : b + 1])}" for a, b in blocks)
+        return BenchmarkStages(
+            StageBenchmarkInput(parts.spec, parts.sources, count, labels), blocks
+        )
+
+
+def _near(setting: MeasurementEnvironment, device: Device) -> bool:
+    """Whether what was measured under a quota holds for the device's own."""
+    return abs(setting.share / device.share - 1) < _NEAR

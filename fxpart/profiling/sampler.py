@@ -1,0 +1,77 @@
+"""Repeated timing of something short: the right clock, enough repeats, no outliers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fxpart.profiling.outliers import timing
+from fxpart.profiling.store import TimeQuartiles
+
+_WARM = 2
+_LEAST, _MOST = 5, 60  # samples
+_LONG = 3e-4  # seconds of a sample, so that the clock costs nothing beside it
+_CLOSE = 0.03  # quartiles this far apart are enough
+_EACH = 5  # samples between two looks at the quartiles
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Times calls on a device.
+
+    On a GPU by events. On a CPU with one thread by that thread's own seconds, which other
+    processes do not lengthen; with several threads by the wall's clock.
+    """
+
+    device: torch.device
+
+    def time(self, run: Callable[[int], object], seconds: float) -> TimeQuartiles:
+        """Seconds of one ``run(i)``, i counting up, measured for about ``seconds``.
+
+        Ends early where the quartiles are within 3 %. At least two samples after a warm run.
+        """
+        count = 0
+        begun = time.perf_counter()
+        for _ in range(_WARM):
+            once = self._sample(run, count, 1)
+            count += 1
+            if time.perf_counter() - begun > seconds:
+                break
+        repeats = max(1, min(1000, round(_LONG / max(once, 1e-7))))
+        samples: list[float] = []
+        while len(samples) < _MOST:
+            samples.append(self._sample(run, count, repeats))
+            count += repeats
+            late = time.perf_counter() - begun > seconds
+            if late and len(samples) >= 2:
+                break
+            if len(samples) >= _LEAST and len(samples) % _EACH == 0 and _settled(samples):
+                break
+        return timing(samples)
+
+    def _sample(self, run: Callable[[int], object], start: int, repeats: int) -> float:
+        if self.device.type == "cuda":
+            return self._events(run, start, repeats)
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        before = clock()
+        for number in range(start, start + repeats):
+            run(number)
+        return (clock() - before) / repeats
+
+    def _events(self, run: Callable[[int], object], start: int, repeats: int) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for number in range(start, start + repeats):
+            run(number)
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3 / repeats
+
+
+def _settled(samples: list[float]) -> bool:
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low <= _CLOSE * middle

@@ -1,0 +1,128 @@
+"""The phases of profiling that time stages whole: of the best few plans, and of plans for all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from fxpart.compat.optimizer_choice import choose
+from fxpart.errors import FxpartError
+from fxpart.plan.model import Plan
+from fxpart.pricing.op_class_times import OpClassTimes
+from fxpart.profiling.candidates import BenchmarkStages, add_whole_model, without_contention
+from fxpart.profiling.plan_stages import work_of
+from fxpart.profiling.rotation import LEAST
+from fxpart.profiling.run import ProfilingRun
+from fxpart.profiling.stage_benchmark import TURNS, StageBenchmark, Thought
+from fxpart.profiling.store import StageMeasurement
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+
+if TYPE_CHECKING:
+    from fxpart.costs import CostModel
+
+_PLANS = 5  # plans of which the stages are measured whole
+_TRIES = 5  # plans that turn out to be the best, one after the other
+
+
+class StagePhases(ProfilingRun):
+    """Stages of one rank of the best chains, and those of plans for the whole cluster."""
+
+    def stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
+        """The stages of the model's best few plans, and the whole as one stage at each size."""
+        problem, choices = self.choices(model)
+        parts = OpClassTimes(
+            self.graph,
+            self.captured,
+            without_contention(model),
+            self.first,
+            self.front.request.optimizer,
+        )
+        wanted = [c for c in add_whole_model(problem, choices, _PLANS) if self._fits(problem, c)]
+        works = [self.work(problem, choice) for choice in wanted or choices[:1]]
+        return self._timed([(w, w.parts(parts)) for w in works], self.shares[1], left_out)
+
+    def of_best(self, left_out: list[str]) -> tuple[int, int, Plan | None]:
+        """Those of the plan that would be chosen now, if plans are not run anyway; and that plan.
+
+        What a plan takes as a whole may be more than its ops came to, and another is the best then:
+        so on, until the best is known as a whole or the budget is used. The last one is the best by
+        all that was measured.
+        """
+        done = found = 0
+        if self.rehearses and self.planned_for is self.front:
+            return done, found, None
+        for share in (*[1.0] * _TRIES, 0.0):
+            try:
+                best = self.best_plan()
+            except FxpartError:  # nothing fits: whoever plans is told
+                return done, found, None
+            short: list[str] = []
+            made, known = self.of_plans([best], share, short)
+            done, found = done + made, found + known
+            if not made:
+                break
+        if short:
+            left_out.append("the stages of the best plan")
+        return done, found, best
+
+    def of_plans(self, plans: Sequence[Plan], share: float, left_out: list[str]) -> tuple[int, int]:
+        """The stages that plans put on devices like this one, until that share of the budget.
+
+        What sums of ops say of them is not asked: factors are those of the best few plans.
+        """
+        works = [work_of(self.front, plan, self.first) for plan in plans]
+        return self._timed([(work, None) for work in works if work], share, left_out)
+
+    def _timed(
+        self, works: list[tuple[BenchmarkStages, Thought | None]], share: float, left_out: list[str]
+    ) -> tuple[int, int]:
+        """Stages timed now, and those that the profile had; until that share of the budget."""
+        if not works:
+            return 0, 0
+        optimizer = self.front.request.optimizer
+        bench = StageBenchmark(
+            self.captured, optimizer, choose(optimizer).name, self.device,
+            together=self.device.type == "cpu" and self.neighbours > 1,
+        )  # fmt: skip
+        known = self.profile.get("stages", self.setting, StageMeasurement)
+        self._in_turns(bench, works, share, known)
+        made = bench.timings()
+        self.profile.put("stages", self.setting, made, self.date)
+        there = [[key in known or key in made for key in bench.keys(w.stages)] for w, _ in works]
+        short = sum(not all(found) for found in there)
+        if short:
+            left_out.append(f"stages of {short} of {len(works)} plans")
+        return len(made) // 2, sum(map(sum, there)) - len(made) // 2
+
+    def _in_turns(
+        self,
+        bench: StageBenchmark,
+        works: list[tuple[BenchmarkStages, Thought | None]],
+        share: float,
+        known: Collection[str],
+    ) -> None:
+        """Time the stages that are not known, of all works as long as there is time for it."""
+        done, count = 0, TURNS * len(works)
+        for _ in range(TURNS):
+            timed = set(known)
+            for work, thought in works:
+                if self.left(share) <= 0 and done:
+                    break
+                self.progress("stages", done, count)
+                timed |= set(
+                    bench.turn(
+                        work.stages,
+                        timed,
+                        seconds=self.each(len(works), share) / TURNS,
+                        left=lambda: self.left(share),
+                        parts=thought,
+                    )
+                )
+                done += 1
+        self.progress("stages", count, count)
+
+    def _fits(self, problem: PartitionProblem, choice: PartitionChoice) -> bool:
+        """Whether the least that is done to time a plan's stages takes half of what is left."""
+        variant = problem.variants[choice.variant]
+        once = sum(variant.forward[0]) + sum(variant.backward[0])
+        return LEAST * once < self.left(self.shares[1]) / 2

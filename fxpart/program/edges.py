@@ -1,0 +1,123 @@
+"""What crosses stage boundaries, read off a program: one list that every rank computes alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxpart.errors import error
+from fxpart.plan.precision import wire_dtype
+from fxpart.program.spec import Dim, ProgramSpec, StageSpec, ValueSpec
+from fxpart.schedule.action import StageEdge, list_group_stages
+
+
+@dataclass(frozen=True)
+class ValueEdge:
+    """One value from one stage to another.
+
+    output: its position among the source's outputs; input: among the target's inputs. gradient:
+    whether its gradient comes back. back: the stage that the gradient is sent to. That is the
+    source; or, where several stages use the value, the user before this one, which adds its own
+    part and sends the sum on. So the parts are added one after another, later uses first, as
+    autograd adds them in one process, and the sum is the same in every bit. sent: in which
+    dtype value and gradient go from rank to rank.
+    """
+
+    name: str
+    source: int
+    target: int
+    output: int
+    input: int
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    gradient: bool
+    sent: torch.dtype
+    back: int = -1
+
+
+def find_value_edges(spec: ProgramSpec) -> tuple[ValueEdge, ...]:
+    """All links, ordered by source, target and output; FXP900 where two stages disagree."""
+    found: list[ValueEdge] = []
+    copies = {group[0]: list_group_stages(group) for group in spec.replicas}
+    for stage in spec.stages:
+        for position, (value, source) in enumerate(zip(stage.inputs, stage.sources, strict=True)):
+            for copy in copies.get(source, (source,)) if source >= 0 else ():
+                found.append(_link(spec, stage, position, value, copy))
+    found.sort(key=lambda link: (link.source, link.target, link.output))
+    # Copies take different microbatches: a gradient cannot be sent on from one to the other.
+    return tuple(replace(f, back=f.source) for f in found) if spec.replicas else _returned(found)
+
+
+def _returned(found: list[ValueEdge]) -> tuple[ValueEdge, ...]:
+    """The links with ``back`` set: an earlier user, if it gets gradients from this one anyway."""
+    pairs = {(link.source, link.target) for link in found if link.gradient}
+    users: dict[tuple[int, int], list[int]] = {}
+    for link in found:
+        if link.gradient:
+            users.setdefault((link.source, link.output), []).append(link.target)
+
+    def back(link: ValueEdge) -> int:
+        before = [u for u in users.get((link.source, link.output), ()) if u < link.target]
+        last = max(before, default=link.source)
+        return last if (last, link.target) in pairs else link.source
+
+    return tuple(replace(link, back=back(link)) for link in found)
+
+
+def is_gradient_order_exact(spec: ProgramSpec) -> bool:
+    """Whether no gradient is a sum that is added up in another order than in one process."""
+    if spec.replicas:
+        return False
+    found = [link for link in find_value_edges(spec) if link.gradient]
+    direct: dict[tuple[int, int], int] = {}
+    for link in found:
+        if link.back == link.source:
+            key = (link.source, link.output)
+            direct[key] = direct.get(key, 0) + 1
+    return all(count == 1 for count in direct.values())
+
+
+def find_stage_edges(spec: ProgramSpec) -> tuple[StageEdge, ...]:
+    """The stage graph: one edge for each pair of stages with a link between them."""
+    backward: dict[tuple[int, int], bool] = {}
+    for link in find_value_edges(spec):
+        pair = (link.source, link.target)
+        backward[pair] = backward.get(pair, False) or link.gradient
+    return tuple(StageEdge(*pair, backward=back) for pair, back in sorted(backward.items()))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name ("float32")."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise error("FXP303", where=f"dtype {name[:40]!r}", why="torch has no such dtype", fix="")
+    return found
+
+
+def _link(
+    spec: ProgramSpec, stage: StageSpec, position: int, value: ValueSpec, source: int
+) -> ValueEdge:
+    names = [output.name for output in spec.stages[source].outputs]
+    if source >= stage.index or value.name not in names:
+        raise error(
+            "FXP900",
+            where=f"stage {stage.index}, input {value.name}",
+            why=f"stage {source} does not produce it before",
+            fix="",
+        )
+    output = names.index(value.name)
+    made = spec.stages[source].outputs[output]
+    if (made.dtype, made.shape) != (value.dtype, value.shape):
+        raise error(
+            "FXP900",
+            where=f"value {value.name} from stage {source} to stage {stage.index}",
+            why=f"it is {made.dtype} {made.shape} there and {value.dtype} {value.shape} here",
+            fix="",
+        )
+    sent = wire_dtype(value.dtype, spec.transfer_dtype)
+    return ValueEdge(
+        value.name, source, stage.index, output, position,
+        torch_dtype(value.dtype), value.shape, value.requires_grad and made.requires_grad,
+        torch_dtype(sent),
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""What a rank runs, as data: stages, their values and state. Torch-free; travels as JSON.
+
+The code generator writes these beside the stage modules (``manifest.json``); the runtime needs
+nothing else of the compiler.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from fxpart.errors import error
+
+Dim = int | str  # a number, or an expression in the program's symbols such as "s0*s1"
+
+
+class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor that crosses a boundary: its name, dtype ("float32"), and shape.
+
+    requires_grad: whether a gradient for it flows back; as a stage's input, from that stage; as an
+    output, from any of its receivers (or, for the loss, into it).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    requires_grad: bool = False
+
+
+class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor of the user's batch.
+
+    name: the graph's placeholder. path: where it lies in the batch object, e.g. ("input_ids",),
+    (0,) or (2, "mask"). batch_dim: the dim along which microbatches are cut, None to pass it whole.
+    """
+
+    name: str
+    path: tuple[str | int, ...]
+    dtype: str
+    shape: tuple[Dim, ...]
+    batch_dim: int | None = None
+
+
+class ConstantSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A leaf of the batch that is no tensor (None, bool, int, float, str): fixed at capture."""
+
+    path: tuple[str | int, ...]
+    value: None | bool | int | float | str
+
+
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A parameter, buffer or lifted constant of a stage.
+
+    attribute: the escaped Python name in the stage module. name: the original qualified name.
+    kind: "parameter", "buffer" or "constant". owner: the one stage that owns it; a stage that is
+    not the owner holds a bit-equal copy (a tie). sparse: its gradient is sparse on every stage, the
+    rows that lookups with ``sparse=True`` have asked for.
+    """
+
+    attribute: str
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    persistent: bool = True
+    owner: int = 0
+    sparse: bool = False
+
+
+class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage: the call signature of its module.
+
+    ``Stage<index>.forward(key, *inputs)`` returns a tuple, one tensor for each output. key: an int
+    that seeds the stage's random ops. inputs: user inputs and values of earlier stages by name.
+    sources: per input, the producing stage, or -1 for a user input. outputs: values used by later
+    stages, the loss and the user's outputs. targets: per output, the stages that receive it.
+    """
+
+    index: int
+    inputs: tuple[ValueSpec, ...]
+    sources: tuple[int, ...]
+    outputs: tuple[ValueSpec, ...]
+    targets: tuple[tuple[int, ...], ...]
+    state: tuple[StateSpec, ...]
+    random_ops: int = 0
+
+
+class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one parameter or buffer lies over the mesh of its stage.
+
+    shape: of the whole tensor. placements: text such as "tp:S(0)" (axes not named are replicated).
+    partial: the axes over which its gradient, as backward leaves it, is a sum still to be made.
+    """
+
+    shape: tuple[int, ...]
+    placements: str = ""
+    partial: tuple[str, ...] = ()
+
+
+class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the stages' ranks share the work. Without one, a stage is one rank.
+
+    mesh: "dp=2,tp=2", the same for every stage; rank = stage * lanes + lane. The program that holds
+    this is that of one lane: its shapes and state are local. inputs: the user's tensors as the
+    user gives them, whole. placements: per input name, those of its microbatches. state: by
+    original name, every parameter and buffer that any stage holds. zero: 0, 1 (optimizer state
+    sharded over the axis ``zero_axis``) or 2 (gradients too); ZeRO-3 is a placement of the weights.
+    """
+
+    mesh: str
+    inputs: tuple[InputSpec, ...]
+    placements: dict[str, str]
+    state: dict[str, StateSharding]
+    zero: int = 0
+    zero_axis: str = ""
+
+
+class TotalStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One aten operation of a program's totals.
+
+    args, kwargs: plain values, and objects of one entry: {"input": name}, {"value": number of an
+    earlier step}, {"constant": name}, {"size": expression in the symbols}, {"torch": name of a
+    dtype}, {"device": type}, {"float": "inf"}.
+    """
+
+    target: str
+    args: list[Any]
+    kwargs: dict[str, Any] = {}
+
+
+class ConstantTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A small tensor as nested lists."""
+
+    dtype: str
+    values: Any
+
+
+class TotalsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers of the whole batch that microbatches need, such as how many targets count.
+
+    inputs: the user's inputs that they depend on. steps: compute them; results: an argument (as in
+    a step) for each of names, the stage inputs that take them. shares: stage inputs that take the
+    microbatch's share of the batch's rows, with their dtypes.
+    """
+
+    inputs: tuple[str, ...]
+    steps: tuple[TotalStep, ...]
+    results: tuple[Any, ...]
+    names: tuple[str, ...]
+    shares: dict[str, str]
+    constants: dict[str, ConstantTensor] = {}
+
+
+class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole program, the same on every rank.
+
+    symbols: per symbol the user input and dim it is read from, {"s0": ("input_ids", 0)}.
+    loss: the value that holds the loss (a scalar), and outputs: the user's output values in order.
+    transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
+    ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
+    groups of stages that are copies of one another, of which each takes its turn of the
+    microbatches (:mod:`fxpart.runtime.gradients.stage_replicas`); sources and targets name the
+    first of a group. totals: numbers of the whole batch that stages take as inputs; None where they
+    need none. weight: the number that a batch's loss is divided by, its weight in a mean over
+    batches; None where that is its number of rows; after it what keeps it away from zero. repeat:
+    whether rows may be repeated to divide over ranks, in a program of one microbatch and in one of
+    several: "" (no), "rows" (yes), "divisor" (if the second number of weight changes as rows do).
+    """
+
+    inputs: tuple[InputSpec, ...]
+    constants: tuple[ConstantSpec, ...]
+    symbols: dict[str, tuple[str, int]]
+    stages: tuple[StageSpec, ...]
+    loss: str
+    outputs: tuple[str, ...]
+    ties: dict[str, tuple[int, ...]]
+    aliases: dict[str, str] = {}  # other original names of one storage -> its main name
+    seed: int = 0
+    parameters: tuple[str, ...] = ()  # main names in the model's own order (global-norm clipping)
+    unused: tuple[str, ...] = ()  # state of the model that no stage needs, by main name
+    model: str = ""
+    sharding: ShardingSpec | None = None
+    replicas: tuple[tuple[int, ...], ...] = ()
+    transfer_dtype: str = ""
+    totals: TotalsSpec | None = None
+    weight: TotalsSpec | None = None
+    repeat: tuple[str, str] = ("", "")
+
+
+def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:
+    """A dim as a number, given the symbols' values: "2*s0 + 1" with s0 = 3 is 7.
+
+    Knows + - * // % **, ``max`` and ``min``, nothing else is evaluated. Raises FXP109 for any
+    other text and for a symbol without a value.
+    """
+    if isinstance(dim, int):
+        return dim
+    try:
+        return _dim(ast.parse(dim, mode="eval").body, symbols)
+    except (SyntaxError, ValueError, KeyError, RecursionError, ZeroDivisionError) as cause:
+        raise error(
+            "FXP109",
+            where=f"size {dim!r}",
+            why=f"it cannot be computed from {', '.join(sorted(symbols)) or 'no symbols'}: {cause}",
+        ) from cause
+
+
+_DIM_OPS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+def _dim(tree: ast.expr, symbols: Mapping[str, int]) -> int:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return symbols[name]
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_dim(inner, symbols)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _DIM_OPS:
+            a, b = _dim(left, symbols), _dim(right, symbols)
+            if isinstance(op, ast.Pow) and not 0 <= b <= 8:
+                raise ValueError("a power above 8")
+            return _DIM_OPS[type(op)](a, b)
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=args, keywords=[]) if args:
+            values = [_dim(a, symbols) for a in args]
+            return max(values) if name == "max" else min(values)
+    raise ValueError(f"{ast.unparse(tree)} is not a size")

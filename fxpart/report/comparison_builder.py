@@ -1,0 +1,342 @@
+"""A plan's prediction against a recording of it: the numbers, and where the difference is.
+
+Every rank's step is taken apart in the same way on both sides, so that the differences of the parts
+add up to the difference of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import fsum
+from statistics import median, quantiles
+
+from fxpart.errors import error
+from fxpart.plan.model import Plan, RankPrediction
+from fxpart.plan.number_ranges import text_of
+from fxpart.plan.schedule import stage_of
+from fxpart.report.comparison import (
+    BACKWARD,
+    COLLECTIVE,
+    FORWARD,
+    RUNTIME,
+    TRANSFER,
+    WAITING,
+    MemoryComparison,
+    RecordingComparison,
+    StageComparison,
+    StepDifference,
+    TimeComparison,
+)
+from fxpart.report.timeline import plan_timeline, tie_seconds
+from fxpart.schedule.action import ActionKind
+from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.measured_timeline import (
+    AGREE,
+    CLIP,
+    END,
+    OPTIMIZER,
+    SPREAD,
+    SUMS,
+    TIES,
+    MeasuredSpan,
+    MeasuredTimeline,
+)
+from fxpart.schedule.timeline import Timeline
+
+# Computations of a schedule that is played through for the comparison; beyond, the plan's means do.
+_PLAYED = 200_000
+
+
+# Predicted and measured steps that are this near have no difference worth dividing.
+AGREES = 0.02
+
+
+def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
+    """The figures of a recording that belongs to the plan (see :func:`.measured.belongs`).
+
+    FXP109 where no recorded step has the plan's number of microbatches, and for an asynchronous
+    plan, whose ranks have no step in common.
+    """
+    if plan.schedule == "async":
+        raise error(
+            "FXP109",
+            where=f"a recording of {plan.model.name}",
+            why="the plan is asynchronous: minibatches overlap, and there is no step to compare",
+            fix="compare minibatches a second with `fxpart simulate`",
+        )
+    kept = _full(recording, plan.microbatches)
+    timeline = predict_timeline(plan)
+    ties = () if timeline is None else tie_seconds(plan)
+    whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))
+    times = sorted(whole.values())
+    low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]
+    step = TimeComparison(plan.prediction.simulated_seconds, median(times))
+    stages = tuple(_stage(plan, kept, stage.index, timeline, ties) for stage in plan.stages)
+    slowest = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
+    busy = [
+        fsum((*kept.each(rank, "compute"), *_phases(kept, rank, (SUMS, TIES, CLIP, OPTIMIZER))))
+        for rank in kept.ranks
+    ]
+    spent = fsum(whole.values()) * len(kept.ranks)
+    return RecordingComparison(
+        steps=len(times),
+        step=step,
+        low=low,
+        high=high,
+        bubble_predicted=plan.prediction.bubble,
+        bubble_measured=max(0.0, 1 - fsum(busy) / spent) if spent else 0.0,
+        stages=stages,
+        stage=slowest.stage,
+        differences=_differences(plan, slowest, step),
+        memory=_memory(plan, recording),
+        shown=min(whole, key=lambda each: abs(whole[each] - median(times))),
+        notes=tuple(_notes(plan, recording, len(recording.steps) - len(times))),
+    )
+
+
+def predict_timeline(plan: Plan) -> Timeline | None:
+    """The predicted timeline; None where the schedule has no simulation or is too long for one."""
+    if plan.schedule not in BUILDERS or 2 * len(plan.stages) * plan.microbatches > _PLAYED:
+        return None
+    return plan_timeline(plan)
+
+
+def _full(recording: MeasuredTimeline, microbatches: int) -> MeasuredTimeline:
+    """Without steps of other numbers of microbatches, and with spans sorted as they were."""
+    counts: dict[tuple[int, int], int] = {}
+    for span in recording.of("compute"):
+        if span.action.kind is ActionKind.F:
+            counts[span.step, span.rank] = counts.get((span.step, span.rank), 0) + 1
+    good = {
+        step
+        for step in recording.steps
+        if all(
+            counts.get((step, rank)) == microbatches * recording.pieces for rank in recording.ranks
+        )
+    }
+    if not good:
+        raise error(
+            "FXP109",
+            where="the recorded steps",
+            why=f"none has {microbatches} microbatches, as the plan has",
+            fix="record steps of whole batches",
+        )
+    spans = tuple(span for span in recording.spans if span.step in good)
+    return MeasuredTimeline(
+        schedule=recording.schedule, microbatches=recording.microbatches,
+        stage_ranks=recording.stage_ranks, spans=spans, clocks=recording.clocks,
+        memory=recording.memory, setting=recording.setting, decisions=recording.decisions,
+    )  # fmt: skip
+
+
+def _stage(
+    plan: Plan,
+    recording: MeasuredTimeline,
+    stage: int,
+    timeline: Timeline | None,
+    ties: Sequence[float],
+) -> StageComparison:
+    """The stage's figures: of each microbatch over all its ranks, of the step on the slowest."""
+    entries = [entry for entry in plan.prediction.ranks if entry.stage == stage]
+    ranks = recording.places[stage]
+    m = plan.microbatches
+    made = {rank: _spent(recording, rank) for rank in ranks}
+    slowest = max(ranks, key=lambda rank: _busy_seconds(made[rank]))
+    entry = max(entries, key=lambda e: slowest in e.ranks)
+    predicted = _predicted(entry, plan, timeline, ties)
+    each = {
+        name: TimeComparison(predicted[name] / m, median(made[rank][name] for rank in ranks) / m)
+        for name in (FORWARD, BACKWARD)
+    }
+    transfer = max(entry.transfer_seconds for entry in entries)
+    meets = max(e.collective_seconds + e.gather_seconds for e in entries)
+    met = median(median(recording.each(rank, "collective")) for rank in ranks)
+    each[COLLECTIVE] = TimeComparison(meets, met / m)
+    each[TRANSFER] = TimeComparison(transfer, _transfer(recording, stage))
+    return StageComparison(
+        stage=stage,
+        ranks=text_of(ranks),
+        slowest=slowest,
+        each=each,
+        step={name: TimeComparison(predicted[name], made[slowest][name]) for name in predicted},
+    )
+
+
+def _predicted(
+    entry: RankPrediction, plan: Plan, timeline: Timeline | None, ties: Sequence[float]
+) -> dict[str, float]:
+    """Seconds of a rank's step by part; waiting is the rest. ties: by stage of the program."""
+    half = entry.gather_seconds / 2
+    parts = {
+        FORWARD: plan.microbatches * (entry.forward_seconds + half),
+        BACKWARD: plan.microbatches * (entry.backward_seconds + half),
+    }
+    once = {
+        SUMS: entry.sync_seconds, TIES: entry.tie_seconds,
+        OPTIMIZER: entry.optimizer_seconds, RUNTIME: entry.overhead_seconds,
+    }  # fmt: skip
+    if timeline is not None:  # ranks that wait leave the others their share of the host
+        spans = [
+            span for span in timeline.spans if span.lane == "compute" and span.rank == entry.stage
+        ]
+        forward = [s.end - s.start for s in spans if s.action.kind is ActionKind.F]
+        backward = [s.end - s.start for s in spans if s.action.kind is not ActionKind.F]
+        parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
+        once |= _after(entry, timeline, ties[stage_of(plan).index(entry.stage)])
+    parts |= once
+    return {**parts, WAITING: plan.prediction.simulated_seconds - fsum(parts.values())}
+
+
+def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, float]:
+    """What is done once a step, at the pace of the moment; what is sent takes what it takes."""
+    whole = fsum(u.end - u.start for u in timeline.updates if u.rank == entry.stage)
+    computed = max(0.0, whole - entry.sync_seconds - ties)
+    alone = entry.optimizer_seconds + entry.overhead_seconds
+    share = computed / alone if alone else 0.0
+    return {
+        TIES: ties, OPTIMIZER: entry.optimizer_seconds * share,
+        RUNTIME: entry.overhead_seconds * share,
+    }  # fmt: skip
+
+
+def _spent(recording: MeasuredTimeline, rank: int) -> dict[str, float]:
+    """Seconds of a rank's step by part, medians over the steps; the runtime itself is the rest."""
+
+    def of(kinds: Sequence[ActionKind]) -> float:
+        sums = dict.fromkeys(recording.steps, 0.0)
+        for span in recording.of("compute", rank=rank):
+            if span.action.kind in kinds:
+                sums[span.step] += span.seconds
+        return median(sums.values())
+
+    waits = [
+        fsum(parts)
+        for parts in zip(
+            recording.each(rank, "wait"), _phases(recording, rank, (AGREE, END)), strict=True
+        )
+    ]
+    parts = {
+        FORWARD: of((ActionKind.F,)),
+        BACKWARD: of((ActionKind.B, ActionKind.I, ActionKind.W)),
+        SUMS: median(_phases(recording, rank, (SUMS, SPREAD))),
+        TIES: median(_phases(recording, rank, (TIES,))),
+        OPTIMIZER: median(_phases(recording, rank, (CLIP, OPTIMIZER))),
+    }
+    rest = median(recording.whole_seconds()) - fsum(parts.values()) - median(waits)
+    return {**parts, RUNTIME: rest, WAITING: median(waits)}
+
+
+def _phases(recording: MeasuredTimeline, rank: int, names: Iterable[str]) -> list[float]:
+    """Per step the seconds of these phases."""
+    return [fsum(parts) for parts in zip(*(recording.each(rank, "step", n) for n in names))]  # noqa: B905
+
+
+def _transfer(recording: MeasuredTimeline, stage: int) -> float | None:
+    """Seconds per microbatch of what a stage receives and of the gradients that it sends for it.
+
+    Of each connection the median of the messages that were waited for; None where a connection has
+    none: its messages came while the receiver computed.
+    """
+    found: dict[tuple[str, int | None], list[float]] = {}
+    for rank in recording.places[stage]:
+        for span in (*recording.of("receive", rank=rank), *recording.of("send", rank=rank)):
+            kind = span.action.kind
+            if kind in (ActionKind.RECV_F, ActionKind.SEND_B):
+                seen = found.setdefault((kind.value, span.action.peer), [])
+                seen += [span.seconds] if span.exact else []
+    if not all(found.values()):
+        return None
+    return fsum(median(times) for times in found.values())
+
+
+def _busy_seconds(parts: dict[str, float]) -> float:
+    return fsum(value for name, value in parts.items() if name != WAITING)
+
+
+def _busy(parts: Iterable[TimeComparison], waiting: TimeComparison) -> float:
+    return fsum(part.measured or 0.0 for part in parts if part is not waiting)
+
+
+def _differences(
+    plan: Plan, slowest: StageComparison, step: TimeComparison
+) -> tuple[StepDifference, ...]:
+    """The parts of the pace-setting rank's step by the size of their difference."""
+    near = step.predicted and abs(step.difference) <= AGREES * step.predicted
+    whole = fsum(part.difference for part in slowest.step.values())
+    found = [
+        StepDifference(
+            name=name,
+            predicted=part.predicted,
+            measured=part.measured or 0.0,
+            difference=part.difference,
+            share=None if near or not whole else part.difference / whole,
+            source=_source(plan, name),
+        )
+        for name, part in slowest.step.items()
+        if part.predicted or part.measured
+    ]
+    return tuple(sorted(found, key=lambda each: -abs(each.difference)))
+
+
+def _source(plan: Plan, name: str) -> str:
+    """Where the plan has the prediction of a part from."""
+    keys: dict[str, tuple[str, ...]] = {
+        FORWARD: ("compute",),
+        BACKWARD: ("compute",),
+        SUMS: ("transfers", "links"),
+        TIES: ("transfers", "links"),
+        OPTIMIZER: ("optimizer", "compute"),
+        WAITING: ("transfers", "links"),
+        RUNTIME: ("overhead",),
+    }
+    said = [plan.provenance[key] for key in keys[name] if key in plan.provenance]
+    if name == WAITING:
+        said.insert(0, plan.prediction.method)
+    if name == RUNTIME and not said:
+        return "not measured before" if not plan.prediction.ranks[0].overhead_seconds else "profile"
+    return "; ".join(dict.fromkeys(said)) or "not said"
+
+
+def _memory(plan: Plan, recording: MeasuredTimeline) -> tuple[MemoryComparison, ...]:
+    entries = {rank: entry for entry in plan.prediction.ranks for rank in entry.ranks}
+    return tuple(
+        MemoryComparison(
+            rank=found.rank,
+            predicted=entries[found.rank].memory.total,
+            limit=entries[found.rank].memory_limit,
+            baseline=found.baseline,
+            peak=found.peak,
+            live=found.live,
+            exact=found.exact,
+            shared=found.shared,
+        )
+        for found in recording.memory
+        if found.rank in entries
+    )
+
+
+def _notes(plan: Plan, recording: MeasuredTimeline, left_out: int) -> Iterable[str]:
+    if plan.world > 1 and recording.setting.get("processes") == "1":
+        yield (
+            "All ranks ran in one process, one after another: forward, backward and optimizer can "
+            "be compared, waiting and the step cannot."
+        )
+    if left_out:
+        yield f"{left_out} recorded steps of another number of microbatches are left out."
+    within = max((clock.within for clock in recording.clocks), default=0.0)
+    if within > 1e-3:
+        yield f"The ranks' clocks are known to {within * 1e3:.1f} ms of each other."
+    if plan.prediction.method == "closed form":
+        yield "The predicted step is the closed form: this schedule was not played through."
+
+
+def spans_of(
+    recording: MeasuredTimeline, step: int, keep: Callable[[MeasuredSpan], bool]
+) -> list[MeasuredSpan]:
+    """The spans of one step that are kept, from the moment its first rank began it."""
+    begin = min(span.start for span in recording.of("whole", step=step))
+    return [
+        MeasuredSpan(s.rank, s.step, s.lane, s.name, s.start - begin, s.end - begin, s.exact)
+        for s in recording.spans
+        if s.step == step and keep(s)
+    ]

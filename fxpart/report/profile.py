@@ -1,0 +1,163 @@
+"""What a profile holds, and what a run of ``fxpart profile`` did, for a person. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from fxpart.profiling.store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
+)
+from fxpart.report.table import shortened, table
+from fxpart.units import percent, plural, seconds, size
+
+if TYPE_CHECKING:
+    from fxpart.profiling.report import ProfilingReport
+
+_SHOWN = 12  # ops and stages
+_WIDTH = 60
+T = TypeVar("T")
+
+
+def describe_run(done: ProfilingReport) -> list[str]:
+    """The run in lines: what was measured, how well it explains stages, the best plan by it."""
+    rows = [
+        ("distinct ops", str(done.ops), str(done.known_ops)),
+        ("stages", str(done.stages), str(done.known_stages)),
+        ("plans run whole", str(done.rehearsals), str(done.known_rehearsals)),
+    ]
+    lines = [f"{done.model} on {done.device}, {seconds(done.seconds)}", ""]
+    lines += table(("", "measured now", "known before"), "<>>", rows)
+    if done.calibration is not None:
+        lines += ["", *_calibration(done.calibration)]
+        if done.calibration.residuals:
+            errors = f"median {percent(done.median_error)}, worst {percent(done.worst_error)}"
+            lines.append(f"  stages as predicted from their ops with these factors: {errors} off")
+    if done.crowding is not None:
+        lines += ["", *_crowding(done.crowding)]
+    if done.plan:
+        lines += ["", f"best plan by it: {done.plan}, {seconds(done.step_seconds)} a step"]
+    if done.left_out:
+        lines += ["", f"left out: {'; '.join(done.left_out)}"]
+    return lines
+
+
+def describe_profile(profile: Profile) -> list[str]:
+    """The file in lines, setting by setting: ops and stages that take longest, factors, crowds."""
+    lines: list[str] = []
+    for setting in profile.settings():
+        ops = profile.get("ops", setting, TimeQuartiles)
+        stages = profile.get("stages", setting, StageMeasurement)
+        lines += [setting.words(), f"  {plural(len(ops), 'op timing')}"]
+        lines += [f"    {line}" for line in _ops(ops)]
+        if stages:
+            lines += [f"  {plural(len(stages), 'stage timing')}"]
+            lines += [f"    {line}" for line in _stages(stages)]
+        if plans := profile.get("rehearsals", setting, TrialRun):
+            lines += [f"  {plural(len(plans), 'plan')} run whole"]
+            lines += [f"    {line}" for line in _rehearsals(plans)]
+        for key, calibration in profile.get("calibrations", setting, Calibration).items():
+            lines += [f"  of model {key[:12] or 'any'}"]
+            lines += [f"    {line}" for line in _calibration(calibration)]
+        for key, crowding in profile.get("crowding", setting, ContentionProfile).items():
+            lines += [f"  of model {key[:12] or 'any'}"]
+            lines += [f"    {line}" for line in _crowding(crowding)]
+    return lines or ["nothing was measured"]
+
+
+def contents(profile: Profile) -> list[dict[str, object]]:
+    """The file for a machine: by setting everything that it holds."""
+    return [
+        {
+            "setting": setting,
+            "ops": profile.get("ops", setting, TimeQuartiles),
+            "stages": profile.get("stages", setting, StageMeasurement),
+            "calibrations": profile.get("calibrations", setting, Calibration),
+            "crowding": profile.get("crowding", setting, ContentionProfile),
+            "rehearsals": profile.get("rehearsals", setting, TrialRun),
+        }
+        for setting in profile.settings()
+    ]
+
+
+def _ops(ops: Mapping[str, TimeQuartiles]) -> list[str]:
+    rows = [
+        (shortened(key, _WIDTH), seconds(t.seconds), _spread(t), str(t.runs))
+        for key, t in _longest(ops, lambda t: t.seconds)
+    ]
+    return table(("op", "median", "quartiles", "runs"), "<>>>", rows) if rows else []
+
+
+def _stages(stages: Mapping[str, StageMeasurement]) -> list[str]:
+    rows = [
+        (
+            shortened(t.label or key, _WIDTH),
+            str(t.rows),
+            seconds(t.forward.seconds),
+            seconds(t.backward.seconds),
+            seconds(t.optimizer.seconds),
+        )
+        for key, t in _longest(stages, lambda t: t.forward.seconds)
+    ]
+    return table(("stage", "rows", "forward", "backward", "optimizer"), "<>>>>", rows)
+
+
+def _rehearsals(plans: Mapping[str, TrialRun]) -> list[str]:
+    """The fastest first."""
+    ordered = sorted(plans.values(), key=lambda found: found.seconds.seconds)
+    rows = [
+        (
+            r.model[:12],
+            r.label,
+            seconds(r.predicted),
+            seconds(r.seconds.seconds),
+            _spread(r.seconds),
+        )
+        for r in ordered[:_SHOWN]
+    ]
+    return table(("model", "plan", "predicted", "a step", "quartiles"), "<<>>>", rows)
+
+
+def _longest(values: Mapping[str, T], took: Callable[[T], float]) -> list[tuple[str, T]]:
+    return sorted(values.items(), key=lambda item: (-took(item[1]), item[0]))[:_SHOWN]
+
+
+def _spread(timing: TimeQuartiles) -> str:
+    apart = timing.high - timing.low
+    return percent(apart / timing.seconds) if timing.seconds > 0 else "-"
+
+
+def _calibration(found: Calibration) -> list[str]:
+    rows = [(name, f"{factor:.2f}") for name, factor in sorted(found.factors.items())]
+    lines = table(("within stages", "times as long"), "<>", rows) if rows else []
+    lines.append(
+        f"the runtime's own: {seconds(found.action)} an action, {seconds(found.step)} a step"
+    )
+    return lines
+
+
+def _crowding(found: ContentionProfile) -> list[str]:
+    slow = ", ".join(f"{value:.2f}" for value in found.slowdown)
+    lines = []
+    if slow:
+        lines.append(f"1 to {len(found.slowdown)} ranks at work: each {slow} times as long")
+    if found.transfer:
+        lines.append(f"a transfer slows a rank down as {found.transfer:.2f} ranks would")
+    if found.uneven:
+        lines.append(
+            f"{found.uneven.fallen:.2f} of {found.uneven.cores} cores are lost for "
+            f"{seconds(found.uneven.seconds)} after more ranks computed, {found.uneven.risen:.2f} "
+            "after fewer"
+        )
+    if found.meet:
+        later = ", ".join(seconds(value) for value in found.meet)
+        lines.append(f"2 to {len(found.meet) + 1} ranks meet in a collective {later} later")
+    if found.baseline:
+        lost = percent(found.overhead)
+        lines.append(f"a process beside its tensors: {size(found.baseline)}, and {lost} of them")
+    return lines

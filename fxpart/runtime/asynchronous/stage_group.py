@@ -1,0 +1,162 @@
+"""The stages of this process, driven through one call after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement
+from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.runtime.asynchronous.stage_runner import AsyncMinibatch, AsyncStageRunner
+from fxpart.runtime.asynchronous.stage_updater import StageUpdater
+from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.engine import find_used_inputs
+from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
+from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.mesh.communicators import MeshCommunicators
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
+from fxpart.runtime.state.model_state import Place
+from fxpart.runtime.transport.agreement import make_lost_peer_error
+from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.weights import StageWeights
+from fxpart.schedule.versions import WeightVersionCounters
+
+Work = Callable[[AsyncStageRunner], Iterator[None]]
+
+
+class AsyncStageGroup:
+    """The runners of a process's lanes, one for each stage; they take turns within a lane.
+
+    runners, updates: by stage and lane. broken: why nothing can be run any more.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[MeshRank],
+        ranks: Ranks,
+        transport: Transport,
+        devices: Mapping[int, torch.device],
+        layout: AsyncStageGraph,
+        versions: WeightVersionCounters,
+        *,
+        weights: Mapping[Place, StageWeights],
+        updates: Mapping[Place, StageUpdater],
+        meshes: MeshCommunicators | None,
+        crew: MeshRankThreads,
+        recompute: Mapping[int, Mode],
+        events: FlightRecorder,
+    ) -> None:
+        """See :class:`fxpart.runtime.engine.PipelineEngine`."""
+        self._lanes = tuple(lanes)
+        self._devices = devices
+        self._transport = transport
+        self._meshes = meshes
+        self._crew = crew
+        self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self.updates = dict(updates)
+        self.broken: str | None = None
+        self.runners: dict[Place, AsyncStageRunner] = {}
+        alone = len(transport.local) == transport.ranks
+        for lane in lanes:
+            row = get_pipeline_ranks(ranks, lane.index)
+            for stage, module in sorted(lane.modules.items()):
+                place, rank = (stage, lane.index), row[stage]
+                threads = meshes is not None and meshes.threads
+                seat = AsyncStagePlacement(
+                    rank, lane.index, row, transport, devices[rank], alone, threads, events
+                )
+                table = StageSignature.of(
+                    lane.spec, lane.spec.stages[stage], module, layout.found, False,
+                    recompute.get(stage, "none"),
+                )  # fmt: skip
+                self.runners[place] = AsyncStageRunner(
+                    layout, table, seat, versions, weights[place], updates[place]
+                )
+
+    def minibatch(
+        self, cuts: Sequence[MicrobatchSplit], keys: Sequence[int], *, closing: bool
+    ) -> None:
+        """A call's part of every stage; cuts: by lane. closing: and all that is left after it."""
+        parts = {lane.index: cut for lane, cut in zip(self._lanes, cuts, strict=True)}
+
+        def work(runner: AsyncStageRunner) -> Iterator[None]:
+            cut = parts[runner.seat.lane]
+            yield from runner.minibatch(self._batch(runner, cut, keys), cut.sizes, closing=closing)
+            if closing:
+                yield from runner.drain()
+
+        self._run(work)
+
+    def drain(self) -> None:
+        """All backwards that are left."""
+        self._run(AsyncStageRunner.drain)
+
+    def begin(self, versions: WeightVersionCounters) -> None:
+        """A stream begins."""
+        for runner in self.runners.values():
+            runner.weights.restart(versions.start)
+            runner.begin(versions)
+
+    def done(self) -> int:
+        """Microbatches in the stream so far, the same on every stage between two calls."""
+        return next(iter(self.runners.values())).forwards
+
+    def halt(self) -> None:
+        """No stage updates any more: what is under way ends with zeros."""
+        for runner in self.runners.values():
+            runner.halt()
+
+    def _batch(
+        self, runner: AsyncStageRunner, cut: MicrobatchSplit, keys: Sequence[int]
+    ) -> AsyncMinibatch:
+        rank = runner.seat.rank
+        inputs = cut.taken(self._used[rank], self._devices[rank])
+        return AsyncMinibatch(inputs, cut.weights, keys)
+
+    def _run(self, work: Work) -> None:
+        if self.broken is not None:
+            raise error(
+                "FXP504",
+                where="this process",
+                why=f"an earlier failure ended the training: {self.broken}",
+                fix="start the job again from its last checkpoint",
+            )
+        drives = {lane.index: partial(self._drive, lane, work) for lane in self._lanes}
+        try:
+            self._crew.together(drives)
+        except FxpartError as cause:
+            self.broken = cause.problems[0].why
+            raise
+        except (TransferTimeoutError, PeerLostError) as cause:
+            self.broken = str(cause)
+            raise make_lost_peer_error(
+                self._transport.local[0], "a stream of microbatches", cause
+            ) from cause
+        except BaseException as cause:
+            self.broken = type(cause).__name__
+            raise
+        finally:
+            if self._meshes is not None:
+                self._meshes.recover()
+
+    def _drive(self, lane: MeshRank, work: Work) -> None:
+        """Step the lane's stages in turn until all are through."""
+
+        def leave(runner: AsyncStageRunner) -> None:
+            """Other lanes do not wait for one of which a stage has failed."""
+            if runner.halted and self._meshes is not None:
+                self._meshes.leave(lane.index, "a stage of the lane has failed")
+
+        mine = [self.runners[stage, lane.index] for stage in sorted(lane.modules)]
+        for runner in mine:
+            leave(runner)
+        runs = {runner: work(runner) for runner in mine}
+        stuck = run_cooperatively(runs, lambda runner: runner.done, after=leave)
+        if stuck:
+            where = ", ".join(f"rank {r.seat.rank} at {r.doing}" for r in stuck)
+            raise error("FXP901", where=where, why="no rank can go on", fix="")

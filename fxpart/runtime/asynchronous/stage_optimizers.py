@@ -1,0 +1,104 @@
+"""One optimizer for each stage of this process, over the parameters that the stage owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxpart.runtime.batch.batch_iterator import call_user_function
+from fxpart.runtime.embedding_tables import check_optimizer_support
+from fxpart.runtime.optimizer.facade import check_scheduler
+from fxpart.runtime.optimizer.factory import make_optimizer
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.optimizer.optimizer_state import (
+    gather_optimizer_state,
+    merge_optimizers,
+    plan_state_load,
+)
+from fxpart.runtime.optimizer.parameter_groups import ParameterGroup, make_local_groups
+from fxpart.runtime.optimizer.update_options import UpdateOptions
+from fxpart.runtime.state.model_state import ModelState, Place
+from fxpart.runtime.transport.interface import Transport
+
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
+    from fxpart.runtime.queues.weights import QueueWeights
+    from fxpart.runtime.weights import StageWeights
+
+Optimizers = Mapping[Place, torch.optim.Optimizer]
+
+
+def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
+    """The trainable parameters that each stage and lane of this process owns, in model order."""
+    found: dict[Place, list[tuple[str, nn.Parameter]]] = {
+        (stage, lane.index): [] for lane in state.lanes for stage in sorted(lane.modules)
+    }
+    for name, entry in state.entries.items():
+        for (stage, lane), tensor in entry.copies.items():
+            if entry.trainable and stage == entry.spec.owner and isinstance(tensor, nn.Parameter):
+                found[stage, lane].append((name, tensor))
+    return found
+
+
+def make_stage_optimizers(
+    given: Any, state: ModelState, groups: Sequence[ParameterGroup]
+) -> Optimizers:
+    """An optimizer for each; raises FXP109 as
+    :func:`~fxpart.runtime.optimizer.factory.make_optimizer`.
+    """
+    return {
+        place: make_optimizer(
+            given, [p for _, p in mine], make_local_groups(groups, mine), [name for name, _ in mine]
+        )
+        for place, mine in collect_owned_parameters(state).items()
+    }
+
+
+def check_stage_optimizers(made: Optimizers, state: ModelState, held: OptimizerShards) -> None:
+    """FXP109 where one of them does not take its gradients."""
+    for each in made.values():
+        check_optimizer_support(each, state, held.rows)
+
+
+def record_options(
+    transport: Transport,
+    source: StageOptimizerFacade,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    followers: Iterable[StageWeights | QueueWeights],
+) -> UpdateOptions:
+    """Have stages update with the options that ``source`` had when a minibatch was submitted.
+
+    make_scheduler: of a learning rate, by ``source``; what it raises is raised on every rank.
+    """
+
+    def make() -> UpdateOptions:
+        made = UpdateOptions(source, make_scheduler)
+        if made.scheduler is not None:
+            check_scheduler(made.scheduler, source)
+        return made
+
+    made = call_user_function(transport, "the scheduler", make)
+    for each in followers:
+        each.follow(made)
+    return made
+
+
+def gather_stage_optimizer_state(
+    state: ModelState, held: OptimizerShards, optimizers: Optimizers, *, first_only: bool
+) -> dict[str, Any]:
+    """Their state by original names: see :func:`~fxpart.runtime.optimizer.optimizer_state`."""
+    return gather_optimizer_state(state, held, merge_optimizers(optimizers), first_only=first_only)
+
+
+def plan_loads(
+    state: ModelState,
+    held: OptimizerShards,
+    optimizers: Optimizers,
+    given: Mapping[str, Any],
+    groups: Sequence[ParameterGroup],
+) -> list[Callable[[], None]]:
+    """What puts gathered state back into each; FXP110 before it."""
+    return [plan_state_load(state, held, each, given, groups) for each in optimizers.values()]

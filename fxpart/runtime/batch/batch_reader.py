@@ -1,0 +1,481 @@
+"""The user's batch: checked against the program, all faults at once, then cut into microbatches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program.edges import torch_dtype
+from fxpart.program.spec import InputSpec, ProgramSpec
+from fxpart.runtime.batch.batch_totals import BatchTotals
+from fxpart.runtime.batch.row_repetition import count_repeats, repeat_rows, split_rows
+from fxpart.runtime.batch.symbolic_shapes import (
+    Sizes,
+    find_symbol_sources,
+    find_symbols,
+    make_dim_function,
+)
+
+Path = tuple[str | int, ...]
+Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
+
+
+@dataclass(frozen=True)
+class MicrobatchSplit:
+    """A batch in microbatches.
+
+    inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
+    process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
+    of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
+    they were given; ``inputs`` are meta tensors then. repeats: per microbatch how often ``inputs``
+    have its rows (:mod:`fxpart.runtime.batch.row_repetition`). totals: numbers of the whole batch,
+    such as how many targets count, by the stage input that takes them; also in ``inputs``.
+    """
+
+    inputs: tuple[dict[str, torch.Tensor], ...]
+    sizes: tuple[Sizes, ...]
+    rows: tuple[int, ...]
+    weights: tuple[float, ...]
+    repeats: tuple[int, ...]
+    local: Mapping[str, torch.Tensor] | None = None
+    totals: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether any rows are there more than once."""
+        return max(self.repeats) > 1
+
+    def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
+        """Per microbatch the inputs of these names, on the device."""
+        return [
+            {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in names}
+            for piece in self.inputs
+        ]
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """What a process was given of a batch.
+
+    tensors: by input name. shapes: dtype and shape that each has in the global batch. absent: names
+    of the inputs that it was not given, and does not need. local: ``tensors`` are this lane's rows.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    shapes: dict[str, Shape]
+    absent: tuple[str, ...]
+    local: bool = False
+
+
+class BatchReader:
+    """Reads batches for one program."""
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        multiple: int = 1,
+        needed: frozenset[str] | None = None,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """spec: whose inputs, constants and symbols the batches must fit.
+
+        multiple: the rows of each microbatch are a multiple of it, where they may vary; they are
+        repeated where they are not. needed: the inputs that batches must have, by default all.
+        constants: of totals, as for :class:`~fxpart.runtime.batch.batch_totals.BatchTotals`.
+        """
+        self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
+        self._symbols = spec.symbols
+        values = [v for stage in spec.stages for v in (*stage.inputs, *stage.outputs)]
+        read = find_symbols(entry for value in values for entry in value.shape)
+        self._read = frozenset(spec.symbols if spec.totals is not None else read)
+        self.totals = (
+            None if spec.totals is None else BatchTotals(spec.totals, spec.symbols, constants)
+        )
+        self._multiple = multiple
+        self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
+        self._constants = {c.path: c.value for c in spec.constants}
+        self._dtypes = {i.name: torch_dtype(i.dtype) for i in self._inputs}
+        self._dims = {i.name: [make_dim_function(entry) for entry in i.shape] for i in self._inputs}
+
+    def read(self, batch: Any, microbatches: int) -> MicrobatchSplit:
+        """Check and cut a batch that has all that is needed, as :meth:`look` and :meth:`cut` do."""
+        return self.cut(self.look(batch), microbatches)
+
+    def look(self, batch: Any) -> LocalBatch:
+        """What the batch holds; FXP105 with every input that is missing, unknown or not as it was.
+
+        Inputs that are not needed may be missing, or None.
+        """
+        problems: list[Problem] = []
+        tensors = self._find(batch, problems)
+        if problems:
+            raise FxpartError(problems)
+        shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
+        return LocalBatch(
+            tensors, shapes, tuple(i.name for i in self._inputs if i.name not in tensors)
+        )
+
+    def cut(
+        self,
+        seen: LocalBatch,
+        microbatches: int,
+        others: Mapping[str, Shape] | None = None,
+    ) -> MicrobatchSplit:
+        """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
+
+        others: dtypes and shapes of inputs that other processes were given. Raises
+        FXP105 with every fault found: sizes that contradict each other, an empty batch.
+        """
+        problems: list[Problem] = []
+        known = {**(others or {}), **seen.shapes}
+        tensors = {
+            spec.name: seen.tensors[spec.name]
+            if spec.name in seen.tensors and not seen.local
+            else torch.empty(known[spec.name][1], dtype=self._dtypes[spec.name], device="meta")
+            for spec in self._inputs
+            if spec.name in known
+        }
+        self._check_sources(tensors, problems)
+        if problems:
+            raise FxpartError(problems)
+        pieces, rows = self._cut(tensors, microbatches, problems)
+        if problems:
+            raise FxpartError(problems)
+        repeats = self._repeat(pieces, rows, problems)
+        if problems:
+            raise FxpartError(problems)
+        sizes = self._measure(pieces, problems)
+        if problems:
+            raise FxpartError(problems)
+        total = sum(rows)
+        weights = tuple(n / total for n in rows)
+        local = seen.tensors if seen.local else None
+        totals = {}
+        if self.totals is not None:
+            shares = [weight * count for weight, count in zip(weights, repeats, strict=True)]
+            totals = self.totals.feed(tensors, pieces, shares)
+        return MicrobatchSplit(
+            tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local, totals
+        )
+
+    def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
+        """Some rank has every input that a size of the program is read from."""
+        known = (
+            {}
+            if self.totals is not None
+            else find_symbol_sources(self._symbols, self._inputs, tensors)
+        )
+        unknown = {n for s, (n, _) in self._symbols.items() if s in self._read and s not in known}
+        for spec in self._inputs:
+            sized = spec.name in unknown
+            rows = spec.batch_dim is not None and not any(
+                i.batch_dim is not None and i.name in tensors for i in self._inputs
+            )
+            if spec.name not in tensors and (sized or rows):
+                why = "no rank was given it, and sizes are read from it"
+                problems.append(_problem(spec.path, why, f"one rank has to: {_kind(spec)}"))
+
+    # -- what the batch holds ----------------------------------------------------------------
+
+    def _find(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
+        leaves = dict(flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch))
+        tensors: dict[str, torch.Tensor] = {}
+        for spec in self._inputs:
+            if leaves.get(spec.path) is None and spec.name not in self._needed:
+                leaves.pop(spec.path, None)
+                continue
+            if spec.path not in leaves:
+                inner = [path for path in leaves if path[: len(spec.path)] == spec.path]
+                for path in inner:
+                    del leaves[path]
+                why = "it is a list or dict, not a tensor" if inner else "it is missing"
+                problems.append(_problem(spec.path, why, _kind(spec)))
+                continue
+            value = leaves.pop(spec.path)
+            fault = self._fault(spec, value)
+            if fault:
+                problems.append(_problem(spec.path, fault, _kind(spec)))
+            else:
+                tensors[spec.name] = value
+        for path, fixed in self._constants.items():
+            spare = len(tensors) < len(self._inputs)  # a batch of parts need not tell constants
+            value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
+            if type(value) is not type(fixed) or value != fixed:
+                why = "it is missing" if value is _MISSING else f"it is {_show(value)}"
+                fix = f"give {_show(fixed)} as at capture, or capture again for another value"
+                problems.append(_problem(path, f"{why}, and was {_show(fixed)} at capture", fix))
+        for path, value in leaves.items():
+            if value is not None:
+                known = ", ".join(_at(i.path) for i in self._inputs)
+                problems.append(
+                    _problem(
+                        path, "the program has no such input", f"leave it out; inputs: {known}"
+                    )
+                )
+        return tensors
+
+    def _fault(self, spec: InputSpec, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return f"it is {_show(value)}, not a tensor"
+        if value.dtype != self._dtypes[spec.name]:
+            return f"its dtype is {str(value.dtype)[6:]}, not {spec.dtype}"
+        if value.dim() != len(spec.shape):
+            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_shape(spec)}"
+        return None
+
+    # -- where it is cut -----------------------------------------------------------------------
+
+    def _cut(
+        self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
+    ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+        """The pieces, and how many rows each has (1 each if nothing is cut)."""
+        here = [spec for spec in self._inputs if spec.name in tensors]
+        cut = [spec for spec in here if spec.batch_dim is not None]
+        if not cut:
+            return [tensors], [1]
+        fixed = [spec for spec in cut if isinstance(_entry(spec), int)]
+        if fixed:
+            rows = self._fixed_rows(fixed, tensors, microbatches, problems)
+        else:
+            rows = self._even_rows(cut, tensors, microbatches, problems)
+        if problems:
+            return [], []
+        pieces: list[dict[str, torch.Tensor]] = [{} for _ in rows]
+        for spec in here:
+            tensor = tensors[spec.name]
+            if spec.batch_dim is None:
+                parts: Sequence[torch.Tensor] = [tensor] * len(rows)
+            else:
+                lengths = self._lengths(spec, tensor, rows, problems)
+                if lengths is None:
+                    continue
+                parts = torch.split(tensor, lengths, spec.batch_dim)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece[spec.name] = part
+        return pieces, rows
+
+    def _fixed_rows(
+        self,
+        fixed: list[InputSpec],
+        tensors: dict[str, torch.Tensor],
+        microbatches: int,
+        problems: list[Problem],
+    ) -> list[int]:
+        """Captured at a fixed microbatch size: as many pieces of that size as there are.
+
+        A program of one microbatch takes its batch size only: its graph was not rewritten for
+        parts of a batch.
+        """
+        counts: set[int] = set()
+        for spec in fixed:
+            unit, size = _entry(spec), _size(spec, tensors)
+            assert isinstance(unit, int)
+            if unit == 0 or size == 0 or size % unit:
+                why = (
+                    f"the program was captured at a fixed microbatch size of {unit}, "
+                    f"and the batch has {size} along dim {spec.batch_dim}"
+                )
+                fix = (
+                    f"give a multiple of {unit} (drop_last=True in a DataLoader drops a smaller "
+                    "last batch), or capture with a symbolic batch dim"
+                )
+                problems.append(_problem(spec.path, why, fix))
+            elif size > unit and microbatches == 1:
+                why = (
+                    f"the program was captured at a fixed batch size of {unit} for one microbatch, "
+                    f"and the batch has {size} along dim {spec.batch_dim}"
+                )
+                fix = f"give batches of {unit}, or compile with microbatches=2 or more"
+                problems.append(_problem(spec.path, why, fix))
+            else:
+                counts.add(size // unit)
+        if len(counts) > 1:
+            problems.append(_uneven(fixed, tensors))
+        if problems:
+            return []
+        unit = _entry(fixed[0])
+        assert isinstance(unit, int)
+        return [unit] * counts.pop()
+
+    def _even_rows(
+        self,
+        cut: list[InputSpec],
+        tensors: dict[str, torch.Tensor],
+        microbatches: int,
+        problems: list[Problem],
+    ) -> list[int]:
+        """A symbolic batch: even pieces, fewer if there are fewer rows."""
+        plain = [spec for spec in cut if str(_entry(spec)).isidentifier()] or cut
+        sizes = {_size(spec, tensors) for spec in plain}
+        if len(sizes) > 1:
+            problems.append(_uneven(plain, tensors))
+            return []
+        rows = sizes.pop()
+        if rows == 0:
+            problems.append(
+                _problem(plain[0].path, "the batch is empty", "leave empty batches out")
+            )
+            return []
+        return list(split_rows(rows, self._multiple, microbatches))
+
+    def _repeat(
+        self,
+        pieces: list[dict[str, torch.Tensor]],
+        rows: list[int],
+        problems: list[Problem],
+    ) -> tuple[int, ...]:
+        """Repeat the rows of pieces that do not divide, in place; how often each has them then."""
+        cut = [spec for spec in self._inputs if spec.batch_dim is not None]
+        if not cut or any(isinstance(_entry(spec), int) for spec in cut):
+            return (1,) * len(rows)
+        repeats = tuple(count_repeats(m, self._multiple) for m in rows)
+        if max(repeats) == 1:
+            return repeats
+        for spec in self._unrepeatable(cut):
+            why = (
+                f"its shape {_shape(spec)} does not have the {sum(rows)} rows of the batch in one "
+                f"dim alone, and {self._multiple} ranks take equal parts of each microbatch"
+            )
+            fix = (
+                f"give a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
+                "smaller last batch)"
+            )
+            problems.append(_problem(spec.path, why, fix))
+        for piece, count in zip(pieces, repeats, strict=True):
+            for spec in cut if count > 1 and not problems else ():
+                if spec.name in piece:
+                    assert spec.batch_dim is not None
+                    piece[spec.name] = repeat_rows(piece[spec.name], count, spec.batch_dim)
+        return repeats
+
+    def _unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
+        """Inputs whose rows are not one dim of the size of the batch."""
+        symbols = {str(_entry(spec)) for spec in cut if str(_entry(spec)).isidentifier()}
+        for spec in self._inputs:
+            others = [e for at, e in enumerate(spec.shape) if at != spec.batch_dim]
+            words = {word for e in others for word in re.findall(r"\w+", str(e))}
+            if words & symbols or (spec in cut and str(_entry(spec)) not in symbols):
+                yield spec
+
+    def _lengths(
+        self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]
+    ) -> list[int] | None:
+        """How long each piece of one input is: rows, or what its dim's expression makes of them."""
+        assert spec.batch_dim is not None
+        entry, size = _entry(spec), tensor.shape[spec.batch_dim]
+        if isinstance(entry, int):
+            return [entry] * len(rows)
+        if entry.isidentifier():
+            lengths = rows
+        else:
+            names = set(self._symbols)
+            lengths = [self._dims[spec.name][spec.batch_dim](dict.fromkeys(names, n)) for n in rows]
+        if sum(lengths) != size:
+            why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
+            problems.append(_problem(spec.path, why, "give every input the same number of rows"))
+            return None
+        return lengths
+
+    # -- symbols --------------------------------------------------------------------------------
+
+    def _measure(
+        self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
+    ) -> list[Sizes]:
+        """Each microbatch's symbol sizes, checked against every dim; equal pieces once."""
+        known: dict[tuple[int, ...], Sizes] = {}
+        found: list[Sizes] = []
+        read = find_symbol_sources(self._symbols, self._inputs, pieces[0]) if pieces else {}
+        for piece in pieces:
+            values = tuple(piece[name].shape[at] for name, at in read.values())
+            if values not in known:
+                known[values] = dict(zip(read, values, strict=True))
+                self._check_dims(piece, known[values], problems)
+            found.append(known[values])
+        return found
+
+    def _check_dims(
+        self, piece: dict[str, torch.Tensor], sizes: Sizes, problems: list[Problem]
+    ) -> None:
+        missing = self._symbols.keys() - sizes.keys()  # of inputs that were not given
+        for spec in self._inputs:
+            if spec.name not in piece:
+                continue
+            actual = piece[spec.name].shape
+            for at, of in enumerate(self._dims[spec.name]):
+                if missing and find_symbols([spec.shape[at]]) & missing:
+                    continue
+                try:
+                    expected = of(sizes)
+                except FxpartError as fault:
+                    problems.extend(fault.problems)
+                    continue
+                if actual[at] == expected:
+                    continue
+                entry = spec.shape[at]
+                same = "" if isinstance(entry, int) else f" ({entry}, as in other inputs)"
+                why = f"dim {at} is {actual[at]}, not {expected}{same}"
+                fix = "give sizes that agree" if same else "give that size, or capture again"
+                problem = _problem(spec.path, why, fix)
+                if problem not in problems:
+                    problems.append(problem)
+
+
+_MISSING = object()  # a value that no batch holds
+
+
+def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The tensors and plain values of a batch with the keys and positions that lead to them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flatten_batch(inner, (*path, key))
+    elif isinstance(value, (tuple, list)):
+        for index, inner in enumerate(value):
+            yield from flatten_batch(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def _entry(spec: InputSpec) -> int | str:
+    assert spec.batch_dim is not None
+    return spec.shape[spec.batch_dim]
+
+
+def _size(spec: InputSpec, tensors: Mapping[str, torch.Tensor]) -> int:
+    assert spec.batch_dim is not None
+    return tensors[spec.name].shape[spec.batch_dim]
+
+
+def _uneven(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
+    sizes = ", ".join(f"{_at(s.path)} {_size(s, tensors)}" for s in specs)
+    return Problem(
+        "FXP105",
+        "batch",
+        f"its inputs differ in size along the batch dim: {sizes}",
+        "give every input the same number of rows",
+    )
+
+
+def _problem(path: Path, why: str, fix: str) -> Problem:
+    return Problem("FXP105", _at(path), why, fix)
+
+
+def _at(path: Path) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _kind(spec: InputSpec) -> str:
+    return f"give a {spec.dtype} tensor of shape {_shape(spec)}"
+
+
+def _shape(spec: InputSpec) -> str:
+    return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
+
+
+def _show(value: Any) -> str:
+    text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
+    return text[:60] or f"a {type(value).__name__}"

@@ -1,0 +1,140 @@
+"""Totals of a batch that its microbatches share: how many targets count, the sum of a mask.
+
+A loss that is a mean over such a number needs it for the whole batch before the first microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxpart.program.spec import TotalsSpec, dim_value
+
+Value = Callable[["_BatchValues"], Any]
+
+
+class _BatchValues:
+    """The values of one batch: its tensors, sizes, and the results of the steps so far."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
+        self.inputs, self.sizes = inputs, sizes
+        self.values: list[Any] = []
+
+
+class BatchTotals:
+    """Computes the totals of a program's batches.
+
+    inputs: names of the inputs that it reads. names: what it gives to microbatches.
+    """
+
+    def __init__(
+        self,
+        spec: TotalsSpec,
+        symbols: Mapping[str, tuple[str, int]],
+        values: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """symbols: the input and dim that each symbol of a size is read from.
+
+        values: of constants that have changed since the program was compiled, by name; read each
+        time.
+        """
+        self.inputs = frozenset(spec.inputs)
+        self.names = frozenset((*spec.names, *spec.shares))
+        self._spec, self._symbols = spec, symbols
+        self._values = {} if values is None else values
+        self._constants: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._steps = [
+            (
+                _operation(step.target),
+                [self._value(a) for a in step.args],
+                {k: self._value(v) for k, v in step.kwargs.items()},
+            )
+            for step in spec.steps
+        ]
+        self._results = [self._value(r) for r in spec.results]
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The totals by name; empty where this process does not have all that they need."""
+        if any(n not in tensors or tensors[n].device.type == "meta" for n in self.inputs):
+            return {}
+        sizes = {s: tensors[n].shape[d] for s, (n, d) in self._symbols.items() if n in tensors}
+        frame = _BatchValues(tensors, sizes)
+        with torch.no_grad():
+            for target, args, kwargs in self._steps:
+                given = {k: v(frame) for k, v in kwargs.items()}
+                frame.values.append(target(*(a(frame) for a in args), **given))
+            return {
+                name: result(frame)
+                for name, result in zip(self._spec.names, self._results, strict=True)
+            }
+
+    def shares(self, weight: float) -> dict[str, torch.Tensor]:
+        """The microbatch's share of the batch's rows, in each dtype that is needed."""
+        return {
+            name: torch.tensor(weight, dtype=getattr(torch, dtype))
+            for name, dtype in self._spec.shares.items()
+        }
+
+    def feed(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        pieces: Sequence[dict[str, torch.Tensor]],
+        weights: Sequence[float],
+    ) -> dict[str, torch.Tensor]:
+        """Add totals and shares to the inputs of each microbatch; the totals by name."""
+        totals = self.of(tensors)
+        for piece, weight in zip(pieces, weights, strict=True):
+            piece.update(totals)
+            piece.update(self.shares(weight))
+        return totals
+
+    def _value(self, written: Any) -> Value:
+        """A function of a batch's values that gives an argument."""
+        if isinstance(written, (list, tuple)):
+            items = [self._value(item) for item in written]
+            return lambda frame: [item(frame) for item in items]
+        if not isinstance(written, dict):
+            return lambda frame: written
+        ((kind, what),) = written.items()
+        match kind:
+            case "input":
+                return lambda frame: frame.inputs[what]
+            case "value":
+                return lambda frame: frame.values[what]
+            case "size":
+                return lambda frame: dim_value(what, frame.sizes)
+            case "constant":
+                return lambda frame: self._constant(what, frame)
+            case "torch":
+                return lambda frame: getattr(torch, what)
+            case "device":
+                return _device
+        number = float(what)
+        return lambda frame: number
+
+    def _constant(self, name: str, frame: _BatchValues) -> torch.Tensor:
+        device = _device(frame)
+        if name in self._values:
+            return self._values[name].to(device)
+        if (name, device) not in self._constants:
+            spec = self._spec.constants[name]
+            dtype = getattr(torch, spec.dtype)
+            self._constants[name, device] = torch.tensor(spec.values, dtype=dtype, device=device)
+        return self._constants[name, device]
+
+
+def _device(frame: _BatchValues) -> torch.device:
+    """Where the batch is."""
+    return next((t.device for t in frame.inputs.values()), torch.device("cpu"))
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    """``"aten.sum.default"`` as a function."""
+    if name == "getitem":
+        return lambda values, index: values[index]
+    space, packet, overload = name.split(".")
+    assert space == "aten", "totals are computed by aten operations"
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), overload)
+    return found

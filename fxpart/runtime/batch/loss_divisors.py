@@ -1,0 +1,93 @@
+"""Buffers and constants that losses are divided by sums of, such as the weights of classes.
+
+A program has their values of the time it was compiled. A checkpoint, or a change of the module, may
+give them others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.state.model_state import ModelState
+
+_CHANGED = (
+    "the loss is divided by a sum of it over the batch, and it has other values than when the "
+    "program was compiled"
+)
+_AGAIN = "register it as a buffer, or compile again"
+
+
+class LossDivisors:
+    """What a trainer knows of them.
+
+    values: of those that have changed since the program was compiled, by name. live: the module's
+    own tensors, where there is a module.
+    """
+
+    def __init__(
+        self, spec: ProgramSpec, state: ModelState, unused: Mapping[str, torch.Tensor]
+    ) -> None:
+        """unused: state that no stage holds, by name."""
+        self.values: dict[str, torch.Tensor] = {}
+        self.live: Mapping[str, torch.Tensor] = {}
+        self._seen: dict[str, torch.Tensor] = {}
+        self._state, self._unused = state, unused
+        self._compiled: dict[str, torch.Tensor] = {}
+        for given in (spec.totals, spec.weight):
+            for name, constant in () if given is None else given.constants.items():
+                dtype = getattr(torch, constant.dtype)
+                self._compiled[name] = torch.tensor(constant.values, dtype=dtype)
+        held = [item for stage in spec.stages for item in stage.state]
+        self._numbered = {item.name for item in held if item.kind == "constant"}
+
+    def watch(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take note of the module's own tensors, by name, and of their values now."""
+        self.live = {name: state[name] for name in self._compiled if name in state}
+        self._seen = {name: tensor.detach().cpu().clone() for name, tensor in self.live.items()}
+
+    def renew(self) -> None:
+        """Take the values that the ranks hold; every rank calls it after a load."""
+        if not self._compiled:
+            return
+        told = {n: (str(t.dtype)[6:], t.tolist()) for n, t in self._held().items()}
+        raws = self._state.transport.exchange_bytes(msgspec.json.encode(told))
+        found: dict[str, torch.Tensor] = {}
+        for raw in raws:
+            for name, (dtype, values) in msgspec.json.decode(raw).items():
+                found.setdefault(name, torch.tensor(values, dtype=getattr(torch, dtype)))
+        self._take(found)
+
+    def renew_here(self) -> None:
+        """The same after a change of the module, which every rank has made."""
+        now = {name: tensor.detach().cpu() for name, tensor in self.live.items()}
+        changed = {n: t.clone() for n, t in now.items() if not torch.equal(t, self._seen[n])}
+        self._seen |= changed
+        self._take({**changed, **self._held()})
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        """What this process has whole."""
+        found = {}
+        for name, compiled in self._compiled.items():
+            entry = self._state.entries.get(name)
+            tensor = self._unused.get(name) if entry is None else entry.first()
+            if tensor is not None and tensor.shape == compiled.shape:
+                found[name] = tensor
+        return found
+
+    def _take(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Raises FXP113 for a lifted constant: each capture gives those numbers of its own."""
+        problems = []
+        for name, tensor in found.items():
+            value = tensor.detach().to("cpu", copy=True)
+            if name not in self.values and torch.equal(value, self._compiled[name]):
+                continue
+            if name in self._numbered:
+                problems.append(Problem("FXP113", name, _CHANGED, _AGAIN))
+            self.values[name] = value
+        if problems:
+            raise FxpartError(problems)

@@ -1,0 +1,152 @@
+"""The user's outputs, put together from microbatches and brought from their stages to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from fxpart.errors import error
+from fxpart.program.edges import torch_dtype
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+from fxpart.runtime.transport.interface import STATE, Transport
+
+Parts = Mapping[str, Mapping[int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output. value: its name in the program. name: the user's. dim: that grows with rows."""
+
+    value: str
+    name: str
+    dim: int | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model returns. form: puts tensors by name into the model's own structure."""
+
+    specs: tuple[OutputSpec, ...]
+    form: Callable[[Mapping[str, Any]], Any] | None = None
+
+    def build(self, found: Mapping[str, torch.Tensor]) -> Any:
+        """The model's own structure; without one, the lone tensor or a dict by name."""
+        if self.form is not None:
+            return self.form(found)
+        return found["output"] if list(found) == ["output"] else dict(found)
+
+
+class _LocalOutput(msgspec.Struct, frozen=True):
+    """One tensor that a process has: of which output and microbatch (-1: all), what it is."""
+
+    output: int
+    microbatch: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def gather_outputs(
+    transport: Transport,
+    outputs: Outputs,
+    parts: Parts,
+    rows: Sequence[int],
+    device: torch.device,
+    *,
+    first_only: bool,
+) -> dict[str, torch.Tensor] | None:
+    """Whole outputs by the user's names, on every process or on rank 0 only (elsewhere None).
+
+    parts: what this process has, by value name and microbatch. rows: of each microbatch. FXP104 on
+    every rank for an output that has no rows and differs between microbatches.
+    """
+    mine: dict[tuple[int, int], torch.Tensor] = {}
+
+    def put() -> tuple[bool, str]:
+        for index, spec in enumerate(outputs.specs):
+            held = dict(parts.get(spec.value, {}))
+            if len(held) == len(rows):
+                mine[index, -1] = join_microbatches(spec, [held[m] for m in sorted(held)], rows)
+            else:  # microbatches that copies of a stage share
+                mine.update({(index, m): tensor for m, tensor in held.items()})
+        return True, "outputs"
+
+    agree(transport, "the outputs", put)
+    with convert_transport_errors(transport, "gathering outputs"):
+        found = _exchange(transport, mine, device, first_only=first_only)
+    if first_only and 0 not in transport.local:
+        return None
+    pieces: dict[int, dict[int, torch.Tensor]] = {}
+    for (index, microbatch), tensor in found.items():
+        pieces.setdefault(index, {})[microbatch] = tensor
+    return {
+        spec.name: pieces[index][-1]
+        if -1 in pieces[index]
+        else join_microbatches(spec, [pieces[index][m] for m in sorted(pieces[index])], rows)
+        for index, spec in enumerate(outputs.specs)
+    }
+
+
+def join_microbatches(
+    spec: OutputSpec, pieces: Sequence[torch.Tensor], rows: Sequence[int]
+) -> torch.Tensor:
+    """One output of all microbatches: along its rows; a number is the mean weighted by rows."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if spec.dim is not None:
+        return torch.cat(list(pieces), spec.dim)
+    if not first.dim() and first.is_floating_point():
+        weights = torch.tensor(rows, dtype=torch.float64) / sum(rows)
+        stacked = torch.stack([piece.double().cpu() for piece in pieces])
+        return (stacked * weights).sum().to(first)
+    if all(piece.shape == first.shape and torch.equal(piece, first) for piece in pieces[1:]):
+        return first
+    raise error(
+        "FXP104",
+        where=f"output {spec.name}",
+        why="it has no dim that grows with the batch, and differs between microbatches",
+        fix="return a tensor with rows; or predict with as many rows as one microbatch has",
+    )
+
+
+def _exchange(
+    transport: Transport,
+    mine: Mapping[tuple[int, int], torch.Tensor],
+    device: torch.device,
+    *,
+    first_only: bool,
+) -> dict[tuple[int, int], torch.Tensor]:
+    """Every tensor that any process has; the first that has it gives it."""
+    told = [_LocalOutput(*key, str(t.dtype)[6:], tuple(t.shape)) for key, t in mine.items()]
+    raws = transport.exchange_bytes(msgspec.json.encode(told))
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    alone = len(raws) == 1
+    for process, raw in enumerate(raws):
+        for item in msgspec.json.decode(raw, type=list[_LocalOutput]):
+            key = (item.output, item.microbatch)
+            if key in found:
+                continue
+            here = alone or process == transport.local[0]
+            if here:
+                tensor = mine[key].to(device).contiguous()
+            else:
+                tensor = torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device)
+            found[key] = tensor if alone else _bring(transport, tensor, process, first_only)
+    return found
+
+
+def _bring(transport: Transport, tensor: torch.Tensor, root: int, first_only: bool) -> torch.Tensor:
+    """The tensor of process ``root``, everywhere or on rank 0."""
+    if not first_only:
+        return transport.broadcast(tensor, root)
+    rank = transport.local[0]
+    if rank == root != 0:
+        transport.wait(transport.send(root, 0, STATE, tensor))
+    elif rank == 0 != root:
+        like = (tensor.shape, tensor.dtype, tensor.device)
+        return transport.wait(transport.post(root, 0, STATE, *like))
+    return tensor

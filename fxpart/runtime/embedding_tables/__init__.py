@@ -1,0 +1,15 @@
+"""Sparse gradients of tables: they travel as the rows that were touched, and stay sparse."""
+
+from __future__ import annotations
+
+from fxpart.runtime.embedding_tables.gradient_values import get_gradient_values
+from fxpart.runtime.embedding_tables.optimizer_support import check_optimizer_support
+from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradientParts
+from fxpart.runtime.embedding_tables.sparse_gradients import SparseGradients
+
+__all__ = [
+    "SparseGradientParts",
+    "SparseGradients",
+    "check_optimizer_support",
+    "get_gradient_values",
+]

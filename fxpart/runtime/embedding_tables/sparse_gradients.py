@@ -1,0 +1,181 @@
+"""What becomes of the sparse gradients of a process between the backwards and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import prod
+
+import torch
+
+from fxpart.runtime.embedding_tables.row_gather import gather
+from fxpart.runtime.embedding_tables.sparse_gradient_capture import SparseGradientCapture
+from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradientParts
+from fxpart.runtime.embedding_tables.tied_tables import (
+    TiedTables,
+    broadcast_owner_rows,
+    collect_rows_at_owner,
+)
+from fxpart.runtime.gradients import reduce_scatter
+from fxpart.runtime.mesh.communicators import MeshCommunicators
+from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.runtime.state.model_state import ModelState, StateEntry
+
+# A table's holder: what the optimizer has in its place, and this lane's range of the flat table.
+Place = Callable[[str, StateEntry, int, torch.Tensor], tuple[torch.Tensor, tuple[int, int]]]
+
+
+class SparseGradients:
+    """The sparse gradients of this process's tables, and how many rows each backward added."""
+
+    def __init__(
+        self, state: ModelState, meshes: MeshCommunicators | None, *, shared: bool
+    ) -> None:
+        """shared: whether tables that several stages hold are among them too."""
+        self._state = state
+        self._meshes = meshes
+        self.entries: dict[str, StateEntry] = {
+            name: entry
+            for name, entry in state.entries.items()
+            if entry.trainable and entry.spec.sparse and (shared or len(entry.stages) == 1)
+        }
+        self._taken = SparseGradientCapture()
+        self._summed: dict[
+            int, SparseGradientParts
+        ] = {}  # over lanes, of tables that other stages hold, too
+        for _, parameter in self._copies():
+            self._taken.watch(parameter)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter's gradient is sparse."""
+        return name in self.entries
+
+    def reset(self) -> None:
+        """Gradients were dropped."""
+        self._taken.reset()
+        self._summed.clear()
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        """The gradient of one parameter was dropped."""
+        self._taken.drop(parameter)
+        self._summed.pop(id(parameter), None)
+
+    def finish(self, lane: MeshRank, stage: int) -> None:
+        """Give every lane the rows of all; all lanes of the stage call it."""
+        groups: dict[tuple[str, ...], list[tuple[StateEntry, torch.Tensor]]] = {}
+        for entry in self.entries.values():
+            parameter = entry.copies.get((stage, lane.index))
+            if parameter is not None:
+                groups.setdefault(self._axes(entry), []).append((entry, parameter))
+        for axes, held in groups.items():
+            mine = [(parameter, self.pending(parameter)) for _, parameter in held]
+            found = [parts for _, parts in mine]
+            if axes:
+                assert self._meshes is not None, "axes are of a mesh"
+                found = gather(self._meshes.of(stage, lane.index), axes, mine)
+            for (entry, parameter), parts in zip(held, found, strict=True):
+                if len(entry.stages) == 1:
+                    self._set(parameter, parts)
+                elif parts is not None:
+                    self._summed[id(parameter)] = parts
+
+    def share(self) -> None:
+        """Give all holders of a table the sum of what they have, which the owner puts in order."""
+        totals = self.sums()
+        for names, tables in self._together():
+            if not all((name, tables.lane) in totals for name in names):
+                continue
+            found = broadcast_owner_rows(tables, [totals[name, tables.lane] for name in names])
+            for entry, parts in zip(tables.entries, found, strict=True):
+                holders = {id(t): t for (_, at), t in entry.copies.items() if at == tables.lane}
+                for place, parameter in enumerate(holders.values()):
+                    own = parts.copy() if parts is not None and place else parts
+                    self._set(parameter, own)
+
+    def sums(self) -> dict[tuple[str, int], SparseGradientParts | None]:
+        """What the holders of each table have together, by name and lane, as the owner has it.
+
+        None in processes without the owner. Nothing is changed.
+        """
+        found: dict[tuple[str, int], SparseGradientParts | None] = {}
+        for names, tables in self._together():
+            here = [self._once(entry, tables.lane) for entry in tables.entries]
+            if here[0]:
+                parts = {stage: [own[stage] for own in here] for stage in here[0]}
+                totals = collect_rows_at_owner(tables, parts)
+                found.update(((n, tables.lane), t) for n, t in zip(names, totals, strict=True))
+        return found
+
+    def _together(self) -> Iterator[tuple[list[str], TiedTables]]:
+        """Tables that several stages hold: those with the same holders, on each lane.
+
+        Of at most a bucket's bytes together, as they are whole: a process has the rows of so many
+        twice at any moment. All ranks know these sizes.
+        """
+        groups: dict[tuple[int, tuple[int, ...]], list[list[str]]] = {}
+        room: dict[tuple[int, tuple[int, ...]], int] = {}
+        for name, entry in self.entries.items():
+            if len(entry.stages) > 1:
+                key, size = (entry.spec.owner, entry.stages), 4 * prod(entry.pieces.shape)
+                if size > room.get(key, 0):
+                    groups.setdefault(key, []).append([])
+                    room[key] = reduce_scatter.BUCKET
+                groups[key][-1].append(name)
+                room[key] -= size
+        for names in chain.from_iterable(groups.values()):
+            for lane in self._state.lanes:
+                yield names, TiedTables(self._state, [self.entries[n] for n in names], lane.index)
+
+    def _once(self, entry: StateEntry, lane: int) -> dict[int, SparseGradientParts | None]:
+        """What holders in this process have, by stage; a tensor that several share counts once."""
+        holders = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+        first: dict[int, int] = {}
+        for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
+            first.setdefault(id(holders[stage]), stage)
+        return {s: self.pending(t) if first[id(t)] == s else None for s, t in holders.items()}
+
+    def settle(self, place: Place) -> None:
+        """ZeRO: leave of each gradient what is this lane's to update; nothing travels."""
+        for name, entry in self.entries.items():
+            for (_, lane), parameter in entry.copies.items():
+                held, (start, stop) = place(name, entry, lane, parameter)
+                if held is not parameter and parameter.grad is not None:
+                    whole = parameter.grad.coalesce()  # in parts it would be summed otherwise
+                    held.grad = _range(SparseGradientParts.of([whole]), parameter, start, stop)
+                    parameter.grad = None
+
+    def _copies(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:
+        for entry in self.entries.values():
+            for parameter in entry.copies.values():
+                yield entry, parameter
+
+    def _axes(self, entry: StateEntry) -> tuple[str, ...]:
+        if self._meshes is None:
+            return ()
+        mesh = self._meshes.mesh
+        return tuple(axis for axis in entry.partial if mesh.shape[mesh.index(axis)] > 1)
+
+    def pending(self, parameter: torch.Tensor) -> SparseGradientParts | None:
+        """What backwards have given to a parameter of this process since the last update."""
+        if id(parameter) in self._summed:
+            return self._summed[id(parameter)]
+        return self._taken.pending(parameter)
+
+    def _set(self, parameter: torch.Tensor, parts: SparseGradientParts | None) -> None:
+        self.drop(parameter)
+        parameter.grad = None if parts is None else parts.gradient(parameter)
+
+
+def _range(
+    parts: SparseGradientParts, parameter: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """The numbers of a range of the flat table, as a sparse gradient of that range."""
+    width = parameter[0].numel() if len(parameter) else 1
+    near = (parts.ids >= start // width) & (parts.ids * width < stop)
+    ids, values = parts.ids[near], parts.values[near]
+    places = (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device)).reshape(-1)
+    inside = (places >= start) & (places < stop)
+    return torch.sparse_coo_tensor(
+        (places[inside] - start).unsqueeze(0), values.reshape(-1)[inside], (stop - start,),
+        check_invariants=False,
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""The interpreter of one rank's actions: a short list of prepared calls, run once per step.
+
+A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of results,
+so that no other rank waits in vain, and the step ends with an error on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from time import monotonic_ns
+
+import torch
+from torch import nn
+
+from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
+from fxpart.errors import FxpartError
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.executor.instruction import (
+    BackwardHooks,
+    Instruction,
+    StageFailure,
+    StepInput,
+)
+from fxpart.runtime.executor.rank_instructions import RankInstructions
+from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.transport.agreement import make_lost_peer_error
+from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+from fxpart.schedule.action import ActionKind, Schedule
+
+__all__ = ["BackwardHooks", "Executor", "Instruction", "StageFailure", "StepInput"]
+
+
+class Executor(RankInstructions):
+    """Runs one rank of a lowered schedule.
+
+    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
+    stages produce, ``failure`` if a stage raised, ``busy``: nanoseconds of computation, as the
+    host saw them.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        *,
+        train: bool,
+        keep_outputs: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+        around: BackwardHooks | None = None,
+        threads: bool = False,
+        recompute: Mapping[int, Mode] | None = None,
+        events: FlightRecorder | None = None,
+    ) -> None:
+        """modules: the rank's own stage modules by stage index.
+
+        on_failure: called when a stage has raised. around: called around backwards.
+        threads: the stage's other lanes are in this process: one that is missed has failed there,
+        and no connection is lost. recompute: stages that do not keep their activations. events:
+        where actions are noted; None: nowhere that outlives this.
+        """
+        super().__init__(
+            spec, modules, schedule, rank, transport, device,
+            train=train, keep_outputs=keep_outputs, around=around, recompute=recompute,
+            events=events,
+        )  # fmt: skip
+        self._on_failure = on_failure
+        self._threads = threads
+        self.position = 0
+        self.failure: StageFailure | None = None
+        self.lost = False
+        self.busy = 0
+        self._instructions = self._prepared
+        self._marks = [self._first_mark(each) for each in self._prepared]
+        self._computes = [each.action.kind.is_compute for each in self._prepared]
+        # While the ranks compare their batches, one that waits for nobody may begin; but not where
+        # a forward leaves traces (buffers), lest a refused batch leave some, nor where it meets
+        # other ranks in a collective, at which one that makes another call would never arrive.
+        self._alone = int(
+            bool(self._instructions)
+            and self._instructions[0].action.kind is ActionKind.F
+            and not self._instructions[0].awaits
+            and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
+            and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
+        )
+
+    def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:
+        """From the next step on run what ``around`` makes of each instruction; None: as before."""
+        self._instructions = self._prepared if around is None else list(map(around, self._prepared))
+
+    def run(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[None]:
+        """Execute one step; yields whenever a message is not there yet (in-process only).
+
+        gate: returns once all ranks are known to run the same step, or raises; nothing is sent or
+        received before. Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is
+        kept in ``failure`` instead.
+        """
+        self._feed = feed
+        self.losses, self.outputs, self.failure = {}, {}, None
+        self._cells.clear()
+        self._rests.clear()
+        self.busy, write, marks, computes = 0, self.events.write, self._marks, self._computes
+        for position, instruction in enumerate(self._instructions):
+            self.position = position
+            if position == self._alone:
+                gate()
+                for inbox in self._routes.inboxes:
+                    inbox.begin(feed.sizes)
+                self._ties.begin(feed.sizes)
+            for inbox, index, _ in instruction.awaits:
+                while not inbox.ready(index):
+                    yield
+            mark = marks[position]
+            if mark is not None:
+                self.began = write(mark)
+            try:
+                self._execute(instruction)
+            except (TransferTimeoutError, PeerLostError) as cause:
+                raise self._lost(instruction, cause) from cause
+            if computes[position]:
+                self.busy += monotonic_ns() - self.began
+        if len(self._instructions) <= self._alone:
+            gate()
+        yield from self._late_ties()
+        self.position = len(self._instructions)
+
+    def _late_ties(self) -> Iterator[None]:
+        """Sums of shared parameters whose parts may arrive only now."""
+        for inbox, index, _ in self._late:
+            while not inbox.ready(index):
+                yield
+        if self._late:
+            peer = self._late[0][0].source
+            self.events.put("sums of shared parameters", "wait", peer=peer)
+        try:
+            if self.failure is None:
+                self._ties.conclude()
+            for inbox, index, _ in self._late:
+                inbox.drop(index)
+        except (TransferTimeoutError, PeerLostError) as cause:
+            raise self._lost(self._instructions[-1], cause) from cause
+
+    def _first_mark(self, instruction: Instruction) -> Mark | None:
+        """What is noted before an action is done; a receive is only posted, and waits later."""
+        action = instruction.action
+        if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+            return None
+        if instruction.awaits:
+            return self._waits_for(action, instruction.awaits[0][0].source)
+        if action.kind.is_compute:
+            return self._begins(action)
+        assert action.peer is not None
+        return self.events.mark(
+            str(action), "send", stage=action.stage, microbatch=action.microbatch,
+            peer=self._stage_rank[action.peer],
+        )  # fmt: skip
+
+    def _execute(self, instruction: Instruction) -> None:
+        """Do it, or after a failure only what other ranks wait for."""
+        if self.failure is None:
+            try:
+                instruction.do()
+                return
+            except Exception as cause:
+                if isinstance(cause, (TransferTimeoutError, PeerLostError)) and not self._threads:
+                    raise
+                self.failure = StageFailure(self.rank, instruction.action, cause)
+                self.events.put(str(instruction.action), "failed", stage=instruction.action.stage)
+                self._cells.clear()
+                self._rests.clear()
+                if self._on_failure is not None:
+                    self._on_failure(cause)
+        instruction.drain()
+
+    def finish(self) -> None:
+        """Wait for the last sends; call it when all ranks are known to have received."""
+        while self._sending:
+            self._transport.wait(self._sending.popleft())
+        self._ties.finish()
+
+    def waiting(self) -> str:
+        """The action that has not been done, for a message."""
+        return str(self._instructions[self.position].action)
+
+    def _lost(
+        self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
+    ) -> FxpartError:
+        """The error of a failed transfer: what this rank did, and for whom it waited."""
+        self.lost = True
+        action = instruction.action
+        peers = {inbox.source for inbox, *_ in instruction.awaits}
+        if action.peer is not None:
+            peers.add(self._stage_rank[action.peer])
+        what = f"stage {action.stage}, action {action}, microbatch {action.microbatch}"
+        for peer in sorted(peers):
+            stages = [str(s) for s, rank in enumerate(self._stage_rank) if rank == peer]
+            what += f", waiting for rank {peer} (stage {', '.join(stages)})"
+        return make_lost_peer_error(self.rank, what, cause)

@@ -1,0 +1,396 @@
+"""One rank's actions, prepared: everything that can be known before a step is worked out here.
+
+Which tensors cross, what each action reads, and when a microbatch's tensors are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
+from fxpart.errors import FxpartError, error
+from fxpart.program.edges import ValueEdge
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.batch.symbolic_shapes import make_shape_function
+from fxpart.runtime.executor.dim_order import (
+    Order,
+    get_dim_order,
+    has_several_orders,
+    pack_to_order,
+)
+from fxpart.runtime.executor.instruction import (
+    BackwardHooks,
+    Instruction,
+    StepInput,
+    add_backward_hooks,
+)
+from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.routes import Arrival, MessageRoutes
+from fxpart.runtime.executor.split_backward import BackwardSplitter, WeightBackward
+from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
+from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.gradients.tied_parameters import TiedGradientReducer
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
+from fxpart.schedule.action import Action, ActionKind, Schedule
+
+# Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
+WINDOW = 4
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # what adds to a stage's gradients
+_ENDS = (ActionKind.B, ActionKind.I)  # what gives a microbatch's tensors up
+
+
+class RankInstructions:
+    """The instructions of one rank, and what they share.
+
+    losses, outputs (by name): per microbatch, for what this rank's stages produce. halves: by
+    stage, what splits its backwards. began: when the newest action had all that it needs, in
+    monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        *,
+        train: bool,
+        keep_outputs: bool,
+        around: BackwardHooks | None,
+        recompute: Mapping[int, Mode] | None,
+        events: FlightRecorder | None,
+    ) -> None:
+        """See :class:`fxpart.runtime.executor.executor.Executor`."""
+        self.rank = rank
+        self.events = FlightRecorder(rank, 64) if events is None else events
+        self.began = 0
+        self._around = around
+        self._transport = transport
+        self._device = device
+        self._train = train
+        self._stage_rank = schedule.stage_rank
+        self._takes = schedule.takes
+        self._routes = MessageRoutes(spec, schedule, rank, transport, device)
+        found, again = self._routes.found, (recompute or {}) if train else {}
+        self._tables = {
+            index: StageSignature.of(
+                spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none")
+            )
+            for index, module in modules.items()
+        }
+        self._cells: dict[tuple[int, int], StageMicrobatch] = {}
+        self._rests: dict[tuple[int, int], WeightBackward | None] = {}
+        self._sending: deque[Any] = deque()
+        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # of what is sent
+        self._feed = StepInput((), (), (), ())
+        self.losses: dict[int, torch.Tensor] = {}
+        self.outputs: dict[str, dict[int, torch.Tensor]] = {}
+        self._ties = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
+        self._late: list[Arrival] = []
+        self.halves = {
+            index: BackwardSplitter(
+                module, self._ties.copies(index), self._tables[index].keeping.recompute
+            )
+            for index, module in modules.items()
+        }
+        self._prepared = self._prepare(schedule.ranks[rank])
+
+    def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
+        last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
+        spent = self._spent(actions)
+        ends_of = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARDS}
+        done: list[Instruction] = []
+        for index, action in enumerate(actions):
+            final = [cell for cell in self._touches(action) if last[cell] == index]
+            if action.kind is ActionKind.F:
+                instruction = self._prepare_forward(action, self._outlasts(action, actions))
+            elif action.kind in (ActionKind.B, ActionKind.I):
+                instruction = self._prepare_backward(action)
+            elif action.kind is ActionKind.W:
+                instruction = self._prepare_weights(action)
+            elif action.kind in (ActionKind.SEND_F, ActionKind.SEND_B):
+                instruction = self._prepare_send(action)
+            else:
+                instruction = self._prepare_receive(action)
+            if self._around is not None and action.kind in _BACKWARDS:
+                ends = ends_of[action.stage] == index
+                instruction = add_backward_hooks(instruction, self._around, ends=ends)
+            if index in spent:
+                instruction = self._shedding(instruction, spent[index])
+            done.append(self._dropping(instruction, final) if final else instruction)
+        return done
+
+    def _outlasts(self, forward: Action, actions: Sequence[Action]) -> bool:
+        """Whether a stage of this rank takes a forward's values after the backward only."""
+        if not self._train:
+            return False
+        own = [(a.stage, a.kind) for a in actions if a.microbatch == forward.microbatch]
+        ends = [at for at, (k, kind) in enumerate(own) if k == forward.stage and kind in _ENDS]
+        users = {k for k, table in self._tables.items() if forward.stage in table.producers}
+        return bool(ends) and any(k in users and kind is ActionKind.F for k, kind in own[ends[0] :])
+
+    def _here(self, stage: int, microbatch: int) -> bool:
+        """Whether this rank runs a microbatch on a stage."""
+        return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
+
+    def _touches(self, action: Action) -> list[tuple[int, int]]:
+        """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
+        if action.kind is ActionKind.W:  # what it needs is kept apart
+            return []
+        table, found = self._tables[action.stage], [action.stage]
+        if action.kind is ActionKind.F:
+            found += [p for p in table.producers if self._here(p, action.microbatch)]
+        elif action.kind in (ActionKind.B, ActionKind.I):
+            found += [c for c in table.consumers if self._here(c, action.microbatch)]
+        return [(stage, action.microbatch) for stage in found]
+
+    def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
+        """The same, and what nothing reads after it is dropped."""
+        inner, cells = instruction.do, self._cells
+
+        def do() -> None:
+            inner()
+            for cell in final:
+                cells.pop(cell, None)
+
+        return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
+
+    def _spent(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
+        """By position the cells whose outputs nothing reads after it; where stages recompute."""
+        last: dict[tuple[int, int], int] = {}
+        for index, action in enumerate(actions):
+            if action.kind is ActionKind.F:
+                last |= dict.fromkeys(self._touches(action), index)
+            elif action.kind is ActionKind.SEND_F:
+                last[action.stage, action.microbatch] = index
+        found: dict[int, list[tuple[int, int]]] = {}
+        for cell, index in last.items():
+            if self._tables[cell[0]].keeping.recompute is not None:
+                found.setdefault(index, []).append(cell)
+        return found
+
+    def _shedding(self, instruction: Instruction, spent: list[tuple[int, int]]) -> Instruction:
+        """The same, and outputs that nothing reads after it are dropped."""
+        inner, cells = instruction.do, self._cells
+
+        def do() -> None:
+            inner()
+            for key in spent:
+                cells[key].shed()
+
+        return replace(instruction, do=do)
+
+    def _begins(self, action: Action) -> Mark:
+        """That an action has what it needs."""
+        return self.events.mark(str(action), stage=action.stage, microbatch=action.microbatch)
+
+    def _waits(self, action: Action, arrivals: Sequence[Arrival]) -> list[Mark | None]:
+        """For each arrival that the action waits for its sender; None: as for the one before.
+
+        None for the first, too: the executor says that before the action is looked at.
+        """
+        marks: list[Mark | None] = []
+        for at, (inbox, *_) in enumerate(arrivals):
+            again = at == 0 or arrivals[at - 1][0].source == inbox.source
+            marks.append(None if again else self._waits_for(action, inbox.source))
+        return marks
+
+    def _waits_for(self, action: Action, rank: int) -> Mark:
+        return self.events.mark(
+            str(action), "wait", stage=action.stage, microbatch=action.microbatch, peer=rank
+        )
+
+    def _prepare_receive(self, action: Action) -> Instruction:
+        """A receive is posted here at the latest; the computation that needs it waits for it."""
+        post = self._routes.posting(action) or _nothing
+        return Instruction(action, (), post, post)
+
+    def _prepare_forward(self, action: Action, outlasts: bool) -> Instruction:
+        table, microbatch = self._tables[action.stage], action.microbatch
+        arrivals = self._routes.arrivals(
+            ActionKind.SEND_F, action.stage, microbatch, table.producers
+        )
+        own = [
+            (producer, self._routes.values[producer, action.stage])
+            for producer in table.producers
+            if self._here(producer, microbatch)
+        ]
+        cells, write = self._cells, self.events.write
+        waits, begins = self._waits(action, arrivals), self._begins(action)
+
+        def do() -> None:
+            feed, cell = self._feed, StageMicrobatch(table)
+            cell.outlasts = outlasts
+            for position, name in table.user:
+                cell.inputs[position] = feed.inputs[microbatch][name]
+            for (inbox, place, carried), mark in zip(arrivals, waits, strict=True):
+                if mark is not None:
+                    write(mark)
+                for link, tensor in zip(carried, inbox.take(place), strict=True):
+                    cell.inputs[link.input] = tensor
+            if arrivals:
+                self.began = write(begins)
+            for producer, carried in own:
+                for link in carried:
+                    value = cells[producer, microbatch].value(link, forward=True)
+                    cell.inputs[link.input] = value.detach()
+            cell.forward(feed.keys[microbatch], train=self._train)
+            cells[action.stage, microbatch] = cell
+            if table.loss is not None:
+                self.losses[microbatch] = cell.outputs[table.loss].detach()
+            for name, position in table.kept:
+                self.outputs.setdefault(name, {})[microbatch] = cell.outputs[position].detach()
+
+        return Instruction(action, arrivals, do, _dropper(arrivals))
+
+    def _prepare_backward(self, action: Action) -> Instruction:
+        stage, microbatch, ties = action.stage, action.microbatch, self._ties
+        table, cells = self._tables[stage], self._cells
+        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
+        if not (table.trains or tied):  # an owner without gradients of its own collects others'
+            return Instruction(action, (), _nothing, _nothing)
+        arrivals = self._routes.arrivals(ActionKind.SEND_B, stage, microbatch, table.consumers)
+        own = [
+            (consumer, self._routes.returns[consumer, stage])
+            for consumer in table.consumers
+            if self._here(consumer, microbatch)
+        ]
+        self._late += ties.arrivals(stage, microbatch, late=True)
+        halves = self.halves[stage] if action.kind is ActionKind.I else None
+        write, begins = self.events.write, self._begins(action)
+        waits = self._waits(action, (*arrivals, *awaited))
+        waits_for_ties = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
+
+        def do() -> None:
+            cell, roots = cells[stage, microbatch], BackwardRoots(table)
+            for (inbox, place, carried), mark in zip(arrivals, waits, strict=False):
+                if mark is not None:
+                    write(mark)
+                for link, tensor in zip(carried, inbox.take(place), strict=True):
+                    roots.add(link, tensor)
+            for consumer, carried in own:
+                for link in carried:
+                    roots.add(link, cells[consumer, microbatch].value(link, forward=False))
+            if table.loss is not None:
+                roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
+            if tied:
+                for mark in waits_for_ties:
+                    write(mark)
+                roots.add_shared(ties.before(stage, microbatch))
+            if waits:
+                self.began = write(begins)
+            if halves is None:
+                cell.backward(roots)
+            else:
+                self._rests[stage, microbatch] = cell.backward_inputs(roots, halves)
+            if tied:
+                ties.after(stage, microbatch)
+
+        drop = _dropper((*arrivals, *awaited))
+
+        def drain() -> None:
+            ties.skip(stage, microbatch)
+            drop()
+
+        return Instruction(action, (*arrivals, *awaited), do, drain)
+
+    def _prepare_weights(self, action: Action) -> Instruction:
+        key, rests = (action.stage, action.microbatch), self._rests
+
+        def do() -> None:
+            rest = rests.pop(key, None)
+            if rest is not None:
+                rest.run()
+
+        return Instruction(action, (), do, _nothing)
+
+    def _prepare_send(self, action: Action) -> Instruction:
+        carried = self._routes.carried(action)
+        if not carried:
+            return Instruction(action, (), _nothing, _nothing)
+        assert action.peer is not None
+        target = self._stage_rank[action.peer]
+        forward = action.kind is ActionKind.SEND_F
+        channel = FORWARD if forward else BACKWARD
+        key, microbatch = (action.stage, action.microbatch), action.microbatch
+        expected = [(link, make_shape_function(link.shape)) for link in carried]
+
+        def send(tensors: list[torch.Tensor], fresh: dict[tuple[int, ValueEdge], Order]) -> None:
+            self._orders.update(fresh)
+            for tensor in tensors:
+                if len(self._sending) >= WINDOW:
+                    self._transport.wait(self._sending.popleft())
+                self._sending.append(self._transport.send(self.rank, target, channel, tensor))
+
+        def do() -> None:
+            cell, sizes = self._cells[key], self._feed.sizes[microbatch]
+            tensors: list[torch.Tensor] = []
+            fresh: dict[tuple[int, ValueEdge], Order] = {}
+            for link, of in expected:
+                value = cell.value(link, forward=forward)
+                if value.shape != of(sizes) or value.dtype != link.dtype:
+                    raise _misshapen(link, value, of(sizes))
+                value = value.detach()
+                if link.sent != link.dtype:
+                    value = value.to(link.sent)
+                tensors += self._packed(channel, link, value, fresh)
+            send(tensors, fresh)
+
+        def drain() -> None:
+            sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
+            fresh: dict[tuple[int, ValueEdge], Order] = {}
+            for link, of in expected:
+                zeros = torch.zeros(of(sizes), dtype=link.sent, device=self._device)
+                tensors += self._packed(channel, link, zeros, fresh)
+            send(tensors, fresh)
+
+        return Instruction(action, (), do, drain)
+
+    def _packed(
+        self,
+        channel: int,
+        link: ValueEdge,
+        value: torch.Tensor,
+        fresh: dict[tuple[int, ValueEdge], Order],
+    ) -> list[torch.Tensor]:
+        """What is sent of a value: itself, contiguous, and before its link's first its order.
+
+        fresh: takes an order that is to be sent.
+        """
+        if not has_several_orders(link.shape):
+            return [value.contiguous()]
+        known = self._orders.get((channel, link))
+        if known is not None:
+            return [pack_to_order(value, known)]
+        order = fresh[channel, link] = get_dim_order(value)
+        head = torch.tensor(order, dtype=torch.int64, device=self._device)
+        return [head, pack_to_order(value, order)]
+
+
+def _nothing() -> None:
+    """A transfer without tensors, or a backward without gradients."""
+
+
+def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
+    def drop() -> None:
+        for inbox, place, _ in arrivals:
+            inbox.drop(place)
+
+    return drop
+
+
+def _misshapen(link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]) -> FxpartError:
+    return error(
+        "FXP900",
+        where=f"value {link.name} from stage {link.source} to stage {link.target}",
+        why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {expected} was compiled",
+        fix="",
+    )

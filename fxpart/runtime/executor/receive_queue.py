@@ -1,0 +1,153 @@
+"""Messages from one rank over one channel: posted early, in the order in which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxpart.program.edges import ValueEdge
+from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.executor.dim_order import Order, has_several_orders, unpack_from_order
+from fxpart.runtime.transport.interface import Transport
+
+# Receives that stand ready beyond the one that is needed next. Two hide the hand-shake of a
+# transfer behind a computation; each costs one boundary tensor of memory.
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class StageMessage:
+    """The values of one transfer action: some links of a stage pair, for one microbatch."""
+
+    links: tuple[ValueEdge, ...]
+    microbatch: int
+
+
+class ReceiveQueue:
+    """Receives of one (sender, channel), each with the static shape that its links say.
+
+    The order is that of the sender's actions, which every rank knows; so it holds for transports
+    that do not tell messages apart, too.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        source: int,
+        target: int,
+        channel: int,
+        device: torch.device,
+        messages: Sequence[StageMessage],
+        *,
+        orders: bool = False,
+    ) -> None:
+        """source, target: ranks. messages: all of one step, in the order in which they are sent.
+
+        orders: whether the order of a link's dims in memory is sent before its first tensor.
+        """
+        self.source = source
+        self.channel = channel
+        self._transport = transport
+        self._ends = (source, target, channel)
+        self._device = device
+        self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
+        self._plan = [
+            (m.microbatch, [(make_shape_function(link.shape), link.sent) for link in m.links])
+            for m in messages
+        ]
+        # Where it travels as something else, what each tensor of a message was and is again.
+        self._wanted = [
+            [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
+            for m in messages
+        ]
+        self._links = [m.links for m in messages]
+        self._orders: dict[ValueEdge, Order] | None = {} if orders else None
+        self._announced: set[ValueEdge] = set()
+        self._heads: dict[int, list[tuple[ValueEdge, Any]]] = {}  # by message: orders under way
+        self._handles: list[list[Any] | None] = []
+        self._sizes: Sequence[Sizes] = ()
+
+    def begin(self, sizes: Sequence[Sizes]) -> None:
+        """Start a step: post the first receives. sizes: symbol sizes per microbatch."""
+        self._sizes = sizes
+        self._handles, self._heads = [], {}
+        self.ensure(AHEAD)
+
+    def ensure(self, count: int) -> None:
+        """Post receives until the first ``count`` messages (or all) are under way."""
+        if count <= len(self._handles):
+            return
+        post, plan, handles = self._transport.post, self._plan, self._handles
+        for microbatch, tensors in plan[len(handles) : count]:
+            sizes = self._sizes[microbatch]
+            index, posted = len(handles), []
+            for link, (of, dtype) in zip(self._links[index], tensors, strict=True):
+                if self._orders is not None:
+                    self._post_order(index, link)
+                posted.append(post(*self._ends, of(sizes), dtype, self._device))
+            handles.append(posted)
+
+    def _post_order(self, index: int, link: ValueEdge) -> None:
+        """Post the order of a link's dims, which comes before its first tensor."""
+        if link not in self._announced and has_several_orders(link.shape):
+            self._announced.add(link)
+            shape = (len(link.shape),)
+            handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
+            self._heads.setdefault(index, []).append((link, handle))
+
+    def ready(self, index: int) -> bool:
+        """Whether message ``index`` can be taken without waiting for this process's own turn."""
+        if index >= len(self._handles):
+            self.ensure(index + 1)
+        handles = self._handles[index]
+        if handles is None:
+            return True
+        heads = [handle for _, handle in self._heads.get(index, ())]
+        return all(map(self._transport.ready, (*heads, *handles)))
+
+    def take(self, index: int) -> list[torch.Tensor]:
+        """Wait for message ``index`` and return its tensors; then post further ones."""
+        if index >= len(self._handles):
+            self.ensure(index + 1)
+        handles = self._handles[index]
+        assert handles is not None, "a message is taken once"
+        self._read_orders(index)
+        tensors = list(map(self._transport.wait, handles))
+        if self._orders:
+            orders = self._orders
+            tensors = [
+                unpack_from_order(tensor, orders[link]) if link in orders else tensor
+                for tensor, link in zip(tensors, self._links[index], strict=True)
+            ]
+        self._handles[index] = None
+        self.ensure(index + 1 + AHEAD)
+        wanted = self._wanted[index]
+        if wanted is not None:
+            tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
+        return tensors
+
+    def _read_orders(self, index: int) -> None:
+        """Note the orders that come with a message."""
+        for link, handle in self._heads.pop(index, ()):
+            assert self._orders is not None, "orders were posted"
+            self._orders[link] = tuple(self._transport.wait(handle).tolist())
+
+    def settle(self, index: int) -> None:
+        """Wait for message ``index`` as :meth:`take` does, and leave it there to be taken.
+
+        Only over a transport between processes, whose transfers can be waited for twice.
+        """
+        self.ensure(index + 1)
+        self._read_orders(index)
+        for handle in self._handles[index] or ():
+            self._transport.wait(handle)
+        self.ensure(index + 1 + AHEAD)
+
+    def drop(self, index: int) -> None:
+        """Let message ``index`` arrive if it was not taken, and forget it."""
+        self.ensure(index + 1)
+        if self._handles[index] is not None:
+            self.take(index)

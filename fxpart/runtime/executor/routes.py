@@ -1,0 +1,94 @@
+"""Which message carries what, and where it comes in: read off the lowered schedule once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fxpart.program.edges import ValueEdge, find_value_edges
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
+from fxpart.schedule.action import Action, ActionKind, Schedule
+
+Arrival = tuple[ReceiveQueue, int, tuple[ValueEdge, ...]]
+
+
+class MessageRoutes:
+    """A rank's messages.
+
+    found: all links of the program. inboxes: one for each sending rank and direction. values:
+    the links from a stage to another. returns: the links whose gradients a stage sends to another.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        """schedule: lowered. device: where received tensors are put."""
+        self.found = find_value_edges(spec)
+        self.values: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
+        self.returns: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
+        for link in self.found:
+            pair = (link.source, link.target)
+            self.values[pair] = (*self.values.get(pair, ()), link)
+            if link.gradient:
+                pair = (link.target, link.back)
+                self.returns[pair] = (*self.returns.get(pair, ()), link)
+        self.inboxes: list[ReceiveQueue] = []
+        self._messages: dict[tuple[ActionKind, int, int, int], tuple[ReceiveQueue, int]] = {}
+        for source, actions in enumerate(schedule.ranks):
+            if source != rank:
+                for kind, channel in ((ActionKind.SEND_F, FORWARD), (ActionKind.SEND_B, BACKWARD)):
+                    mine = [
+                        a
+                        for a in actions
+                        if a.kind is kind
+                        and a.peer is not None
+                        and schedule.stage_rank[a.peer] == rank
+                        and self.carried(a)
+                    ]
+                    messages = [StageMessage(self.carried(a), a.microbatch) for a in mine]
+                    if messages:
+                        inbox = ReceiveQueue(
+                            transport, source, rank, channel, device, messages, orders=True
+                        )
+                        self._add(inbox, mine)
+
+    def carried(self, send: Action) -> tuple[ValueEdge, ...]:
+        """The links whose values (or gradients) a send carries."""
+        assert send.peer is not None
+        kept = self.values if send.kind is ActionKind.SEND_F else self.returns
+        return kept.get((send.stage, send.peer), ())
+
+    def arrivals(
+        self, kind: ActionKind, stage: int, microbatch: int, peers: Sequence[int]
+    ) -> tuple[Arrival, ...]:
+        """What other ranks' sends bring the stage for a microbatch, in the order of ``peers``."""
+        found = []
+        for peer in peers:
+            message = self._messages.get((kind, peer, stage, microbatch))
+            if message is not None:
+                found.append((*message, self.carried(Action(peer, kind, microbatch, stage))))
+        return tuple(found)
+
+    def posting(self, receive: Action) -> Callable[[], None] | None:
+        """A call that has the message of a receive posted; None if it carries nothing."""
+        kind = ActionKind.SEND_F if receive.kind is ActionKind.RECV_F else ActionKind.SEND_B
+        assert receive.peer is not None
+        found = self._messages.get((kind, receive.peer, receive.stage, receive.microbatch))
+        if found is None:
+            return None
+        inbox, place = found
+        return lambda: inbox.ensure(place + 1)
+
+    def _add(self, inbox: ReceiveQueue, sends: Sequence[Action]) -> None:
+        self.inboxes.append(inbox)
+        for place, send in enumerate(sends):
+            assert send.peer is not None
+            self._messages[send.kind, send.stage, send.peer, send.microbatch] = (inbox, place)

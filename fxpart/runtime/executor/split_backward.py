@@ -1,0 +1,374 @@
+"""A backward in two halves: first the gradients of a stage's inputs, later those of its weights.
+
+Zero-bubble schedules (Qi et al., ICLR 2024) put the second half where a rank would be idle. What is
+worth putting off are products of an activation and a weight (linear layers, convolutions): each of
+their two gradients is a product of its own. So the first half runs the autograd graph towards the
+inputs only, keeps the gradient that arrives at each product, and drops what every other op saved as
+soon as that op is through; the second half runs each product again, towards its weight alone.
+Nothing is computed twice, and all sums are made in the order of one backward.
+
+The first half also makes the gradients for which that would not hold: of weights that several
+products use (their sum has an order), of weights beside an op that makes both gradients at once
+(norms, functions of the user's and collectives), of weights whose gradient is cheap and whose
+operands are not (biases and scales by themselves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fxpart.compat import own_backward, release_saved, saved_slots
+from fxpart.runtime.executor.recompute import SavedTensorHandle, StageRecomputation
+
+# Autograd's names of ops with two independent products as gradients, without their "Backward0".
+PRODUCTS = frozenset(
+    (
+        "Addbmm", "Addmm", "Addmv", "Addr", "Baddbmm", "Bmm", "Convolution",
+        "ConvolutionOverrideable", "Linear", "MkldnnConvolution", "MkldnnLinear", "Mm", "Mv",
+    )
+)  # fmt: skip
+
+Walk = list[tuple[Any, tuple[tuple[int, int], ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _DeferredProduct:
+    """A product (or, None, the roots) that is run again for these parameters."""
+
+    node: int | None
+    roots: tuple[int, ...]
+    parameters: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _BackwardSplit:
+    """What to do with a graph of this shape; nodes by their place in the walk.
+
+    early: parameters whose gradients the first half makes. released: nodes that the second half
+    does not run, with the names under which they keep tensors. whole: why nothing can be put off.
+    """
+
+    early: tuple[torch.Tensor, ...]
+    late: tuple[_DeferredProduct, ...]
+    released: tuple[tuple[int, tuple[str, ...]], ...]
+    whole: str = ""
+
+
+class WeightBackward:
+    """The second half of a backward; :meth:`run` adds the gradients of the weights."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(
+        self, runs: list[tuple[list[GradientEdge], list[torch.Tensor], tuple[torch.Tensor, ...]]]
+    ) -> None:
+        """runs: edges to start from with their gradients, and the parameters to go to."""
+        self._runs = runs
+
+    def run(self) -> None:
+        """Run it, and free what it kept."""
+        runs, self._runs = self._runs, []
+        runs.reverse()
+        while runs:
+            edges, gradients, parameters = runs.pop()
+            torch.autograd.backward(edges, gradients, inputs=parameters)
+
+
+class BackwardSplitter:
+    """Splits the backwards of one stage; graphs of the same shape are looked into once.
+
+    early: the attribute (or number) of each parameter whose gradient the first half makes, and why.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tied: Sequence[torch.Tensor] = (),
+        recompute: StageRecomputation | None = None,
+    ) -> None:
+        """tied: parameters whose gradients others wait for: the first half makes them.
+
+        recompute: what has called the module, if it does not keep all; that runs in the first half.
+        """
+        self._recompute = recompute
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._tied = {id(p) for p in tied}
+        self._shape: list[Any] = []
+        self._plan: _BackwardSplit | None = None
+        self.early: dict[str, str] = {}
+
+    def first(
+        self,
+        tensors: Sequence[torch.Tensor | GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+    ) -> WeightBackward | None:
+        """Add gradients to ``leaves`` (the inputs), and return what is left to do; None: nothing.
+
+        tensors, gradients: where the backward starts, as for torch.autograd.backward; a tensor's
+        place in the graph may stand for it.
+        """
+        if not tensors:
+            return None
+        roots = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors]
+        nodes, shape = _walk(roots, {id(leaf) for leaf in leaves})
+        if self._plan is None or shape != self._shape:
+            self._plan = self._look(nodes, shape)
+            self._shape = shape
+        plan = self._plan
+        if not plan.late:
+            torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
+            return None
+        goals = (*leaves, *plan.early)
+        if self._recompute is None:
+            return _first(plan, nodes, roots, gradients, goals)
+        self._recompute.unpacked = []
+        try:
+            return _first(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
+        finally:
+            self._recompute.unpacked = None
+
+    def _look(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
+        """Decide for a graph of this shape."""
+        if any(_compiled(node) for node in nodes):  # torch frees what such a node holds at once
+            plan = _BackwardSplit((), (), (), "made by torch.compile")
+        else:
+            plan = _BackwardGraphAnalysis(nodes, shape, self._tied).plan()
+        names = (self._names.get(id(p), f"#{i}") for i, p in enumerate(plan.early))
+        self.early = dict.fromkeys(names, plan.whole or "needed early")
+        return plan
+
+
+def _walk(roots: Sequence[GradientEdge], leaves: set[int]) -> tuple[list[Any], Walk]:
+    """All nodes below the roots, and the graph's shape: per node its kind and its edges.
+
+    The last entry of the shape stands for the roots. A leaf's kind is its tensor's identity, or
+    None for an input.
+    """
+    index: dict[Any, int] = {}
+    nodes: list[Any] = []
+    for edge in roots:
+        if edge.node not in index:
+            index[edge.node] = len(nodes)
+            nodes.append(edge.node)
+    shape: Walk = []
+    for node in nodes:  # grows while it is walked
+        edges = []
+        for slot, (below, place) in enumerate(node.next_functions):
+            if below is not None:
+                at = index.get(below)
+                if at is None:
+                    at = index[below] = len(nodes)
+                    nodes.append(below)
+                edges.append((at, slot, place))
+        kind: Any = type(node)
+        if not edges:
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                kind = None if id(variable) in leaves else id(variable)
+        shape.append((kind, tuple(edges)))  # type: ignore[arg-type]
+    shape.append((None, tuple((index[e.node], i, e.output_nr) for i, e in enumerate(roots))))  # type: ignore[misc]
+    return nodes, shape
+
+
+def _compiled(node: Any) -> bool:
+    return own_backward(node) is not None and node.name().startswith("CompiledFunction")
+
+
+def _first(
+    plan: _BackwardSplit,
+    nodes: list[Any],
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor],
+    goals: tuple[torch.Tensor, ...],
+    unpacked: list[SavedTensorHandle] | None = None,
+) -> WeightBackward:
+    """Run the first half towards ``goals``. unpacked: what nodes ask for, if it was recomputed."""
+    arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
+    hooks = []
+    if goals:
+        for late in plan.late:
+            if late.node is not None:
+                hooks.append(nodes[late.node].register_prehook(_keeper(arrived, late.node)))
+                if unpacked is not None:
+                    hooks.append(nodes[late.node].register_hook(_forgetter(unpacked)))
+        for place, slots in plan.released:
+            release = _releaser(nodes[place], slots) if unpacked is None else _emptier(unpacked)
+            hooks.append(nodes[place].register_hook(release))
+        try:
+            torch.autograd.backward(roots, gradients, retain_graph=True, inputs=goals)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    runs = []
+    for late in plan.late:
+        if late.node is None:
+            edges = [roots[i] for i in late.roots]
+            runs.append((edges, [gradients[i] for i in late.roots], late.parameters))
+            continue
+        found = [
+            (GradientEdge(nodes[late.node], slot), gradient)
+            for slot, gradient in enumerate(arrived.get(late.node, ()))
+            if gradient is not None
+        ]
+        if found:  # otherwise no gradient came so far
+            runs.append(([e for e, _ in found], [g for _, g in found], late.parameters))
+    return WeightBackward(runs)
+
+
+def _keeper(arrived: dict[int, tuple[torch.Tensor | None, ...]], at: int) -> Callable[..., None]:
+    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        arrived[at] = gradients
+
+    return keep
+
+
+def _releaser(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
+    def release(inputs: object, outputs: object) -> None:
+        release_saved(node, slots)
+
+    return release
+
+
+def _emptier(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+    def empty(inputs: object, outputs: object) -> None:
+        for slot in unpacked:
+            slot.value = None
+        unpacked.clear()
+
+    return empty
+
+
+def _forgetter(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+    def forget(inputs: object, outputs: object) -> None:
+        unpacked.clear()
+
+    return forget
+
+
+class _BackwardGraphAnalysis:
+    """Which gradients of a graph can be put off; parameters are bits of a number."""
+
+    def __init__(self, nodes: list[Any], shape: Walk, tied: set[int]) -> None:
+        """tied: parameters (by identity) that are needed early."""
+        self._nodes, self._shape, self._end = nodes, shape, len(nodes)
+        self._parameters = [
+            node.variable if kind is not None and not edges and hasattr(node, "variable") else None
+            for node, (kind, edges) in zip(nodes, shape, strict=False)
+        ]
+        self._order = _below_first(shape)
+        # What lies below: an input (or what must be there early), and which other parameters.
+        self._goal = [False] * (len(nodes) + 1)
+        self._under = [0] * (len(nodes) + 1)
+        for at in self._order:
+            kind, edges = shape[at]
+            parameter = self._parameters[at] if at < self._end else None
+            if not edges and at < self._end:
+                self._goal[at] = hasattr(nodes[at], "variable") and (kind is None or kind in tied)
+            self._under[at] = 1 << at if parameter is not None and not self._goal[at] else 0
+            for below, _, _ in edges:  # type: ignore[misc]
+                self._goal[at] |= self._goal[below]
+                self._under[at] |= self._under[below]
+
+    def plan(self) -> _BackwardSplit:
+        """The decision."""
+        fronts = self._fronts()
+        early = self._early(fronts)
+        late = []
+        for at, slots in fronts.items():
+            under = 0
+            for _, below in slots:
+                under |= self._under[below] if not self._under[below] & early else 0
+            if under:
+                parameters = tuple(self._tensors(under))
+                starts = tuple(slot for slot, below in slots if not self._under[below] & early)
+                late.append(_DeferredProduct(None if at == self._end else at, starts, parameters))
+        forced = [p for at, p in enumerate(self._parameters) if p is not None and self._goal[at]]
+        before = (*forced, *self._tensors(early))
+        if not late:
+            return _BackwardSplit(before, (), (), "no product can be put off")
+        return _BackwardSplit(before, tuple(late), self._released(fronts, early))
+
+    def _fronts(self) -> dict[int, list[tuple[int, int]]]:
+        """Where ways to inputs and ways to parameters alone part: per node (slot, node below)."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for at in reversed(self._order):
+            if at != self._end and not self._goal[at]:
+                continue
+            for below, slot, _ in self._shape[at][1]:  # type: ignore[misc]
+                if not self._goal[below] and self._under[below]:
+                    found.setdefault(at, []).append((slot, below))
+        return found
+
+    def _early(self, fronts: dict[int, list[tuple[int, int]]]) -> int:
+        """Parameters whose gradients the first half makes although they are no input's."""
+        once = early = 0
+        for at, slots in fronts.items():
+            under = 0
+            for _, below in slots:
+                under |= self._under[below]
+            early |= once & under
+            once |= under
+            if at != self._end and not self._is_product(at):
+                early |= under
+        masks = [self._under[below] for slots in fronts.values() for _, below in slots]
+        grown = -1
+        while grown != early:  # whoever shares a way with one of them goes with it
+            grown = early
+            for mask in masks:
+                early |= mask if mask & early else 0
+        return early
+
+    def _is_product(self, at: int) -> bool:
+        name = self._nodes[at].name()
+        return name.rstrip("0123456789").removesuffix("Backward") in PRODUCTS
+
+    def _released(
+        self, fronts: dict[int, list[tuple[int, int]]], early: int
+    ) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """Nodes that keep tensors and are not run by the second half."""
+        again = {
+            at
+            for at, slots in fronts.items()
+            if any(not self._under[below] & early for _, below in slots)
+        }
+        waiting = [
+            below
+            for slots in fronts.values()
+            for _, below in slots
+            if not self._under[below] & early
+        ]
+        while waiting:
+            at = waiting.pop()
+            if at not in again:
+                again.add(at)
+                waiting += [below for below, _, _ in self._shape[at][1]]  # type: ignore[misc]
+        slots_of = ((at, saved_slots(node)) for at, node in enumerate(self._nodes))
+        return tuple((at, slots) for at, slots in slots_of if slots and at not in again)
+
+    def _tensors(self, bits: int) -> list[torch.Tensor]:
+        return [p for at, p in enumerate(self._parameters) if p is not None and bits >> at & 1]
+
+
+def _below_first(shape: Walk) -> list[int]:
+    """All places, each after those below it; the roots are last."""
+    found: list[int] = []
+    state = [0] * len(shape)
+    waiting = [len(shape) - 1]
+    while waiting:
+        at = waiting[-1]
+        if state[at] == 0:
+            state[at] = 1
+            waiting += [below for below, *_ in shape[at][1] if state[below] == 0]
+        else:
+            waiting.pop()
+            if state[at] == 1:
+                state[at] = 2
+                found.append(at)
+    return found

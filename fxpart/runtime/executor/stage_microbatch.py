@@ -1,0 +1,148 @@
+"""One microbatch on one stage: its forward, its backward, and what stays alive between them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fxpart.program.edges import ValueEdge
+from fxpart.runtime.executor.split_backward import BackwardSplitter, WeightBackward
+from fxpart.runtime.executor.stage_signature import StageSignature
+
+Root = torch.Tensor | GradientEdge
+
+
+class StageMicrobatch:
+    """The tensors of one microbatch on one stage.
+
+    inputs: as received, leaves of autograd where their gradient is sent back. outputs: of the
+    stage module. relayed: values of this stage's own, at which gradients of later users of the
+    same input enter. gradients: by input position, after :meth:`backward`. outlasts: whether a
+    stage of this rank reads outputs after the backward, as one may that gives no gradient back.
+    """
+
+    __slots__ = ("_edges", "gradients", "inputs", "outlasts", "outputs", "relayed", "table")
+
+    def __init__(self, table: StageSignature) -> None:
+        """table: the stage."""
+        self.table = table
+        self.inputs: list[Any] = [None] * table.arity
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.relayed: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.outlasts = False
+        self._edges: tuple[GradientEdge | None, ...] | None = None
+
+    def forward(self, key: int, *, train: bool) -> None:
+        """Run the stage module on ``inputs``."""
+        table = self.table
+        with torch.set_grad_enabled(train):
+            used = self.inputs
+            if train:
+                for position in table.gradient_inputs:
+                    leaf = used[position].requires_grad_()
+                    # Accumulated, it would get the strides of the leaf.
+                    leaf.register_hook(partial(self.gradients.__setitem__, position))
+                if table.relayed:
+                    used = list(used)
+                    for position in table.relayed:
+                        used[position] = self.relayed[position] = used[position].view_as(
+                            used[position]
+                        )
+            self.outputs = table.keeping.call(table.module, key, used, train=train)
+
+    def value(self, link: ValueEdge, *, forward: bool) -> torch.Tensor:
+        """What a link carries from here: an output, or the gradient of an input."""
+        return self.outputs[link.output] if forward else self.gradients[link.input]
+
+    def shed(self) -> None:
+        """Drop the outputs, which nobody reads any more; their places in the graph stay."""
+        loss = self.table.loss
+        self._edges = tuple(
+            get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in self.outputs
+        )
+        self.outputs = tuple(
+            tensor if position == loss else tensor.new_empty(0)
+            for position, tensor in enumerate(self.outputs)
+        )
+
+    def root(self, position: int) -> Root | None:
+        """Where the gradient of an output enters the backward; None if it needs none."""
+        if self._edges is not None:
+            return self._edges[position]
+        output = self.outputs[position]
+        return output if output.requires_grad else None
+
+    def backward(self, roots: BackwardRoots) -> None:
+        """Add to the parameters' gradients, and find those of the inputs; zeros where none came."""
+        tensors, gradients = roots.of(self)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
+        self._end()
+
+    def backward_inputs(
+        self, roots: BackwardRoots, halves: BackwardSplitter
+    ) -> WeightBackward | None:
+        """The gradients of the inputs; what is left to do for those of the parameters."""
+        tensors, gradients = roots.of(self)
+        leaves = [self.inputs[position] for position in self.table.gradient_inputs]
+        rest = halves.first(tensors, gradients, leaves)
+        self._end()
+        return rest
+
+    def _end(self) -> None:
+        for position in self.table.gradient_inputs:
+            leaf = self.inputs[position]
+            if leaf.grad is None:
+                self.gradients[position] = torch.zeros_like(leaf)
+            elif position not in self.gradients:  # it was set, not accumulated
+                self.gradients[position] = leaf.grad
+        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlasts else ()
+        self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
+
+
+class BackwardRoots:
+    """The gradients that a backward starts from, added up in the order in which they are given.
+
+    Given by descending consumer, which is the order in which autograd sums in one process.
+    """
+
+    __slots__ = ("_entering", "_outputs", "_shared", "_table")
+
+    def __init__(self, table: StageSignature) -> None:
+        """table: the stage."""
+        self._table = table
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._entering: dict[int, torch.Tensor] = {}
+        self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add_shared(self, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Parameters that later stages hold too, with the gradients that those have summed."""
+        self._shared += sums
+
+    def add(self, link: ValueEdge, gradient: torch.Tensor) -> None:
+        """A gradient that came over a link: of an output, or of an input that others use too."""
+        if link.source == self._table.index:
+            _add(self._outputs, link.output, gradient)
+        else:
+            _add(self._entering, self._table.positions[link.name], gradient)
+
+    def add_loss(self, loss: torch.Tensor, weight: float) -> None:
+        """The loss counts with its microbatch's share of the batch."""
+        assert self._table.loss is not None
+        _add(self._outputs, self._table.loss, torch.full_like(loss, weight))
+
+    def of(self, cell: StageMicrobatch) -> tuple[list[Root], list[torch.Tensor]]:
+        """Tensors (or their places in the graph) and gradients, for torch.autograd.backward."""
+        found: list[tuple[Root | None, torch.Tensor]] = [*self._shared]
+        found += [(cell.relayed[p], g) for p, g in self._entering.items()]
+        found += [(cell.root(p), g) for p, g in self._outputs.items()]
+        kept = [(root, gradient) for root, gradient in found if root is not None]
+        return [root for root, _ in kept], [gradient for _, gradient in kept]
+
+
+def _add(into: dict[int, torch.Tensor], key: int, value: torch.Tensor) -> None:
+    into[key] = into[key] + value if key in into else value

@@ -1,0 +1,136 @@
+"""What an executor looks up about one of its stages, worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.collectives.parameter_regather import ParameterRegather
+from fxpart.program.edges import ValueEdge
+from fxpart.program.spec import ProgramSpec, StageSpec
+from fxpart.runtime.executor.recompute import Mode, StageRecomputation
+
+
+class SavedTensorPolicy:
+    """What autograd keeps of a stage's forward: not the parameters that are gathered for it.
+
+    recompute: what calls the stage where it does not keep its activations either.
+    """
+
+    def __init__(
+        self, spec: ProgramSpec, stage: StageSpec, module: nn.Module, recompute: Mode = "none"
+    ) -> None:
+        """Only a stage that holds a part of a parameter can gather one."""
+        self.recompute: StageRecomputation | None = None
+        if recompute != "none":
+            self.recompute = StageRecomputation(module, recompute)
+            self._in_blocks = hasattr(module, "call")  # its code says where blocks begin
+        held = {} if spec.sharding is None else spec.sharding.state
+        cut = any("S(" in held[s.name].placements for s in stage.state if s.name in held)
+        self.regather = ParameterRegather() if cut else None
+
+    def call(
+        self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """The stage's outputs."""
+        found: tuple[torch.Tensor, ...]
+        if self.recompute is not None and train:
+            if not self._in_blocks:
+                return self.recompute.call(module, key, *inputs)
+            vars(module)["call"] = self.recompute.call
+            found = module(key, *inputs)
+            return found
+        again = self.regather
+        if again is None or not train:
+            found = module(key, *inputs)
+            return found
+        before = again.dropped
+        with again.hooks():
+            found = module(key, *inputs)
+        if again.dropped == before:  # it gathers none: the hooks would only cost time
+            self.regather = None
+        return found
+
+
+@dataclass(frozen=True)
+class StageSignature:
+    """A stage module and the positions that matter.
+
+    user: inputs that come from the batch. gradient_inputs: inputs whose gradient is sent back.
+    producers: stages that inputs come from (ascending). consumers: stages that gradients come
+    from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the
+    output that is the loss. kept: outputs to hand to the user. trains: whether the stage takes part
+    in the backward pass. positions: of the inputs that are values of other stages, by name.
+    keeping: calls the module.
+    """
+
+    index: int
+    module: nn.Module
+    arity: int
+    user: tuple[tuple[int, str], ...]
+    gradient_inputs: tuple[int, ...]
+    producers: tuple[int, ...]
+    consumers: tuple[int, ...]
+    relayed: tuple[int, ...]
+    loss: int | None
+    kept: tuple[tuple[str, int], ...]
+    trains: bool
+    positions: dict[str, int]
+    keeping: SavedTensorPolicy
+
+    @classmethod
+    def of(
+        cls,
+        spec: ProgramSpec,
+        stage: StageSpec,
+        module: nn.Module,
+        found: Sequence[ValueEdge],
+        keep_outputs: bool,
+        recompute: Mode = "none",
+    ) -> StageSignature:
+        """The table of one stage; ``found``: all links of the program."""
+        names = [output.name for output in stage.outputs]
+        into = [link for link in found if link.target == stage.index]
+        returned = [link for link in found if link.gradient and link.back == stage.index]
+        back = tuple(sorted({link.target for link in returned}, reverse=True))
+        relayed = {link.name for link in returned if link.source != stage.index}
+        loss = names.index(spec.loss) if spec.loss in names else None
+        gradient_inputs = tuple(link.input for link in into if link.gradient)
+        kept = dict.fromkeys(spec.outputs) if keep_outputs else {}
+        return cls(
+            stage.index,
+            module,
+            len(stage.inputs),
+            tuple(
+                (position, value.name)
+                for position, value in enumerate(stage.inputs)
+                if stage.sources[position] < 0
+            ),
+            gradient_inputs,
+            tuple(sorted({link.source for link in into})),
+            back,
+            tuple(link.input for link in into if link.name in relayed),
+            loss,
+            tuple((name, names.index(name)) for name in kept if name in names),
+            has_backward(spec, stage),
+            {link.name: link.input for link in into},
+            SavedTensorPolicy(spec, stage, module, recompute),
+        )
+
+
+def has_backward(spec: ProgramSpec, stage: StageSpec) -> bool:
+    """Whether a stage takes part in the backward pass; every rank computes it alike."""
+    back = any(
+        value.requires_grad and source >= 0
+        for value, source in zip(stage.inputs, stage.sources, strict=True)
+    )
+    ahead = any(
+        value.requires_grad and bool(targets)
+        for value, targets in zip(stage.outputs, stage.targets, strict=True)
+    )
+    ends = any(value.name == spec.loss for value in stage.outputs)
+    return back or ahead or (ends and any(state.requires_grad for state in stage.state))

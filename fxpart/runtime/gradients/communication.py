@@ -1,0 +1,91 @@
+"""What gradients need between the last backward and the update: ties shared, or all gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.state.model_state import ModelState, StateEntry
+from fxpart.runtime.transport.interface import STATE
+
+
+def send_tied_gradients(state: ModelState, held: OptimizerShards) -> None:
+    """Give every copy of a shared parameter the owner's gradient, which is the sum of all.
+
+    The sums themselves are made during the backward passes
+    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each lane sends within its own pipeline.
+    """
+    for name, entry in find_tied_entries(state):
+        if name in held.rows:
+            continue
+        for lane in state.lanes:
+            _share_tie(state, held, entry, lane.index)
+
+
+def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
+    """The trainable entries that several stages hold, sorted by name."""
+    return sorted(
+        (name, entry)
+        for name, entry in state.entries.items()
+        if entry.trainable and len(entry.stages) > 1
+    )
+
+
+def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane: int) -> None:
+    transport, owner = state.transport, entry.spec.owner
+    home = state.rank(owner, lane)
+    copies = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+    shared = [s for s, t in copies.items() if t is copies.get(owner) and s != owner]
+    others = [s for s in sorted(entry.stages, reverse=True) if s != owner and s not in shared]
+    sends = []
+    if owner in copies:
+        total = _gradient(held.of(copies[owner]))
+        for stage in others:
+            # In one process a message is the tensor itself, and copies must not share memory.
+            rank = state.rank(stage, lane)
+            if rank == home:
+                held.of(copies[stage]).grad = total.clone()
+                continue
+            message = total.clone() if rank in transport.local else total.contiguous()
+            sends.append(transport.send(home, rank, STATE, message))
+    for stage in others:
+        if stage in copies and state.rank(stage, lane) != home:
+            copy = held.of(copies[stage])
+            copy.grad = transport.wait(_post(state, home, state.rank(stage, lane), copy))
+    for handle in sends:
+        transport.wait(handle)
+
+
+def gather_gradients(
+    state: ModelState, held: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Whole gradients by name on every process, where there are any.
+
+    own: per lane of this process the owners' gradients, in parts as the lane or its optimizer has
+    them.
+    """
+    names = [name for name, entry in state.entries.items() if entry.trainable]
+    found: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
+    flat = {}
+    for lane, gradients in own.items():
+        for name, gradient in gradients.items():
+            found[name][lane] = gradient
+            if tuple(gradient.shape) != state.entries[name].pieces.local_shape(lane):
+                flat[name] = held.axis(name)
+    # 1: there is one; 3: each lane's optimizer has a piece of it
+    message = bytes(bool(found[name]) + 2 * (name in flat) for name in names)
+    rows = state.transport.exchange_bytes(message)
+    there = {name: max(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    wanted = {name: found[name] for name in names if there[name]}
+    cut = {name: held.axis(name) for name in wanted if there[name] == 3}
+    return state.gather(wanted, flat=cut)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _post(state: ModelState, source: int, target: int, like: torch.Tensor) -> object:
+    return state.transport.post(source, target, STATE, like.shape, like.dtype, like.device)

@@ -1,0 +1,106 @@
+"""The norm of all gradients and their clipping, with the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxpart.runtime.embedding_tables import get_gradient_values
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.state.model_state import ModelState
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """The norm of each parameter's gradient, equal on every rank.
+
+    names: in the model's order. each: float64 on the CPU. there: whether it has a gradient. total:
+    the global norm (0-d), as torch.nn.utils.clip_grad_norm_ computes it.
+    """
+
+    names: tuple[str, ...]
+    each: torch.Tensor
+    there: torch.Tensor
+    total: torch.Tensor
+
+    def of(self, names: Sequence[str]) -> float:
+        """The norm of some parameters' gradients together."""
+        wanted = set(names)
+        picked = torch.tensor([name in wanted for name in self.names], dtype=torch.bool)
+        return float(torch.linalg.vector_norm(self.each[picked & self.there], 2.0))
+
+
+def compute_gradient_norms(state: ModelState, held: OptimizerShards) -> GradientNorms:
+    """All norms, each tie's once; call it after the gradients of ties are shared.
+
+    The same operations as torch.nn.utils.clip_grad_norm_ on one process, in the model's own order
+    of parameters, so the result is the same bit for bit where nothing is cut.
+    """
+    names = [name for name, entry in state.entries.items() if entry.trainable]
+    # Sums with zeros are exact, and so is float64 for every smaller type.
+    table = torch.zeros(2, len(names), dtype=torch.float64)
+    for index, name in enumerate(names):
+        _note_norms(table, index, state, held, name)
+    state.transport.total(table)
+    cut = torch.tensor([len(held.pieces(name).sources) > 1 for name in names], dtype=torch.bool)
+    norms = torch.where(cut, table[0].sqrt(), table[0])
+    there = table[1] > 0
+    present = norms[there].to(_norm_dtype(state, names))
+    parameters = [held.of(parameter) for _, parameter in state.parameters()]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    total = torch.linalg.vector_norm(present.to(device), 2.0)
+    assert isinstance(total, torch.Tensor)
+    return GradientNorms(tuple(names), norms, there, total)
+
+
+def clip_gradient_norm(
+    state: ModelState, held: OptimizerShards, norm: torch.Tensor, largest: float
+) -> None:
+    """Scale all gradients so that their global norm, which is ``norm``, is at most ``largest``."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    for _, parameter in state.parameters():
+        gradient = get_gradient_values(held.of(parameter))
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device))
+
+
+def clip_gradient_value(state: ModelState, held: OptimizerShards, largest: float) -> None:
+    """Bring every number of every gradient between ``-largest`` and ``largest``."""
+    for _, parameter in state.parameters():
+        gradient = get_gradient_values(held.of(parameter))
+        if gradient is not None:
+            gradient.clamp_(-largest, largest)
+
+
+def divide_gradients(state: ModelState, held: OptimizerShards, divisor: float) -> None:
+    """Divide all gradients, after they are shared: sums over batches become a mean."""
+    for _, parameter in state.parameters():
+        gradient = get_gradient_values(held.of(parameter))
+        if gradient is not None:
+            gradient.div_(divisor)
+
+
+def _note_norms(
+    table: torch.Tensor, index: int, state: ModelState, held: OptimizerShards, name: str
+) -> None:
+    """Put a parameter's norm into the table; squared where several lanes hold pieces of it."""
+    entry, sources = state.entries[name], held.pieces(name).sources
+    for lane, parameter in entry.owned().items():
+        gradient = get_gradient_values(held.of(parameter))
+        if gradient is None or lane not in sources:
+            continue
+        norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()
+        table[0, index] += norm if len(sources) == 1 else norm**2
+        table[1, index] = 1.0
+
+
+def _norm_dtype(state: ModelState, names: list[str]) -> torch.dtype:
+    dtype = torch.float32
+    found = [getattr(torch, state.entries[name].spec.dtype) for name in names]
+    if found:
+        dtype = found[0]
+        for other in found[1:]:
+            dtype = torch.promote_types(dtype, other)
+    return dtype

@@ -1,0 +1,30 @@
+"""Each rank watches the others: who is gone, who is silent, and what each did last.
+
+Only in a job that a launcher supervises (torchrun, ``fxpart train --nproc``). Everywhere else there
+is no watch, no thread and no connection, and all functions here do nothing.
+"""
+
+from fxpart.runtime.heartbeat.monitor import HeartbeatMonitor
+from fxpart.runtime.heartbeat.peer_diagnosis import PeerDiagnosis
+from fxpart.runtime.heartbeat.process_monitor import (
+    describe_exit_exception,
+    diagnose_failed_wait,
+    get_monitor,
+    install_monitor,
+    report_last_event,
+    set_exit_callback,
+)
+from fxpart.runtime.heartbeat.rendezvous import connect_monitor, exchange_through_store
+
+__all__ = [
+    "HeartbeatMonitor",
+    "PeerDiagnosis",
+    "connect_monitor",
+    "describe_exit_exception",
+    "diagnose_failed_wait",
+    "exchange_through_store",
+    "get_monitor",
+    "install_monitor",
+    "report_last_event",
+    "set_exit_callback",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""The ranks of a stage's mesh: coordinates and communicators."""

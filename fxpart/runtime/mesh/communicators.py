@@ -1,0 +1,140 @@
+"""What connects the lanes of each stage: a communicator for every (stage, lane) of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import nn
+
+from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
+from fxpart.collectives.communicator import Start
+from fxpart.collectives.group_communicator import make_groups
+from fxpart.errors import error
+from fxpart.program.spec import ShardingSpec
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
+from fxpart.runtime.transport.interface import Transport
+from fxpart.sharding import Mesh
+
+
+class MeshCommunicators:
+    """The communicators of this process.
+
+    threads: whether all lanes are in this process, each in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        lanes: Sequence[MeshRank],
+        ranks: Ranks,
+        transport: Transport,
+        sums: Collection[tuple[str, ...]] = (),
+    ) -> None:
+        """ranks: of each stage and lane. sums: axes over which gradients are summed.
+
+        Every rank must call it.
+        """
+        if {rank for stage in ranks for rank in stage} != set(range(transport.ranks)):
+            raise error(
+                "FXP109",
+                where=f"the stages' ranks, {ranks}",
+                why=f"they are not all of the {transport.ranks} that there are, each once",
+                fix=f"{len(ranks)} stages on the mesh {mesh} need {len(ranks) * mesh.size} ranks",
+            )
+        self.mesh = mesh
+        self._ranks = ranks
+        self.threads = len(transport.local) == transport.ranks
+        self._hubs: list[InProcessHub] = []
+        self._sum_hubs: list[InProcessHub] = []
+        self._ends: dict[tuple[int, int], Communicator] = {}
+        self._sums: dict[tuple[int, int], Communicator] = {}
+        if self.threads:
+            self._hubs, self._ends = _hubs(mesh, len(ranks))
+            if sums:
+                self._sum_hubs, self._sums = _hubs(mesh, len(ranks))
+        else:
+            self._ends = _groups(mesh, ranks, transport)
+            if sums:
+                self._sums = _groups(mesh, ranks, transport, sums)
+        for place, end in self._sums.items():
+            end.counts = self._ends[place].counts
+        for lane in lanes:
+            self.attach(lane.index, lane.modules)
+
+    def sums(self, stage: int, lane: int) -> Communicator:
+        """The lane's end for sums of gradients, which pass the stage's other collectives."""
+        return self._sums[stage, lane]
+
+    def of(self, stage: int, lane: int) -> Communicator:
+        """The lane's end at a stage."""
+        return self._ends[stage, lane]
+
+    def attach(self, lane: int, modules: Mapping[int, nn.Module]) -> None:
+        """Give stage modules their communicator, as ``module.mesh``."""
+        for stage, module in modules.items():
+            vars(module)["mesh"] = self._ends[stage, lane]
+
+    def watch(self, around: Callable[[int], Callable[[str, Start], Start]] | None) -> None:
+        """Have every rank's collectives started through ``around(rank)``; None: as ever."""
+        for (stage, lane), end in self._ends.items():
+            end.watch(None if around is None else around(self._ranks[stage][lane]))
+
+    def leave(self, lane: int, cause: BaseException | str) -> None:
+        """The lane has ended or failed: no thread of this process waits for it any more."""
+        for hub in (*self._hubs, *self._sum_hubs):
+            hub.abort(lane, cause)
+
+    def recover(self) -> None:
+        """All lanes of this process are through: they may meet again."""
+        for hub in self._hubs:
+            hub.reset()
+        for hub in self._sum_hubs:
+            hub.revive()
+
+    def forget(self) -> None:
+        """After a failure: sums that have begun in this process are of no use."""
+        for hub in self._sum_hubs:
+            hub.reset()
+
+    def close(self) -> None:
+        """Give back what connects processes; nothing may be called after it."""
+        for end in {id(e): e for e in (*self._ends.values(), *self._sums.values())}.values():
+            if isinstance(end, GroupCommunicator):
+                end.close()
+
+
+def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
+    """The sets of axes over which gradients are summed or their pieces spread."""
+    found = {held.partial for held in sharding.state.values() if held.partial}
+    if sharding.zero and any(sharding.zero_axis in axes for axes in found):
+        found.add((sharding.zero_axis,))
+    return found
+
+
+Ends = dict[tuple[int, int], Communicator]
+
+
+def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], Ends]:
+    """All lanes in this process: a hub for each stage, and the ends by stage and lane."""
+    hubs = [InProcessHub(mesh) for _ in range(stages)]
+    return hubs, {(s, end.lane): end for s, hub in enumerate(hubs) for end in hub.communicators}
+
+
+def _groups(
+    mesh: Mesh,
+    ranks: Ranks,
+    transport: Transport,
+    axes: Collection[tuple[str, ...]] | None = None,
+) -> Ends:
+    """One rank in this process: its end at each stage; stages on the same ranks share one."""
+    rows = list(dict.fromkeys(ranks))
+    made = make_groups(mesh, rows, transport.timeout, axes)
+    (here,) = transport.local
+    ends = {
+        row: GroupCommunicator(
+            mesh, len(rows), ranks=rows, timeout=transport.timeout, stage=at, groups=made
+        )
+        for at, row in enumerate(rows)
+        if here in row
+    }
+    return {(s, ends[row].lane): ends[row] for s, row in enumerate(ranks) if row in ends}

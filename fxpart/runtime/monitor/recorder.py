@@ -1,0 +1,314 @@
+"""Measures training steps: when each rank computes, waits, sends, sums and updates.
+
+The executor's instructions and the trainer's phases are prepared once. While a recorder is attached
+the calls that it wraps stand in their place; when it is detached, the prepared ones do again, so
+that training without a recorder runs no line of this file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from fxpart.collectives.communicator import CollectiveHandle, Start
+from fxpart.errors import error
+from fxpart.runtime.executor.executor import Instruction
+from fxpart.runtime.executor.routes import Arrival
+from fxpart.runtime.mesh.mesh_ranks import Ranks
+from fxpart.runtime.monitor.clock_offset import ClockOffset, measure_clock_offset
+from fxpart.runtime.monitor.measurements import (
+    LocalMeasurements,
+    MeasurementMessage,
+    MessageArrival,
+    merge_measurements,
+)
+from fxpart.runtime.monitor.memory_footprint import MemoryFootprint
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
+from fxpart.schedule.action import Action, ActionKind
+from fxpart.schedule.measured_timeline import READ, Lane, MeasuredMemory, MeasuredTimeline
+
+T = TypeVar("T")
+_KINDS = {FORWARD: ActionKind.SEND_F.value, BACKWARD: ActionKind.SEND_B.value}
+# A wait that is longer than this has seen the message arrive.
+_ARRIVED_MEANWHILE = 20_000  # nanoseconds
+
+
+class Recorder:
+    """What one process measures of its ranks; :attr:`recording` has that of all.
+
+    CPU: the processor's monotonic clock. GPU: the same, after everything that was launched is done;
+    so while a GPU is recorded the host does not run ahead of it, and a step takes a little longer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Ranks,
+        devices: Mapping[int, torch.device],
+        *,
+        schedule: str,
+        microbatches: int,
+        baseline: int | None = None,
+    ) -> None:
+        """ranks: of each stage and lane. devices: of the local ranks.
+
+        baseline: bytes of this process before it held the model; None: those when recording began.
+        On a GPU, where the allocator counts what tensors hold, it is 0 and need not be given.
+        """
+        self._transport = transport
+        self._ranks = ranks
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._pens = {rank: RankRecorder(self, rank, devices[rank]) for rank in transport.local}
+        self._footprint = MemoryFootprint(devices[transport.local[0]])
+        self._baseline = 0 if devices[transport.local[0]].type == "cuda" else baseline
+        self._shown: MeasuredTimeline | None = None
+        self.settles = len(transport.local) != transport.ranks
+        self.gathered = LocalMeasurements()
+        self.step = -1
+
+    @property
+    def recording(self) -> MeasuredTimeline:
+        """The steps of all ranks, after the recording has ended. FXP109 before that."""
+        if self._shown is None:
+            raise error(
+                "FXP109",
+                where="recorder.recording",
+                why="the recording has not ended, or a step failed in it",
+                fix="read it after the with block",
+            )
+        return self._shown
+
+    def pen(self, rank: int) -> RankRecorder:
+        """What writes for a local rank."""
+        return self._pens[rank]
+
+    @contextmanager
+    def during(self, attach: Callable[[Recorder | None], None]) -> Iterator[Recorder]:
+        """Measure while the context lasts; afterwards, unless it raised, exchange what was found.
+
+        attach: puts the recorder's calls in place, and with None the prepared ones again.
+        """
+        attach(self)
+        self._footprint.start()
+        try:
+            yield self
+        finally:
+            attach(None)
+        agree(self._transport, "the end of a recording", lambda: (True, f"step {self.step}"))
+        with convert_transport_errors(self._transport, "gathering what was recorded"):
+            self._finish()
+
+    def begin(self, step: int) -> None:
+        """A step begins: its batch is about to be read."""
+        if any((rank, step) not in self.gathered.whole for rank in self._pens):
+            self.gathered.forget(step)  # one that failed before it, under the same number
+        self.step = step
+        for pen in self._pens.values():
+            pen.begin()
+
+    def end(self) -> None:
+        """The step is over, as far as it has been done; said again after its update."""
+        for rank, pen in self._pens.items():
+            self.gathered.whole[rank, self.step] = pen.begun, pen.now()
+
+    def ran(self) -> None:
+        """The batch has been read and cut."""
+        for pen in self._pens.values():
+            pen.phase(READ, pen.begun)
+
+    def timed(
+        self, name: str, call: Callable[..., T], ranks: Sequence[int] | None = None
+    ) -> Callable[..., T]:
+        """The call, as a phase of these local ranks (None: of all)."""
+        pens = [self._pens[rank] for rank in (self._transport.local if ranks is None else ranks)]
+
+        def run(*arguments: Any) -> T:
+            starts = [pen.now() for pen in pens]
+            result = call(*arguments)
+            for pen, start in zip(pens, starts, strict=True):
+                pen.phase(name, start)
+            return result
+
+        return run
+
+    def _finish(self) -> None:
+        """Exchange what was measured; every rank does so at the same point."""
+        memory = self._memory()
+        own = measure_clock_offset(self._transport) if self.settles else ClockOffset(0, 0)
+        message = MeasurementMessage.of(self.gathered, own.nanoseconds, own.within, memory)
+        parts = self._transport.exchange_bytes(msgspec.json.encode(message))
+        messages = [msgspec.json.decode(part, type=MeasurementMessage) for part in parts]
+        recording = MeasuredTimeline(
+            schedule=self._schedule,
+            microbatches=self._microbatches,
+            stage_ranks=self._ranks,
+            spans=(),
+            setting=self._setting(len(parts)),
+        )
+        self._shown = merge_measurements(recording, messages)
+
+    def _memory(self) -> list[MeasuredMemory]:
+        found, local = self._footprint.peaks(), self._transport.local
+        # What was resident before the model may have been given back since.
+        given = found.baseline if self._baseline is None else self._baseline
+        return [
+            MeasuredMemory(
+                rank=rank,
+                baseline=min(given, found.peak),
+                peak=found.peak,
+                live=found.live,
+                exact=found.exact,
+                shared=len(local),
+            )
+            for rank in local
+        ]
+
+    def _setting(self, processes: int) -> dict[str, str]:
+        return {
+            "processes": str(processes),
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+            "devices": ", ".join(dict.fromkeys(pen.device.type for pen in self._pens.values())),
+        }
+
+
+class RankRecorder:
+    """Writes what one rank does. last: when it ended what it did last, in nanoseconds."""
+
+    def __init__(self, recorder: Recorder, rank: int, device: torch.device) -> None:
+        """device: the rank's."""
+        self._recorder = recorder
+        self._rank = rank
+        self.device = device
+        self.begun = self.last = 0
+        self._meets = False  # whether collectives are noted now: inside a computation, outermost
+
+    def now(self) -> int:
+        """The clock, once the device is through."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter_ns()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.begun = self.last = self.now()
+
+    def phase(self, name: str, start: int) -> None:
+        """Something that is done once a step ends now."""
+        self.last = self.now()
+        self._write("step", name, start)
+
+    def around(self, instruction: Instruction, target: Callable[[int], int]) -> Instruction:
+        """The instruction, measured. target: the rank of another stage, in this rank's lane."""
+        if instruction.action.kind.is_compute:
+            return replace(instruction, do=self._computing(instruction))
+        if instruction.action.peer is not None and _sends(instruction.action):
+            peer = target(instruction.action.peer)
+            return replace(instruction, do=self._sending(instruction, peer))
+        return instruction  # a receive is only posted
+
+    def _computing(self, instruction: Instruction) -> Callable[[], None]:
+        inner, awaits, name = instruction.do, instruction.awaits, str(instruction.action)
+        microbatch = instruction.action.microbatch
+
+        def do() -> None:
+            if self._recorder.settles:
+                self._settle(awaits, microbatch)
+            start = self.now()
+            if awaits:
+                self._recorder.gathered.add(
+                    self._rank, self._recorder.step, "wait", name, self.last, start
+                )
+            self._meets = True
+            try:
+                inner()
+            finally:
+                self._meets = False
+            self.last = self.now()
+            self._write("compute", name, start)
+
+        return do
+
+    def meeting(self, kind: str, start: Start) -> Start:
+        """The start of a collective, measured while its rank does nothing else."""
+
+        def begin(*arguments: Any) -> CollectiveHandle:
+            if not self._meets:  # gradient sums are phases of their own
+                return start(*arguments)
+            before, self._meets = self.now(), False
+            try:
+                handle = start(*arguments)
+            finally:
+                self._meets = True
+            self.met(kind, before)
+            return CollectiveWait(handle, kind, self)
+
+        return begin
+
+    @property
+    def meets(self) -> bool:
+        """Whether a collective is part of a computation now."""
+        return self._meets
+
+    def met(self, kind: str, before: int) -> None:
+        """The rank was in a collective until now."""
+        gathered, step = self._recorder.gathered, self._recorder.step
+        gathered.add(self._rank, step, "collective", kind, before, self.now())
+
+    def _settle(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
+        """Wait for the messages, as taking them would, and note when each was there."""
+        for inbox, index, _ in awaits:
+            before = self.now()
+            inbox.settle(index)
+            there = self.now()
+            if inbox.channel in _KINDS:
+                key = (inbox.source, self._rank, _KINDS[inbox.channel], microbatch)
+                exact = there - before > _ARRIVED_MEANWHILE
+                arrival = MessageArrival(self._recorder.step, *key, there, exact)
+                self._recorder.gathered.arrivals.append(arrival)
+
+    def _sending(self, instruction: Instruction, peer: int) -> Callable[[], None]:
+        inner, name = instruction.do, str(instruction.action)
+
+        def do() -> None:
+            start = self.now()
+            inner()
+            self.last = self.now()
+            self._recorder.gathered.send(
+                self._rank, peer, self._recorder.step, name, start, self.last
+            )
+
+        return do
+
+    def _write(self, lane: Lane, name: str, start: int) -> None:
+        self._recorder.gathered.add(self._rank, self._recorder.step, lane, name, start, self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWait:
+    """A collective under way whose wait is measured."""
+
+    inner: CollectiveHandle
+    kind: str
+    pen: RankRecorder
+
+    def wait(self) -> torch.Tensor:
+        """The collective's result."""
+        if not self.pen.meets:
+            return self.inner.wait()
+        before = self.pen.now()
+        result = self.inner.wait()
+        self.pen.met(self.kind, before)
+        return result
+
+
+def _sends(action: Action) -> bool:
+    return action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)

@@ -1,0 +1,1 @@
+"""Optimizers of a trainer: parameter groups, ZeRO shards, state, the user's own instances."""

@@ -1,0 +1,364 @@
+"""The optimizer that a trainer shows: options and parameters of this process, safe to touch.
+
+The optimizers that update the weights belong to ranks or stages, and have pieces of parameters
+under ZeRO. What a user or a scheduler sets here, or in an instance that was given, reaches all of
+them before the next update. Parameters are the stages' own tensors, of which pieces are views, so
+that what is written into them counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from fxpart.compat import mark_stepped, replace_step
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+
+_NO_OPTIONS = ("params", "param_names")
+
+
+class FacadeOwner(Protocol):
+    """What the facade asks of its trainer."""
+
+    def step_by_hand(self) -> None:
+        """Update with the gradients that are there; FXP115 where that cannot be."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+
+
+class FacadeParameters(list[torch.Tensor]):
+    """The parameters of a group; touch: called when they are read, raises where they may not be."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], touch: Callable[[], None]) -> None:
+        """As a list."""
+        super().__init__(tensors)
+        self.touch = touch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Note that they are read."""
+        self.touch()
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        """Note that they are read."""
+        self.touch()
+        return super().__getitem__(key)
+
+    def __len__(self) -> int:
+        """Note that they are read."""
+        self.touch()
+        return super().__len__()
+
+
+class FacadeGroup(dict[str, Any]):
+    """One parameter group: options, and under "params" this process's :class:`FacadeParameters`."""
+
+    def __getitem__(self, key: str) -> Any:
+        """Note that parameters are read, also where a C function looks into the list."""
+        found = super().__getitem__(key)
+        if key == "params":
+            found.touch()
+        return found
+
+
+class OptimizerFacade(torch.optim.Optimizer):
+    """Shows one optimizer for all of this process; learning-rate schedulers take it.
+
+    changed: what was set since ranks last compared it, as text. touched: whether the parameters
+    were read, and so may have been written to. closed: the trainer is, and the user's instance is
+    its own again.
+    """
+
+    def __init__(
+        self,
+        trainer: FacadeOwner,
+        optimizers: Sequence[torch.optim.Optimizer],
+        members: Sequence[Sequence[torch.Tensor]],
+        user: UserOptimizer | None,
+        *,
+        withheld: str = "",
+        final: bool = False,
+    ) -> None:
+        """optimizers: those of this process, with equal groups. members: each group's parameters.
+
+        user: the instance that was given, whose options count too. withheld: why nobody may read
+        the parameters. final: gradients are not summed over ranks after a backward.
+        """
+        self._trainer = weakref.ref(trainer)
+        self._optimizers = tuple(optimizers)
+        self._withheld, self._final = withheld, final
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self.changed, self.touched, self.closed = "", False, False
+        self._groups = [
+            FacadeGroup(
+                _options(group), params=FacadeParameters(() if withheld else mine, self._touch)
+            )
+            for group, mine in zip(optimizers[0].param_groups, members, strict=True)
+        ]
+        self._seen = [_options(group) for group in self._groups]
+        self._user = None if user is None else user.instance
+        self._sizes = self._user_sizes()
+        self._user_seen = [
+            _options(g) for g in ([] if user is None else user.instance.param_groups)
+        ]
+        replace_step(self, OptimizerFacade._step)
+        if user is not None and user.followed:
+            _follow(user.instance, self)
+
+    def __repr__(self) -> str:
+        """Return the class that steps, and the options of each group."""
+        kind = type(self._optimizers[0]).__name__
+        return f"{kind} of a trainer {list(map(_options, self._groups))}"
+
+    @property
+    def param_groups(self) -> list[FacadeGroup]:  # type: ignore[override]
+        """The groups, with what was set in the user's instance."""
+        self._pull()
+        return self._groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by tensor of the optimizers: under ZeRO the pieces of parameters."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].state
+        return {p: kept for each in self._optimizers for p, kept in each.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """As the class that steps has them."""
+        return self._optimizers[0].defaults
+
+    def apply(self) -> None:
+        """Give every optimizer the options that were set here, or in the user's instance."""
+        self._pull()
+        for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
+            found = _changes(group, seen)
+            if not found:
+                continue
+            for optimizer in self._optimizers:
+                _set(optimizer.param_groups[index], found)
+            seen.update(_options(found))
+            plain = {key: _plain(value) for key, value in found.items()}
+            self.changed += f" group {index} {plain}"
+
+    def stepped(self) -> None:
+        """An update was made: options that the optimizer has set itself are shown."""
+        own = self._optimizers[0].param_groups
+        for group, mine, seen in zip(self._groups, own, self._seen, strict=True):
+            if found := _changes(mine, seen):
+                _set(group, found)
+                seen.update(_options(found))
+        mark_stepped(self)
+        if self._user is not None:
+            mark_stepped(self._user)
+
+    def reload(self) -> None:
+        """A state was loaded: show the options of the optimizers, also in the user's instance."""
+        for group, mine in zip(self._groups, self._optimizers[0].param_groups, strict=True):
+            _set(group, _changes(mine, group))
+        self._seen = [_options(group) for group in self._groups]
+        theirs = [] if self._user is None else self._user.param_groups
+        for group, known in zip(self._groups, theirs, strict=False):
+            _set(known, _changes(group, known))
+        self._user_seen = [_options(group) for group in theirs]
+
+    def is_of(self, optimizer: object) -> bool:
+        """Whether an optimizer is this one, or the user's instance."""
+        return optimizer is self or (self._user is not None and optimizer is self._user)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self._of().zero_grad()
+
+    def _step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update with the gradients of :meth:`~fxpart.runtime.trainer.Trainer.backward`."""
+        if closure is not None:
+            raise _refused("step(closure)", "a trainer computes the loss itself", "step() alone")
+        self._of().step_by_hand()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused, FXP115."""
+        raise _refused(
+            "add_param_group()", "the parameters of each group were divided between the ranks",
+            "give all groups before the trainer is made",
+        )  # fmt: skip
+
+    def state_dict(self) -> NoReturn:
+        """Refused, FXP115: it would be that of this process alone."""
+        raise _refused(
+            "state_dict()", "this process has a part of the state only",
+            "trainer.optimizer_state_dict(), or trainer.save_checkpoint()",
+        )  # fmt: skip
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:
+        """Refused, FXP115."""
+        raise _refused(
+            "load_state_dict()", "this process has a part of the state only",
+            "trainer.load_optimizer_state_dict(), or trainer.load_checkpoint()",
+        )  # fmt: skip
+
+    def _no_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refused(
+            "hooks of the optimizer's step", "each rank steps for the parameters that it has",
+            "a callback of fit, or calls around trainer.step() in your own loop",
+        )  # fmt: skip
+
+    register_step_pre_hook = register_step_post_hook = _no_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hook
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        """Take what was set in the user's instance."""
+        if self._user is None:
+            return
+        if self._user_sizes() != self._sizes:
+            self.add_param_group({})
+        groups = self._user.param_groups
+        for group, theirs, seen in zip(self._groups, groups, self._user_seen, strict=True):
+            found = _changes(theirs, seen)
+            if found:
+                _set(group, found)
+                seen.update(_options(found))
+
+    def _user_sizes(self) -> list[int]:
+        groups = [] if self._user is None else self._user.param_groups
+        return [len(group["params"]) for group in groups]
+
+    def _of(self) -> FacadeOwner:
+        trainer = self._trainer()
+        if trainer is None or self.closed:
+            raise _refused("a call", "its trainer is closed", "make another trainer")
+        return trainer
+
+    def _touch(self) -> None:
+        if self._withheld:
+            fix = "change what trainer.state_dict() gives, and trainer.load_state_dict() it"
+            raise _refused('param_groups["params"]', self._withheld, fix)
+        if not self.touched:
+            self.touched = True
+            self.note_gradients()
+
+    def note_gradients(self) -> None:
+        """Gradients are there: remember them, to see whether anybody writes to them."""
+        if self.touched and not self._final:
+            self._gradients = [
+                (p, p.grad, -1 if p.grad is None else p.grad._version)
+                for group in self._groups
+                for p in list.__iter__(dict.__getitem__(group, "params"))
+            ]
+
+    def check_gradients(self) -> None:
+        """FXP115 where gradients were changed that ranks have yet to sum."""
+        for p, gradient, version in self._gradients:
+            now = p.grad
+            if now is not gradient or (now is not None and now._version != version):
+                raise _refused(
+                    "gradients", "they were changed before the ranks have summed them",
+                    "clip_norm= or clip_value= of trainer(), or a smaller learning rate",
+                )  # fmt: skip
+
+
+def find_scheduled_optimizers(scheduler: object) -> list[torch.optim.Optimizer]:
+    """The optimizers that a scheduler sets, those of schedulers within among them."""
+    found: list[torch.optim.Optimizer] = []
+    for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
+        several = value if isinstance(value, (list, tuple)) else [value]
+        for one in several:
+            if isinstance(one, torch.optim.Optimizer):
+                found.append(one)
+            elif one is not scheduler and hasattr(one, "step") and hasattr(one, "optimizer"):
+                found += find_scheduled_optimizers(one)
+    return found
+
+
+def check_scheduler(scheduler: object, optimizer: OptimizerFacade | None) -> None:
+    """FXP115 for a scheduler of another optimizer than the trainer's."""
+    name = type(scheduler).__name__
+    if optimizer is None or not all(map(optimizer.is_of, find_scheduled_optimizers(scheduler))):
+        raise error(
+            "FXP115",
+            where=f"scheduler {name}",
+            why="it sets the options of another optimizer than the trainer's",
+            fix=f"make {name} of trainer.optimizer, or of the instance that was given to "
+            "compile() or trainer()",
+        )
+
+
+def _follow(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
+    """Have calls of the user's instance do what those of the facade do, while its trainer lives."""
+    found = weakref.ref(facade)
+
+    def follows(name: str) -> Callable[..., Any]:
+        def call(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            live = found()
+            if live is None or live.closed or live._trainer() is None:
+                return getattr(type(self), name)(self, *args, **kwargs)
+            return getattr(live, name)(*args, **kwargs)
+
+        call.of_trainer = True  # type: ignore[attr-defined]
+        return call
+
+    replace_step(instance, follows("step"))
+    for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+        setattr(instance, name, MethodType(follows(name), instance))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, tensors copied."""
+    return {k: _copy(v) for k, v in group.items() if k not in _NO_OPTIONS}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _changes(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from those that were seen."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in _NO_OPTIONS:
+            continue
+        known = seen.get(key, _NO_OPTIONS)
+        if value is known or (type(value) is type(known) and _equal(value, known)):
+            continue
+        found[key] = value
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and bool(torch.equal(one, other.to(one.device)))
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(
+            type(a) is type(b) and _equal(a, b) for a, b in zip(one, other, strict=True)
+        )
+    return bool(one == other)
+
+
+def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options; a tensor keeps its own memory where it has one."""
+    for key, value in options.items():
+        current = dict.get(group, key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            if current.shape == value.shape:
+                current.copy_(value)
+                continue
+        group[key] = _copy(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _refused(where: str, why: str, fix: str) -> FxpartError:
+    return error("FXP115", where=f"trainer.optimizer, {where}", why=why, fix=fix)

@@ -1,0 +1,155 @@
+"""One torch optimizer over the parameters of this process, from whatever the user gave."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpart.compat.multi_optimizer import MultiOptimizer, members
+from fxpart.compat.optimizer_choice import choose
+from fxpart.errors import FxpartError, error
+from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, assign_groups
+from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+
+_FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
+
+
+def make_optimizer(
+    given: Any,
+    parameters: Sequence[nn.Parameter],
+    groups: Sequence[dict[str, Any]] = (),
+    names: Sequence[str] = (),
+) -> torch.optim.Optimizer:
+    """The optimizer for ``parameters``.
+
+    given: an Optimizer class, its name ("adamw"), a functools.partial or function of a parameter
+    list, or an Optimizer instance, whose class and options are used again (its parameters are
+    not); or a mapping of patterns to such, with a group for each (:func:`make_parameter_groups`);
+    or a :class:`~fxpart.runtime.optimizer.user_optimizer.UserOptimizer`, which needs ``names``,
+    those of the parameters, and is copied without its state. A rank without parameters gets one
+    that does nothing. groups: the same parameters in groups, of which some may be empty
+    (:func:`~fxpart.runtime.optimizer.parameter_groups.make_local_groups`). Raises FXP109 for
+    anything else, and FXP115 where the class or function raises.
+    """
+    if isinstance(given, UserOptimizer):
+        return given.over_named(list(zip(names, parameters, strict=True)))
+    if isinstance(given, Mapping):
+        assert len(groups) == len(given), "a group of parameters for each optimizer"
+        return MultiOptimizer([
+            make_optimizer(one, group["params"], [group])
+            for one, group in zip(given.values(), groups, strict=True)
+        ])  # fmt: skip
+    mine: list[Any] = list(groups or parameters)
+    if isinstance(given, torch.optim.Optimizer):
+        return _again(given, mine or [nn.Parameter(torch.empty(0))])
+    factory = choose(given).make if isinstance(given, str) else given
+    made = _called(factory, mine) if callable(factory) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        what = f"{given!r} is no optimizer" if made is None else f"it returned {made!r}"
+        raise error("FXP109", where="optimizer", why=what, fix=_FIX)
+    return made
+
+
+def make_parameter_groups(
+    given: Any, groups: Groups | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[ParameterGroup, ...]:
+    """The parameter groups of the whole model: the user's, or one for each of several optimizers.
+
+    shapes: of the whole trainable parameters. FXP109 for faults of either.
+    """
+    if isinstance(given, UserOptimizer):
+        if groups is not None:
+            raise error(
+                "FXP109", where="groups", why="the optimizer's instance has groups of its own",
+                fix="leave groups= out, or give the optimizer's class",
+            )  # fmt: skip
+        return given.groups(shapes)
+    if not isinstance(given, Mapping):
+        return () if groups is None else assign_groups(groups, shapes)
+    if groups is not None:
+        raise error(
+            "FXP109", where="groups", why="the optimizer is given by names already",
+            fix="a pattern of its own for each group, with functools.partial(AdamW, lr=...)",
+        )  # fmt: skip
+    return tuple(
+        ParameterGroup({"name": pattern}, tuple(names))
+        for pattern, names in zip(given, members(given, list(shapes)), strict=True)
+    )
+
+
+def describe_groups(optimizer: torch.optim.Optimizer) -> str:
+    """The options of each group in text, for ranks to compare."""
+    return "\n".join(
+        " ".join(
+            f"{key}={_text(value)}"
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names")
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return repr(value) if isinstance(value, plain) else type(value).__name__
+
+
+def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+    """A new optimizer of the same class with the instance's present options."""
+    if len(given.param_groups) != 1:
+        raise _not_again(
+            given, f"it has {len(given.param_groups)} parameter groups, and which parameter is in "
+            "which cannot be carried over"
+        )  # fmt: skip
+    group = given.param_groups[0]
+    known = inspect.signature(type(given)).parameters
+    options = {key: group[key] for key in given.defaults if key in known and key in group}
+    try:
+        return type(given)(parameters, **options)
+    except (TypeError, ValueError) as cause:
+        raise _not_again(given, str(cause)) from cause
+
+
+def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
+    return error("FXP109", where=f"optimizer {type(given).__name__}", why=why, fix=_FIX)
+
+
+def _called(factory: Any, mine: list[Any]) -> Any:
+    """What the factory makes of a rank's parameters, of which there may be too few for it.
+
+    torch refuses an empty list, Muon any but matrices, and a function that picks parameters may
+    find none. A parameter without numbers, which never gets a gradient and so is never touched, of
+    one dim or two, stands in their place.
+    """
+    fillers = [[nn.Parameter(torch.empty(0))], [nn.Parameter(torch.empty(0, 0))]]
+    fillers.append([made for each in fillers for made in each])
+    grouped = any(isinstance(each, dict) for each in mine)
+    attempts = [mine] if mine else []
+    attempts += [
+        [{**each, "params": [*each["params"], *more]} for each in mine] if grouped else mine + more
+        for more in fillers
+    ]
+    first: Exception | None = None
+    for attempt in attempts:
+        try:
+            return factory(attempt)
+        except FxpartError:
+            raise
+        except Exception as cause:  # whatever a class or function of the user's raises
+            first = first or cause
+    assert first is not None, "something was tried"
+    name = getattr(factory, "__name__", type(factory).__name__)
+    raise error(
+        "FXP115",
+        where=f"optimizer {name}",
+        why=f"a rank has {len(mine)} of the model's parameters or groups, and it raises "
+        f"{type(first).__name__}: {first}",
+        fix="an optimizer that takes any of the model's parameters, or several by pattern: "
+        '{"*.weight": Muon, "*": AdamW}',
+    ) from first

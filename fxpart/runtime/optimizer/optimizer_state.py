@@ -1,0 +1,257 @@
+"""Optimizer state by original parameter name: gathered from all ranks, and taken in again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program.edges import torch_dtype
+from fxpart.program.shard_layout import ShardLayout
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
+from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.transport.interface import Transport
+
+
+class _StateValue(msgspec.Struct, frozen=True):
+    """One value of one parameter's state: a tensor's dtype and shape, or a plain value.
+
+    part: it has a number for each number that the lane's optimizer holds of the parameter.
+    """
+
+    name: str
+    key: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    value: Any = None
+    lane: int = 0
+    part: bool = False
+
+
+class _LocalOptimizerState(msgspec.Struct, frozen=True):
+    """What one process has: slots in order, options of each group, parameter names per group."""
+
+    slots: tuple[_StateValue, ...]
+    options: tuple[dict[str, Any], ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def gather_optimizer_state(
+    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer, *, first_only: bool
+) -> dict[str, Any]:
+    """``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
+
+    The same on every rank, or on rank 0 only (elsewhere empty). A tie's state is its owner's.
+    Tensors are whole, whatever each lane's optimizer holds of them.
+    """
+    transport = state.transport
+    report, tensors = _report(state, held, optimizer)
+    messages = transport.exchange_bytes(msgspec.json.encode(report))
+    reports = [msgspec.json.decode(message, type=_LocalOptimizerState) for message in messages]
+    found: dict[str, dict[str, Any]] = {}
+    for process, theirs in enumerate(reports):
+        mine = iter(tensors if len(reports) == 1 or process == transport.local[0] else ())
+        for slot in theirs.slots:
+            value = slot.value
+            if slot.dtype:
+                value = _spread(transport, slot, process, next(mine, None))
+            slots, pieces = found.setdefault(slot.name, {}), held.pieces(slot.name)
+            if slot.part and len(pieces.sources) > 1:
+                if slot.key not in slots:
+                    slots[slot.key] = torch.empty(
+                        pieces.shape, dtype=value.dtype, device=value.device
+                    )
+                pieces.put(slots[slot.key], slot.lane, value)
+            else:
+                slots[slot.key] = value
+    if first_only and 0 not in transport.local:
+        return {}
+    order = [name for name in state.entries if name in found]
+    return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
+
+
+def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
+    """One view of all: the same groups with everybody's parameters, and all state."""
+    first, *others = optimizers.values()
+    if not others:
+        return first
+    groups = [dict(group) for group in first.param_groups]
+    for index, group in enumerate(groups):
+        group["params"] = list(group["params"])
+        for other in others:
+            group["params"] += other.param_groups[index]["params"]
+    state: dict[torch.Tensor, Any] = {}
+    for each in optimizers.values():
+        state |= each.state
+    return SimpleNamespace(param_groups=groups, state=state, state_dict=first.state_dict)
+
+
+def plan_state_load(
+    state: ModelState,
+    held: OptimizerShards,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    groups: Sequence[ParameterGroup] = (),
+) -> Callable[[], None]:
+    """What puts gathered state back; FXP110 before it for parameters that it does not hold.
+
+    groups: those of the whole model by name, where it was given any. A group of which this process
+    has no parameter takes its options by the names of others' parameters, or by its number.
+    """
+    place = {name: group for group in given["param_groups"] for name in group["params"]}
+    wanted_names = [n for g in groups for n in g.names] if groups else list(state.trainable())
+    missing = [name for name in wanted_names if name not in place]
+    if missing:
+        fix = "give the optimizer state of the same model"
+        raise FxpartError(
+            Problem("FXP110", name, "the optimizer state does not hold it", fix) for name in missing
+        )
+    holders = {
+        id(held.of(tensor)): (name, lane)
+        for name, entry in state.entries.items()
+        if entry.trainable
+        for (_, lane), tensor in entry.copies.items()
+    }
+    current = optimizer.state_dict()
+    wanted: dict[int, Any] = {}
+    number = 0
+    for index, group in enumerate(optimizer.param_groups):
+        source = find_source_group(index, given["param_groups"], groups, place)
+        for parameter in group["params"]:
+            name, lane = holders.get(id(parameter), (None, 0))
+            if name is not None:
+                source = place[name]
+                if name in given["state"]:
+                    pieces = held.pieces(name)
+                    wanted[number] = {
+                        k: _mine(pieces, lane, v) if isinstance(v, torch.Tensor) else v
+                        for k, v in given["state"][name].items()
+                    }
+            number += 1
+        target = current["param_groups"][index]
+        target.update(
+            {k: convert_option(target.get(k), v) for k, v in source.items() if k != "params"}
+        )
+    loaded = {"state": wanted, "param_groups": current["param_groups"]}
+    return lambda: optimizer.load_state_dict(loaded)
+
+
+def find_source_group(
+    index: int,
+    given: Sequence[Mapping[str, Any]],
+    groups: Sequence[ParameterGroup],
+    place: Mapping[str, Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """The given group that stands for one of the optimizer's, as far as names do not tell it."""
+    names = groups[index].names if groups else ()
+    if names:
+        return place[names[0]]
+    return given[index] if index < len(given) else {}
+
+
+def _report(
+    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer
+) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
+    """What this process's optimizer holds for the parameters that it owns, each element once."""
+    owned = {
+        id(held.of(tensor)): (name, lane)
+        for name, entry in state.entries.items()
+        if entry.trainable
+        for lane, tensor in entry.owned().items()
+        if lane in held.pieces(name).sources
+    }
+    slots: list[_StateValue] = []
+    tensors: list[torch.Tensor] = []
+    names: list[tuple[str, ...]] = []
+    for group in optimizer.param_groups:
+        mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
+        names.append(tuple(dict.fromkeys(name for (name, _), _ in mine)))
+        for (name, lane), parameter in mine:
+            first = lane == held.pieces(name).sources[0]
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    value = value.to_dense() if value.is_sparse else value  # momentum of rows
+                    shape = tuple(value.shape)
+                    part = bool(shape) and shape == tuple(parameter.shape)
+                    if part or first:
+                        slots.append(
+                            _StateValue(name, key, str(value.dtype)[6:], shape, None, lane, part)
+                        )
+                        tensors.append(value)
+                elif first:
+                    slots.append(_StateValue(name, key, value=value))
+    options = tuple(
+        {k: _told(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.state_dict()["param_groups"]
+    )
+    return _LocalOptimizerState(tuple(slots), options, tuple(names)), tensors
+
+
+def _spread(
+    transport: Transport, slot: _StateValue, process: int, mine: torch.Tensor | None
+) -> torch.Tensor:
+    if mine is None:
+        tensor = torch.empty(slot.shape, dtype=torch_dtype(slot.dtype))
+    else:
+        tensor = mine.detach().clone().contiguous()
+    return transport.broadcast(tensor, transport.local[0] if mine is not None else process)
+
+
+def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
+    """The groups of all processes merged by position, parameters in the model's order."""
+    place = {name: index for index, name in enumerate(state.entries)}
+    merged: list[dict[str, Any]] = []
+    for report in reports:
+        for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
+            if index == len(merged):
+                merged.append({k: _heard(v) for k, v in options.items()} | {"params": []})
+            known = [*merged[index]["params"], *names]
+            merged[index]["params"] = list(dict.fromkeys(known))
+    for group in merged:
+        group["params"].sort(key=place.__getitem__)
+    return merged
+
+
+def _mine(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
+    """A copy of what the lane's optimizer keeps of one value."""
+    if value.dim() and tuple(value.shape) == pieces.shape:
+        value = pieces.part(value, lane)
+    return value.clone()
+
+
+_TENSOR = "tensor"  # in a message: an option that is one, or holds some
+
+
+def _told(value: Any) -> Any:
+    """An option as plain data: a learning rate may be a tensor, and betas a tuple of them."""
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR: [str(value.dtype)[6:], value.detach().cpu().tolist()]}
+    return [_told(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _heard(value: Any) -> Any:
+    """The option again; a tensor is of the CPU, as torch's checkpoints have it."""
+    if isinstance(value, dict) and set(value) == {_TENSOR}:
+        dtype, numbers = value[_TENSOR]
+        return torch.tensor(numbers, dtype=torch_dtype(dtype))
+    return [_heard(each) for each in value] if isinstance(value, list) else value
+
+
+def convert_option(current: Any, value: Any) -> Any:
+    """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
+    if isinstance(current, torch.Tensor):
+        # A copy: several groups, or what the state was taken from, would share it.
+        made = torch.as_tensor(value, dtype=current.dtype, device=current.device)
+        return made.detach().clone()
+    if isinstance(current, tuple) and isinstance(value, (list, tuple)):
+        if len(current) == len(value):
+            return tuple(
+                convert_option(mine, each) for mine, each in zip(current, value, strict=True)
+            )
+        return tuple(value)
+    return value

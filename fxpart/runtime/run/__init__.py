@@ -1,7 +1,0 @@
-"""A run that can be gone on with: checkpoints, the ledger of its steps, signals, generations."""
-
-from __future__ import annotations
-
-from fxpart.runtime.run.options import Checkpoints
-
-__all__ = ["Checkpoints"]

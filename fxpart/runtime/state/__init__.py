@@ -1,0 +1,1 @@
+"""Parameters and buffers of a trainer, and how they leave it."""

@@ -1,0 +1,230 @@
+"""Parameters and buffers of the local stages by their original names, and those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from fxpart.errors import FxpartError, Problem
+from fxpart.program.edges import torch_dtype
+from fxpart.program.shard_layout import ShardLayout
+from fxpart.program.spec import StateSpec
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
+from fxpart.runtime.state.dtensor_state import has_dtensors, take_local_part
+from fxpart.runtime.transport.interface import STATE, Transport
+
+Place = tuple[int, int]  # stage, lane
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One named tensor of the model.
+
+    spec: what it is, and who owns it; its shape is one lane's. stages: the holders. copies: what
+    this process holds, by stage and lane. pieces: which part each lane holds. partial: the axes
+    over which its gradient is a sum still to be made when the backward passes are over.
+    """
+
+    spec: StateSpec
+    stages: tuple[int, ...]
+    copies: dict[Place, torch.Tensor]
+    pieces: ShardLayout
+    partial: tuple[str, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is a parameter that gets a gradient."""
+        return self.spec.kind == "parameter" and self.spec.requires_grad
+
+    def first(self) -> torch.Tensor | None:
+        """The owner's tensor of the lowest lane here, else any of this process; None: it has none.
+
+        Where no lane has a part only, all of them are equal.
+        """
+        places = sorted(self.copies, key=lambda place: (place[0] != self.spec.owner, place[1]))
+        return self.copies[places[0]] if places else None
+
+    def owned(self) -> dict[int, torch.Tensor]:
+        """The owner's tensors in this process, by lane."""
+        return {lane: t for (stage, lane), t in self.copies.items() if stage == self.spec.owner}
+
+
+class ModelState:
+    """All named tensors of a program, in the model's own order as far as the program tells it."""
+
+    def __init__(
+        self,
+        lanes: Sequence[MeshRank],
+        ranks: Ranks,
+        transport: Transport,
+        devices: Mapping[int, torch.device],
+    ) -> None:
+        """lanes: those of this process. ranks: of each stage and lane."""
+        spec = lanes[0].spec
+        self.lanes = tuple(lanes)
+        self.ranks = ranks
+        self.transport = transport
+        self.device = devices[transport.local[0]]
+        self.aliases = spec.aliases
+        self.entries: dict[str, StateEntry] = {}
+        found: dict[str, list[tuple[int, StateSpec]]] = {name: [] for name in spec.parameters}
+        for stage in spec.stages:
+            for state in stage.state:
+                found.setdefault(state.name, []).append((stage.index, state))
+        for name, holders in found.items():
+            if holders:
+                self.entries[name] = self._entry(name, holders)
+
+    def _entry(self, name: str, holders: list[tuple[int, StateSpec]]) -> StateEntry:
+        copies = {
+            (index, lane.index): _tensor(lane.modules[index], state.attribute)
+            for lane in self.lanes
+            for index, state in holders
+            if index in lane.modules
+        }
+        first, sharding = holders[0][1], self.lanes[0].spec.sharding
+        pieces = ShardLayout.of(sharding, name, first.shape)
+        held = None if sharding is None else sharding.state.get(name)
+        stages = tuple(index for index, _ in holders)
+        return StateEntry(first, stages, copies, pieces, () if held is None else held.partial)
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """This process's trainable parameters by name, each object once; a tie may have several."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, entry in self.entries.items():
+            for tensor in entry.copies.values():
+                if entry.trainable and isinstance(tensor, nn.Parameter):
+                    found.setdefault(id(tensor), (name, tensor))
+        return list(found.values())
+
+    def trainable(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every parameter of the model that gets a gradient, by name."""
+        return {n: tuple(e.pieces.shape) for n, e in self.entries.items() if e.trainable}
+
+    def rank(self, stage: int, lane: int) -> int:
+        """The rank that runs a lane of a stage."""
+        return self.ranks[stage][lane]
+
+    def saved(self) -> Iterator[tuple[str, StateEntry]]:
+        """Entries that a state dict holds: parameters and persistent buffers."""
+        for name, entry in self.entries.items():
+            kind = entry.spec.kind
+            if kind == "parameter" or (kind == "buffer" and entry.spec.persistent):
+                yield name, entry
+
+    def gather(
+        self,
+        wanted: Mapping[str, Mapping[int, torch.Tensor]],
+        *,
+        first_only: bool = False,
+        flat: Mapping[str, str] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Copies of whole tensors on every process, or on rank 0 only (elsewhere empty).
+
+        wanted: names in the same order on every process, with the parts of the owner's lanes that
+        this process runs. flat: names whose parts are cut once more, along this axis.
+        """
+        result: dict[str, torch.Tensor] = {}
+        keep = not first_only or 0 in self.transport.local
+        for name, own in wanted.items():
+            entry = self.entries[name]
+            dtype = torch_dtype(entry.spec.dtype)
+            axis = (flat or {}).get(name, "")
+            pieces = shard_along_axis(entry.pieces, axis)
+            whole = None
+            for lane in pieces.sources:
+                root = self.rank(entry.spec.owner, lane)
+                part = self._bring(root, own.get(lane), pieces.local_shape(lane), dtype, first_only)
+                if part is None or not keep:
+                    continue
+                if len(pieces.sources) == 1:
+                    whole = part
+                else:
+                    if whole is None:
+                        whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self.device)
+                    pieces.put(whole, lane, part.to(self.device))
+            if whole is not None:
+                result[name] = whole
+        return result
+
+    def _bring(
+        self,
+        root: int,
+        own: torch.Tensor | None,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        first_only: bool,
+    ) -> torch.Tensor | None:
+        """A copy of a tensor of rank ``root``, everywhere or on rank 0."""
+        local = self.transport.local
+        if root in local:
+            assert own is not None, "the owner has its tensor"
+            tensor = own.detach().clone().contiguous()
+        else:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if not first_only:
+            return self.transport.broadcast(tensor, root)
+        if 0 in local:
+            return tensor if root in local else self._receive(root, tensor)
+        if root in local:
+            self.transport.wait(self.transport.send(root, 0, STATE, tensor))
+        return None
+
+    def load(self, given: Mapping[str, torch.Tensor], *, strict: bool) -> int:
+        """Copy tensors into every local copy, return how many; FXP110, with all faults, before."""
+        wanted = {
+            name: given[known]
+            for name, _ in self.saved()
+            if (known := self._known_as(name, given)) is not None
+        }
+        problems: list[Problem] = []
+        if strict:
+            here = has_dtensors(given)
+            names = {name for name, entry in self.saved() if entry.copies or not here}
+            problems += [
+                _fault(name, "the state dict does not hold it")
+                for name in sorted(names - set(wanted))
+            ]
+            extra = set(given) - names - set(self.aliases)
+            problems += [_fault(name, "the model has no such tensor") for name in sorted(extra)]
+        for name, tensor in wanted.items():
+            shape = self.entries[name].pieces.shape
+            if tuple(tensor.shape) != shape:
+                problems.append(_fault(name, f"its shape is {tuple(tensor.shape)}, not {shape}"))
+        if problems:
+            raise FxpartError(problems)
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                entry = self.entries[name]
+                for (stage, lane), copy in entry.copies.items():
+                    copy.copy_(take_local_part(tensor, entry.pieces, lane, self.ranks[stage]))
+        return len(wanted)
+
+    def _known_as(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
+        """The name, or an alias of it, under which the given state holds a tensor."""
+        if name in given:
+            return name
+        return next((a for a, main in self.aliases.items() if main == name and a in given), None)
+
+    def _receive(self, root: int, like: torch.Tensor) -> torch.Tensor:
+        handle = self.transport.post(root, 0, STATE, like.shape, like.dtype, like.device)
+        return self.transport.wait(handle)
+
+
+def shard_along_axis(pieces: ShardLayout, axis: str) -> ShardLayout:
+    """The pieces cut once more along an axis, as flat tensors; the same if there is no axis."""
+    return ShardLayout(pieces.shape, pieces.placements, pieces.mesh, axis) if axis else pieces
+
+
+def _tensor(module: nn.Module, attribute: str) -> torch.Tensor:
+    tensor = attrgetter(attribute)(module)
+    assert isinstance(tensor, torch.Tensor), "stage state is tensors"
+    return tensor
+
+
+def _fault(name: str, why: str) -> Problem:
+    return Problem("FXP110", name, why, "give the state dict of the same model, or strict=False")

@@ -1,0 +1,249 @@
+"""Trained weights as one Hugging Face safetensors checkpoint, a tensor at a time.
+
+model.safetensors                   or, where it would be too large,
+model-00001-of-00002.safetensors    its shards, and
+model.safetensors.index.json        which of them holds which tensor
+config.json                         of a transformers model: from_pretrained reads the folder
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpart.errors import error
+from fxpart.program.edges import torch_dtype
+from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _ExportedTensor:
+    """A tensor that the checkpoint will hold."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def save_pretrained(
+    state: ModelState,
+    unused: Mapping[str, torch.Tensor],
+    directory: str | Path,
+    *,
+    config: str,
+    shard_bytes: int,
+) -> tuple[Path, ...]:
+    """Write the checkpoint of
+    :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_pretrained`.
+
+    Rank 0 gets tensor after tensor from their owners and writes each before the next one comes.
+    unused: state that no stage holds. config: the text of config.json, empty for none.
+    """
+    kept = [
+        _ExportedTensor(name, torch_dtype(entry.spec.dtype), entry.pieces.shape)
+        for name, entry in state.saved()
+    ]
+    kept += [
+        _ExportedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in unused.items()
+    ]
+    shards = _shards(kept, shard_bytes)
+    writes = 0 in state.transport.local
+    target = Path(directory).absolute()
+    fresh = agree(
+        state.transport, "where weights are saved",
+        lambda: (_begin(target) if writes else None, f"{target} {shard_bytes}"),
+    )  # fmt: skip
+    failed: list[OSError] = []
+    try:
+        for file, members in shards.items():
+            with convert_transport_errors(state.transport, "saving weights"):
+                tensors = _tensors(state, unused, members)
+                if fresh is None:
+                    for _ in tensors:
+                        pass
+                else:
+                    _write(fresh / file, members, tensors, failed)
+        agree(
+            state.transport, "saving weights",
+            lambda: (fresh is None or _end(target, fresh, shards, config, failed), ""),
+        )  # fmt: skip
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return tuple(target / name for name in _files(shards, config))
+
+
+def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_ExportedTensor]]:
+    """The tensors of each file, in order; a tensor above the limit has a file of its own."""
+    groups: list[list[_ExportedTensor]] = [[]]
+    size = 0
+    for each in kept:
+        if groups[-1] and size + each.bytes > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += each.bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
+    found = list(shards)
+    if len(shards) > 1:
+        found.append("model.safetensors.index.json")
+    return [*found, "config.json"] if config else found
+
+
+def _tensors(
+    state: ModelState, unused: Mapping[str, torch.Tensor], members: Sequence[_ExportedTensor]
+) -> Iterator[torch.Tensor | None]:
+    """The tensors in order on rank 0, None elsewhere; every rank goes through all of them."""
+    for each in members:
+        if each.name in unused:
+            yield unused[each.name]
+            continue
+        entry = state.entries[each.name]
+        yield state.gather({each.name: entry.owned()}, first_only=True).get(each.name)
+
+
+def _write(
+    path: Path,
+    members: Sequence[_ExportedTensor],
+    tensors: Iterator[torch.Tensor | None],
+    failed: list[OSError],
+) -> None:
+    """One file; after a fault the tensors still come, since other ranks send them."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for each in members:
+        offsets = [start, start + each.bytes]
+        header[each.name] = {
+            "dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets,
+        }  # fmt: skip
+        start += each.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _opened(path, failed) as file:
+        _put(file, len(text).to_bytes(8, "little") + text, failed)
+        for tensor in tensors:
+            assert tensor is not None, "rank 0 gets every tensor"
+            if tensor.numel():
+                flat = tensor.detach().cpu().contiguous().reshape(-1)
+                raw: Any = flat.view(torch.uint8).numpy()
+                _put(file, memoryview(raw), failed)
+
+
+@contextmanager
+def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
+    """A new file's descriptor, -1 where there can be none; it is on the disk after."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except OSError as cause:
+        failed.append(cause)
+        yield -1
+        return
+    try:
+        yield file
+        os.fsync(file)
+    except OSError as cause:
+        failed.append(cause)
+    finally:
+        os.close(file)
+
+
+def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
+    """All of the bytes, or the fault in the list; nothing after a fault."""
+    rest = memoryview(data)
+    try:
+        while rest and not failed:
+            rest = rest[os.write(file, rest) :]
+    except OSError as cause:
+        failed.append(cause)
+
+
+def _begin(target: Path) -> Path:
+    """A fresh folder beside the target."""
+    try:
+        if target.exists() and not target.is_dir():
+            raise FileExistsError("it is a file")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        fresh.chmod(0o755)
+    except OSError as cause:
+        raise _fault(target, cause) from cause
+    return fresh
+
+
+def _end(
+    target: Path,
+    fresh: Path,
+    shards: Mapping[str, Sequence[_ExportedTensor]],
+    config: str,
+    failed: Sequence[OSError],
+) -> bool:
+    """Index and configuration, then the fresh folder takes the target's name."""
+    try:
+        if failed:
+            raise failed[0]
+        if len(shards) > 1:
+            members = [(each, file) for file, group in shards.items() for each in group]
+            index = {
+                "metadata": {"total_size": sum(each.bytes for each, _ in members)},
+                "weight_map": {each.name: file for each, file in members},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (fresh / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        if config:
+            (fresh / "config.json").write_text(config, encoding="utf-8")
+        _take_place(target, fresh)
+    except OSError as cause:
+        raise _fault(target, cause) from cause
+    return True
+
+
+def _take_place(target: Path, fresh: Path) -> None:
+    """A folder that was there keeps what is no weight (a tokenizer, say)."""
+    if not target.exists():
+        fresh.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    target.rename(old / "old")
+    fresh.rename(target)
+    for entry in (old / "old").iterdir():
+        weights = entry.name.endswith((".safetensors", ".safetensors.index.json"))
+        if not weights and not (target / entry.name).exists():
+            entry.rename(target / entry.name)
+    shutil.rmtree(old)
+
+
+def _fault(target: Path, cause: OSError) -> Exception:
+    return error("FXP603", where=str(target), why=str(cause), fix="choose another folder")

@@ -1,0 +1,217 @@
+"""State of a trainer in and out: parameters, buffers, optimizer state, gradients, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpart.compat import plain_name
+from fxpart.runtime.gradients.communication import gather_gradients
+from fxpart.runtime.gradients.stage_replicas import reduce_gradients_temporarily
+from fxpart.runtime.optimizer.optimizer_state import (
+    gather_optimizer_state,
+    merge_optimizers,
+    plan_state_load,
+)
+from fxpart.runtime.state.dtensor_state import has_dtensors
+from fxpart.runtime.state.safetensors_export import save_pretrained
+from fxpart.runtime.trainer_base import TrainerBase
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+
+
+class StatefulTrainer(TrainerBase):
+    """What is read and written by original names; every rank must make each call.
+
+    model_config: the text of a transformers model's config.json, for ``save_pretrained``.
+    plan_text, fingerprint: the plan as JSON, and of the model's graph, for checkpoints; empty where
+    the trainer was not made of a plan.
+    """
+
+    model_config = ""
+    plan_text = ""
+    fingerprint = ""
+
+    def state_dict(
+        self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by original name, aliases too, copied and whole.
+
+        first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
+        what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
+        trainable_only: the parameters that get gradients and nothing else, such as the adapters of
+        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it,
+        unless each has the whole model: then ``first_only`` and ``sharded`` make the others wait.
+        """
+        if self._has_whole_model and not first_only and not sharded:
+            return self._note_returned(self._own_state_dict(trainable_only))
+        self._together(f"state_dict {first_only} {sharded} {trainable_only}")
+        wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
+        found: dict[str, torch.Tensor]
+        if sharded:
+            found = {n: t for n, t in self._sharded_state.give().items() if n in wanted}
+        else:
+            own = {name: entry.owned() for name, entry in wanted.items()}
+            with convert_transport_errors(self._transport, "gathering state"):
+                found = self._state.gather(own, first_only=first_only)
+        if sharded or not first_only or 0 in self._transport.local:
+            if not trainable_only:
+                found.update({name: t.detach().clone() for name, t in self._unused.items()})
+            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return self._note_returned(found)
+
+    def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the state, which the module may then be given, noted for the watch of it."""
+        if self.watch is not None:
+            self.watch.note_returned(found)
+        return found
+
+    @cached_property
+    def _has_whole_model(self) -> bool:
+        """Whether every rank has all parameters and buffers whole and current between two calls."""
+        every = set(range(self._transport.ranks))
+        sharding = self.spec.sharding
+        return (
+            not self.flows
+            and (sharding is None or not sharding.zero)
+            and all(
+                len(entry.pieces.sources) == 1
+                and {rank for stage in entry.stages for rank in self._ranks[stage]} == every
+                for _, entry in self._state.saved()
+            )
+        )
+
+    def is_collective(self, name: str) -> bool:
+        """Whether every rank has to make the call."""
+        return name != "state_dict" or not self._has_whole_model
+
+    def _own_state_dict(self, trainable_only: bool) -> dict[str, torch.Tensor]:
+        """Copies of what this rank has, where that is the whole model."""
+        found = {
+            name: next(iter(entry.copies.values())).detach().clone().contiguous()
+            for name, entry in self._state.saved()
+            if entry.trainable or not trainable_only
+        }
+        if not trainable_only:
+            found.update({name: t.detach().clone() for name, t in self._unused.items()})
+        found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        return found
+
+    def save_pretrained(
+        self, directory: str | Path, *, shard_bytes: int = 5_000_000_000
+    ) -> tuple[Path, ...]:
+        """Write the weights as a Hugging Face safetensors checkpoint; the files written.
+
+        ``from_pretrained`` of the model's class reads the folder: names are the model's own, a tie
+        is stored once, under its main name. shard_bytes: most bytes of a file, above which there
+        are several and an index. Tensors come to rank 0 one at a time, so that no rank holds the
+        model. The folder appears whole or not at all; weights that it held are replaced, what else
+        it held stays. Every rank must call it. FXP603 on every rank if it cannot be written.
+        """
+        self._together("save_pretrained")
+        return save_pretrained(
+            self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
+        )
+
+    def save_checkpoint(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write all that training goes on from into ``folder/step-NNNNNNNNNN``; that folder.
+
+        Parameters, buffers, optimizer state, random state; of any plan, for any other
+        (:mod:`fxpart.runtime.checkpointing`). extra: plain data that :meth:`load_checkpoint`
+        returns. The folder appears whole or not at all, and others in it stay. Ranks write their
+        own parts side by side into the folder, which they share. Every rank must call it, between
+        two updates; an asynchronous trainer is drained. FXP513 on every rank if it cannot be
+        written, or the step is there already.
+        """
+        from fxpart.runtime.checkpointing.saver import save_once
+
+        return save_once(self, Path(folder), dict(extra or {}))
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Go on from a checkpoint, whatever plan it was saved by; the ``extra`` saved with it.
+
+        path: of one, or of the folder of several (or a run's), where the newest that is whole is
+        taken. Each rank reads what it needs, a tensor at a time. Every rank must call it. Raises
+        the same on all: FXP510 and FXP511 for damage, FXP512 where model or optimizer are others.
+        """
+        from fxpart.runtime.checkpointing.loader import load_from
+
+        return load_from(self, Path(path))
+
+    def settle(self) -> None:
+        """Finish what is in flight, before one looks at the whole model; every rank calls it."""
+        self._reconcile()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
+
+        state: whole tensors, of which each rank takes its part; or, as ``state_dict(sharded=True)``
+        gives them, DTensors of any layout. Names may be those of a compiled module ("_orig_mod").
+        """
+        state = {plain_name(name): tensor for name, tensor in state.items()}
+        inner = {n: t for n, t in state.items() if n not in self._unused}
+        text = "parts" if has_dtensors(inner) else " ".join(sorted(state))
+        agree(
+            self._transport, "the state dict",
+            lambda: (self._state.load(inner, strict=strict), text),
+        )  # fmt: skip
+        for name, tensor in self._unused.items():
+            if name in state:
+                tensor.copy_(state[name])
+        if self.watch is not None:
+            self.watch.accept()
+        self.divisors.renew()
+
+    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
+        """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
+        assert self.optimizer is not None, "there is no optimizer"
+        self._together(f"optimizer_state_dict {first_only}")
+        with convert_transport_errors(self._transport, "gathering optimizer state"):
+            optimizers = merge_optimizers(self.optimizers)
+            return gather_optimizer_state(
+                self._state, self._held, optimizers, first_only=first_only
+            )
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
+        facade = self.optimizer
+        assert facade is not None, "there is no optimizer"
+
+        def plan() -> tuple[list[Callable[[], None]], str]:
+            found = [
+                plan_state_load(self._state, self._held, each, state, self._groups)
+                for each in self.optimizers.values()
+            ]
+            return found, " ".join(sorted(state["state"]))
+
+        for load in agree(self._transport, "the optimizer state", plan):
+            load()
+        facade.reload()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients by original name on every rank: accumulated, or as the last update had them.
+
+        Accumulated ones are sums over batches, each weighted by what it weighs over what the first
+        one does (see :meth:`Trainer.backward`); an update divides them by the sum of these weights.
+        """
+        self._together("gradients")
+        whole = (
+            nullcontext() if self._stale else reduce_gradients_temporarily(self._state, self._held)
+        )
+        with convert_transport_errors(self._transport, "gathering gradients"), whole:
+            rows = {} if self._stale else self._held.rows.sums()
+            own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
+            return gather_gradients(self._state, self._held, own)
+
+    def _together(self, call: str) -> None:
+        """Every rank makes the same call, or all hear which one does not, or why it cannot."""
+        agree(
+            self._transport, "what is asked of the trainer",
+            lambda: (True, f"{call}{self._reconcile()}"),
+        )  # fmt: skip
+        if self.optimizer is not None:
+            self.optimizer.changed = ""

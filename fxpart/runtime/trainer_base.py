@@ -1,0 +1,508 @@
+"""What a trainer is made of, put together and compared between the ranks before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.diagnostics.rank_event import LEFT
+from fxpart.errors import FxpartError, error
+from fxpart.program.spec import ProgramSpec
+from fxpart.rng import RepeatedKey, microbatch_key
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
+from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.batch.batch_requirements import BatchRequirements
+from fxpart.runtime.batch.loss_divisors import LossDivisors
+from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
+from fxpart.runtime.batch.outputs import Outputs
+from fxpart.runtime.batch.repetition_check import check_repetition
+from fxpart.runtime.embedding_tables import check_optimizer_support
+from fxpart.runtime.engine import PipelineEngine, resolve_schedule
+from fxpart.runtime.entry_point import EntryPoints
+from fxpart.runtime.executor.executor import BackwardHooks
+from fxpart.runtime.executor.torch_compile import (
+    StageCompilation,
+    StageCompiler,
+    compile_stages,
+    get_compile_backend,
+)
+from fxpart.runtime.gradients.accumulation import GradientAccumulation
+from fxpart.runtime.host.cpu_affinity import CpuAffinity, pin_rank
+from fxpart.runtime.mesh.communicators import MeshCommunicators, find_reduction_axes
+from fxpart.runtime.mesh.mesh_ranks import (
+    MeshRank,
+    MeshRankThreads,
+    Ranks,
+    build_rank_table,
+    encode_common_spec,
+    get_pipeline_ranks,
+    get_stage_mesh,
+)
+from fxpart.runtime.monitor.straggler_detector import StragglerDetector
+from fxpart.runtime.optimizer.division_check import (
+    check_division,
+    check_step_hooks,
+    get_optimizer_division,
+    split_optimizer,
+)
+from fxpart.runtime.optimizer.facade import OptimizerFacade
+from fxpart.runtime.optimizer.factory import (
+    describe_groups,
+    make_optimizer,
+    make_parameter_groups,
+)
+from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, make_local_groups
+from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.runtime.state.dtensor_state import DTensorState
+from fxpart.runtime.state.model_state import ModelState, Place
+from fxpart.runtime.state.module_watch import ModuleWatch
+from fxpart.runtime.torch_modes import TorchModes, describe_process_modes
+from fxpart.runtime.trainer_options import TrainerOptions
+from fxpart.runtime.transport.agreement import agree
+from fxpart.runtime.transport.interface import Transport
+from fxpart.runtime.transport.rank_request import RankRequest
+from fxpart.schedule.action import ActionKind, Schedule
+
+T = TypeVar("T")
+Prediction = Callable[[bool], tuple[Sequence[MeshRank], Outputs]]
+Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[MeshRank]]
+
+
+class TrainerBase(EntryPoints):
+    """The parts of a trainer, which its own methods and those of its bases share.
+
+    options: what it was given. optimizer: shows this process's optimizers to schedulers and users
+    (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update the
+    weights, by the first stage and lane of each. watch: of the user's module, where there is one;
+    frozen: parameters that were frozen in it since the trainer was made.
+    events: what this process did last, in memory until it is given a file.
+    pace: how long each rank computes, and whether one has become slow.
+    ambient: the modes of torch that the program was compiled under.
+    asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
+    of tables that several stages hold stay sparse. flows: stages do not wait for each other between
+    steps. repeats: the same once more gives the same bits, where the device's operations do.
+    guard: called before each batch is read; raises where a constant of the program has changed.
+    divisors: weights of targets that losses are divided by.
+    """
+
+    watch: ModuleWatch | None = None
+    frozen: frozenset[str] = frozenset()
+    shared_rows = True
+    flows = False
+    repeats = True
+    guard: Callable[[], int] | None = None
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        *,
+        ranks: Sequence[int | Sequence[int]],
+        transport: Transport,
+        optimizer: Any = None,
+        groups: Groups | None = None,
+        evaluation: Evaluation | None = None,
+        prediction: Prediction | None = None,
+        devices: Mapping[int, torch.device] | None = None,
+        unused: Mapping[str, torch.Tensor] | None = None,
+        lanes: Sequence[MeshRank] | None = None,
+        **options: Any,
+    ) -> None:
+        """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+
+        lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
+        ``modules`` is not looked at); ranks: of each stage, the rank of each lane, or that of the
+        first where the others follow it.
+
+        optimizer: see :func:`~fxpart.runtime.optimizer.factory.make_optimizer`; None to compute
+        gradients only. groups: its parameter groups by name, see
+        :func:`~fxpart.runtime.optimizer.parameter_groups.assign_groups`. evaluation: gives the
+        program and modules (or the lanes) for ``eval_step`` when it is first called; they share the
+        state of ``modules``. prediction: gives the lanes for ``predict`` and what they return; its
+        argument says whether with the loss, too. devices: per local rank, by default where its
+        parameters are. unused: state that no stage needs, for ``state_dict``. options: the fields
+        of :class:`~fxpart.runtime.trainer_options.TrainerOptions`.
+
+        Raises FXP501 on every rank where they were not given the same.
+        """
+        self.spec = spec
+        self.options = TrainerOptions.of(options)
+        self.calls = 0
+        self.ambient = TorchModes()
+        self._ranks = build_rank_table(ranks, get_stage_mesh(spec).size)
+        self._transport = transport
+        self.events = FlightRecorder(transport.local[0])
+        self.pace = StragglerDetector(self._ranks, warns=0 in transport.local)
+        self.asks = RankRequest(alone=len(transport.local) == transport.ranks)
+        self._evaluation = evaluation
+        self._prediction = prediction
+        self._unused = dict(unused or {})
+        self._lanes = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
+        agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
+        schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
+        firsts = get_pipeline_ranks(self._ranks, 0)
+        placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
+        self._meshes: MeshCommunicators | None = None
+        if spec.sharding is not None:
+            sums = find_reduction_axes(spec.sharding)
+            self._meshes = MeshCommunicators(
+                get_stage_mesh(spec), self._lanes, self._ranks, transport, sums
+            )
+        leave = _nobody if self._meshes is None else self._meshes.leave
+        self._crew = MeshRankThreads([lane.index for lane in self._lanes], leave)
+        splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
+        self._compiler = self._compile(splits)
+        self._pinned = pin_rank(self.options.pin, transport)
+        self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._sharded_state = DTensorState(self._state, self._meshes)
+        self._held = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
+        self.divisors = LossDivisors(spec, self._state, self._unused)
+        self._feed = GlobalBatchReader(self._lanes, self.divisors.values)
+        self._source = BatchSource(self._feed, self.microbatches)
+        self._engine = self._make_engine(self._lanes, schedule, around=self._held.around)
+        self._eval: tuple[BatchSource, PipelineEngine] | None = None
+        self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
+        self._accumulation = GradientAccumulation()  # batches since the last update
+        self._copied = 0  # how often constants were copied from the module
+        self._stale = False  # gradients are those that the last update used, ties summed
+        self._groups: tuple[ParameterGroup, ...] = ()
+        self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
+        self.optimizer = self._prepare_optimizers(optimizer, groups)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many a batch is cut."""
+        return self.options.microbatches
+
+    @property
+    def seed(self) -> int:
+        """What seeds the random ops."""
+        return self.spec.seed if self.options.seed is None else self.options.seed
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 where one process holds them all."""
+        return self._transport.local[0]
+
+    @property
+    def transport(self) -> Transport:
+        """What moves tensors and messages between the ranks."""
+        return self._transport
+
+    @cached_property
+    def needs(self) -> BatchRequirements:
+        """What this process needs of each batch: names, rows, and a sampler for a DataLoader."""
+        return BatchRequirements.of(self._lanes, self._feed.needed, self.microbatches)
+
+    @property
+    def compiled(self) -> StageCompilation | None:
+        """What torch.compile made of this process's stages until now; None where none is."""
+        return None if self._compiler is None else self._compiler.found()
+
+    @property
+    def pinned(self) -> CpuAffinity:
+        """The cores of this process, or why it has none of its own."""
+        return self._pinned
+
+    def close(self) -> None:
+        """Give back the transport's resources; the trainer cannot be used after it."""
+        self.events.put(LEFT, "end")
+        if self.optimizer is not None:
+            self.optimizer.closed = True
+        self._crew.close()
+        if self._meshes is not None:
+            self._meshes.close()
+        self._transport.close()
+        self._pinned.restore()
+
+    # -- inner ----------------------------------------------------------------------------------
+
+    def _compile(self, splits: bool) -> StageCompiler | None:
+        """Have the stages compiled, where that is asked for; every rank or none."""
+        wanted = self.options.compile_stages
+        if not get_compile_backend(wanted):
+            return None
+        recompute = self.options.recomputes(len(self.spec.stages))
+        return agree(
+            self._transport, "compiled stages",
+            lambda: (
+                compile_stages(
+                    wanted, self._lanes, list(self._devices.values()), recompute=recompute,
+                    splits=splits,
+                ),
+                "",
+            ),
+        )  # fmt: skip
+
+    def _keys(self, cut: MicrobatchSplit) -> list[int]:
+        keys = [microbatch_key(self.seed, self.calls, i) for i in range(len(cut.rows))]
+        if not cut.repeated or not any(stage.random_ops for stage in self.spec.stages):
+            return keys
+        axes = self._feed.row_axes
+        return [
+            key if count == 1 else RepeatedKey.of(key, count, axes)
+            for key, count in zip(keys, cut.repeats, strict=True)
+        ]
+
+    def _each_lane(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
+        """``do`` for every lane of this process, at the same time."""
+        try:
+            return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
+        finally:
+            if self._meshes is not None:
+                self._meshes.recover()
+
+    def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
+        """The optimizer of this process, with the same groups on every rank."""
+
+        def make() -> tuple[torch.optim.Optimizer, str]:
+            self._groups = make_parameter_groups(given, groups, self._state.trainable())
+            mine = self._state.parameters()
+            own_groups, names = make_local_groups(self._groups, mine), [name for name, _ in mine]
+            made = make_optimizer(given, [p for _, p in mine], own_groups, names)
+            check_optimizer_support(made, self._state, self._held.rows)
+            text = " ".join(",".join(group.names) for group in self._groups)
+            return made, f"{describe_groups(made)} {text}"
+
+        made = agree(self._transport, "the optimizer's parameter groups", make)
+        self.optimizers = {(0, 0): made}
+        return made
+
+    def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
+        """Make the optimizers, check that division changes nothing, give them their state."""
+        if given is None:
+            return None
+        self._make_optimizer(given, groups)
+        state, alone = self._state, len(self._transport.local) == self._transport.ranks
+        division = get_optimizer_division(state, self._held, by_stage=self.flows)
+        names = {id(p): name for name, p in state.parameters()}
+        user = given if isinstance(given, UserOptimizer) else None
+
+        def check() -> tuple[bool, str]:
+            each = self.optimizers.values()
+            for one in () if self.flows else each:
+                check_step_hooks(one, division)
+            apart = [check_division(one, division, names) for one in each]
+            return all(apart), "" if user is None or alone else user.describe()
+
+        apart = agree(self._transport, "the optimizer", check)
+        if not apart and division.copies and not self.flows:
+            (made,) = self.optimizers.values()
+            self.optimizers = self._by_rank(made)
+        if not self.flows:
+            for each in self.optimizers.values():
+                self._held.install(each)
+        if user is not None:
+            user.fill(state, self._held, self.optimizers.values())
+        return self._facade(user)
+
+    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+        """What shows the optimizers; user: the instance that was given."""
+        return OptimizerFacade(
+            self, list(self.optimizers.values()), self._members(), user,
+            withheld=self._withheld(), final=self._transport.ranks == 1,
+        )  # fmt: skip
+
+    def _by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
+        """One optimizer for each rank of this process, as under torchrun."""
+        sets: dict[int, list[torch.Tensor]] = {}
+        places: dict[int, Place] = {}
+        for entry in self._state.entries.values():
+            for (stage, lane), tensor in entry.copies.items() if entry.trainable else ():
+                rank = self._state.rank(stage, lane)
+                places.setdefault(rank, (stage, lane))
+                sets.setdefault(rank, []).append(tensor)
+        return dict(
+            zip((places[r] for r in sets), split_optimizer(made, list(sets.values())), strict=True)
+        )
+
+    def _members(self) -> list[list[torch.Tensor]]:
+        """Of each group the parameters of this process, each name once, in the model's order."""
+        groups = [
+            {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
+            for index in range(len(next(iter(self.optimizers.values())).param_groups))
+        ]
+        found: list[list[torch.Tensor]] = [[] for _ in groups]
+        for entry in self._state.entries.values():
+            first = entry.first() if entry.trainable else None
+            for ids, mine in zip(groups, found, strict=True):
+                if first is not None and id(self._held.of(first)) in ids:
+                    mine.append(first)
+        return found
+
+    def _withheld(self) -> str:
+        """Why users may not read the optimizer's parameters; "" where they may."""
+        cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
+        if not cut:
+            return ""
+        shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
+        return f"a rank has a part of {shown} only, which is not what a user expects to see"
+
+    def step_by_hand(self) -> None:
+        """Refused, FXP115."""
+        raise error(
+            "FXP115", where="optimizer.step()",
+            why="this trainer updates by itself, after each minibatch",
+            fix="leave the call out",
+        )  # fmt: skip
+
+    def zero_grad(self) -> None:
+        """Nothing: every minibatch ends with an update, and gradients start from zero."""
+
+    def _reconcile(self) -> str:
+        """Let count what the user has changed; text of it, for ranks to compare.
+
+        Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
+        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`,
+        and for constants that the loss is divided by.
+        """
+        count = 0 if self.guard is None else self.guard()
+        if count != self._copied:
+            self.divisors.renew_here()
+            self._copied = count
+        text = f" constants copied {count} times" if count else ""
+        if self.watch is not None:
+            frozen = self.watch.frozen()
+            if frozen != self.frozen:
+                self._freeze(frozen)
+            text += f" frozen {sorted(frozen)}" if frozen else ""
+        facade = self.optimizer
+        if facade is None or self.flows:
+            return text
+        if facade.touched:
+            with torch.no_grad():
+                for entry in self._state.entries.values():
+                    if entry.trainable and len(entry.copies) > 1:
+                        for copy in entry.copies.values():
+                            if (first := entry.first()) is not None and copy is not first:
+                                copy.copy_(first)
+        facade.apply()
+        text += facade.changed
+        return text
+
+    def _freeze(self, frozen: frozenset[str]) -> None:
+        """Parameters of the user's module were frozen, or trained again."""
+        if self.flows or self._accumulation.batches:
+            raise error(
+                "FXP109",
+                where=f"parameter {min(frozen ^ self.frozen)}",
+                why="its requires_grad was changed while minibatches were in flight"
+                if self.flows
+                else "its requires_grad was changed between a backward and its update",
+                fix="change it after an update of a synchronous trainer, or compile again",
+            )
+        self.frozen = frozen
+
+    def _make_engine(
+        self,
+        lanes: Sequence[MeshRank],
+        schedule: str | Schedule,
+        around: Callable[[int], BackwardHooks | None] | None = None,
+    ) -> PipelineEngine:
+        return PipelineEngine(
+            lanes,
+            self._ranks,
+            self._transport,
+            self._devices,
+            schedule=schedule,
+            meshes=self._meshes,
+            crew=self._crew,
+            around=around,
+            recompute=self.options.recomputes(len(self.spec.stages)),
+            events=self.events,
+        )
+
+    def _read(
+        self,
+        source: BatchSource,
+        batch: Any,
+        mode: str,
+        local: bool = False,
+        *,
+        weighed: bool = False,
+    ) -> BatchAgreement:
+        self._engine.check_whole()
+        pending = self._accumulation.batches
+        mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
+        if len(self._transport.local) < self._transport.ranks:
+            mode += describe_process_modes()
+        refusal = None
+        try:
+            mode += self._reconcile()
+        except FxpartError as cause:
+            refusal = cause
+        read = BatchAgreement(
+            self._transport, source, batch, mode,
+            local=local, asks=self.asks, refusal=refusal, weighed=weighed,
+        )  # fmt: skip
+        if self.optimizer is not None:
+            self.optimizer.changed = ""
+        return read
+
+    def _check_training_rows(self, read: BatchAgreement) -> None:
+        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        check_repetition(self._transport, self._source, read)
+
+    def _evaluator(self) -> tuple[BatchSource, PipelineEngine]:
+        if self._eval is None:
+            if self._evaluation is None:
+                raise _no_evaluation("eval_step")
+            made = self._evaluation()
+            self._eval = self._forward_only(
+                [MeshRank(0, *made)] if isinstance(made, tuple) else made
+            )
+        return self._eval
+
+    def _predictor(self, loss: bool) -> tuple[BatchSource, PipelineEngine, Outputs]:
+        if loss not in self._predictors:
+            if self._prediction is None:
+                raise _no_evaluation("predict")
+            lanes, outputs = self._prediction(loss)
+            self._predictors[loss] = (*self._forward_only(lanes), outputs)
+        return self._predictors[loss]
+
+    def _forward_only(self, lanes: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
+        if self._meshes is not None:
+            for lane in lanes:
+                self._meshes.attach(lane.index, lane.modules)
+        source = BatchSource(GlobalBatchReader(lanes, self.divisors.values), self.microbatches)
+        return source, self._make_engine(lanes, "forward")
+
+    def _describe(self, optimizer: Any) -> str:
+        kind = getattr(optimizer, "func", getattr(optimizer, "instance", optimizer))
+        name = getattr(kind, "__qualname__", None) or type(kind).__name__
+        return (
+            f"ranks {self._ranks} seed {self.seed} {self.options.describe()} optimizer {name} "
+            f"program {encode_common_spec(self.spec)}"
+        )
+
+
+def _no_evaluation(call: str) -> FxpartError:
+    return error(
+        "FXP109", where=call, why="the trainer has no evaluation program",
+        fix="a trainer of the model itself has one; one of an exported program has not",
+    )  # fmt: skip
+
+
+def _nobody(lane: int, cause: BaseException | str) -> None:
+    """A single lane: nobody waits for it."""
+
+
+def _devices(
+    lanes: Sequence[MeshRank], ranks: Ranks, transport: Transport
+) -> dict[int, torch.device]:
+    """Where each local rank's state is; the CPU for a rank without state."""
+    found = dict.fromkeys(transport.local, torch.device("cpu"))
+    for lane in lanes:
+        for stage, module in lane.modules.items():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                found[ranks[stage][lane.index]] = tensor.device
+                break
+    return found

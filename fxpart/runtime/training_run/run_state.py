@@ -1,0 +1,106 @@
+"""What a checkpoint has of a run beside the trainer's own state: taken of fit, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fxpart.checkpoint.value_codec import from_json_value, to_json_value
+from fxpart.errors import error
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors, digest
+
+if TYPE_CHECKING:
+    from fxpart.runtime.fit import FitLoop
+
+_OWN, _OF = "data", "data_of"  # each process's position and random state, and whose is which
+
+
+def capture_run_state(fit: FitLoop) -> dict[str, Any]:
+    """All of it, as JSON has it; every rank calls it, with nothing in flight.
+
+    FXP109 on every rank where the state of something of the user's is not plain. The position in
+    the data is each process's own, and random states with it; those that are equal are kept once.
+    """
+    transport = fit.transport
+
+    def make() -> tuple[tuple[dict[str, Any], bytes], str]:
+        own = msgspec.json.encode(_plain(fit.position.state(), "the data's position"))
+        return (_of_fit(fit), own), f"step {fit.step} epoch {fit.position.epoch}"
+
+    found, mine = agree(transport, "the state of the run", make)
+    with convert_transport_errors(transport, "sharing the position in the data"):
+        rows = transport.exchange([digest(mine.decode())])
+        alike = all(row == rows[0] for row in rows)
+        raws = [mine] * len(rows) if alike else transport.exchange_bytes(mine)
+    kinds = list(dict.fromkeys(raws))
+    found[_OWN] = [msgspec.json.decode(raw) for raw in kinds]
+    found[_OF] = [kinds.index(raw) for raw in raws]
+    return found
+
+
+def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
+    """Put it back; a process that was not there then takes the position of rank 0.
+
+    FXP512 for a checkpoint that no run has saved: it does not say where in the data it was.
+    """
+    if _OF not in found or _OWN not in found:
+        raise error(
+            "FXP512",
+            where="the newest checkpoint of the run's folder",
+            why="no run has saved it: it has no place in the data",
+            fix="trainer.load_checkpoint of it, then fit with a new folder",
+        )
+    plain = {key: from_json_value(value) for key, value in found.items() if key not in (_OWN, _OF)}
+    fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
+    _load(fit.scheduler, plain["scheduler"])
+    _load(fit.run.early_stopping, plain["early stopping"])
+    for (name, state), callback in zip(plain["callbacks"], fit.run.callbacks, strict=False):
+        if name == type(callback).__name__:
+            _load(callback, state)
+    transport, of = fit.transport, found[_OF]
+    processes = 1 if len(transport.local) == transport.ranks else transport.ranks
+    mine = transport.local[0] if len(of) == processes else 0
+    fit.position.load(from_json_value(found[_OWN][of[mine]]))
+
+
+def _of_fit(fit: FitLoop) -> dict[str, Any]:
+    """What is equal on every rank."""
+    callbacks = fit.run.callbacks
+    return {
+        "step": fit.step,
+        "loss": to_json_value(fit.loss),
+        "values": to_json_value(dict(fit.values)),
+        "scheduler": _state(fit.scheduler, "the scheduler"),
+        "early stopping": _state(fit.run.early_stopping, "early stopping"),
+        "callbacks": [
+            [type(each).__name__, _state(each, f"callback {type(each).__name__}")]
+            for each in callbacks
+        ],
+    }
+
+
+def _state(thing: Any, what: str) -> Any:
+    """Its state_dict, None where it has none; functions in it stay as they are made."""
+    if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+        return None
+    state = thing.state_dict()
+    if isinstance(state, Mapping):
+        state = {key: value for key, value in state.items() if not callable(value)}
+    return _plain(state, what)
+
+
+def _load(thing: Any, state: Any) -> None:
+    if state is not None and hasattr(thing, "load_state_dict"):
+        thing.load_state_dict(state)
+
+
+def _plain(value: Any, what: str) -> Any:
+    try:
+        return to_json_value(value, what)
+    except TypeError as cause:
+        raise error(
+            "FXP109", where=f"a checkpoint of {what}", why=str(cause),
+            fix="a state_dict of numbers, texts, bytes, lists and dicts",
+        ) from cause  # fmt: skip

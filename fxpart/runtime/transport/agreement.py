@@ -1,0 +1,248 @@
+"""Ranks that disagree find out before anything is sent, and all say the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Generic, NoReturn, TypeVar
+
+import msgspec
+
+from fxpart.errors import CODES, FxpartError, Problem, error
+from fxpart.runtime import heartbeat
+from fxpart.runtime.heartbeat.call_tracker import calls
+from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+
+_BITS = 63
+T = TypeVar("T")
+
+
+def digest(text: str) -> int:
+    """A 63-bit digest of a text."""
+    raw = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> (64 - _BITS)
+
+
+class AllRanksError(FxpartError):
+    """One that every rank raises at this point: nobody is left to tell of it."""
+
+
+class RankAgreement(Generic[T]):
+    """What this process has to say, on its way to the others; :meth:`confirm` hears theirs.
+
+    Nothing is compared where one process holds all ranks. confirmed: whether all said the same.
+    """
+
+    def __init__(self, transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> None:
+        """Run ``make``, which returns a value and a text that describes it, and announce both.
+
+        what: what is compared, for the message. An exception of ``make`` is announced, too: the
+        problems of an FxpartError, FXP507 with the type and text of any other.
+        """
+        self._transport = transport
+        self._what = what
+        self._text = ""
+        self._value: list[T] = []
+        self._problems: Sequence[Problem] = ()
+        self._cause: Exception | None = None
+        self._alone = transport.ranks == len(transport.local)
+        self._handle: Any = None
+        self.confirmed = self._alone
+        try:
+            value, self._text = make()
+            self._value.append(value)
+        except FxpartError as failure:
+            if self._alone:
+                raise
+            self._problems = failure.problems
+        except Exception as failure:
+            if self._alone:
+                raise
+            self._problems = (make_exception_problem(transport.local[0], what, failure),)
+            self._cause = failure
+        if not self._alone:
+            row = [len(self._problems), *self._digests(), *self._aside()]
+            with convert_transport_errors(transport, f"comparing {what}"):
+                self._handle = transport.begin_exchange(row)
+            if self._problems:
+                self.confirm()
+
+    @property
+    def value(self) -> T:
+        """What ``make`` returned."""
+        return self._value[0]
+
+    def confirm(self) -> None:
+        """Wait for all; raise the same error on every process unless all said the same.
+
+        The problems of every process that has any (each once, in order of rank), or FXP501 with
+        the texts where they differ.
+        """
+        if self._alone or self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        with convert_transport_errors(self._transport, f"comparing {self._what}"):
+            rows = self._transport.end_exchange(handle)
+            if any(row[0] for row in rows):
+                problems = encode_problems(self._problems)
+                raise AllRanksError(
+                    merge_problems(self._transport.exchange_bytes(problems), names_ranks=True)
+                ) from self._cause
+            self._compare(rows)
+            self.confirmed = True
+
+    def _digests(self) -> list[int]:
+        """What stands for the text in this process's row: two numbers, whatever is compared."""
+        return [digest(self._text), 0]
+
+    def _aside(self) -> list[int]:
+        """Two numbers that go along, and are not compared."""
+        return [0, 0]
+
+    def _compare(self, rows: list[list[int]]) -> None:
+        """Raise FXP501 unless all rows are equal."""
+        if any(row != rows[0] for row in rows):
+            self._refuse(self._text)
+
+    def _refuse(self, text: str) -> NoReturn:
+        """Raise FXP501 with what each process has to say, which all do."""
+        message = msgspec.json.encode((calls.name, text))
+        raws = self._transport.exchange_bytes(message)
+        told = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
+        names = [name for name, _ in told]
+        if all(names) and len(set(names)) > 1:
+            raise AllRanksError(make_call_mismatch_problem(names))
+        raise AllRanksError(_difference(self._what, [text for _, text in told]))
+
+
+def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
+    """Run ``make`` on every process; its value if all succeed with the same text.
+
+    Raises as :meth:`RankAgreement.confirm` does, on every process.
+    """
+    pending = RankAgreement(transport, what, make)
+    pending.confirm()
+    return pending.value
+
+
+@contextmanager
+def convert_transport_errors(transport: Transport, what: str) -> Iterator[None]:
+    """Turn a transport's own exceptions into FXP503 and FXP504; ``what`` is being done."""
+    try:
+        yield
+    except (TransferTimeoutError, PeerLostError) as cause:
+        raise make_lost_peer_error(transport.local[0], what, cause) from cause
+
+
+def make_lost_peer_error(
+    rank: int, what: str, cause: TransferTimeoutError | PeerLostError
+) -> FxpartError:
+    """A rank waited in vain for another while doing ``what``.
+
+    FXP514 or FXP515 with the rank that is to blame, where the ranks watch each other; else FXP503
+    or FXP504.
+    """
+    found = heartbeat.diagnose_failed_wait(
+        what, cause.seconds if isinstance(cause, TransferTimeoutError) else None
+    )
+    if found is not None:
+        return found
+    where = f"rank {rank}, {what}"
+    if isinstance(cause, TransferTimeoutError):
+        return error(
+            "FXP503",
+            where=where,
+            why=f"nothing came or went for {cause.seconds:g} seconds",
+            fix="look at the other ranks' messages; a larger timeout if a step is that slow",
+        )
+    return error(
+        "FXP504",
+        where=where,
+        why=f"the connection to another rank was lost: {cause}",
+        fix="look at the other ranks' messages: one of them ended first",
+    )
+
+
+def encode_problems(problems: Sequence[Problem]) -> bytes:
+    """Problems as a message."""
+    return msgspec.json.encode([(p.code, p.where, p.why, p.fix) for p in problems])
+
+
+def merge_problems(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Problem]:
+    """The problems of all messages, each once.
+
+    names_ranks: one that not every rank has says which ranks have it, if it does not already.
+    """
+    found: dict[Problem, list[int]] = {}
+    for rank, message in enumerate(messages):
+        for code, where, why, fix in msgspec.json.decode(
+            message, type=list[tuple[str, str, str, str]]
+        ):
+            problem = Problem(code if code in CODES else "FXP504", where, why, fix)
+            found.setdefault(problem, []).append(rank)
+    if not names_ranks:
+        return list(found)
+    return [
+        problem if len(set(ranks)) == len(messages) else _on_ranks(problem, ranks)
+        for problem, ranks in found.items()
+    ]
+
+
+def _on_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
+    """The problem with the ranks that have it, in front of the place unless that is in a batch."""
+    if problem.where.startswith("rank "):
+        return problem
+    names = f"rank {', '.join(map(str, ranks))}"
+    if problem.code == "FXP105":
+        return replace(problem, why=f"{problem.why} (on {names})")
+    return replace(problem, where=f"{names}, {problem.where}")
+
+
+def make_exception_problem(rank: int, what: str, cause: BaseException) -> Problem:
+    """FXP507 for an exception of one rank, which is no error of fxpart's own."""
+    return Problem(
+        "FXP507",
+        f"rank {rank}, {what}",
+        f"{type(cause).__name__}: {cause}",
+        "correct it there; every rank has ended this call, and none waits",
+    )
+
+
+def make_call_mismatch_problem(names: Sequence[str]) -> Problem:
+    """FXP501: the trainer call that each rank has made, by rank."""
+    return Problem(
+        "FXP501",
+        "calls of the trainer",
+        "\n".join(f"rank {rank} called {name}()" for rank, name in enumerate(names)),
+        "make the call on every rank, in the same order; `if rank == 0:` belongs around what is "
+        "done with its result",
+    )
+
+
+def _difference(what: str, texts: Sequence[str]) -> Problem:
+    """FXP501: which ranks have which text, from where they differ on."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    start = _common(list(groups))
+    lines = [
+        f"rank {', '.join(map(str, ranks))}: ...{text[start : start + 160]}"
+        for text, ranks in groups.items()
+    ]
+    return Problem(
+        "FXP501",
+        what,
+        "\n".join(lines),
+        "give every rank the same script, arguments and batches in the same order",
+    )
+
+
+def _common(texts: list[str]) -> int:
+    """Where the texts begin to differ, a little before it."""
+    shortest = min(map(len, texts))
+    for at in range(shortest):
+        if len({text[at] for text in texts}) > 1:
+            return max(0, at - 20)
+    return max(0, shortest - 20)

@@ -1,0 +1,103 @@
+"""All ranks in one process: mailboxes. For tests, laptops and a first look."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_Box = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _PostedReceive:
+    """A receive: number ``place`` of its mailbox, to be put on ``device``."""
+
+    box: _Box
+    place: int
+    device: torch.device
+
+
+class InProcess:
+    """A transport whose ranks take turns in this process; nothing is copied on one device."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: how many ranks the plan has."""
+        self.ranks = ranks
+        self.local = tuple(range(ranks))
+        self.timeout = float("inf")
+        self._arrived: dict[tuple[_Box, int], torch.Tensor] = {}
+        self._sent: defaultdict[_Box, int] = defaultdict(int)
+        self._posted: defaultdict[_Box, int] = defaultdict(int)
+
+    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Put the tensor into the mailbox; complete at once."""
+        box = (source, target, channel)
+        self._arrived[box, self._sent[box]] = tensor
+        self._sent[box] += 1
+        return tensor
+
+    def send_all(
+        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Put several into the mailbox, in order."""
+        return [self.send(source, target, channel, tensor) for tensor in tensors]
+
+    def post(
+        self,
+        source: int,
+        target: int,
+        channel: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _PostedReceive:
+        """Reserve the mailbox's next tensor; the sender has checked its shape and dtype."""
+        box = (source, target, channel)
+        self._posted[box] += 1
+        return _PostedReceive(box, self._posted[box] - 1, device)
+
+    def ready(self, handle: _PostedReceive | torch.Tensor) -> bool:
+        """Whether the tensor is there."""
+        if isinstance(handle, torch.Tensor):
+            return True
+        return (handle.box, handle.place) in self._arrived
+
+    def wait(self, handle: _PostedReceive | torch.Tensor) -> torch.Tensor:
+        """Take the tensor out; the executor asks ``ready`` first."""
+        if isinstance(handle, torch.Tensor):
+            return handle
+        assert self.ready(handle), "waited for a tensor that was not sent"
+        tensor = self._arrived.pop((handle.box, handle.place))
+        # A fresh tensor object: a consumer's requires_grad and grad are its own.
+        return tensor.detach().to(handle.device)
+
+    def begin_exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """One process: its own row."""
+        return [list(row)]
+
+    def end_exchange(self, handle: list[list[int]]) -> list[list[int]]:
+        """One process: its own row."""
+        return handle
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """One process: its own row."""
+        return [list(row)]
+
+    def exchange_bytes(self, message: bytes) -> list[bytes]:
+        """One process: its own message."""
+        return [message]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """One process: the tensor as it is."""
+        return tensor
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One process: the tensor as it is."""
+        return tensor
+
+    def close(self) -> None:
+        """Drop undelivered tensors."""
+        self._arrived.clear()

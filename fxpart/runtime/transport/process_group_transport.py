@@ -1,0 +1,254 @@
+"""One rank per process over torch.distributed: gloo between CPUs, nccl between GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpart.collectives.failures import ALL, NOBODY, waiting
+from fxpart.compat import share_cores
+from fxpart.runtime.transport.control_channel import ControlChannel, connect_control_channel
+from fxpart.runtime.transport.deadline import Deadline
+from fxpart.runtime.transport.interface import (
+    BACKWARD,
+    FORWARD,
+    STATE,
+    PeerLostError,
+    TransferTimeoutError,
+)
+from fxpart.runtime.transport.shared_memory import (
+    SharedMemory,
+    SharedMemoryReceive,
+    SharedMemorySend,
+)
+from fxpart.runtime.transport.shared_memory import connect_shared_memory as meet
+
+_CONTROL = 4  # the tag of control messages
+_DIRECT = 15  # up to so many other ranks hear from each directly
+_LONGEST = 1 << 30  # bytes of a message
+_TIMED_OUT = ("timed out", "timeout")
+
+
+@dataclass(slots=True)
+class _DistributedTransfer:
+    """A transfer under way: torch's work object, the tensor it reads or fills, the other rank."""
+
+    work: Any
+    tensor: torch.Tensor
+    rank: int = NOBODY
+
+
+class ProcessGroupTransport:
+    """A transport over the default process group.
+
+    Each direction has a channel of its own. gloo tells channels apart by tag. nccl ignores tags
+    and runs the transfers of one group in order, so there each channel is a group: a receive that
+    was posted early never stands in the way of a send. Control messages always go over the
+    CPU. Between CPUs of one machine transfers go through memory that the processes share; if any
+    two of them cannot, all go over gloo.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float | Deadline | None = None,
+        one_machine: bool = False,
+        shared_memory: bool = True,
+    ) -> None:
+        """The default process group must exist.
+
+        timeout: seconds that any wait may take; None: by the steps' times. one_machine: all ranks
+        run on this machine, so that messages can take a shorter way. shared_memory: there,
+        transfers may go through shared memory. Every rank gives the same.
+        """
+        self.ranks = dist.get_world_size()
+        self.local: tuple[int, ...] = (dist.get_rank(),)
+        self._deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
+        self.timeout = timeout = self._deadline.seconds
+        self._limit = timedelta(seconds=timeout)
+        self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
+        backend = dist.get_backend_config()
+        self._control: Any = None
+        if "nccl" in backend:
+            self._groups = {channel: dist.new_group() for channel in self._groups}
+            if "gloo" not in backend:
+                self._control = dist.new_group(backend="gloo")
+        share_cores()
+        self._mesh: ControlChannel | None = None
+        self._memory: SharedMemory | None = None
+        if one_machine and self.ranks > 1:
+            self._mesh = connect_control_channel(
+                self.local[0], self.ranks, self.exchange_bytes, timeout
+            )
+        if one_machine and shared_memory and self.ranks > 1 and "nccl" not in backend:
+            self._memory = meet(self.local[0], self.ranks, self.exchange_bytes, timeout)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether transfers between CPUs go through shared memory."""
+        return self._memory is not None
+
+    def send(
+        self, source: int, target: int, channel: int, tensor: torch.Tensor
+    ) -> _DistributedTransfer | SharedMemorySend:
+        """Start sending; the tensor is kept until the handle is dropped, if it is needed."""
+        if tensor.numel() == 0:
+            return _DistributedTransfer(None, tensor)
+        if self._memory is not None and tensor.device.type == "cpu":
+            return self._memory.send(target, channel, tensor)
+        group = self._groups[channel]
+        return self._begin(lambda: dist.isend(tensor, target, group, channel), tensor, target)
+
+    def send_all(
+        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> list[_DistributedTransfer | SharedMemorySend]:
+        """Start sending several in order; shared memory tells the receiver of all at once."""
+        if self._memory is not None and all(t.device.type == "cpu" and t.numel() for t in tensors):
+            return [*self._memory.send_all(target, channel, tensors)]
+        return [self.send(source, target, channel, tensor) for tensor in tensors]
+
+    def post(
+        self,
+        source: int,
+        target: int,
+        channel: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> _DistributedTransfer | SharedMemoryReceive:
+        """Start receiving: into a new buffer, or where the sender has put it."""
+        if self._memory is not None and device.type == "cpu" and 0 not in shape:
+            return self._memory.post(source, channel, shape, dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        if tensor.numel() == 0:
+            return _DistributedTransfer(None, tensor)
+        group = self._groups[channel]
+        return self._begin(lambda: dist.irecv(tensor, source, group, channel), tensor, source)
+
+    def ready(self, handle: _DistributedTransfer | SharedMemorySend | SharedMemoryReceive) -> bool:
+        """Always: the other rank runs by itself, so waiting is right."""
+        return True
+
+    def wait(
+        self, handle: _DistributedTransfer | SharedMemorySend | SharedMemoryReceive
+    ) -> torch.Tensor:
+        """Wait for a transfer, at most ``timeout`` seconds."""
+        if not isinstance(handle, _DistributedTransfer):
+            assert self._memory is not None
+            return self._memory.wait(handle)
+        if handle.work is not None:
+            self._finish(handle.work, handle.rank)
+            handle.work = None
+        return handle.tensor
+
+    def begin_exchange(self, row: Sequence[int]) -> Any:
+        """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
+        if self._deadline.lap():
+            self._set_limit(self._deadline.seconds)
+        if self._memory is not None:
+            self._memory.tidy()
+        if self._mesh is not None:
+            return self._mesh.begin(row)
+        mine = torch.tensor(row, dtype=torch.int64)
+        me, control = self.local[0], self._control
+        parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
+        others = [r for r in range(self.ranks) if r != me]
+        try:
+            if len(others) > _DIRECT:
+                parts[me] = torch.empty_like(mine)
+                return [dist.all_gather(parts, mine, group=control, async_op=True)], parts
+            works = [dist.irecv(parts[r], r, control, _CONTROL) for r in others]
+            works += [dist.isend(mine, r, control, _CONTROL) for r in others]
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+        return works, parts
+
+    def end_exchange(self, handle: Any) -> list[list[int]]:
+        """Wait for all others, bounded."""
+        if self._mesh is not None:
+            return self._mesh.end(handle)
+        works, parts = handle
+        for work in works:
+            self._finish(work)
+        return [part.tolist() for part in parts]
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """An all-gather of a few integers."""
+        return self.end_exchange(self.begin_exchange(row))
+
+    def exchange_bytes(self, message: bytes) -> list[bytes]:
+        """An all-gather of lengths, then of messages padded to the longest.
+
+        PeerLostError where another rank is somewhere else, so that its word is no length: one that
+        has given up waiting goes on while this one still tells what went wrong.
+        """
+        lengths = [row[0] for row in self.exchange([len(message)])]
+        longest = max(lengths)
+        if min(lengths) < 0 or longest > _LONGEST:
+            raise PeerLostError("the ranks are no longer at the same place")
+        if longest == 0:
+            return [b""] * self.ranks
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
+            : len(message)
+        ]
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._finish(dist.all_gather(parts, mine, group=self._control, async_op=True))
+        return [
+            part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """torch's broadcast, bounded."""
+        if tensor.numel():
+            self._finish(dist.broadcast(tensor, root, async_op=True))
+        return tensor
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """torch's all-reduce, bounded; for CPU tensors."""
+        self._finish(dist.all_reduce(tensor, group=self._control, async_op=True))
+        return tensor
+
+    def wake(self) -> None:
+        """End waits in connections of its own, now and later: a rank was lost. From any thread."""
+        if self._mesh is not None:
+            self._mesh.wake()
+        if self._memory is not None:
+            self._memory.wake()
+
+    def close(self) -> None:
+        """Close its own connections; the process group belongs to who made it."""
+        if self._mesh is not None:
+            self._mesh.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _set_limit(self, seconds: float) -> None:
+        self.timeout, self._limit = seconds, timedelta(seconds=seconds)
+        if self._mesh is not None:
+            self._mesh.timeout = seconds
+        if self._memory is not None:
+            self._memory.timeout = seconds
+
+    def _begin(self, begin: Any, tensor: torch.Tensor, rank: int) -> _DistributedTransfer:
+        try:
+            return _DistributedTransfer(begin(), tensor, rank)
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+
+    def _finish(self, work: Any, rank: int = ALL) -> None:
+        waiting.rank, waiting.since = rank, time.monotonic()
+        try:
+            work.wait(self._limit)
+            waiting.rank = NOBODY
+        except (RuntimeError, ValueError) as cause:
+            text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+            if any(mark in text.lower() for mark in _TIMED_OUT):
+                raise TransferTimeoutError(self.timeout, text) from cause
+            raise PeerLostError(text) from cause

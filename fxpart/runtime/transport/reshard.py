@@ -1,0 +1,146 @@
+"""Move a tensor from one mesh and layout to another over a transport, the overlaps only.
+
+All receives are posted and all sends started before anything is waited for: no order of ranks can
+block another. What one rank gives another travels as one message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+
+from fxpart.errors import error
+from fxpart.runtime.transport.agreement import make_lost_peer_error
+from fxpart.runtime.transport.interface import (
+    STATE,
+    PeerLostError,
+    TransferTimeoutError,
+    Transport,
+)
+from fxpart.sharding.layout import local_shape
+from fxpart.sharding.transfers import Slices, TransferBox, TransferEndpoint, plan_transfer
+
+_plan = lru_cache(maxsize=1024)(plan_transfer)
+
+
+def reshard(
+    transport: Transport,
+    tensors: Mapping[int, torch.Tensor],
+    shape: Sequence[int],
+    source: TransferEndpoint,
+    target: TransferEndpoint,
+    *,
+    dtype: torch.dtype,
+    devices: Mapping[int, torch.device] | torch.device | None = None,
+    channel: int = STATE,
+) -> dict[int, torch.Tensor]:
+    """What this process's ranks hold of a tensor afterwards, by rank.
+
+    tensors: by rank, what they hold before. shape, dtype: of the whole tensor. source, target: the
+    meshes, placements and the transport's rank of each lane. devices: of the results; None: CPU.
+    Every rank of both meshes calls this at the same time; a rank of neither need not. FXP503 or
+    FXP504 where another rank does not come or is lost, FXP900 for a tensor of the wrong shape.
+    """
+    pieces = _plan(tuple(shape), source, target)
+    local = set(transport.local)
+    _check(tensors, tuple(shape), source, local, dtype)
+    pairs: dict[tuple[int, int], list[TransferBox]] = {}
+    for piece in pieces:
+        pairs.setdefault((source.rank(piece.source), target.rank(piece.target)), []).append(piece)
+    place = {rank: devices.get(rank) if isinstance(devices, Mapping) else devices for rank in local}
+    cpu = torch.device("cpu")
+    try:
+        posted = {
+            (giver, taker): transport.post(
+                giver, taker, channel, (sum(p.elements for p in held),), dtype, place[taker] or cpu
+            )
+            for (giver, taker), held in pairs.items()
+            if taker in local and giver != taker
+        }
+        sent = [
+            transport.send(giver, taker, channel, _packed(tensors[giver], held))
+            for (giver, taker), held in pairs.items()
+            if giver in local and giver != taker
+        ]
+        arrived = {pair: transport.wait(handle) for pair, handle in posted.items()}
+        for handle in sent:
+            transport.wait(handle)
+    except (TransferTimeoutError, PeerLostError) as cause:
+        raise make_lost_peer_error(transport.local[0], "a move to another mesh", cause) from cause
+    results = {}
+    for lane in range(target.mesh.size):
+        if (rank := target.rank(lane)) in local:
+            # Pieces fill a lane's tensor; one without any holds the zeros of a sum.
+            make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
+            size = local_shape(shape, target.placements, target.mesh, lane)
+            results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
+    _fill(results, tensors, pieces, arrived, source, target)
+    return results
+
+
+def _check(
+    tensors: Mapping[int, torch.Tensor],
+    shape: tuple[int, ...],
+    source: TransferEndpoint,
+    local: set[int],
+    dtype: torch.dtype,
+) -> None:
+    """Every local rank of the source has its part."""
+    for lane in range(source.mesh.size):
+        rank = source.rank(lane)
+        if rank not in local:
+            continue
+        want = local_shape(shape, source.placements, source.mesh, lane)
+        held = tensors.get(rank)
+        if held is None or tuple(held.shape) != want or held.dtype != dtype:
+            given = "nothing" if held is None else f"{tuple(held.shape)} of {held.dtype}"
+            raise error(
+                "FXP900",
+                where=f"a move to another mesh, rank {rank}",
+                why=f"its part is {want} of {dtype} and {given} was given",
+            )
+
+
+def _packed(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
+    """The pieces one after another, 1-D; no copy where they lie so already."""
+    tensor = tensor.detach()
+    if len(pieces) == 1:
+        return _box(tensor, pieces[0].read).reshape(-1).contiguous()
+    return torch.cat([_box(tensor, piece.read).reshape(-1) for piece in pieces])
+
+
+def _fill(
+    results: Mapping[int, torch.Tensor],
+    tensors: Mapping[int, torch.Tensor],
+    pieces: Sequence[TransferBox],
+    arrived: Mapping[tuple[int, int], torch.Tensor],
+    source: TransferEndpoint,
+    target: TransferEndpoint,
+) -> None:
+    """Put and add the pieces in the plan's order, so that a sum is the same on every run."""
+    at = dict.fromkeys(arrived, 0)
+    for piece in pieces:
+        pair = giver, taker = source.rank(piece.source), target.rank(piece.target)
+        if taker not in results:
+            continue
+        write = _box(results[taker], piece.write)
+        if giver == taker:
+            value = _box(tensors[giver].detach(), piece.read)
+        else:
+            sizes = [stop - start for start, stop in piece.read]
+            value = arrived[pair].narrow(0, at[pair], math.prod(sizes)).view(sizes)
+            at[pair] += piece.elements
+        if piece.add:
+            write.add_(value)
+        else:
+            write.copy_(value)
+
+
+def _box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+    """A part of a tensor as a view."""
+    for dim, (start, stop) in enumerate(slices):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor

@@ -1,0 +1,413 @@
+"""Transfers between the processes of one machine through memory that they share.
+
+A send copies the tensor into a slot of memory that the receiver has mapped, too, and tells it so
+by a few bytes over a Unix socket. A received tensor is that memory itself: nothing is copied a
+second time, no thread takes part beside the two that send and receive, and the slot is free again
+when the tensor is dropped. So a received tensor needs no memory of its own; what is under way at
+once stands in the arena of its sender (see
+:class:`~fxpart.runtime.transport.shared_memory_arena.Arena`), whose pages count in the resident
+sets of both.
+
+Who waits reads what comes from all others meanwhile, whatever its channel. So two ranks that send
+to each other cannot stand in each other's way, and a full socket empties. A send is waited for only
+while the receiver has not posted enough receives, whether or not it looks at what has come: a rank
+in a collective holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fxpart.collectives.failures import NOBODY, waiting
+from fxpart.runtime.transport.handshake import (
+    AbstractUnixSockets,
+    Spread,
+    connect_all_pairs,
+    receive_exactly,
+)
+from fxpart.runtime.transport.interface import STATE, PeerLostError, TransferTimeoutError
+from fxpart.runtime.transport.shared_memory_arena import (
+    HEAD,
+    Arena,
+    MappedRegion,
+    create_region,
+    map_region,
+    view_as_tensor,
+)
+
+# Messages of a channel that no receive stands ready for, after which a send is waited for.
+AHEAD = 4
+_RECORD = struct.Struct("<BBxxIQQ")  # what, channel or none, region, two numbers
+_MESSAGE, _REGION, _GONE = 1, 2, 3
+_CHANNELS = STATE + 1
+_READ = 1 << 14
+_ANNOUNCED = 1 << 20  # bytes of announcements under way at once, if the system allows so many
+_DESCRIPTORS = socket.CMSG_SPACE(64 * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_CLOSED_IN_CHILDREN = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_LOOK = 1.0  # milliseconds between looks at how far a receiver is
+_HELLO_SECONDS = 20.0
+_EMPTY = torch.empty(0)
+
+
+class SharedMemoryReceive:
+    """A receive that was posted: its message once it is there, and then the tensor."""
+
+    __slots__ = ("copied", "dtype", "link", "message", "shape", "tensor")
+
+    def __init__(
+        self, link: _SharedMemoryPeer, shape: tuple[int, ...], dtype: torch.dtype, copied: bool
+    ) -> None:
+        """What the message will be taken for. copied: into memory of its own."""
+        self.link = link
+        self.shape = shape
+        self.dtype = dtype
+        self.copied = copied
+        self.message: memoryview | None = None
+        self.tensor: torch.Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the message is there."""
+        return self.message is not None or self.tensor is not None
+
+
+class SharedMemorySend:
+    """A send: number ``count`` of its channel. Its tensor has been copied and is not needed."""
+
+    __slots__ = ("channel", "count", "link")
+
+    def __init__(self, link: _SharedMemoryPeer, channel: int, count: int) -> None:
+        """link: to the receiver."""
+        self.link = link
+        self.channel = channel
+        self.count = count
+
+    @property
+    def done(self) -> bool:
+        """Whether no more than AHEAD messages up to this one wait for their receives."""
+        return self.link.wanted[self.channel] >= self.count - AHEAD
+
+
+class _SharedMemoryPeer:
+    """Both directions between this process and another."""
+
+    def __init__(self, rank: int, peer: socket.socket, out: mmap.mmap, back: mmap.mmap) -> None:
+        """out: the ledger of what I send, which the other writes; back: of what I receive."""
+        self.rank = rank
+        self.peer = peer
+        self.wanted = memoryview(out).cast("Q")  # by channel, receives that the other has posted
+        self.sent = [0] * _CHANNELS
+        self.arrived: list[deque[memoryview]] = [deque() for _ in range(_CHANNELS)]
+        self.posted: list[deque[SharedMemoryReceive]] = [deque() for _ in range(_CHANNELS)]
+        self.arena = Arena(self._announce)
+        self.lost = ""
+        self.write: Callable[[bytes, list[int]], None]
+        self._wanted = memoryview(back).cast("Q")
+        self._regions: dict[int, MappedRegion] = {}
+        self._descriptors: deque[int] = deque()
+        self._rest = b""
+
+    def post(self, channel: int, receive: SharedMemoryReceive) -> None:
+        """The channel's next message is for this receive."""
+        self._wanted[channel] += 1
+        if self.arrived[channel]:
+            receive.message = self.arrived[channel].popleft()
+        else:
+            self.posted[channel].append(receive)
+
+    def read(self) -> bool:
+        """Take in what has come, without waiting; remembers if the other end is gone.
+
+        Whether there was anything.
+        """
+        try:
+            data, beside, _, _ = self.peer.recvmsg(_READ, _DESCRIPTORS, _CLOSED_IN_CHILDREN)
+        except BlockingIOError:
+            return False
+        except OSError as cause:
+            self.lost = f"rank {self.rank} closed the connection: {cause}"
+            return False
+        for level, kind, found in beside:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(struct.unpack(f"{len(found) // 4}i", found))
+        if not data:
+            self.lost = f"rank {self.rank} closed the connection"
+            return False
+        if self._rest:
+            data = self._rest + data
+        whole = len(data) - len(data) % _RECORD.size
+        self._rest = data[whole:]
+        try:
+            for what, channel, region, first, second in _RECORD.iter_unpack(data[:whole]):
+                if what == _MESSAGE:
+                    self._file(channel, self._regions[region].message(first, second))
+                elif what == _REGION:
+                    self._map(region, first, second)
+                else:
+                    self._regions.pop(region)
+        except (OSError, LookupError) as cause:
+            self.lost = f"what rank {self.rank} sends cannot be read: {cause!r}"
+        return not self.lost
+
+    def _file(self, channel: int, message: memoryview) -> None:
+        if self.posted[channel]:
+            self.posted[channel].popleft().message = message
+        else:
+            self.arrived[channel].append(message)
+
+    def _map(self, region: int, size: int, whole: int) -> None:
+        descriptor = self._descriptors.popleft()
+        try:
+            self._regions[region] = MappedRegion(descriptor, size, whole)
+        finally:
+            os.close(descriptor)
+
+    def _announce(self, region: int, descriptor: int, size: int, whole: int) -> None:
+        if descriptor < 0:
+            self.write(_RECORD.pack(_GONE, 0, region, 0, 0), [])
+        else:
+            self.write(_RECORD.pack(_REGION, 0, region, size, whole), [descriptor])
+
+    def close(self) -> None:
+        """End the connection; tensors that were received stay."""
+        self.peer.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+class SharedMemory:
+    """Point-to-point transfers of CPU tensors with the other processes of this machine.
+
+    For one thread at a time. After a failed transfer all connections are broken, so that the
+    others notice at once.
+    """
+
+    def __init__(self, links: Sequence[_SharedMemoryPeer], timeout: float) -> None:
+        """links: to all others. timeout: seconds that a wait may take. Made by
+        :func:`connect_shared_memory`.
+        """
+        self.timeout = timeout
+        self._links = {link.rank: link for link in links}
+        self._at = {link.peer.fileno(): link for link in links}
+        self._poll = select.poll()
+        for link in links:
+            link.peer.setblocking(False)
+            link.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ANNOUNCED)
+            self._poll.register(link.peer, select.POLLIN)
+            link.write = self._writer(link)
+
+    def send(self, target: int, channel: int, tensor: torch.Tensor) -> SharedMemorySend:
+        """Copy a tensor of at least one element to where the receiver finds it; PeerLostError."""
+        return self.send_all(target, channel, [tensor])[0]
+
+    def send_all(
+        self, target: int, channel: int, tensors: Sequence[torch.Tensor]
+    ) -> list[SharedMemorySend]:
+        """As :meth:`send`, each as a message of its own; the receiver is told of all at once."""
+        link, sent, records = self._links[target], self._links[target].sent, b""
+        handles = []
+        for tensor in tensors:
+            records += self._put(link, channel, tensor)
+            sent[channel] += 1
+            handles.append(SharedMemorySend(link, channel, sent[channel]))
+        link.write(records, [])
+        return handles
+
+    def _put(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
+        """Copy a tensor into a slot; what tells of it."""
+        size = tensor.numel() * tensor.itemsize
+        try:
+            slot = link.arena.take(size)
+        except OSError as cause:
+            why = f"no memory to share for {size} bytes: {cause}"
+            raise self._broken(PeerLostError(why)) from cause
+        slot.fill(tensor)
+        return _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
+
+    def post(
+        self, source: int, channel: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> SharedMemoryReceive:
+        """Say that the channel's next tensor from ``source`` will be waited for."""
+        link = self._links[source]
+        receive = SharedMemoryReceive(link, tuple(shape), dtype, channel == STATE)
+        link.post(channel, receive)
+        return receive
+
+    def wait(self, handle: SharedMemorySend | SharedMemoryReceive) -> torch.Tensor:
+        """The received tensor; of a send an empty one, once its receive is not far from posted.
+
+        TransferTimeoutError, PeerLostError.
+        """
+        if not handle.done:
+            self._until(handle)
+        if isinstance(handle, SharedMemorySend):
+            return _EMPTY
+        if handle.message is not None:
+            size = handle.dtype.itemsize
+            for extent in handle.shape:
+                size *= extent
+            if len(handle.message) != size:
+                why = f"{len(handle.message)} bytes came from rank {handle.link.rank}, not {size}"
+                raise self._broken(PeerLostError(why))
+            tensor = view_as_tensor(handle.message, handle.dtype, handle.shape)
+            # What users get to keep shall not stay in the sender's arena.
+            handle.tensor = tensor.clone() if handle.copied else tensor
+            handle.message = None
+        assert handle.tensor is not None
+        return handle.tensor
+
+    def tidy(self) -> None:
+        """Once a step: give memory back that was not used for long."""
+        for link in self._links.values():
+            if not link.lost:
+                link.arena.tidy()
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that this process shares with those that it sends to."""
+        return sum(link.arena.size for link in self._links.values())
+
+    def wake(self) -> None:
+        """End all waits, now and later, from another thread: a rank was lost."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.peer.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connections; what has been received stays."""
+        for link in self._links.values():
+            link.lost = link.lost or "the transport is closed"
+            link.close()
+
+    def _until(self, handle: SharedMemorySend | SharedMemoryReceive) -> None:
+        """Wait; what others send meanwhile is taken in, too."""
+        link, limit = handle.link, 0.0
+        waiting.rank, waiting.since = link.rank, time.monotonic()
+        while not handle.done:
+            if link.lost:
+                raise self._broken(PeerLostError(link.lost))
+            now = time.monotonic()
+            limit = limit or now + self.timeout
+            if now >= limit:
+                why = f"nothing from rank {link.rank}"
+                raise self._broken(TransferTimeoutError(self.timeout, why))
+            left = 1e3 * (limit - now)
+            self._listen(min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left)
+        waiting.rank = NOBODY
+
+    def _listen(self, milliseconds: float) -> None:
+        """Take in what comes within a time, and forget those that are gone."""
+        for descriptor, _ in self._poll.poll(milliseconds):
+            link = self._at.get(descriptor)
+            if link is not None:
+                link.read()
+                if link.lost:
+                    self._poll.unregister(descriptor)
+                    del self._at[descriptor]
+
+    def _writer(self, link: _SharedMemoryPeer) -> Callable[[bytes, list[int]], None]:
+        """What writes to a peer; where its socket is full it takes in what others send."""
+
+        def write(record: bytes, descriptors: list[int]) -> None:
+            limit = 0.0
+            while record:
+                if link.lost:
+                    raise self._broken(PeerLostError(link.lost))
+                try:
+                    if descriptors:
+                        sent = socket.send_fds(link.peer, [record], descriptors)
+                        descriptors = []
+                    else:
+                        sent = link.peer.send(record)
+                    record = record[sent:]
+                except BlockingIOError:
+                    now = time.monotonic()
+                    limit = limit or now + self.timeout
+                    if now >= limit:
+                        why = f"rank {link.rank} reads nothing"
+                        raise self._broken(TransferTimeoutError(self.timeout, why)) from None
+                    self._listen(_LOOK)
+                except OSError as cause:
+                    while link.read():  # what it had sent before
+                        pass
+                    link.lost = link.lost or f"rank {link.rank} closed the connection: {cause}"
+
+        return write
+
+    def _broken(self, cause: Exception) -> Exception:
+        """After a failure: the others shall not wait for this rank."""
+        for link in self._links.values():
+            try:
+                link.peer.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        return cause
+
+
+def connect_shared_memory(
+    rank: int, ranks: int, spread: Spread, timeout: float
+) -> SharedMemory | None:
+    """Shared memory between all ranks, or None on every rank if any two cannot share.
+
+    They cannot if they are not on one machine, or if the system is not Linux. spread: see
+    :func:`fxpart.runtime.transport.handshake.connect_all_pairs`.
+    """
+    peers = connect_all_pairs(rank, ranks, spread, AbstractUnixSockets())
+    if peers is None:
+        return None
+    links: list[_SharedMemoryPeer] = []
+    try:
+        links = _ledgers(peers)
+    except OSError:
+        for peer in peers.values():  # nobody shall wait for this rank; all are told below
+            peer.close()
+    if all(spread(b"\1" if len(links) == ranks - 1 else b"")):
+        return SharedMemory(links, timeout)
+    for peer in peers.values():
+        peer.close()
+    return None
+
+
+def _ledgers(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
+    """The links, each with a ledger of both directions; shows that memory can be shared at all."""
+    limit = time.monotonic() + _HELLO_SECONDS
+    mine: dict[int, mmap.mmap] = {}
+    for rank, peer in peers.items():
+        descriptor, mine[rank] = create_region(HEAD)
+        mine[rank][-1] = 1
+        try:
+            peer.settimeout(_HELLO_SECONDS)
+            socket.send_fds(peer, [b"\1"], [descriptor])
+        finally:
+            os.close(descriptor)
+    links = []
+    for rank, peer in peers.items():
+        peer.settimeout(max(limit - time.monotonic(), 1e-3))
+        data, descriptors, *_ = socket.recv_fds(peer, 1, 1)
+        if not data or not descriptors:
+            raise ConnectionError("no memory came")
+        try:
+            back = map_region(descriptors[0], HEAD)
+        finally:
+            os.close(descriptors[0])
+        if back[-1] != 1:
+            raise ConnectionError("what came is not the other's memory")
+        back[-1] = 2
+        links.append(_SharedMemoryPeer(rank, peer, mine[rank], back))
+    for link in links:  # all have mapped, and see what the others write
+        link.peer.settimeout(max(limit - time.monotonic(), 1e-3))
+        link.peer.sendall(b"\2")
+    for link in links:
+        if receive_exactly(link.peer, 1, limit) != b"\2" or mine[link.rank][-1] != 2:
+            raise ConnectionError("memory is not shared")
+    return links

@@ -1,0 +1,18 @@
+"""Weights some updates ahead: what an asynchronous pipeline computes with in place of stale ones.
+
+One rule a file; :func:`make_predictor` makes one for an optimizer. Beside them what PipeMare does
+instead (:class:`PipeMareCorrection`, :func:`discounted_lr`), and an optimizer that expects late
+gradients (:class:`SpikeCompensatedSGD`). See docs/prediction.md.
+"""
+
+from __future__ import annotations
+
+from fxpart.runtime.weight_prediction.pipemare import PipeMareCorrection, discounted_lr
+from fxpart.runtime.weight_prediction.predictor import Predictor
+from fxpart.runtime.weight_prediction.rules import RULES, make_predictor
+from fxpart.runtime.weight_prediction.spike_compensation import SpikeCompensatedSGD
+
+__all__ = [
+    "RULES", "PipeMareCorrection", "Predictor", "SpikeCompensatedSGD", "discounted_lr",
+    "make_predictor",
+]  # fmt: skip

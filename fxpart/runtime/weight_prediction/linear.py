@@ -1,0 +1,167 @@
+"""Rule "linear": on along the direction of the last step, W - (lr_1 + ... + lr_s) d.
+
+Source: SpecTrain (arXiv 1809.02839) for SGD with momentum, XPipe (1911.04610) and PipeOptim
+(2312.00839) for Adam; XPipe prints Adam's bias correction without its exponent, which doubles the
+step at the tenth update. d is the direction that the optimizer really stepped:
+
+* SGD with momentum: the momentum buffer. Without momentum the gradient, and with Nesterov gradient
+  and buffer: these are not in the optimizer's state, so that a tensor per parameter is kept.
+* Adam, AdamW: m' / (sqrt(v') + eps), bias-corrected (amsgrad: the largest v), from the state;
+  decoupled weight decay d shrinks W by (lr_1 + ... + lr_s) d on the way.
+* NAdam: its mix of gradient and m', over the same root: kept, as Nesterov's.
+* Any other optimizer, a subclass that changes the step, and complex parameters of the last three:
+  the step itself, which is the difference of the weights before and after it (rule "difference").
+
+A gradient that stays the same makes this exact for SGD without momentum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from fxpart.compat import foreach_add_
+from fxpart.runtime.weight_prediction.adam_steps import (
+    AdamStep,
+    apply_adam_steps,
+    compute_nadam_direction,
+)
+from fxpart.runtime.weight_prediction.difference import DifferencePredictor
+from fxpart.runtime.weight_prediction.future_options import Options
+from fxpart.runtime.weight_prediction.last_gradient import LastGradientPredictor
+from fxpart.runtime.weight_prediction.predictor import Predictor
+from fxpart.runtime.weight_prediction.sgd_steps import combine_linearly
+from fxpart.runtime.weight_prediction.step_class import step_class
+
+
+def make_linear_predictor(
+    optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+) -> Predictor:
+    """The rule for this optimizer's class; rule "difference" where its step is not known."""
+    kind = step_class(optimizer)
+    if kind is torch.optim.SGD:
+        return LinearSGD(optimizer, scheduler)
+    real = not any(p.is_complex() for group in optimizer.param_groups for p in group["params"])
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and real:
+        return LinearAdam(optimizer, scheduler)
+    if kind is torch.optim.NAdam and real:
+        return LinearNAdam(optimizer, scheduler)
+    return DifferencePredictor(optimizer, scheduler)
+
+
+class LinearSGD(LastGradientPredictor):
+    """Along the momentum buffer; along what is kept where there is none, or with Nesterov."""
+
+    def before_update(self) -> None:
+        """Keep the gradients of the groups that need them."""
+        super().before_update()
+        for number, group in enumerate(self.optimizer.param_groups):
+            if _needs_gradients(group):
+                self.keep_gradients(number)
+
+    def after_update(self) -> None:
+        """Nesterov's direction is the gradient and m times what the buffer has become."""
+        super().after_update()
+        for number, group in enumerate(self.optimizer.param_groups):
+            if group["nesterov"]:
+                places = self.with_gradient(number)
+                buffers = self._states(places, "momentum_buffer")
+                with torch.no_grad():
+                    foreach_add_(self._kept(places), buffers, alpha=float(group["momentum"]))
+
+    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+        weights = self._weights(places)
+        if not _needs_gradients(options[0]):
+            buffers = self._states(places, "momentum_buffer")
+            return combine_linearly(weights, buffers, 1.0, -rate(options))
+        directions = [self.kept[place] for place in places]
+        return step_along(weights, directions, 1.0, -rate(options))
+
+
+def _needs_gradients(group: Options) -> bool:
+    return bool(group["nesterov"] or not group["momentum"])
+
+
+class LinearNAdam(LastGradientPredictor):
+    """Along NAdam's mix of gradient and average, kept from the last step."""
+
+    def before_update(self) -> None:
+        """Keep the gradients."""
+        super().before_update()
+        for number in range(len(self.members)):
+            self.keep_gradients(number)
+
+    def after_update(self) -> None:
+        """Make the gradients the direction, as torch.optim.NAdam mixes them."""
+        super().after_update()
+        for number, group in enumerate(self.optimizer.param_groups):
+            places = self.with_gradient(number)
+            steps = [float(step) for step in self._states(places, "step")]
+            products = [float(product) for product in self._states(places, "mu_product")]
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            factors = []
+            for step, product in zip(steps, products, strict=True):
+                mu, after = (
+                    beta1 * (1 - 0.5 * 0.96 ** (n * group["momentum_decay"]))
+                    for n in (step, step + 1)
+                )
+                factors.append(
+                    ((1 - mu) / (1 - product), after / (1 - product * after), 1 - beta2**step)
+                )
+            firsts, seconds = self._states(places, "exp_avg"), self._states(places, "exp_avg_sq")
+            with torch.no_grad():
+                compute_nadam_direction(
+                    self._kept(places), firsts, seconds, factors, float(group["eps"])
+                )
+
+    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+        weights, directions = self._weights(places), [self.kept[place] for place in places]
+        return step_along(weights, directions, 1 - shrink(options), -rate(options))
+
+
+class LinearAdam(Predictor):
+    """Along m' / (sqrt(v') + eps), from the optimizer's state."""
+
+    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+        beta1, beta2 = options[0]["betas"]
+        keep, by = 1 - shrink(options), rate(options)
+        moves = []
+        for step in self._states(places, "step"):
+            now = float(step)
+            root = math.sqrt(1 - beta2**now)
+            moves.append([AdamStep(keep, by / (1 - beta1**now), root, options[0]["eps"])])
+        seconds = "max_exp_avg_sq" if options[0]["amsgrad"] else "exp_avg_sq"
+        firsts = self._states(places, "exp_avg")
+        return apply_adam_steps(self._weights(places), firsts, self._states(places, seconds), moves)
+
+
+def rate(options: Sequence[Options]) -> float:
+    """The sum of the coming learning rates."""
+    return float(sum(step["lr"] for step in options))
+
+
+def shrink(options: Sequence[Options]) -> float:
+    """By which part decoupled weight decay makes weights smaller."""
+    return float(
+        sum(
+            step["lr"] * step["weight_decay"] if step.get("decoupled_weight_decay") else 0.0
+            for step in options
+        )
+    )
+
+
+def step_along(
+    weights: Sequence[torch.Tensor],
+    directions: Sequence[torch.Tensor | None],
+    of_weight: float,
+    of: float,
+) -> list[torch.Tensor]:
+    """New tensors ``of_weight * weights + of * directions``; plain copies where none is known."""
+    known = [(w, d) for w, d in zip(weights, directions, strict=True) if d is not None]
+    made = iter(combine_linearly([w for w, _ in known], [d for _, d in known], of_weight, of))
+    return [
+        w.clone() if d is None else next(made) for w, d in zip(weights, directions, strict=True)
+    ]

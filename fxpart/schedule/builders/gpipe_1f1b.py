@@ -1,0 +1,158 @@
+"""GPipe, 1F1B and forwards alone: each stage's order is its own, whichever rank it is on.
+
+Where a rank has several stages, it takes at each moment the one that can go on first
+(:mod:`fxpart.schedule.rank_merge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from fxpart.schedule.action import (
+    FORWARD,
+    Action,
+    ActionKind,
+    Schedule,
+    StageEdge,
+    list_group_stages,
+)
+from fxpart.schedule.builders.protocol import (
+    Groups,
+    Ranks,
+    assign_microbatches,
+    validate_stage_rank,
+)
+from fxpart.schedule.builders.replica_warmup import count_warmup_forwards
+from fxpart.schedule.dependence import chain, depths
+from fxpart.schedule.rank_merge import merge_onto_ranks
+
+
+def gpipe(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+
+    In flight on every stage: m. ``gpipe(3, 4)``::
+
+        0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 == B1 == B2 == B3 ==
+        1 | .  F0 F1 F2 F3 .  .  .  B0 == B1 == B2 == B3 == .  .
+        2 | .  .  F0 F1 F2 F3 B0 == B1 == B2 == B3 == .  .  .  .
+
+    A stage's order is the same for every stage graph.
+    """
+    ranks = validate_stage_rank(stage_rank, microbatches)
+    ahead = [microbatches] * len(ranks)
+    lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
+    return _placed("gpipe", ranks, microbatches, lists, edges, forward, backward, replicas)
+
+
+def one_f_one_b(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """One forward, one backward (Narayanan et al., PipeDream, SOSP 2019; flushed every step).
+
+    Stage s runs as many forwards ahead as there are stages on the longest path behind it, then
+    alternates. In flight on stage s of a chain of S: min(m, S - s). ``one_f_one_b(3, 4)``::
+
+        0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == .  B2 == .  B3 ==
+        1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == .  B3 == .  .
+        2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == .  .  .  .
+
+    On parallel branches the longest path, and with it the number in flight, is shorter than in a
+    chain. A copy among n takes every n-th microbatch and n times as long for the pipeline to be
+    balanced: it runs ahead by the sum of the sizes of the groups on the longest path, divided by n
+    (:mod:`fxpart.schedule.builders.replica_warmup`, copies of unequal speed too).
+    """
+    ranks = validate_stage_rank(stage_rank, microbatches)
+    graph = chain(len(ranks)) if edges is None else tuple(edges)
+    ahead = depths(len(ranks), graph)
+    if replicas:
+        ahead = count_warmup_forwards(len(ranks), microbatches, graph, replicas)
+    lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
+    return _placed("1f1b", ranks, microbatches, lists, graph, forward, backward, replicas)
+
+
+def forward_only(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """Forwards alone, for evaluation; nothing is kept in flight. ``forward_only(3, 4)``::
+
+        0 | F0 F1 F2 F3 .  .
+        1 | .  F0 F1 F2 F3 .
+        2 | .  .  F0 F1 F2 F3
+
+    A stage's order is the same for every stage graph.
+    """
+    ranks = validate_stage_rank(stage_rank, microbatches)
+    lists = [
+        tuple(Action(stage, ActionKind.F, m) for m in mine)
+        for stage, mine in enumerate(assign_microbatches(len(ranks), microbatches, replicas))
+    ]
+    return _placed(FORWARD, ranks, microbatches, lists, edges, forward, backward, replicas)
+
+
+def count_1f1b_in_flight(
+    stage_rank: Ranks, microbatches: int, replicas: Groups = ()
+) -> tuple[int, ...]:
+    """What 1F1B has in flight at most, on any stage graph: that of a chain of all (groups of)
+    stages."""
+    stages = len(validate_stage_rank(stage_rank, microbatches))
+    groups = {stage: list_group_stages(group) for group in replicas for stage in group}
+    units = list(dict.fromkeys(groups.get(stage, (stage,)) for stage in range(stages)))
+    joined = [
+        StageEdge(a, b) for first, then in pairwise(units) for a in first for b in then if a < b
+    ]
+    most = count_warmup_forwards(stages, microbatches, joined, replicas)
+    counts = map(len, assign_microbatches(stages, microbatches, replicas))
+    return tuple(min(a, count) for a, count in zip(most, counts, strict=True))
+
+
+def _alternating(
+    ahead: Sequence[int], taken: Sequence[tuple[int, ...]]
+) -> list[tuple[Action, ...]]:
+    """Stage k runs ahead[k] forwards of its microbatches, then alternates, then drains."""
+    lists = []
+    for stage, (most, mine) in enumerate(zip(ahead, taken, strict=True)):
+        first = min(most, len(mine))
+        actions = [Action(stage, ActionKind.F, m) for m in mine[:first]]
+        for place_, m in enumerate(mine):
+            actions.append(Action(stage, ActionKind.B, m))
+            if first + place_ < len(mine):
+                actions.append(Action(stage, ActionKind.F, mine[first + place_]))
+        lists.append(tuple(actions))
+    return lists
+
+
+def _placed(
+    name: str,
+    ranks: tuple[int, ...],
+    microbatches: int,
+    lists: Sequence[tuple[Action, ...]],
+    edges: Iterable[StageEdge] | None,
+    forward: Sequence[float] | None,
+    backward: Sequence[float] | None,
+    replicas: Groups,
+) -> Schedule:
+    """The lists of the stages on their ranks."""
+    groups = tuple(tuple(group) for group in replicas)
+    built = Schedule(name, len(ranks), microbatches, tuple(lists), tuple(range(len(ranks))), groups)
+    return merge_onto_ranks(built, ranks, edges, forward=forward, backward=backward)

@@ -1,0 +1,232 @@
+"""Several stages a rank in a loop: interleaved 1F1B, with and without split backwards, and breadth
+first.
+
+With p ranks stage s is on the rank of stage s mod p: a microbatch passes all ranks v times. The
+orders are those of a chain; a stage graph only asks for less, so that they hold for every one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fxpart.errors import error
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
+from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
+from fxpart.schedule.in_flight import count_in_flight
+
+
+def breadth_first(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """All microbatches through a rank's first stage, then its next (Lamy-Poirier, MLSys 2023).
+
+    Backward in the same way from the last stage on, microbatches ascending. In flight on every
+    stage: m. ``breadth_first([0, 1, 0, 1], 3)``::
+
+        0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   .   2B0 === 2B1 === 2B2 === 0B0 === 0B1 === 0B2 ===
+        1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 === 3B1 === 3B2 === 1B0 === 1B1 === 1B2 === .   .
+
+    The gradients of a stage are complete as early as can be, so that their sums over replicas of
+    the pipeline overlap with the rest. For any ranks; with one stage a rank it is GPipe.
+    """
+    reject_replicas("breadth-first", replicas)
+    ranks = validate_stage_rank(stage_rank, microbatches)
+    lists: list[list[Action]] = [[] for _ in set(ranks)]
+    for kind, stages in (
+        (ActionKind.F, range(len(ranks))),
+        (ActionKind.B, range(len(ranks))[::-1]),
+    ):
+        for stage in stages:
+            lists[ranks[stage]] += [Action(stage, kind, m) for m in range(microbatches)]
+    return Schedule("breadth-first", len(ranks), microbatches, tuple(map(tuple, lists)), ranks)
+
+
+def interleaved(
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """1F1B with v stages a rank in a loop (Narayanan et al., Megatron-LM, SC 2021).
+
+    Microbatches go in groups of p, each through all stages of a rank before the next group. Rank r
+    runs 2 (p - r - 1) + (v - 1) p forwards ahead, then alternates; it holds one more than that
+    many. For m a multiple of p the bubble is that of 1F1B divided by v: (p - 1) (tF + tB), of a
+    stage, which is a v-th of a rank's. ``interleaved([0, 1, 0, 1], 3)``::
+
+        0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   2B0 === .   2B1 === .   2B2 === 0B0 === 0B1 === 0B2 ===
+        1 | .   1F0 1F1 1F2 3F0 3B0 === 3F1 3B1 === 3F2 3B2 === 1B0 === 1B1 === 1B2 === .   .
+
+    For any number of microbatches, and where the last stages of the loop are missing: of the ways
+    to form groups the one that takes least for stages of equal time. Raises FXP109 for ranks that
+    are no loop.
+    """
+    reject_replicas("interleaved", replicas)
+    return _interleaved(validate_stage_rank(stage_rank, microbatches), microbatches)
+
+
+@lru_cache(maxsize=16)  # the verifier asks again for what is in flight
+def _interleaved(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
+    loop = StageLoop.of("interleaved", stage_rank, microbatches)
+    if loop.ranks == 1:
+        # One rank never waits: each microbatch back at once holds the least.
+        return loop.schedule("interleaved", loop.alternating([1] * microbatches, 0, ActionKind.B))
+    return loop.best(
+        "interleaved",
+        (loop.alternating(groups, 2, ActionKind.B) for groups in loop.groupings()),
+    )
+
+
+# Ticks by which candidates are compared: all halves alike, and with gradients of inputs the longer.
+_TIMES = (
+    {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1},
+    {ActionKind.F: 2, ActionKind.B: 3, ActionKind.I: 2, ActionKind.W: 1},
+)
+
+
+def _last(lists: Sequence[Sequence[Action]], stages: int, ticks: dict[ActionKind, int]) -> int:
+    """When the last computation of a chain's lists ends, with free transfers; -1 if they cannot
+    all be run. What :func:`fxpart.schedule.lower.compute_times` finds, several times faster."""
+    forward: list[dict[int, int]] = [{} for _ in range(stages)]
+    back: list[dict[int, int]] = [{} for _ in range(stages)]
+    at, free = [0] * len(lists), [0] * len(lists)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                stage, kind, m = action.stage, action.kind, action.microbatch
+                ready: int | None = 0
+                if kind is ActionKind.F and stage:
+                    ready = forward[stage - 1].get(m)
+                elif kind in (ActionKind.B, ActionKind.I):
+                    ready = back[stage + 1].get(m) if stage + 1 < stages else forward[stage].get(m)
+                if ready is None or (kind is not ActionKind.F and m not in forward[stage]):
+                    break
+                free[rank] = max(free[rank], ready) + ticks[kind]
+                if kind is not ActionKind.W:
+                    (forward if kind is ActionKind.F else back)[stage][m] = free[rank]
+                at[rank] += 1
+                moved = True
+    return max(free) if all(map(int.__eq__, at, map(len, lists))) else -1
+
+
+@dataclass(frozen=True)
+class StageLoop:
+    """Stages in a loop over ranks. where: per place in the loop the rank that stands there."""
+
+    stage_rank: tuple[int, ...]
+    microbatches: int
+    where: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, stage_rank: tuple[int, ...], microbatches: int) -> StageLoop:
+        """Raises FXP109 if stage s is not on the rank of stage s mod p."""
+        count = len(set(stage_rank))
+        where = stage_rank[:count]
+        if any(rank != where[stage % count] for stage, rank in enumerate(stage_rank)):
+            loop = tuple(stage % count for stage in range(len(stage_rank)))
+            raise error(
+                "FXP109",
+                where=f"schedule={name}, stage_rank={stage_rank}",
+                why="it needs stages in a loop: stage s on the same rank as stage s - p of p ranks",
+                fix=f"for example stage_rank={loop}, or gpipe or 1f1b, for any ranks",
+            )
+        return cls(stage_rank, microbatches, where)
+
+    @property
+    def ranks(self) -> int:
+        """p."""
+        return len(self.where)
+
+    @property
+    def rounds(self) -> int:
+        """v: how often a microbatch passes the ranks, the last time perhaps not all of them."""
+        return -(-len(self.stage_rank) // self.ranks)
+
+    def groupings(self) -> Iterator[list[int]]:
+        """Sizes of the groups of microbatches to try: p each; where that leaves a rest, others."""
+        p, m = self.ranks, self.microbatches
+        whole, rest = divmod(m, p)
+        yield [p] * whole + [rest] * (rest > 0)
+        if rest:
+            yield [p] * (whole + 1)  # the last ones of which are not there
+            for groups in {max(1, whole), whole + 1}:
+                yield [m // groups + (g < m % groups) for g in range(groups)]
+
+    def alternating(
+        self, groups: Sequence[int], slope: int, kind: ActionKind, delay: Sequence[int] = ()
+    ) -> list[list[Action]]:
+        """By place: forwards ahead, then forward and backward in turns, then what is left.
+
+        groups: sizes, whose sum may be above the number of microbatches. slope: how many forwards
+        more a rank runs ahead than the one behind it. kind: B, or I; then delay says by place how
+        many of its I's a rank's W's are behind.
+        """
+        found = []
+        for place in range(self.ranks):
+            forwards = [
+                a for g in self._passes(groups, False) for a in self._run(place, ActionKind.F, g)
+            ]
+            backwards = [a for g in self._passes(groups, True) for a in self._run(place, kind, g)]
+            ahead = slope * (self.ranks - place - 1) + (self.rounds - 1) * groups[0]
+            order = forwards[:ahead]
+            late: deque[Action] = deque()
+            for index, action in enumerate(backwards):
+                order += [*forwards[ahead + index : ahead + index + 1], action]
+                if kind is ActionKind.I:
+                    late.append(Action(action.stage, ActionKind.W, action.microbatch))
+                    if len(late) > delay[place]:
+                        order.append(late.popleft())
+            order += late
+            found.append([a for a in order if self._is_there(a)])
+        return found
+
+    def best(self, name: str, candidates: Iterable[list[list[Action]]]) -> Schedule:
+        """The candidate that ends first where all stages take the same time, then the one that
+        does where W takes less, then the one that holds least. Those that cannot run are none."""
+        found: list[tuple[list[int], int, int, Schedule]] = []
+        for lists in candidates:
+            ends = [_last(lists, len(self.stage_rank), ticks) for ticks in _TIMES]
+            if min(ends) >= 0:  # else a group is so small that a rank would wait for itself
+                built = self.schedule(name, lists)
+                found.append((ends, sum(count_in_flight(built)), len(found), built))
+        assert found, "groups of p can always be run"
+        return min(found)[-1]
+
+    def schedule(self, name: str, lists: Sequence[Sequence[Action]]) -> Schedule:
+        """The lists, by place, on the ranks."""
+        ranks: list[tuple[Action, ...]] = [()] * self.ranks
+        for rank, actions in zip(self.where, lists, strict=True):
+            ranks[rank] = tuple(actions)
+        return Schedule(
+            name, len(self.stage_rank), self.microbatches, tuple(ranks), self.stage_rank
+        )
+
+    def _passes(self, groups: Sequence[int], back: bool) -> Iterator[tuple[int, int, int]]:
+        """The round and the microbatches (from, to) of each run of microbatches, in order."""
+        first = 0
+        for size in groups:
+            for number in range(self.rounds)[:: -1 if back else 1]:
+                yield number, first, first + size
+            first += size
+
+    def _run(self, place: int, kind: ActionKind, span: tuple[int, int, int]) -> list[Action]:
+        number, first, end = span
+        return [Action(number * self.ranks + place, kind, m) for m in range(first, end)]
+
+    def _is_there(self, action: Action) -> bool:
+        return action.stage < len(self.stage_rank) and action.microbatch < self.microbatches

@@ -1,0 +1,88 @@
+"""GPipe and 1F1B in time without a timeline: only when each stage computes last.
+
+What :func:`fxpart.schedule.simulate.simulate` finds with overlapped transfers, about thirty times
+faster, for plans whose schedule has hundreds of thousands of actions. It holds for one stage a
+rank, where each link and each stage takes microbatches in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fxpart.schedule.action import StageEdge
+from fxpart.schedule.dependence import depths
+
+NAMES = ("gpipe", "1f1b")
+
+
+class _FastSimulationStage:
+    """One stage: what it still waits for, and how far it has come."""
+
+    def __init__(self, ahead: int, microbatches: int, forward: float, backward: float) -> None:
+        """ahead: forwards before the first backward."""
+        self.ahead, self.microbatches = ahead, microbatches
+        self.forward, self.backward = forward, backward
+        self.at, self.forwards, self.backwards = 0.0, 0, 0
+        # When the values of each microbatch are there, by link; and where to send them.
+        self.given: list[list[float]] = []
+        self.returned: list[list[float]] = []
+        self.down: list[tuple[list[float], float, int]] = []
+        self.up: list[tuple[list[float], float, int]] = []
+
+    def run(self) -> bool:
+        """Compute whatever can be; whether anything was."""
+        start = self.forwards + self.backwards
+        while self.backwards < self.microbatches:
+            forward = self.forwards < min(self.ahead + self.backwards, self.microbatches)
+            done = self.forwards if forward else self.backwards
+            at = self.at
+            for arrivals in self.given if forward else self.returned:
+                if len(arrivals) <= done:
+                    return self.forwards + self.backwards > start
+                at = max(at, arrivals[done])
+            self.at = at + (self.forward if forward else self.backward)
+            for arrivals, seconds, _ in self.down if forward else self.up:
+                free = arrivals[-1] if arrivals else 0.0
+                arrivals.append(max(self.at, free) + seconds)
+            if forward:
+                self.forwards += 1
+            else:
+                self.backwards += 1
+        return self.forwards + self.backwards > start
+
+
+def compute_last_backward_ends(
+    name: str,
+    microbatches: int,
+    edges: Sequence[StageEdge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Mapping[tuple[int, int], float],
+) -> list[float]:
+    """Seconds from the start of the step to the end of each stage's last backward.
+
+    name: one of NAMES. forward, backward: by stage, for one microbatch. transfer: seconds from an
+    edge's source to its target, and of the gradient back; 0 where it is left out.
+    """
+    assert name in NAMES, f"{name} has no quick simulation"
+    count = len(forward)
+    ahead = [microbatches] * count if name == "gpipe" else depths(count, edges)
+    stages = [
+        _FastSimulationStage(min(a, microbatches), microbatches, f, b)
+        for a, f, b in zip(ahead, forward, backward, strict=True)
+    ]
+    for edge in edges:
+        seconds = transfer.get((edge.source, edge.target), 0.0)
+        values: list[float] = []
+        stages[edge.source].down.append((values, seconds, edge.target))
+        stages[edge.target].given.append(values)
+        if edge.backward:
+            gradients: list[float] = []
+            stages[edge.target].up.append((gradients, seconds, edge.source))
+            stages[edge.source].returned.append(gradients)
+    todo = list(range(count - 1, -1, -1))
+    while todo:
+        stage = stages[todo.pop()]
+        if stage.run():
+            todo += [peer for _, _, peer in (*stage.down, *stage.up) if peer not in todo]
+    return [stage.at for stage in stages]

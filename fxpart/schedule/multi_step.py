@@ -1,0 +1,117 @@
+"""Several steps one after another: with a flush between them, or as one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxpart.errors import error
+from fxpart.schedule.action import Action, Schedule, StageEdge
+from fxpart.schedule.builders import asynchronous
+from fxpart.schedule.event_graph import Sends
+from fxpart.schedule.host_contention import HostContention
+from fxpart.schedule.lower import Split, lower
+from fxpart.schedule.simulate import Transfer, simulate_repeated_steps
+from fxpart.schedule.simulation_tasks import Segment, StageCommunicationTime
+from fxpart.schedule.timeline import Timeline
+
+# Schedules whose stages alternate, so that the next step's microbatches can follow at once.
+STREAMS = ("1f1b", "async")
+
+
+@dataclass(frozen=True)
+class SimulatedSteps:
+    """Several steps in time. ends: of each step the seconds until its last rank has updated.
+
+    timeline: all of them; microbatches are counted on from step to step.
+    """
+
+    timeline: Timeline
+    ends: tuple[float, ...]
+
+    @property
+    def steady_seconds(self) -> float:
+        """Seconds of a step once the pipeline is full: the mean after the first step."""
+        more = len(self.ends) - 1
+        return (self.ends[-1] - self.ends[0]) / more if more else self.ends[0]
+
+
+def simulate_steps(
+    schedule: Schedule,
+    steps: int,
+    edges: Iterable[StageEdge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: Transfer | None = None,
+    *,
+    flush: bool = True,
+    split: Split | None = None,
+    once: Sequence[float] | None = None,
+    join: bool = False,
+    sends: Sends = "overlapped",
+    crowd: HostContention | None = None,
+    places: Sequence[Sequence[int]] | None = None,
+    segment: Segment | None = None,
+    talk: StageCommunicationTime | None = None,
+) -> SimulatedSteps:
+    """``steps`` steps of a schedule; costs and options as :func:`simulate.simulate` takes them.
+
+    flush: each rank does a step's last backward, then its ``once`` seconds, then the next step's
+    first forward; with join all ranks meet before and after ``once``, as in fxpart's runtime.
+    Without a flush (asynchronous 1F1B: Narayanan et al., PipeDream, SOSP 2019) a stage goes on
+    with the next step's microbatches as if they were of the same one, and updates its weights
+    once it has done a step's last backward. Raises FXP109 for steps below 1, and without a flush
+    for a join, for a schedule other than 1F1B, and for several stages on a rank.
+    """
+    links = tuple(edges)
+    if steps < 1:
+        raise error("FXP109", where=f"steps={steps}", why="at least 1 is needed", fix="")
+    if flush:
+        whole = _repeated(schedule, steps)
+    else:
+        whole = _stream(schedule, steps, links, forward, backward, join)
+    timeline = simulate_repeated_steps(
+        whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
+        places=places, segment=segment, once=once, join=join, talk=talk,
+        steps=steps,
+    )  # fmt: skip
+    ends = [0.0] * steps
+    for span in timeline.spans:
+        step = span.action.microbatch // schedule.microbatches
+        ends[step] = max(ends[step], span.end)
+    for update in timeline.updates:
+        ends[update.step] = max(ends[update.step], update.end)
+    return SimulatedSteps(timeline, tuple(ends))
+
+
+def _repeated(schedule: Schedule, steps: int) -> Schedule:
+    """Each rank's list again and again, with further microbatches."""
+    size = schedule.microbatches
+
+    def later(action: Action, step: int) -> Action:
+        return replace(action, microbatch=action.microbatch + step * size)
+
+    ranks = tuple(
+        tuple(later(action, step) for step in range(steps) for action in actions)
+        for actions in schedule.ranks
+    )
+    return replace(schedule, microbatches=steps * size, ranks=ranks)
+
+
+def _stream(
+    schedule: Schedule,
+    steps: int,
+    edges: Sequence[StageEdge],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    join: bool,
+) -> Schedule:
+    """The stream of as many microbatches as the steps have together."""
+    if join or schedule.name not in STREAMS or schedule.replicas:
+        what = "ranks that meet" if join else f"the schedule {schedule.name}"
+        what = "a schedule with copies of stages" if schedule.replicas else what
+        fix = f"flush, or take one of {', '.join(STREAMS)}"
+        raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
+    count = steps * schedule.microbatches
+    long = asynchronous(schedule.stage_rank, count, edges, forward=forward, backward=backward)
+    return lower(long, edges, forward=forward, backward=backward) if schedule.is_lowered else long

@@ -1,0 +1,70 @@
+"""What the dispatcher knows of a minibatch: how far each group is with each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+TODO, ORDERED, DONE = range(3)
+
+
+@dataclass
+class MicrobatchState:
+    """A microbatch in a group. owner: the copy that does it, and keeps what it made."""
+
+    owner: int | None = None
+    forward: int = TODO
+    backward: int = TODO
+
+
+@dataclass
+class Minibatch:
+    """One minibatch until it is applied.
+
+    text: what every rank must have of it. items: by group and microbatch. attempts: by group how
+    often its exchange began anew. exchanging: by group whether it was ordered; gathered: the copies
+    that have all gradients; squares: of their norms. losses: by microbatch, its part. given: by
+    (backward, microbatch, from group, to group) the copy that was sent it. asked: by copy what its
+    process asks of all.
+    """
+
+    count: int
+    text: str
+    groups: int
+    losses: dict[int, float] = field(default_factory=dict)
+    given: dict[tuple[bool, int, int, int], int] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Nothing was done."""
+        self.items = [[MicrobatchState() for _ in range(self.count)] for _ in range(self.groups)]
+        self.attempts = [0] * self.groups
+        self.exchanging = [False] * self.groups
+        self.gathered: list[set[int]] = [set() for _ in range(self.groups)]
+        self.squares = [0.0] * self.groups
+
+    def ran(self, group: int, *, backward: bool) -> bool:
+        """Whether all forwards (or backwards) of a group have run."""
+        return all((i.backward if backward else i.forward) == DONE for i in self.items[group])
+
+    def loss(self) -> float | None:
+        """The whole loss; None where there is none."""
+        return sum(self.losses[m] for m in sorted(self.losses)) if self.losses else None
+
+    def forget(self, group: int, copy: int, together: Iterable[int]) -> int:
+        """A copy of the group is gone: what it did is to be done again; how many microbatches.
+
+        together: the groups whose exchange is one, this among them: it begins anew.
+        """
+        found = 0
+        for microbatch, item in enumerate(self.items[group]):
+            if item.owner == copy:
+                self.items[group][microbatch] = MicrobatchState()
+                for key in [k for k in self.given if k[1:3] == (microbatch, group)]:
+                    del self.given[key]
+                found += 1
+        for each in together:
+            self.attempts[each] += 1
+            self.exchanging[each] = False
+            self.gathered[each].clear()
+        return found

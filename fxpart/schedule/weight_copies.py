@@ -1,0 +1,118 @@
+"""How many copies of its weights a stage holds, by weight mode: counted from its order of actions.
+
+What a planner needs for memory, and what the runtime's own counts are held against. Source: the
+table in section 1 of the notes on weight versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fxpart.schedule.action import ActionKind
+from fxpart.schedule.versions import WeightRead, WeightVersionCounters
+from fxpart.schedule.weight_modes import WeightMode
+
+# Of a copy its name: ("W", updates) a version, ("P", updates, ahead) what was predicted from it.
+_Copy = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class WeightCopies:
+    """Copies of a stage's weights.
+
+    kept: the most that later computations need, the weights themselves among them. transient: what
+    one computation makes for itself (the runtime may keep it for the next if that wants the same,
+    never beside another). deltas: running means of the updates (PipeMare).
+    """
+
+    kept: int
+    transient: int = 0
+    deltas: int = 0
+
+    @property
+    def extra(self) -> int:
+        """Copies beside the weights themselves, at the most."""
+        return self.kept - 1 + self.transient + self.deltas
+
+
+def count_weight_copies(
+    mode: WeightMode, versions: WeightVersionCounters, stage: int
+) -> WeightCopies:
+    """The most copies alive at once on the stage, over a stream that is as long as one likes.
+
+    Weights are alive from the update that makes them to the next, and to their last read; what is
+    predicted, from its first forward to the last computation that sees it. Nothing is copied where
+    nothing is looked ahead. Microbatches that look equally far from equal weights share a copy.
+    Raises FXP109 where the mode needs more microbatches to an update
+    (:meth:`WeightVersionCounters.check`).
+    """
+    versions.check(mode)
+    events = list(_order(mode, versions, stage))
+    alive: dict[_Copy, list[int]] = {("W", versions.start, 0): [0, 1]}
+    updates, back, transient = versions.start, 0, 0
+    for now, (kind, microbatch) in enumerate(events):
+        read = versions.read(mode, stage, microbatch)
+        for copy in _held(mode, read, kind, first=microbatch % versions.every == 0):
+            alive.setdefault(copy, [now, now + 1])[1] = now + 1
+        alive["W", updates, 0][1] = now + 1
+        transient = max(transient, _passing(mode, read, kind))
+        if kind is ActionKind.B:
+            back += 1
+            if back % versions.every == 0:
+                updates += 1
+                alive["W", updates, 0] = [now + 1, now + 2]
+    stale = mode.backward == "corrected" and versions.gap(stage) > 0
+    return WeightCopies(_overlap(alive.values()), transient, int(stale))
+
+
+def _order(
+    mode: WeightMode, versions: WeightVersionCounters, stage: int
+) -> Iterator[tuple[ActionKind, int]]:
+    """The stage's computations: of a stream until it repeats, or of one minibatch that drains."""
+    ahead, every = versions.ahead[stage], versions.every
+    count = every if mode.flush else 2 * max(versions.ahead) + 4 * every
+    ahead = min(ahead, count)
+    yield from ((ActionKind.F, m) for m in range(ahead))
+    for m in range(count):
+        yield ActionKind.B, m
+        if m + ahead < count:
+            yield ActionKind.F, m + ahead
+
+
+def _held(mode: WeightMode, read: WeightRead, kind: ActionKind, *, first: bool) -> Iterator[_Copy]:
+    """The copies that a computation reads and that are there for others too.
+
+    first: whether the microbatch is its minibatch's first.
+    """
+    shared = mode.base == "first microbatch"
+    back = kind is ActionKind.B
+    if back and mode.backward != "forward":
+        return
+    if not read.look_forward:
+        yield "W", read.version, 0
+        return
+    if not back and (first or not shared):
+        yield "W", read.version, 0
+    if shared or mode.backward == "forward":
+        yield "P", read.version, read.look_forward
+
+
+def _passing(mode: WeightMode, read: WeightRead, kind: ActionKind) -> int:
+    """1 if the computation makes weights that nothing after it sees."""
+    if kind is ActionKind.F:
+        kept = mode.backward == "forward" or mode.base == "first microbatch"
+        return int(bool(read.look_forward) and not kept)
+    if mode.backward == "corrected":
+        return int(read.staleness > 0)
+    return int(bool(read.look_backward) and mode.backward == "applied")
+
+
+def _overlap(spans: Iterable[list[int]]) -> int:
+    """The most half-open spans that have a moment in common."""
+    marks = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    most = now = 0
+    for _, change in marks:
+        now += change
+        most = max(most, now)
+    return most

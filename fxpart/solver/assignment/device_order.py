@@ -1,0 +1,123 @@
+"""The order of unequal devices and the cuts between stages, together.
+
+A partition problem has its devices in a fixed order, stage k on device k. Here that order is
+chosen, too, and which devices stay unused. Links are between pairs of devices: what comes into a
+stage is priced by the worst link from any device before it, since values may skip stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from math import inf
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.solver.brute import LIMIT, count, solve_brute
+from fxpart.solver.joint.problem import Status
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+
+
+class _DeviceOrderStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class DeviceLinks(_DeviceOrderStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Links between devices: seconds, and seconds for each byte, [source][target]."""
+
+    latency: tuple[tuple[float, ...], ...]
+    inverse: tuple[tuple[float, ...], ...]
+
+    def into(self, target: int, before: tuple[int, ...]) -> tuple[float, float]:
+        """The worst latency and the worst inverse bandwidth from any of the devices before it."""
+        return (
+            max((self.latency[k][target] for k in before), default=0.0),
+            max((self.inverse[k][target] for k in before), default=0.0),
+        )
+
+
+class DeviceOrderSolution(
+    _DeviceOrderStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """The devices of the stages in order, and their cuts; bound <= optimum <= objective.
+
+    order, choice: empty and None where nothing fits, or nothing was found.
+    """
+
+    status: Status
+    order: tuple[int, ...]
+    choice: PartitionChoice | None
+    objective: float
+    bound: float
+    solver: str
+
+
+def reorder_devices(
+    problem: PartitionProblem, links: DeviceLinks, order: tuple[int, ...]
+) -> PartitionProblem:
+    """The problem on these devices in this order, with the links that it gives them."""
+    devices = []
+    for place, device in enumerate(order):
+        latency, inverse = links.into(device, order[:place])
+        given = {"latency": latency, "inverse_bandwidth": inverse}
+        devices.append(msgspec.structs.replace(problem.devices[device], **given))
+    most = min(problem.max_stages, len(order))
+    return msgspec.structs.replace(problem, devices=tuple(devices), max_stages=most)
+
+
+def with_stage_count(problem: PartitionProblem, stages: int) -> PartitionProblem:
+    """The problem with this number of stages alone."""
+    return msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
+
+
+def check_links(problem: PartitionProblem, links: DeviceLinks) -> None:
+    """Raises FXP206 where the links are not one finite number for each pair of devices."""
+    n = len(problem.devices)
+    for name, table in (("latency", links.latency), ("inverse", links.inverse)):
+        right = len(table) == n and all(len(row) == n for row in table)
+        if not right or not all(0 <= x < inf for row in table for x in row):
+            raise error(
+                "FXP206",
+                where=f"links.{name}",
+                why=f"it is not a table of {n} by {n} finite numbers, 0 or above",
+                fix="one number for each pair of devices",
+            )
+
+
+def orders(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
+    """Every sequence of devices that stages may take."""
+    for stages in range(problem.min_stages, problem.max_stages + 1):
+        yield from permutations(range(len(problem.devices)), stages)
+
+
+def brute_orders(problem: PartitionProblem, links: DeviceLinks) -> DeviceOrderSolution:
+    """The optimum over all orders, subsets and cuts by enumeration; the first of equal ones.
+
+    Raises FXP109 where there are too many.
+    """
+    check_links(problem, links)
+    best, objective = None, inf
+    order: tuple[int, ...] = ()
+    tried = 0
+    for each in orders(problem):
+        one = with_stage_count(reorder_devices(problem, links, each), len(each))
+        tried += count(one)
+        if tried > LIMIT:
+            raise error(
+                "FXP109",
+                where="brute_orders",
+                why=f"there are more than {LIMIT} orders and cuts",
+                fix="use solve_orders",
+            )
+        found = solve_brute(one)
+        if found.objective < objective:
+            best, objective, order = found.choice, found.objective, each
+    return DeviceOrderSolution(
+        status="infeasible" if best is None else "optimal",
+        order=order,
+        choice=best,
+        objective=objective,
+        bound=objective,
+        solver="brute",
+    )

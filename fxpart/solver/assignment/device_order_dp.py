@@ -1,0 +1,261 @@
+"""The dynamic programme over orders of devices: which have been used, and up to which unit.
+
+What a stage costs depends on its device, on which devices stand before it (not in which order: the
+worst link counts), and on how many stages follow. So a state is the set of devices used and the
+first unit not yet done; devices that nothing tells apart are counted, not named. Only the first
+stage needs to know the one after it, over whose link it sums tied gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import product
+from math import inf, prod
+
+import numpy as np
+
+from fxpart.solver.assignment.device_order import DeviceLinks
+from fxpart.solver.objective import in_flight
+from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
+
+State = tuple[int, ...]  # how many devices of each class are used
+Step = tuple[int, int]  # the class of a device, and of the one after it (-1: not looked at)
+Steps = dict[State, list[tuple[State, Step, Kind]]]
+
+
+class DeviceClasses:
+    """The devices of a problem in classes that nothing tells apart, and their links."""
+
+    def __init__(self, problem: PartitionProblem, links: DeviceLinks) -> None:
+        """Group the devices."""
+        self.problem, self._links = problem, links
+        self.classes: list[list[int]] = []
+        for device in range(len(problem.devices)):
+            for group in self.classes:
+                if self._twins(group[0], device):
+                    group.append(device)
+                    break
+            else:
+                self.classes.append([device])
+
+    @property
+    def states(self) -> int:
+        """How many sets of devices can be told apart."""
+        return prod(len(group) + 1 for group in self.classes)
+
+    def _twins(self, a: int, b: int) -> bool:
+        one, other = self.problem.devices[a], self.problem.devices[b]
+        if (one.type, one.memory) != (other.type, other.memory):
+            return False
+        for table in (self._links.latency, self._links.inverse):
+            if table[a][b] != table[b][a]:
+                return False
+            for k in range(len(table)):
+                if k not in (a, b) and (table[k][a], table[a][k]) != (table[k][b], table[b][k]):
+                    return False
+        return True
+
+    def devices(self, classes: list[int]) -> tuple[int, ...]:
+        """The first devices of these classes, in this order."""
+        used = [0] * len(self.classes)
+        found = []
+        for c in classes:
+            found.append(self.classes[c][used[c]])
+            used[c] += 1
+        return tuple(found)
+
+    def kind(self, state: State, device: int, following: int) -> Kind:
+        """What a stage on a device of the class costs by, after those of ``state``."""
+        before = tuple(d for group, n in zip(self.classes, state, strict=True) for d in group[:n])
+        own = self.classes[device][state[device]]
+        limit = self.problem.devices[own]
+        link = self._links.into(own, before)
+        tie = link
+        if not before and following >= 0:
+            after = self.classes[following][1 if following == device else 0]
+            tie = self._links.into(after, (own,))
+        return (limit.type, limit.memory, *link, *tie)
+
+    def steps(self, stages: int, used: int) -> Steps:
+        """From the sets of ``used`` devices: (next set, device and following, kind)."""
+        found: Steps = {}
+        sizes = [range(len(group) + 1) for group in self.classes]
+        for state in product(*sizes):
+            if sum(state) == used:
+                found[state] = list(self._from(state, stages))
+        return found
+
+    def _from(self, state: State, stages: int) -> Iterator[tuple[State, Step, Kind]]:
+        every = range(len(self.classes))
+        first = not any(state) and stages > 1
+        for c in every:
+            if state[c] == len(self.classes[c]):
+                continue
+            after = tuple(n + (k == c) for k, n in enumerate(state))
+            for following in every if first else (-1,):
+                if following < 0 or after[following] < len(self.classes[following]):
+                    yield after, (c, following), self.kind(state, c, following)
+
+
+Known = dict[tuple[int, Kind], tuple[Floats, Floats, Floats]]  # by variant and kind
+Key = tuple[State, int]  # the second: which class must follow (-1: any)
+
+
+class FixedDeviceOrder(DeviceClasses):
+    """The devices in one order: stage k on the k-th."""
+
+    def __init__(
+        self, problem: PartitionProblem, links: DeviceLinks, order: tuple[int, ...]
+    ) -> None:
+        """Each device is a class of its own."""
+        self.problem, self._links = problem, links
+        self.classes = [[device] for device in order]
+
+    def steps(self, stages: int, used: int) -> Steps:
+        """The one step there is."""
+        count = len(self.classes)
+        state = (1,) * used + (0,) * (count - used)
+        after = (1,) * (used + 1) + (0,) * (count - used - 1)
+        following = 1 if used == 0 and stages > 1 else -1
+        return {state: [(after, (used, following), self.kind(state, used, following))]}
+
+
+class _Cell:
+    """Least totals by number of units done; the stage that led there: its source, its first unit.
+
+    sources: the states before, with the device taken and what the stage costs by.
+    """
+
+    __slots__ = ("first", "source", "sources", "total")
+
+    def __init__(self, units: int) -> None:
+        self.total = np.full(units + 1, inf)
+        self.source = np.full(units + 1, -1, dtype=np.int64)
+        self.first = np.zeros(units + 1, dtype=np.int64)
+        self.sources: list[tuple[Key, Step, Kind]] = []
+
+
+class DeviceOrderProgram:
+    """One variant, schedule and number of stages; what a
+    :class:`~fxpart.solver.dp.StepTimeMinimizer` asks.
+
+    order: the devices of the last solution walked.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        fleet: DeviceClasses,
+        tables: PartitionTables,
+        variant: int,
+        schedule: str,
+        stages: int,
+        deadline: float,
+        known: Known | None = None,
+    ) -> None:
+        """deadline: a ``time.monotonic()`` value, in seconds. known: tables that others made."""
+        self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
+        self._costs = tables.variant(variant)
+        m = self._costs.variant.microbatches
+        self._flying = [in_flight(schedule, m, stages, k) for k in range(stages)]
+        self._steps = [fleet.steps(stages, k) for k in range(stages)]
+        self._variant, self._known = variant, {} if known is None else known
+        self.order: tuple[int, ...] = ()
+
+    def run(self, threshold: float, *, longest: bool = False) -> dict[Key, _Cell]:
+        """Least sums (or longest loads) of all states; SolverTimeout where the deadline passed."""
+        start: Key = (tuple(0 for _ in self.fleet.classes), -1)
+        live = {start: _Cell(self.units)}
+        live[start].total[0] = 0.0
+        cells = dict(live)
+        for k, steps in enumerate(self._steps):
+            if time.monotonic() > self.deadline:
+                raise SolverTimeout
+            following: dict[Key, _Cell] = {}
+            known: dict[Kind, Floats] = {}
+            for key, cell in live.items():
+                for after, step, kind in steps[key[0]]:
+                    if key[1] not in (-1, step[0]):
+                        continue
+                    if kind not in known:
+                        known[kind] = self._admitted(kind, k, threshold, longest)
+                    target = following.setdefault((after, step[1]), _Cell(self.units))
+                    target.sources.append((key, step, kind))
+                    _relax(cell, target, known[kind], longest)
+            live = {key: cell for key, cell in following.items() if np.isfinite(cell.total).any()}
+            cells.update(live)
+        return cells
+
+    def _admitted(self, kind: Kind, k: int, threshold: float, longest: bool) -> Floats:
+        """Costs of the intervals that may be stage ``k``."""
+        seconds, load, flights = self._dense(kind)
+        allowed = (load <= threshold) & (flights >= self._flying[k])
+        return np.where(allowed, load if longest else seconds, inf)
+
+    def _dense(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
+        """Seconds, loads and flights by (first unit, last unit)."""
+        key = (self._variant, kind)
+        if key not in self._known:
+            self._known[key] = _dense(self._costs.of_kind(kind))
+        return self._known[key]
+
+    def best(self, h: dict[Key, _Cell]) -> tuple[int, float]:
+        """The number of stages, and the least total."""
+        return self.stages, min((h[key].total[-1] for key in self._last(h)), default=inf)
+
+    def _last(self, h: dict[Key, _Cell]) -> list[Key]:
+        return [key for key in h if sum(key[0]) == self.stages]
+
+    def walk(
+        self, h: dict[Key, _Cell], stages: int, threshold: float, *, longest: bool = False
+    ) -> tuple[list[int], float]:
+        """The first units of the best stages, and their longest load; sets ``order``."""
+        key: Key = min(self._last(h), key=lambda each: float(h[each].total[-1]))
+        unit, starts, classes, load = self.units, list[int](), list[int](), 0.0
+        while unit:
+            cell = h[key]
+            assert cell.source[unit] >= 0, "the walk left the table"
+            first = int(cell.first[unit])
+            key, step, kind = cell.sources[cell.source[unit]]
+            load = max(load, float(self._dense(kind)[1][first, unit - 1]))
+            starts.append(first)
+            classes.append(step[0])
+            unit = first
+        self.order = self.fleet.devices(classes[::-1])
+        return starts[::-1], load
+
+    def loads(self, low: float, high: float) -> Floats:
+        """Every load strictly between low and high that a stage may have, sorted, no two equal."""
+        kinds = {
+            kind: None for steps in self._steps for each in steps.values() for _, _, kind in each
+        }
+        rows = [self._dense(kind)[1] for kind in kinds]
+        return np.unique(np.concatenate([x[(x > low) & (x < high)] for x in rows]))
+
+
+def _relax(cell: _Cell, target: _Cell, costs: Floats, longest: bool) -> None:
+    """Put one more stage behind every total of ``cell``; keep what betters ``target``."""
+    before = cell.total[: len(costs), None]
+    totals = np.maximum(before, costs) if longest else before + costs
+    first = np.argmin(totals, axis=0)
+    best = totals[first, np.arange(len(costs))]
+    better = np.flatnonzero(best < target.total[1:])
+    target.total[better + 1] = best[better]
+    target.first[better + 1] = first[better]
+    target.source[better + 1] = len(target.sources) - 1
+
+
+def _dense(table: StageCostTable) -> tuple[Floats, Floats, Floats]:
+    """Bands as squares; what is not an interval is infinite and holds nothing."""
+    units = len(table.seconds)
+    found = []
+    for band, blank in ((table.seconds, inf), (table.load, inf), (table.flights, -1)):
+        square = np.full((units, units), blank, dtype=np.float64)
+        for first in range(units):
+            square[first, first:] = band[first, : units - first]
+        found.append(square)
+    return found[0], found[1], found[2]

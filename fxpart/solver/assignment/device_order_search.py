@@ -1,0 +1,235 @@
+"""The best order of unequal devices with the best cuts: exact for few sets of devices, else search.
+
+Exact: for each variant, schedule and number of stages the dynamic programme over sets of devices,
+under the same branch and bound on the longest load as the chain's. Where that is too much work:
+local search over orders around the chain's own solver, and the bound of a chain of ideal devices
+(the fastest, the largest, over the best link), which no order beats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from math import inf
+from typing import Any, cast
+
+import msgspec
+
+from fxpart.solver.assignment.device_order import (
+    DeviceLinks,
+    DeviceOrderSolution,
+    check_links,
+    reorder_devices,
+    with_stage_count,
+)
+from fxpart.solver.assignment.device_order_dp import (
+    DeviceClasses,
+    DeviceOrderProgram,
+    FixedDeviceOrder,
+    Known,
+)
+from fxpart.solver.bounds import cheap_bound
+from fxpart.solver.dp import StepTimeMinimizer
+from fxpart.solver.joint.problem import Status
+from fxpart.solver.objective import evaluate
+from fxpart.solver.portfolio import CLOSE, PROVEN
+from fxpart.solver.portfolio import solve as solve_chain
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.tables import PartitionTables
+from fxpart.solver.validate import check_problem
+
+WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic programme is run
+ROUNDS = 100  # orders that the local search tries
+RUNS, NEAR = 6, 0.003  # of the programme on one order: runs at most, and a gap that will do
+
+
+def solve_orders(
+    problem: PartitionProblem,
+    links: DeviceLinks,
+    *,
+    time_limit: float = 30.0,
+    work: float = WORK,
+    rounds: int = ROUNDS,
+) -> DeviceOrderSolution:
+    """The devices of the stages in order with their cuts, and a proven bound.
+
+    The devices' own latency and inverse bandwidth are not looked at: ``links`` has them for each
+    pair. Equal problems give equal answers while the time limit is not reached. work: above it
+    nothing is proved by the dynamic programme; rounds: of the local search then. Raises FXP206.
+    """
+    check_problem(problem)
+    check_links(problem, links)
+    if problem.once:  # every stage takes it, so the longest does
+        bare = solve_orders(
+            without_once(problem), links, time_limit=time_limit, work=work, rounds=rounds
+        )
+        more = {"objective": bare.objective + problem.once, "bound": bare.bound + problem.once}
+        return msgspec.structs.replace(bare, **more)
+    deadline = time.monotonic() + time_limit
+    fleet = DeviceClasses(problem, links)
+    best = _DeviceOrderIncumbent(problem, links, deadline)
+    best.try_order(tuple(range(len(problem.devices))), best.counts)
+    blocks = len(problem.blocks)
+    if fleet.states * len(fleet.classes) * blocks**2 * problem.max_stages <= work:
+        return best.solution(_exact(fleet, best), "dp")
+    bound = _ideal_bound(problem, links, time_limit / 4)
+    _search(fleet, best, bound, rounds)
+    return best.solution(bound, "search")
+
+
+def without_once(problem: PartitionProblem) -> PartitionProblem:
+    """The same problem without the seconds that every stage takes once a step."""
+    return msgspec.structs.replace(problem, once=0.0)
+
+
+class _DeviceOrderIncumbent:
+    """The best order and cuts seen."""
+
+    def __init__(self, problem: PartitionProblem, links: DeviceLinks, deadline: float) -> None:
+        self.problem, self.links, self.deadline = problem, links, deadline
+        self.tables = PartitionTables(problem)
+        most = min(problem.max_stages, self.tables.units)
+        self.counts = range(problem.min_stages, most + 1)
+        self._known: Known = {}
+        self.seconds = inf
+        self.order: tuple[int, ...] = ()
+        self.choice: PartitionChoice | None = None
+
+    def add(self, order: tuple[int, ...], choice: PartitionChoice) -> float:
+        """Score and keep it if it is the best; the seconds to beat."""
+        stages = len(choice.starts)
+        one = with_stage_count(reorder_devices(self.problem, self.links, order[:stages]), stages)
+        found = evaluate(one, choice)
+        if found.feasible and found.seconds < self.seconds * (1 - 1e-12):
+            self.seconds, self.order, self.choice = found.seconds, order[:stages], choice
+        return self.seconds
+
+    def try_order(self, order: tuple[int, ...], counts: Sequence[int]) -> None:
+        """Good cuts on the first devices of this order, for these numbers of stages."""
+        queue = FixedDeviceOrder(self.problem, self.links, order)
+        for variant in range(len(self.problem.variants)):
+            for schedule in self.problem.schedules:
+                for stages in counts:
+                    what = (variant, schedule, stages)
+                    with contextlib.suppress(SolverTimeout):
+                        self.minimiser(queue, what).minimise(RUNS, NEAR)
+
+    def minimiser(self, fleet: DeviceClasses, what: tuple[int, str, int]) -> StepTimeMinimizer:
+        """The branch and bound for one variant, schedule and number of stages."""
+        variant, schedule, stages = what
+        layers = DeviceOrderProgram(
+            fleet, self.tables, variant, schedule, stages, self.deadline, self._known
+        )
+
+        def found(units: list[int]) -> float:
+            return self.add(layers.order, self.tables.choice(variant, schedule, units))
+
+        return StepTimeMinimizer(cast(Any, layers), found)
+
+    def solution(self, bound: float, solver: str) -> DeviceOrderSolution:
+        """What was found; ``bound``: proven."""
+        status: Status
+        if self.choice is None:
+            status = "infeasible" if bound == inf else "unknown"
+        elif bound >= self.seconds * (1 - PROVEN):
+            status = "optimal"
+        else:
+            status = "within gap" if bound >= self.seconds * (1 - CLOSE) else "best found"
+        return DeviceOrderSolution(
+            status=status,
+            order=self.order,
+            choice=self.choice,
+            objective=self.seconds,
+            bound=float(min(bound, self.seconds)),
+            solver=solver,
+        )
+
+
+def _exact(fleet: DeviceClasses, best: _DeviceOrderIncumbent) -> float:
+    """Runs through everything; the bound, which is the optimum if there was time."""
+    problem, lower = best.problem, inf
+    near = len(best.order)
+    for variant in range(len(problem.variants)):
+        cheap = cheap_bound(problem, variant, len(problem.devices))
+        for schedule in problem.schedules:
+            for stages in sorted(best.counts, key=lambda n: (abs(n - near), n)):
+                minimiser = best.minimiser(fleet, (variant, schedule, stages))
+                with contextlib.suppress(SolverTimeout):
+                    minimiser.minimise()
+                lower = min(lower, max(minimiser.lower, cheap))
+    return lower
+
+
+def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) -> float:
+    """A chain of equal devices, each as good in every respect as the best: none is better."""
+    n = len(problem.devices)
+    pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
+    used = sorted({d.type for d in problem.devices})
+    latency = min((links.latency[a][b] for a, b in pairs), default=0.0)
+    inverse = min((links.inverse[a][b] for a, b in pairs), default=0.0)
+    ideal = msgspec.structs.replace(
+        problem.devices[0], type=0, memory=max(d.memory for d in problem.devices)
+    )
+    later = msgspec.structs.replace(ideal, latency=latency, inverse_bandwidth=inverse)
+    first = msgspec.structs.replace(ideal, latency=0.0, inverse_bandwidth=0.0)
+
+    def least(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        return (tuple(min(column) for column in zip(*(rows[k] for k in used), strict=True)),)
+
+    variants = tuple(
+        msgspec.structs.replace(v, forward=least(v.forward), backward=least(v.backward))
+        for v in problem.variants
+    )
+    relaxed = msgspec.structs.replace(
+        problem,
+        devices=(first, *[later] * (n - 1)),
+        variants=variants,
+        step=least(problem.step),
+    )
+    shared = min(cheap_bound(problem, v, n) for v in range(len(problem.variants)))
+    return max(shared, solve_chain(relaxed, time_limit=seconds).bound)
+
+
+def _search(fleet: DeviceClasses, best: _DeviceOrderIncumbent, bound: float, rounds: int) -> None:
+    """Swaps of two devices, from a few good orders, while they help."""
+    problem = best.problem
+    every = range(len(problem.devices))
+    speed = [sum(problem.variants[0].forward[d.type]) for d in problem.devices]
+    starts = (
+        sorted(every, key=lambda d: (-problem.devices[d].memory, speed[d])),
+        sorted(every, key=lambda d: speed[d]),
+        _near(problem, best.links),
+    )
+    for order in starts:
+        best.try_order(tuple(order), best.counts)
+    kind = {d: c for c, group in enumerate(fleet.classes) for d in group}
+    moved = best.choice is not None
+    while moved and best.seconds * (1 - PROVEN) > bound:
+        moved, known = False, best.seconds
+        order = [*best.order, *(d for d in every if d not in best.order)]
+        counts = [n for n in best.counts if abs(n - len(best.order)) < 2]
+        for i, j in combinations(every, 2):
+            if kind[order[i]] == kind[order[j]] or i >= len(best.order):
+                continue
+            if rounds == 0 or time.monotonic() > best.deadline:
+                return
+            rounds -= 1
+            changed = list(order)
+            changed[i], changed[j] = changed[j], changed[i]
+            best.try_order(tuple(changed), counts)
+            if best.seconds < known:
+                moved = True
+                break
+
+
+def _near(problem: PartitionProblem, links: DeviceLinks) -> list[int]:
+    """From the first device always on over the fastest link."""
+    found, left = [0], list(range(1, len(problem.devices)))
+    while left:
+        last = found[-1]
+        found.append(min(left, key=lambda d: (links.inverse[last][d], links.latency[last][d], d)))
+        left.remove(found[-1])
+    return found

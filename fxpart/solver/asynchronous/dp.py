@@ -1,0 +1,157 @@
+"""Exact cuts of a stream: the least longest stage, by dynamic programming from the last stage.
+
+What a stage costs depends on its blocks, its device and the number of stages alone, so that with
+least(k, b) the least longest stage of stages k, ... of blocks b, ...
+
+    least(k, b) = min over ends e of max(cost(k, b, e), least(k + 1, e + 1))
+
+for each number of stages and microbatch size (Bokhari 1988, "Partitioning problems in parallel,
+pipelined, and distributed computing", for one threshold of all). Sums are NumPy bands of
+:mod:`fxpart.solver.tables`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import fsum, inf
+
+import numpy as np
+
+from fxpart.schedule.versions import count_chain_warmup
+from fxpart.solver.asynchronous.objective import AsyncPipelineScorer
+from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
+from fxpart.solver.asynchronous.weight_mode_requirements import (
+    compute_weight_mode_requirements,
+    explain_unsupported_weight_mode,
+)
+from fxpart.solver.portfolio import status_of
+from fxpart.solver.problem import PartitionChoice, Solution
+from fxpart.solver.search import ALTERNATIVES
+from fxpart.solver.tables import (
+    Floats,
+    Ints,
+    PartitionTables,
+    interval_sums,
+    list_touching_rectangles,
+)
+from fxpart.solver.validate import check_problem
+
+
+def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.0) -> Solution:
+    """The choice whose stream takes least a minibatch, proven, and the best of other kinds.
+
+    Choices carry the name "1f1b", the order of each stage. time_limit: seconds; after that, numbers
+    of stages that were not looked at bound the answer by their work. Status "infeasible" where
+    nothing fits. Raises FXP206 for a problem that is not valid.
+    """
+    check_problem(given.problem)
+    return _AsyncPipelineSearch(given, time.monotonic() + time_limit).solve()
+
+
+@dataclass(order=True)
+class _AsyncSubproblem:
+    """Choices of one microbatch size and number of stages; none takes less than ``bound``."""
+
+    bound: float
+    variant: int
+    stages: int
+
+
+class _AsyncPipelineSearch:
+    """One problem's tables."""
+
+    def __init__(self, given: AsyncPipelineProblem, deadline: float) -> None:
+        self.given, self.deadline = given, deadline
+        problem = given.problem
+        self.tables, self.scorer = PartitionTables(problem), AsyncPipelineScorer(given)
+        n = len(problem.blocks)
+        held = [
+            (rectangle, w.weight)
+            for w in problem.weights
+            if w.gradient
+            for rectangle in list_touching_rectangles(w.blocks, -1, n)
+        ]
+        amounts = np.array([size for _, size in held], dtype=np.int64)
+        self._copied = self.tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        self._passes = [self.tables.additive(np.array(row)) for row in given.passes]
+        span = np.arange(self.tables.units)
+        self._after = np.minimum(span[:, None] + span[None, :] + 1, self.tables.units)
+
+    def solve(self) -> Solution:
+        """The answer."""
+        found: list[tuple[float, PartitionChoice]] = []
+        left = inf
+        for kind in sorted(self._kinds()):
+            if found and time.monotonic() > self.deadline:
+                left = min(left, kind.bound)
+                continue
+            starts = self._best(kind)
+            if starts is None:
+                continue
+            choice = self.tables.choice(kind.variant, "1f1b", starts)
+            evaluation = self.scorer.evaluate(choice)
+            assert evaluation.feasible, evaluation.faults
+            found.append((evaluation.seconds, choice))
+        found.sort(key=lambda pair: (pair[0], len(pair[1].starts), pair[1].variant))
+        best = found[0][0] if found else inf
+        bound = min(best, left)
+        return Solution(
+            status=status_of(best, bound),
+            choice=found[0][1] if found else None,
+            objective=best,
+            bound=bound,
+            solver="dp",
+            candidates=tuple(choice for _, choice in found[: 1 + ALTERNATIVES]),
+        )
+
+    def _kinds(self) -> Iterator[_AsyncSubproblem]:
+        """What the mode allows, with the bound by its work."""
+        problem = self.given.problem
+        for variant, costs in enumerate(problem.variants):
+            m = costs.microbatches
+            rows = zip(costs.forward, costs.backward, problem.step, strict=True)
+            each = [[m * (f + b) + s for f, b, s in zip(*row, strict=True)] for row in rows]
+            work = fsum(min(block) for block in zip(*each, strict=True))
+            own = 2 * m * problem.action + problem.once
+            for stages in range(problem.min_stages, min(problem.max_stages, self.tables.units) + 1):
+                if not explain_unsupported_weight_mode(
+                    self.given.weights, count_chain_warmup(stages), m
+                ):
+                    yield _AsyncSubproblem((work / stages + own) * (1 - 1e-12), variant, stages)
+
+    def _best(self, kind: _AsyncSubproblem) -> list[int] | None:
+        """The first units of the stages of the best choice; None where nothing fits."""
+        units, count = self.tables.units, kind.stages
+        below: Floats = np.full(units + 1, inf)
+        below[units] = 0.0
+        ends: list[Ints] = []
+        for k in reversed(range(count)):
+            longest = np.maximum(self._stage(kind, k), below[self._after])
+            widths = longest.argmin(axis=1)
+            ends.append(widths)
+            below = np.append(longest[np.arange(units), widths], inf)
+        if below[0] == inf:
+            return None
+        starts, at = [], 0
+        for widths in reversed(ends):
+            starts.append(at)
+            at += int(widths[at]) + 1
+        return starts
+
+    def _stage(self, kind: _AsyncSubproblem, k: int) -> Floats:
+        """Seconds of every interval as stage k, infinite where it does not fit."""
+        problem, tables = self.given.problem, self.tables
+        variant, device = tables.variant(kind.variant), problem.devices[k]
+        m = variant.variant.microbatches
+        asked = compute_weight_mode_requirements(
+            self.given.weights, count_chain_warmup(kind.stages), m, k
+        )
+        table = variant.stage(k)
+        busy = table.load + table.seconds + problem.once
+        busy = busy + asked.passes * self._passes[device.type]
+        bytes_ = variant.standing + (kind.stages - k) * variant.per_flight
+        flowing = tables.updating + (kind.stages - k - 1) * variant.per_flight
+        bytes_ = np.maximum(bytes_, flowing) + asked.copies * self._copied
+        return np.where(tables.valid & (bytes_ <= device.memory), busy, inf)

@@ -1,0 +1,129 @@
+"""What a choice costs as a stream, once: the one definition that the solver is judged by.
+
+In a stream each stage goes on with the next minibatch, so that only the busiest stage counts
+(PipeDream, SOSP 2019). With m microbatches a minibatch, t_s the seconds of one on stage s (forward,
+backward, what it receives), beta_s those of the update and of messages about ties, and p_s those of
+the sets of weights that are predicted:
+
+    T = max_s (m t_s + beta_s + p_s)
+
+Memory: as of a step, with S - s microbatches in flight on stage s of S (also where a minibatch has
+fewer), and the weight mode's copies of the stage's trained weights.
+"""
+
+from __future__ import annotations
+
+from math import fsum
+
+import msgspec
+
+from fxpart.schedule.versions import count_chain_warmup
+from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
+from fxpart.solver.asynchronous.weight_mode_requirements import (
+    WeightModeRequirements,
+    compute_weight_mode_requirements,
+    explain_unsupported_weight_mode,
+)
+from fxpart.solver.objective import PartitionScorer, StageCost
+from fxpart.solver.problem import PartitionChoice
+
+_NONE = WeightModeRequirements(staleness=0, copies=0, passes=0)  # where the mode cannot be at all
+
+
+class AsyncStageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage: what it costs in a step, and beside that in a stream.
+
+    cost: with what the stream keeps in flight. copies: bytes of weights beside the parameters;
+    updating: of everything while the optimizer steps, with what is in flight then.
+    predict_seconds: a minibatch. staleness: of its forwards, at most.
+    """
+
+    cost: StageCost
+    copies: int
+    predict_seconds: float
+    staleness: int
+    updating: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes at its peak, in a pass or in an update."""
+        return max(self.cost.memory.total + self.copies, self.updating)
+
+
+class AsyncPipelineEvaluation(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Seconds a minibatch once the pipeline is full, its stages, and what it violates."""
+
+    seconds: float
+    stages: tuple[AsyncStageCost, ...]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the choice fits every memory and keeps every constraint."""
+        return not self.faults
+
+
+class AsyncPipelineScorer:
+    """Evaluates many choices of one problem."""
+
+    def __init__(self, given: AsyncPipelineProblem) -> None:
+        """Index the problem."""
+        self.given, self._scorer = given, PartitionScorer(given.problem)
+        self._trained: dict[int, list[int]] = {}
+        for index, weight in enumerate(given.problem.weights):
+            for block in weight.blocks if weight.gradient else ():
+                self._trained.setdefault(block, []).append(index)
+
+    def evaluate(self, choice: PartitionChoice) -> AsyncPipelineEvaluation:
+        """The one definition of what ``choice`` costs; FXP109 as for a step's."""
+        problem = self.given.problem
+        stepped = self._scorer.evaluate(choice)  # for its constraints; memory differs
+        faults = [f for f in stepped.faults if " bytes, " not in f and "schedule" not in f]
+        variant, count = problem.variants[choice.variant], len(choice.starts)
+        m = variant.microbatches
+        wrong = explain_unsupported_weight_mode(self.given.weights, count_chain_warmup(count), m)
+        faults += [wrong] if wrong else []
+        stages = []
+        for k, cost in enumerate(stepped.stages):
+            asked = (
+                _NONE
+                if wrong
+                else compute_weight_mode_requirements(
+                    self.given.weights, count_chain_warmup(count), m, k
+                )
+            )
+            flowing = self._scorer.stage(variant, k, cost.first, cost.last, count - k)
+            stages.append(self._stage(flowing, asked))
+        faults += [
+            f"stage {k} needs {s.total} bytes, {problem.devices[k].name} has {s.cost.memory_limit}"
+            for k, s in enumerate(stages)
+            if s.total > s.cost.memory_limit
+        ]
+        return AsyncPipelineEvaluation(
+            seconds=max(busy_seconds(stage, m) for stage in stages),
+            stages=tuple(stages),
+            faults=tuple(faults),
+        )
+
+    def _stage(self, cost: StageCost, asked: WeightModeRequirements) -> AsyncStageCost:
+        """A stage with what the weight mode asks of it."""
+        blocks = range(cost.first, cost.last + 1)
+        held = {w for b in blocks for w in self._trained.get(b, ())}
+        passes = self.given.passes[self.given.problem.devices[cost.device].type]
+        copies = asked.copies * sum(self.given.problem.weights[w].weight for w in held)
+        each = (cost.memory.activations - cost.workspace + cost.memory.transfers) // cost.in_flight
+        return AsyncStageCost(
+            cost=cost,
+            copies=copies,
+            predict_seconds=asked.passes * fsum(passes[cost.first : cost.last + 1]),
+            staleness=asked.staleness,
+            updating=cost.updating + copies + (cost.in_flight - 1) * each,
+        )
+
+
+def busy_seconds(stage: AsyncStageCost, microbatches: int) -> float:
+    """Seconds of a minibatch in which the stage is busy, what it receives included."""
+    cost = stage.cost
+    return fsum((microbatches * cost.seconds, cost.step_only_seconds, stage.predict_seconds))

@@ -1,0 +1,19 @@
+"""The partition problem of a stream: that of a step, a weight mode, and what predicting costs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fxpart.solver.problem import PartitionProblem
+
+
+class AsyncPipelineProblem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cut these blocks for an asynchronous pipeline.
+
+    problem: as for a synchronous one; its schedules are not looked at. weights: the weight mode's
+    name. passes: seconds to make one set of predicted weights, [device type][block].
+    """
+
+    problem: PartitionProblem
+    weights: str
+    passes: tuple[tuple[float, ...], ...]

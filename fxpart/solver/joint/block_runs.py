@@ -1,0 +1,147 @@
+"""Runs of blocks, sorted into classes that cost the same whatever the option: 96 equal layers few.
+
+Blocks that no cut may divide, and those of one pin, are merged into units, which is exact. A run is
+(first unit, number of units less one), its class is that of all runs with the same sequence of
+kinds, bytes received and sent, and ties; costs are computed for one run of each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fxpart.solver.joint.arrays import Ints, Mask
+from fxpart.solver.joint.problem import JointProblem
+from fxpart.solver.tables import interval_sums, list_touching_rectangles, splits
+
+
+class BlockRuns:
+    """All runs of a problem. ``band[i, w]`` is the class of units i..i+w; ``count`` is "none".
+
+    Of each class a run as its first and last block, and: arrived, arrived_fixed: row and fixed
+    bytes received, with gradients returned; messages: how many are not empty; held, held_fixed:
+    bytes received or kept to be sent; holds, apart: ties present, and of those the ones whose other
+    blocks lie outside, (ties, classes).
+    """
+
+    def __init__(self, problem: JointProblem) -> None:
+        """Merge blocks into units and sort all runs."""
+        self.problem = problem
+        n = len(problem.blocks)
+        cuts = np.ones(n, dtype=bool)
+        cuts[list(problem.no_cut_after)] = False
+        for pin in problem.pins:
+            cuts[pin.first : pin.last] = False
+        cuts[n - 1] = True
+        self.lasts = np.flatnonzero(cuts)
+        self.firsts = np.concatenate(([0], self.lasts[:-1] + 1))
+        self.units = len(self.lasts)
+        self.unit_of = np.repeat(np.arange(self.units), self.lasts - self.firsts + 1)
+        span = np.arange(self.units)
+        self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
+        valid = (span[:, None] + span[None, :] < self.units) & self._uncut()
+        columns = [self._sequences(), *self._traffic()]
+        ties = self._ties()
+        keys = np.stack([c[valid] for c in (*columns, *(x for pair in ties for x in pair))], axis=1)
+        found, where, inverse = _classes(keys)
+        self.count = len(found)
+        self.band = np.full(valid.shape, self.count, dtype=np.int64)
+        self.band[valid] = inverse
+        starts, widths = (x[where] for x in np.nonzero(valid))
+        self.first, self.last = self.firsts[starts], self.lasts[starts + widths]
+        found = found.T
+        self.arrived, self.arrived_fixed, self.messages, self.held, self.held_fixed = found[1:6]
+        self.holds, self.apart = found[6::2].astype(bool), found[7::2].astype(bool)
+
+    def holding(self, block: int) -> Mask:
+        """Which runs hold a block, as a band."""
+        unit, span = int(self.unit_of[block]), np.arange(self.units)
+        return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
+
+    def _uncut(self) -> Mask:
+        """Runs without a wished cut inside; none where a unit itself would have to be cut."""
+        allowed = np.ones((self.units, self.units), dtype=bool)
+        ends = set(self.lasts[:-1].tolist())
+        for block in self.problem.cut_after:
+            if block not in ends:
+                allowed[:] = False
+            elif block < len(self.problem.blocks) - 1:
+                allowed &= ~(self.holding(block) & self.holding(block + 1))
+        return allowed
+
+    def _band(self, full: Ints) -> Ints:
+        """A table over (first block, last block) as a band over units."""
+        picked = full[np.ix_(self.firsts, self.lasts)]
+        return np.asarray(np.take_along_axis(picked, self._end, axis=1))
+
+    def _sequences(self) -> Ints:
+        """Equal numbers for equal sequences of kinds: each run is the one before and a unit."""
+        contents = dict[tuple[int, ...], int]()
+        kinds = self.problem.kinds
+        units = [
+            contents.setdefault(tuple(kinds[a : z + 1]), len(contents))
+            for a, z in zip(self.firsts.tolist(), self.lasts.tolist(), strict=True)
+        ]
+        row, numbers = np.array(units, dtype=np.int64), np.zeros((self.units,) * 2, dtype=np.int64)
+        seen, ids = 0, np.zeros(self.units, dtype=np.int64)
+        for width in range(self.units):
+            room = self.units - width
+            keys = ids[:room] * len(contents) + row[width:]
+            ids = np.unique(keys, return_inverse=True)[1]
+            numbers[:room, width] = ids + seen
+            seen += int(ids.max()) + 1
+        return numbers
+
+    def _traffic(self) -> list[Ints]:
+        """Received row bytes, fixed bytes and messages; then row and fixed bytes held."""
+        n, values = len(self.problem.blocks), self.problem.boundaries
+        arrived = [
+            (r, v) for v in values for r in list_touching_rectangles(v.consumers, v.producer, n)
+        ]
+        sent = [
+            ((0, v.producer, v.producer, v.consumers[-1] - 1), v) for v in values if not v.saved
+        ]
+        times = [2 if v.gradient else 1 for _, v in arrived]
+        some = [v.row_bytes > 0 or v.fixed_bytes > 0 for _, v in arrived]
+
+        def band(
+            pairs: Sequence[tuple[tuple[int, int, int, int], object]], amounts: list[int]
+        ) -> Ints:
+            amount = np.array(amounts, dtype=np.int64)
+            return self._band(interval_sums(n, [r for r, _ in pairs], amount))
+
+        both = [*arrived, *sent]
+        return [
+            band(arrived, [v.row_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
+            band(arrived, [v.fixed_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
+            band(arrived, [k * s for k, s in zip(times, some, strict=True)]),
+            band(both, [v.row_bytes * v.widened for _, v in both]),
+            band(both, [v.fixed_bytes * v.widened for _, v in both]),
+        ]
+
+    def _ties(self) -> list[tuple[Ints, Ints]]:
+        """For each tie: 1 where a run holds any of its blocks, and 1 where some but not all."""
+        n, made = len(self.problem.blocks), []
+        for tie in self.problem.ties:
+            present, some = list_touching_rectangles(tie.blocks, -1, n), splits(tie.blocks, n)
+            ones = np.ones(len(present), dtype=np.int64)
+            signs = np.array([s for _, s in some], dtype=np.int64)
+            made.append(
+                (
+                    self._band(interval_sums(n, present, ones)),
+                    self._band(interval_sums(n, [r for r, _ in some], signs)),
+                )
+            )
+        return made
+
+
+def _classes(keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """Distinct rows, where each comes first, and which one each row is."""
+    order = np.lexsort(keys.T[::-1])  # stable: of equal rows the first stays first
+    ordered = keys[order]
+    fresh = np.ones(len(keys), dtype=bool)
+    fresh[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    inverse = np.empty(len(keys), dtype=np.int64)
+    inverse[order] = np.cumsum(fresh) - 1
+    return ordered[fresh], order[fresh], inverse

@@ -1,0 +1,121 @@
+"""Wishes as text: what is fixed, forbidden, or put on a stage.
+
+fix     tp=2   dp=2,4   pp=4   microbatches=8   schedule=1f1b   zero=0,1   recompute=none
+forbid  recompute   tp   zero=3   schedule=gpipe   pp=1   cut=layers.5
+stage   layers.0-11=0   lm_head=-1
+layout  Et*3|(tt|)*2L
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fxpart.errors import FxpartError, Problem, error
+
+Kind = Literal["fix", "forbid", "stage", "layout"]
+
+# What can be fixed or forbidden: words for it, and its plain value where there is one.
+NUMBERS = ("tp", "dp", "ep", "pp", "microbatches", "zero", "virtual")
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": (
+        "1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async",
+    ),
+    "recompute": ("none", "selective", "full"),
+}  # fmt: skip
+OTHERWISE: dict[str, str] = {
+    "tp": "1", "dp": "1", "ep": "1", "pp": "1", "zero": "0", "recompute": "none",
+}  # fmt: skip
+SAME = {"stages": "pp", "m": "microbatches", "tensor": "tp", "data": "dp", "expert": "ep"}
+LIST = ";"  # between several wishes of a kind in one constraint
+
+
+@dataclass(frozen=True)
+class PlanConstraint:
+    """One wish. key: what it is about, "cut", or a pattern of blocks; values: as words."""
+
+    kind: Kind
+    key: str
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        words = ",".join(self.values)
+        body = {"layout": words, "forbid": self.key}.get(self.kind, f"{self.key}={words}")
+        return f"{self.kind} {body}" + (f"={words}" if self.kind == "forbid" and words else "")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The values as numbers."""
+        return tuple(int(v) for v in self.values)
+
+
+def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
+    """One wish from its text; raises FXP109."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if kind == "layout":
+        return PlanConstraint(kind, "", (text.strip(),))
+    if kind == "stage":
+        if not key or not _whole(value):
+            raise _wrong(kind, text, "blocks and a stage are needed", "layers.0-11=0")
+        return PlanConstraint(kind, key, (str(int(value)),))
+    key = SAME.get(key, key)
+    values = tuple(part.strip() for part in value.split(",")) if equals else ()
+    if kind == "forbid" and key == "cut":
+        if not value:
+            raise _wrong(kind, text, "which cut?", "cut=layers.5")
+        return PlanConstraint(kind, key, (value,))
+    if key not in (*NUMBERS, *WORDS):
+        known = ", ".join((*NUMBERS, *WORDS, *(("cut",) if kind == "forbid" else ())))
+        raise _wrong(kind, text, f"{key!r} is not a decision", f"one of {known}")
+    if not equals and (kind == "fix" or key not in OTHERWISE):
+        raise _wrong(kind, text, "there is no value", f"{key}=...")
+    words = WORDS.get(key)
+    for one in values:
+        if words and one not in words:
+            raise _wrong(kind, text, f"{one!r} is not a choice", ", ".join(words))
+        if not words and (not _whole(one) or int(one) < (key != "zero") or len(one) > 9):
+            raise _wrong(kind, text, f"{one!r} is not a whole number", f"{key}=2")
+    return PlanConstraint(kind, key, values)
+
+
+def parse_constraints(constraints: Mapping[str, object]) -> tuple[PlanConstraint, ...]:
+    """The wishes among a plan's constraints, in a fixed order; FXP109 with all faults.
+
+    Decisions stand under their own names (``tp``: 2 or "2,4"); ``forbid``, ``stage`` and
+    ``layout`` hold texts, several with ";" between.
+    """
+    texts: list[tuple[Kind, str]] = []
+    for key, value in sorted(constraints.items()):
+        if SAME.get(key, key) in (*NUMBERS, *WORDS):
+            texts.append(("fix", f"{key}={value}"))
+        elif key in ("forbid", "stage", "layout"):
+            kind: Kind = key  # type: ignore[assignment]
+            texts += [(kind, text) for text in str(value).split(LIST) if text.strip()]
+    found: list[PlanConstraint] = []
+    problems: list[Problem] = []
+    for kind, text in texts:
+        try:
+            found.append(parse_constraint(kind, text))
+        except FxpartError as fault:
+            problems += fault.problems
+    if problems:
+        raise FxpartError(problems)
+    return tuple(found)
+
+
+def find_constraint_problems(constraints: Mapping[str, object]) -> list[Problem]:
+    """What is wrong with the wishes among constraints."""
+    try:
+        parse_constraints(constraints)
+    except FxpartError as fault:
+        return list(fault.problems)
+    return []
+
+
+def _whole(text: str) -> bool:
+    return text.removeprefix("-").isdecimal() and text.isascii() and len(text) < 10
+
+
+def _wrong(kind: str, text: str, why: str, fix: str) -> FxpartError:
+    return error("FXP109", where=f"{kind} {text[:80]!r}", why=why, fix=f"for example {fix}")

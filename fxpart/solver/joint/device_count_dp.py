@@ -1,0 +1,263 @@
+"""The dynamic programme that counts devices: states (stages to go, unit, devices used by pool).
+
+Only states that may still lead to a plan within a goal are kept, as sorted arrays: what comes
+before a state costs at least the least filling of its units, and at least their least price
+(:mod:`fxpart.solver.joint.multipliers`) less what the devices left are worth. Where even so there
+are too many, the most promising go on; the least estimate among the others bounds what is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import gcd, inf, prod
+
+import numpy as np
+
+from fxpart.solver.joint.arrays import Floats, Ints
+from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
+from fxpart.solver.suffix_dp import SolverTimeout
+
+_NEIGHBOURS = 4  # rounds in which each state is compared with the one before it
+
+
+@dataclass(frozen=True)
+class StagePathResult:
+    """What a run found: no path costs less than ``bound``, ``path`` costs ``filling``.
+
+    path: None where there is none up to the goal; then the bound is infinite if none was dropped.
+    """
+
+    path: StagePath | None
+    filling: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class _States:
+    """Sorted codes (unit * combinations of devices used + which), and the least filling of each."""
+
+    code: Ints
+    filling: Floats
+
+
+@dataclass(frozen=True)
+class _Arcs:
+    """Possible stages with some stages to go, sorted by the unit after them, then by ``price``.
+
+    price: of the stage's devices and all before it, with its filling and theirs, at the least;
+    start: of each unit's arcs.
+    """
+
+    first: Ints
+    group: Ints
+    filling: Floats
+    price: Floats
+    start: Ints
+
+
+class DeviceCountProgram:
+    """Runs over one branch."""
+
+    def __init__(self, branch: SearchBranch, devices: Ints, deadline: float) -> None:
+        """deadline: a ``time.monotonic()`` value, in seconds."""
+        self.branch, self.deadline = branch, deadline
+        entries = branch.entries
+        self._unit, self._room = [], []
+        for pool, count in enumerate(devices.tolist()):
+            sizes = entries.size[entries.pool == pool].tolist()
+            unit = gcd(*sizes) if sizes else 1
+            most = branch.high * max(sizes, default=0)
+            self._unit.append(unit)
+            self._room.append(min(count, most) // unit)
+        self._devices = devices.astype(np.float64)
+        while prod(r + 1 for r in self._room) > 2**62 // (branch.units + 1):
+            # many large pools: so few devices more or less are not told apart, a relaxation
+            largest = int(np.argmax(self._room))
+            self._unit[largest] *= 2
+            self._room[largest] = int(devices[largest]) // self._unit[largest]
+        shape = [r + 1 for r in self._room]
+        self._all = prod(shape)  # combinations of devices used
+        self._stride = [prod(shape[p + 1 :]) for p in range(len(shape))]
+        self._taken = entries.size // np.array(self._unit)[entries.pool]
+        self._shift = self._taken * np.array(self._stride)[entries.pool]
+        self.work = 0  # stages put before states so far
+
+    def run(self, costs: BranchCosts, goal: float, prices: Floats, most: int) -> StagePathResult:
+        """The least filling up to ``goal`` under the costs' threshold.
+
+        prices: seconds a device, any (good ones leave few states); most: states kept of each
+        number of stages. Raises :class:`SolverTimeout`.
+        """
+        branch = self.branch
+        code = np.array([branch.units * self._all], dtype=np.int64)
+        rows, dropped = [_States(code, np.zeros(1))], inf
+        ahead, arcs, level = np.zeros((2, 0)), None, -1
+        best, stages = inf, 0
+        for q in range(1, branch.high + 1):
+            if time.monotonic() > self.deadline:
+                raise SolverTimeout
+            fresh = q & (q - 1) == 0  # stages before this one have at least as many in flight
+            if fresh:
+                ahead = self._ahead(costs, q, prices)
+            if arcs is None or fresh or costs.level(q) != level or branch.allowed(q) is not None:
+                arcs, level = self._arcs(self._bands(costs, q), ahead[1], prices), costs.level(q)
+            row, lost = self._extended(rows[-1], arcs, ahead[0], prices, min(goal, best), most)
+            dropped = min(dropped, lost)
+            rows.append(row)
+            if q >= branch.low:
+                whole = row.filling[row.code < self._all]
+                if len(whole) and float(whole.min()) < best:
+                    best, stages = float(whole.min()), q
+            if not len(row.code) or int(row.code[-1]) < self._all:
+                break
+        path = self._walk(costs, rows, stages) if best < inf else None
+        return StagePathResult(path, best, min(best, dropped))
+
+    def _bands(self, costs: BranchCosts, q: int) -> Floats:
+        """Fillings with q to go, (groups, units, widths); none that fewer devices do as well."""
+        branch = self.branch
+        bands = costs.under(q)[:, branch.band]
+        allowed = branch.allowed(q)
+        if allowed is not None:
+            bands = np.where(allowed, bands, inf)
+        pool = branch.entries.pool
+        for group in range(1, branch.groups):  # sorted by pool and size
+            smaller = np.flatnonzero(pool[:group] == pool[group])
+            if len(smaller):
+                beaten = bands[smaller].min(axis=0) <= bands[group]
+                bands[group][beaten] = inf
+        return np.asarray(bands)
+
+    def _arcs(self, bands: Floats, ahead: Floats, prices: Floats) -> _Arcs:
+        group, first, width = np.nonzero(np.isfinite(bands))
+        filling = bands[group, first, width]
+        pool = self.branch.entries.pool
+        paid = (prices * np.array(self._unit))[pool] * self._taken
+        price = filling + paid[group] + ahead[first]
+        after = first + width + 1
+        order = np.lexsort((price, after))
+        start = np.searchsorted(after[order], np.arange(self.branch.units + 2))
+        return _Arcs(first[order], group[order], filling[order], price[order], start)
+
+    def _ahead(self, costs: BranchCosts, q: int, prices: Floats) -> Floats:
+        """Least filling, and least filling and price, of the units before each, (2, units + 1)."""
+        branch = self.branch
+        table = costs.under(q)
+        each = prices[branch.entries.pool] * branch.entries.size
+        by_class = np.stack((table.min(axis=0), (table + each[:, None]).min(axis=0)))
+        bands = by_class[:, branch.band]
+        least = np.full((2, branch.units + branch.width + 1), inf)
+        least[:, 0] = 0.0
+        for unit in range(branch.units):
+            place = least[:, unit + 1 : unit + 1 + branch.width]
+            np.minimum(place, least[:, unit, None] + bands[:, unit], out=place)
+        least[1] -= float((prices * self._devices).sum())
+        return least[:, : branch.units + 1]
+
+    def _extended(
+        self,
+        states: _States,
+        arcs: _Arcs,
+        ahead: Floats,
+        prices: Floats,
+        goal: float,
+        most: int,
+    ) -> tuple[_States, float]:
+        """Every possible stage before every state, the better of equal ones; the least dropped."""
+        unit, used = np.divmod(states.code, self._all)
+        taken = [
+            used // stride % (room + 1)
+            for stride, room in zip(self._stride, self._room, strict=True)
+        ]
+        price = states.filling + sum(prices[p] * self._unit[p] * x for p, x in enumerate(taken))
+        # what is paid for all devices may be far larger than the rest: no rounding may lift this
+        slack = 1e-12 * float((prices * self._devices).sum())
+        slack += 1e-12 * goal if goal < inf else 0.0
+        count = self._counts(arcs, unit, goal + slack - price)
+        which = np.repeat(np.arange(len(unit)), count)
+        arc = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+        arc += arcs.start[unit][which]
+        self.work += len(which)
+        group, first = arcs.group[arc], arcs.first[arc]
+        filling = states.filling[which] + arcs.filling[arc]
+        estimate = np.maximum(filling + ahead[first], price[which] + arcs.price[arc]) - slack
+        fits = (estimate <= goal) & (estimate < inf)
+        pool = self.branch.entries.pool[group]
+        for p, room in enumerate(self._room):
+            fits &= taken[p][which] + np.where(pool == p, self._taken[group], 0) <= room
+        code = (first * self._all + used[which] + self._shift[group])[fits]
+        return _merged(code, filling[fits], estimate[fits], self._room[-1] + 1, most)
+
+    def _counts(self, arcs: _Arcs, unit: Ints, limit: Floats) -> Ints:
+        """How many arcs before each state cost no more than ``limit``; states sorted by unit."""
+        count = np.zeros(len(unit), dtype=np.int64)
+        ends = np.searchsorted(unit, np.arange(self.branch.units + 2))
+        for k in np.unique(unit).tolist():
+            mine = slice(int(ends[k]), int(ends[k + 1]))
+            prices = arcs.price[arcs.start[k] : arcs.start[k + 1]]
+            count[mine] = np.searchsorted(prices, limit[mine], side="right")
+        return count
+
+    def _walk(self, costs: BranchCosts, rows: list[_States], stages: int) -> StagePath:
+        """The best path of so many stages; of equal ones the first group, the earliest cuts."""
+        branch = self.branch
+        whole = rows[stages]
+        inside = np.flatnonzero(whole.code < self._all)
+        used = int(whole.code[inside[int(np.argmin(whole.filling[inside]))]])
+        unit, units, entries = 0, list[int](), list[int]()
+        for q in range(stages, 0, -1):
+            bands = self._bands(costs, q)[:, unit]
+            group, width = np.nonzero(np.isfinite(bands))
+            later = used - self._shift[group]
+            code = (unit + width + 1) * self._all + later
+            place = np.minimum(np.searchsorted(rows[q - 1].code, code), len(rows[q - 1].code) - 1)
+            there = (rows[q - 1].code[place] == code) & self._within(used, group)
+            total = np.where(there, rows[q - 1].filling[place] + bands[group, width], inf)
+            chosen = int(np.argmin(total))
+            assert total[chosen] < inf, "the walk left the table"
+            cls = int(branch.band[unit, width[chosen]])
+            units.append(unit)
+            entries.append(costs.entry(q, int(group[chosen]), cls))
+            used = int(later[chosen])
+            unit += int(width[chosen]) + 1
+        return StagePath(tuple(units), tuple(entries))
+
+    def _within(self, used: int, group: Ints) -> Ints:
+        """Whether so many devices are used that a stage of the group can be one of the stages."""
+        pool = self.branch.entries.pool[group]
+        have = np.array(
+            [used // s % (r + 1) for s, r in zip(self._stride, self._room, strict=True)]
+        )
+        return np.asarray(have[pool] >= self._taken[group])
+
+
+def _merged(
+    code: Ints, filling: Floats, estimate: Floats, last: int, most: int
+) -> tuple[_States, float]:
+    """One state for each code, at most so many, and the least estimate of those left out.
+
+    last: combinations of devices of the last pool; of states that differ there alone those are
+    dropped that fill no less with more devices (nearly all of them: some neighbours are compared).
+    """
+    order = np.argsort(code)
+    code = code[order]
+    fresh = np.flatnonzero(np.diff(code, prepend=-1))
+    if not len(fresh):
+        return _States(code, filling), inf
+    code = code[fresh]
+    # filling and estimate rise together among equal codes
+    filling = np.minimum.reduceat(filling[order], fresh)
+    estimate = np.minimum.reduceat(estimate[order], fresh)
+    for _ in range(_NEIGHBOURS):
+        beaten = np.zeros(len(code), dtype=bool)
+        same = code[1:] // last == code[:-1] // last
+        beaten[1:] = same & (filling[:-1] <= filling[1:])
+        if not beaten.any():
+            break
+        code, filling, estimate = code[~beaten], filling[~beaten], estimate[~beaten]
+    if len(code) <= most:
+        return _States(code, filling), inf
+    ranked = np.argsort(estimate, kind="stable")
+    kept = np.sort(ranked[:most])
+    return _States(code[kept], filling[kept]), float(estimate[ranked[most]])

@@ -1,0 +1,273 @@
+"""Whether any choice fits, whatever it costs: what explanations and remedies ask again and again.
+
+A suffix DP: the fewest devices of the last pool for blocks i.. in q stages, by what is taken of the
+first pool. Seconds are not computed, so an answer takes a fraction of what a solution takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+
+import msgspec
+import numpy as np
+
+from fxpart.solver.joint.arcs import compute_max_depth
+from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
+from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.problem import (
+    JointChoice,
+    JointProblem,
+    ScheduleName,
+    count_option_devices,
+)
+from fxpart.solver.joint.schedule_costs import WHOLE
+from fxpart.solver.suffix_dp import SolverTimeout
+
+_NONE = 2**40  # devices that no pool has
+_CHUNK = 2_000_000  # entries of a temporary array
+
+
+def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointChoice | None:
+    """Any choice that keeps all constraints and fits the memory, or None if there is none.
+
+    deadline: a ``time.monotonic()`` value; raises :class:`SolverTimeout` after it.
+    """
+    if compute_min_state_bytes(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
+        return None
+    tables, open_ones = IntervalTables(problem), set[ScheduleName]()
+    for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
+        for schedule in problem.schedules:
+            for group in _groups(problem) if schedule != "interleaved" else ():
+                fit = _FeasibilityProgram(tables, m, schedule, group, deadline)
+                if not fit.possible():
+                    continue
+                if len(problem.pools) > 2:
+                    open_ones.add(schedule)
+                elif (choice := fit.choice()) is not None:
+                    return choice
+    left = tuple(s for s in problem.schedules if s in open_ones or s == "interleaved")
+    if not left:
+        return None
+    return _solved(msgspec.structs.replace(problem, schedules=left), deadline)
+
+
+def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
+    """The same by the joint solver, for what the DP here does not model."""
+    from fxpart.solver.joint.portfolio import solve  # it may want explanations itself
+
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise SolverTimeout
+    found = solve(problem, time_limit=left)
+    if found.status == "unknown":
+        raise SolverTimeout
+    return found.choice
+
+
+def _groups(problem: JointProblem) -> list[list[int]]:
+    """Options that may stand together in one choice."""
+    if not problem.uniform:
+        return [list(range(len(problem.options)))]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index in range(len(problem.options)):
+        groups.setdefault(degrees(problem, index), []).append(index)
+    return list(groups.values())
+
+
+@dataclass(frozen=True)
+class _IntervalDepths:
+    """Stages on so many devices of a pool: how deep each interval may lie, and by which option."""
+
+    pool: int
+    devices: int
+    depth: Bytes
+    option: Bytes
+
+
+class _FeasibilityProgram:
+    """One microbatch count and schedule with a group of options."""
+
+    def __init__(
+        self,
+        tables: IntervalTables,
+        microbatches: int,
+        schedule: ScheduleName,
+        group: Sequence[int],
+        deadline: float,
+    ) -> None:
+        self.tables, self.problem = tables, tables.problem
+        self.microbatches, self.schedule, self.deadline = microbatches, schedule, deadline
+        self.last = len(self.problem.pools) - 1
+        self.ways = self._ways(group)
+        first = [w.devices for w in self.ways if w.pool < self.last]
+        self.unit = reduce(gcd, first, 0) or 1
+        self.apart, self.room = False, 0  # whether the first pool is counted, and its units
+
+    def possible(self) -> bool:
+        """Whether anything would fit if all devices were of one pool; settles most, quickly."""
+        self.apart, self.room = False, 0
+        return self._any() is not None
+
+    def choice(self) -> JointChoice | None:
+        """A choice that fits, with the fewest stages, or None; for one pool or two."""
+        if self.last:
+            self.apart, self.room = True, self.problem.pools[0].devices // self.unit
+        return self._any()
+
+    def _any(self) -> JointChoice | None:
+        """A choice; its devices are of the right pools only where they are counted apart."""
+        problem = self.problem
+        most = min(problem.max_stages, len(problem.blocks))
+        apart = any(pin.stage >= 0 for pin in problem.pins)
+        for some in self._counts(range(problem.min_stages, most + 1), apart):
+            found = self._within(some, some.start if apart else None)
+            if found is not None:
+                return found
+        return None
+
+    def _counts(self, every: range, apart: bool) -> Iterator[range]:
+        """Numbers of stages that can be looked at together: with the same ways of a depth to fit.
+
+        apart: each by itself, as pins from the front ask for.
+        """
+        if apart:
+            yield from (range(stages, stages + 1) for stages in every)
+            return
+        low = every.start
+        if self.schedule in WHOLE:
+            depths = {int(d) for way in self.ways for d in np.unique(way.depth)}
+            for depth in sorted(depths & set(every)):
+                yield range(low, depth + 1)
+                low = depth + 1
+        if low < every.stop:
+            yield range(low, every.stop)
+
+    def _deep(self, allowed: range, to_end: int) -> int:
+        """How deep a stage has to be able to lie: as itself, or as the whole pipeline."""
+        return allowed.start if self.schedule in WHOLE else to_end
+
+    def _ways(self, group: Sequence[int]) -> list[_IntervalDepths]:
+        """By pool and devices: the deepest of the options that take so many."""
+        problem, found = self.problem, dict[tuple[int, int], _IntervalDepths]()
+        for index in group:
+            self._check()
+            option = problem.options[index]
+            taken, sizes = (
+                count_option_devices(problem, option),
+                self.tables.sizes(index, self.microbatches),
+            )
+            if sizes is None or taken > problem.pools[option.pool].devices:
+                continue
+            depth = compute_max_depth(
+                self.tables, sizes, option.pool, self.microbatches, self.schedule
+            )
+            depth = np.where(self.tables.allowed, depth, 0)
+            one = _IntervalDepths(option.pool, taken, depth, np.full(depth.shape, index))
+            other = found.get((option.pool, taken))
+            if other is not None:
+                better = depth > other.depth
+                one = _IntervalDepths(
+                    option.pool,
+                    taken,
+                    np.where(better, depth, other.depth),
+                    np.where(better, index, other.option),
+                )
+            found[option.pool, taken] = one
+        return [way for _, way in sorted(found.items()) if way.depth.any()]
+
+    def _within(self, allowed: range, stages: int | None) -> JointChoice | None:
+        """A choice whose number of stages is among ``allowed``; pins from the front need it."""
+        n = len(self.problem.blocks)
+        need = np.full((n + 1, self.room + 1), _NONE)  # [block, units of the first pool]
+        need[n] = 0
+        steps = [need]
+        counted = self.problem.pools[-1:] if self.apart else self.problem.pools
+        there = sum(pool.devices for pool in counted)
+        for to_end in range(1, allowed.stop):
+            self._check()
+            deep = self._deep(allowed, to_end)
+            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), deep))
+            if to_end in allowed and steps[-1][0].min() <= there:
+                return self._traced(steps, stages, allowed)
+        return None
+
+    def _takes(self, way: _IntervalDepths) -> tuple[int, int]:
+        """Units of the first pool, and devices of the rest."""
+        if self.apart and way.pool < self.last:
+            return way.devices // self.unit, 0
+        return 0, way.devices
+
+    def _pinned(self, to_end: int, stages: int | None) -> Mask:
+        """Intervals that keep the pins as the stage so far from the end."""
+        n = len(self.problem.blocks)
+        mask = np.ones((n, n), bool)
+        first, last = np.arange(n)[:, None], np.arange(n)[None, :]
+        for pin in self.problem.pins:
+            place = -pin.stage if stages is None or pin.stage < 0 else stages - pin.stage
+            inside = (first <= pin.first) & (pin.last <= last)
+            mask &= inside if place == to_end else (last < pin.first) | (pin.last < first)
+        return mask
+
+    def _grown(self, after: Bytes, pinned: Mask, deep: int) -> Bytes:
+        """The devices needed with one stage more in front."""
+        n, width = len(self.problem.blocks), after.shape[1]
+        need = np.full_like(after, _NONE)
+        rows = max(1, _CHUNK // (n * width))
+        for way in self.ways:
+            mask = pinned & (way.depth >= deep)
+            shift, add = self._takes(way)
+            for low in range(0, n, rows):
+                part = mask[low : low + rows]
+                if not part.any() or shift >= width:
+                    continue
+                table = np.where(part[:, :, None], after[None, 1:, : width - shift], _NONE)
+                least = np.minimum(table.min(axis=1) + add, _NONE)
+                into = need[low : min(low + rows, n), shift:]
+                np.minimum(into, least, out=into)
+        return need
+
+    def _traced(self, steps: list[Bytes], stages: int | None, allowed: range) -> JointChoice:
+        """The stages behind the last step's need of all blocks."""
+        block, unit = 0, int(steps[-1][0].argmin())
+        starts, options = list[int](), list[int]()
+        for to_end in range(len(steps) - 1, 0, -1):
+            block_after, unit, option = next(
+                self._behind(
+                    steps[to_end - 1],
+                    int(steps[to_end][block, unit]),
+                    (block, unit),
+                    self._pinned(to_end, stages)[block],
+                    self._deep(allowed, to_end),
+                )
+            )
+            starts.append(block)
+            options.append(option)
+            block = block_after
+        return JointChoice(
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            starts=tuple(starts),
+            options=tuple(options),
+        )
+
+    def _behind(
+        self, after: Bytes, wanted: int, place: tuple[int, int], pinned: Mask, deep: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """(next block, units left, option) that give the need at a place: a block, and units."""
+        block, unit = place
+        for way in self.ways:
+            shift, add = self._takes(way)
+            if shift > unit:
+                continue
+            good = pinned & (way.depth[block] >= deep)
+            for last in np.flatnonzero(good & (after[1:, unit - shift] + add == wanted)).tolist():
+                yield last + 1, unit - shift, int(way.option[block, last])
+
+    def _check(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise SolverTimeout

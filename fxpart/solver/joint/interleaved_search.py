@@ -1,0 +1,117 @@
+"""Interleaved pipelines, in which a stage holds several pieces: enumerated, or tried.
+
+Few choices are enumerated, which is exact. Of many, balanced pieces with one option for all stages
+are tried and their cuts shifted while that helps; the bound is then the cheap one, which holds
+for pieces anywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from math import inf
+
+from fxpart.solver.joint.arrays import JointArrays
+from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.brute import choices, count
+from fxpart.solver.joint.greedy import balanced, estimates
+from fxpart.solver.joint.problem import JointChoice
+from fxpart.solver.joint.record import JointRecord
+
+_FEW = 4000  # choices that are enumerated
+_TRIES = 40  # combinations of microbatches, pieces, option and stages that are tried
+_SHIFTS = 300  # shifts of one cut that are tried
+
+
+class InterleavedSearch:
+    """The interleaved choices of one problem; ``bound`` is proven at any moment."""
+
+    def __init__(
+        self, stacked: JointArrays, bounds: CheapBounds, record: JointRecord, deadline: float
+    ) -> None:
+        """record: takes the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        self.stacked, self.bounds, self.record = stacked, bounds, record
+        self.deadline = deadline
+        problem = stacked.problem
+        self.bound = min(
+            (
+                bounds.bound(m, "interleaved", options, v)
+                for m in problem.microbatches
+                for options in stacked.groups()
+                for v in problem.virtual
+                if "interleaved" in problem.schedules
+            ),
+            default=inf,
+        )
+
+    def enumerate(self) -> None:
+        """Settle all choices if they are few and one may still be the best."""
+        problem = self.stacked.problem
+        if self.bound >= self.record.seconds or count(problem, ("interleaved",)) > _FEW:
+            return
+        for choice in choices(problem, ("interleaved",)):
+            if time.monotonic() > self.deadline:
+                return
+            self.record.add(choice)
+        self.bound = self.record.seconds
+
+    def attempt(self) -> None:
+        """Record balanced choices with one option for all stages, and shift the best one's cuts."""
+        problem = self.stacked.problem
+        if self.bound == inf:
+            return
+        ranked = [
+            (seconds, k, v, option, stages)
+            for k, m in enumerate(problem.microbatches)
+            for v in problem.virtual
+            for seconds, option, stages in estimates(self.stacked, self.bounds, m, "interleaved", v)
+        ]
+        best, chosen = inf, None
+        for _, k, v, option, stages in heapq.nsmallest(_TRIES, ranked):
+            if time.monotonic() > self.deadline and self.record.choice is not None:
+                return
+            m = problem.microbatches[k]
+            costs = self.bounds.costs(m)[0][option][self.stacked.kinds].tolist()
+            starts = balanced(self.stacked, costs, stages * v)
+            if starts is None:
+                continue
+            choice = JointChoice(
+                microbatches=m,
+                schedule="interleaved",
+                starts=starts,
+                options=(option,) * stages,
+                virtual=v,
+            )
+            seconds = self.record.add(choice)
+            if seconds < best:
+                best, chosen = seconds, choice
+        if chosen is not None:
+            self._shift(chosen, best)
+
+    def _shift(self, choice: JointChoice, seconds: float) -> None:
+        """Move one cut by one block while that helps."""
+        tries, better = 0, True
+        while better:
+            better = False
+            for k in range(1, len(choice.starts)):
+                for step in (-1, 1):
+                    starts = (*choice.starts[:k], choice.starts[k] + step, *choice.starts[k + 1 :])
+                    if not self._rising(starts):
+                        continue
+                    tries += 1
+                    if tries > _SHIFTS or time.monotonic() > self.deadline:
+                        return
+                    moved = JointChoice(
+                        microbatches=choice.microbatches,
+                        schedule=choice.schedule,
+                        starts=starts,
+                        options=choice.options,
+                        virtual=choice.virtual,
+                    )
+                    found = self.record.add(moved)
+                    if found < seconds * (1 - 1e-12):
+                        choice, seconds, better = moved, found, True
+
+    def _rising(self, starts: tuple[int, ...]) -> bool:
+        ends = (*starts[1:], len(self.stacked.problem.blocks))
+        return all(a < b for a, b in zip(starts, ends, strict=True))

@@ -1,0 +1,68 @@
+"""Bytes that no choice can do without: reasons that hold whatever is chosen."""
+
+from __future__ import annotations
+
+from math import floor
+
+import numpy as np
+
+from fxpart.solver.joint.intervals import IntervalTables
+from fxpart.solver.joint.problem import (
+    JointProblem,
+    ParallelOption,
+    ParameterFootprint,
+    count_option_devices,
+)
+
+_CUT_FROM = {"weight": 3, "gradient": 2, "optimizer": 1}  # ZeRO's levels
+
+
+def compute_min_state_bytes(problem: JointProblem) -> int:
+    """Bytes of parameters, gradients, optimizer state and buffers over all devices together.
+
+    By block the least over the options, on all of a stage's devices; rounding down.
+    """
+    rows = [_spread(problem, option) for option in problem.options if _can(problem, option)]
+    if not rows:
+        return 0
+    by_kind = np.min(rows, axis=0)
+    return floor(float(by_kind[list(problem.kinds)].sum()) * (1 - 1e-9))
+
+
+def _can(problem: JointProblem, option: ParallelOption) -> bool:
+    return count_option_devices(problem, option) <= problem.pools[option.pool].devices
+
+
+def _spread(problem: JointProblem, option: ParallelOption) -> list[float]:
+    """Bytes by kind on all devices of a stage with this option."""
+    layout = problem.layouts[option.layout]
+    shares = {"dense": option.data, "experts": option.data // layout.expert}
+    total = [float(b) for b in layout.buffer]
+    for name, share in shares.items():
+        state: ParameterFootprint | None = getattr(layout, name)
+        for part, level in _CUT_FROM.items() if state is not None else ():
+            cut = share if option.zero >= level else 1
+            total = [a + b / cut for a, b in zip(total, getattr(state, part), strict=True)]
+    return [count_option_devices(problem, option) * b for b in total]
+
+
+def compute_min_block_bytes(problem: JointProblem) -> list[tuple[int, int]]:
+    """By block: the bytes that its stage needs on one device at least, and those there.
+
+    Of all options the one that lacks least (or has most to spare).
+    """
+    tables, n = IntervalTables(problem), len(problem.blocks)
+    best: list[tuple[int, int] | None] = [None] * n
+    for m in problem.microbatches:
+        for index, option in enumerate(problem.options):
+            sizes = tables.sizes(index, m) if _can(problem, option) else None
+            work = tables.scorer.work(option, m)
+            if sizes is None or work is None:
+                continue
+            room = problem.pools[option.pool].memory
+            for b in range(n):
+                need = int(sizes.standing[b, b]) + work.activation[problem.kinds[b]]
+                known = best[b]
+                if known is None or need - room < known[0] - known[1]:
+                    best[b] = (need, room)
+    return [pair or (0, 0) for pair in best]

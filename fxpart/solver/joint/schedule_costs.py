@@ -1,0 +1,48 @@
+"""What the objective knows of each schedule: its bubble and what it keeps in flight.
+
+Step time of S stages with m microbatches: T = fill * sum_s t_s + max_s((m - fill) t_s + beta_s).
+Sources: GPipe (Huang et al. 2019), 1F1B (PipeDream-flush, Narayanan et al. 2021), interleaved
+(Megatron-LM, SC'21), ZB-H1 (Qi et al. 2023, whose bubble is a third where F, B and W take equal
+times), asynchronous 1F1B (PipeDream, SOSP'19; its copies of weights: :mod:`.copies`).
+"""
+
+from __future__ import annotations
+
+from fxpart.solver.joint.problem import ScheduleName
+
+# Of these every stage holds as many microbatches as the whole pipeline is deep, not its own rest.
+WHOLE: tuple[ScheduleName, ...] = ("zb-h1",)
+SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def get_fill_fraction(schedule: str, virtual: int = 1) -> float:
+    """The share of sum_s t_s that filling and draining the pipeline costs.
+
+    0 also for schedules whose step is not a closed form but simulated: "zb-v" and "found".
+    """
+    if schedule in ("interleaved", "breadth-first"):
+        return 1.0 / virtual
+    return {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1.0 / 3.0}.get(schedule, 0.0)
+
+
+def count_stage_in_flight(
+    schedule: ScheduleName, microbatches: int, stages: int, stage: int, virtual: int = 1
+) -> int:
+    """Microbatches whose activations stage ``stage`` of ``stages`` holds at its peak.
+
+    m for GPipe; min(m, S - s) for 1F1B; min(m, S) for ZB-H1, whose late W's fill what the first
+    stage of 1F1B may hold; S - s for the asynchronous schedule, whose next minibatch follows at
+    once; interleaved holds 2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th each, here rounded up
+    to whole microbatches.
+    """
+    to_end = stages - stage
+    if schedule == "async":
+        return to_end
+    if schedule == "gpipe":
+        return microbatches
+    if schedule in WHOLE:
+        return min(microbatches, stages)
+    if schedule == "interleaved" and virtual > 1:
+        pieces = 2 * (to_end - 1) + (virtual - 1) * stages + 1
+        return min(microbatches, -(-pieces // virtual))
+    return min(microbatches, to_end)

@@ -1,0 +1,148 @@
+"""What would be if: a joint problem with other devices, links, memory or microbatches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from fxpart.errors import error
+from fxpart.solver.joint.problem import (
+    JointProblem,
+    LinearCost,
+    MicrobatchCost,
+    ParallelOption,
+    Pool,
+    count_microbatch_rows,
+    count_option_devices,
+)
+
+
+def with_devices(problem: JointProblem, counts: Sequence[int]) -> JointProblem:
+    """Other numbers of devices, by pool; what needs more than there are cannot be chosen.
+
+    Degrees that were never priced stay unknown: more devices give more stages, not wider ones.
+    """
+    assert len(counts) == len(problem.pools), "a count for each pool"
+    if not sum(counts) or min(counts) < 0:
+        raise error(
+            "FXP109", where="devices", why="none would be left", fix="leave at least one device"
+        )
+    pools = tuple(
+        msgspec.structs.replace(pool, devices=count)
+        for pool, count in zip(problem.pools, counts, strict=True)
+    )
+    narrowest = min(count_option_devices(problem, option) for option in problem.options)
+    grown = sum(counts) > sum(pool.devices for pool in problem.pools)
+    most = min(len(problem.blocks), sum(counts) // narrowest)
+    return msgspec.structs.replace(
+        problem,
+        pools=pools,
+        max_stages=max(problem.min_stages, most if grown else min(problem.max_stages, most)),
+    )
+
+
+def with_links(problem: JointProblem, bandwidth: float = 1.0, latency: float = 1.0) -> JointProblem:
+    """Every link's bandwidth and latency times these factors.
+
+    Collectives inside blocks are known as seconds only: the whole of them counts as bandwidth.
+    """
+
+    def line(given: LinearCost) -> LinearCost:
+        return LinearCost(latency=given.latency * latency, inverse=given.inverse / bandwidth)
+
+    def pool(given: Pool) -> Pool:
+        return msgspec.structs.replace(given, transfer=line(given.transfer))
+
+    def option(given: ParallelOption) -> ParallelOption:
+        names = ("reduce", "gather", "reduce_experts", "gather_experts")
+        return msgspec.structs.replace(given, **{n: line(getattr(given, n)) for n in names})
+
+    return msgspec.structs.replace(
+        problem,
+        pools=tuple(map(pool, problem.pools)),
+        options=tuple(map(option, problem.options)),
+        works=tuple(_slower(work, 1.0 / bandwidth) for work in problem.works),
+    )
+
+
+def _slower(work: MicrobatchCost, factor: float) -> MicrobatchCost:
+    """The work with its collectives times ``factor``, shared by forward and backward as they are.
+
+    Only their sum is known: each direction takes at most what it has.
+    """
+    ahead, back = [], []
+    for forward, backward, part in zip(work.forward, work.backward, work.collective, strict=True):
+        first = min(forward, part / 2)
+        rest = min(backward, part - first)
+        ahead.append(forward + (factor - 1) * first)
+        back.append(backward + (factor - 1) * rest)
+    return msgspec.structs.replace(
+        work,
+        forward=tuple(ahead),
+        backward=tuple(back),
+        collective=tuple(factor * part for part in work.collective),
+    )
+
+
+def with_memory(problem: JointProblem, factor: float) -> JointProblem:
+    """Every device's memory times ``factor``."""
+    pools = (msgspec.structs.replace(p, memory=int(p.memory * factor)) for p in problem.pools)
+    return msgspec.structs.replace(problem, pools=tuple(pools))
+
+
+def with_microbatches(problem: JointProblem, counts: Sequence[int]) -> JointProblem:
+    """These numbers of microbatches to choose from, whether they were priced or not.
+
+    Where no work has the rows that a count gives, its numbers lie on the straight line between the
+    two that were priced next to it (or go on beyond the last two).
+    """
+    wrong = [m for m in counts if not 1 <= m <= problem.batch]
+    if wrong or not counts:
+        why = f"a batch of {problem.batch} cannot be cut into {wrong[0] if wrong else 0}"
+        fix = f"1 to {problem.batch}"
+        raise error("FXP109", where="microbatches", why=why, fix=fix)
+    groups: dict[tuple[int, int, str], list[MicrobatchCost]] = defaultdict(list)
+    for work in problem.works:
+        groups[work.pool, work.layout, work.recompute].append(work)
+    for works in groups.values():
+        works.sort(key=lambda work: work.rows)
+    added: dict[tuple[int, int, str, int], MicrobatchCost] = {}
+    for option in problem.options:
+        known = groups.get((option.pool, option.layout, option.recompute), [])
+        for m in counts:
+            rows = count_microbatch_rows(problem.batch, m, option.data)
+            key = (option.pool, option.layout, option.recompute, rows)
+            if rows and known and key not in added and all(w.rows != rows for w in known):
+                added[key] = between(known, rows)
+    return msgspec.structs.replace(
+        problem,
+        microbatches=tuple(sorted(set(counts))),
+        works=(*problem.works, *(added[key] for key in sorted(added))),
+    )
+
+
+def between(works: Sequence[MicrobatchCost], rows: int) -> MicrobatchCost:
+    """Work at ``rows``, on the line through its neighbours among ``works`` (by rising rows)."""
+    place = bisect_left([w.rows for w in works], rows)
+    low, high = max(0, min(place - 1, len(works) - 2)), min(len(works) - 1, max(place, 1))
+    first, last = works[low], works[high]
+    span = last.rows - first.rows
+    share = (rows - first.rows) / span if span else rows / first.rows - 1
+
+    def at(name: str) -> tuple[float, ...]:
+        a = getattr(first, name)
+        b = getattr(last, name) if span else [2 * x for x in a]  # one alone: in proportion
+        return tuple(max(0.0, x + share * (y - x)) for x, y in zip(a, b, strict=True))
+
+    return msgspec.structs.replace(
+        first,
+        rows=rows,
+        forward=at("forward"),
+        backward=at("backward"),
+        collective=at("collective"),
+        activation=tuple(map(round, at("activation"))),
+        workspace=tuple(map(round, at("workspace"))),
+    )

@@ -1,0 +1,189 @@
+"""The searched schedule: the best of the builders', of lists, of descents and of CP-SAT, proven."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from fxpart.errors import FxpartError, error
+from fxpart.schedule.action import FORWARD
+from fxpart.schedule.builders import BUILDERS
+from fxpart.solver.order.bounds import JobWindows, lower_bound, windows
+from fxpart.solver.order.descent import improve_orders
+from fxpart.solver.order.jobs import Jobs, Orders
+from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
+from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult
+
+_SAME = 1e-6  # a bound this near to the step leaves nothing to gain
+_TRIES = 1500  # orders that descents look at
+_STARTS = 3  # descents, each from one of the best orders
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Orders of one way to split backwards, their seconds, and who made them."""
+
+    seconds: float
+    orders: Orders
+    solver: str
+
+
+def search_schedule(
+    problem: ScheduleProblem, *, time_limit: float = 2.0, effort: float = 1.0, seed: int = 0
+) -> ScheduleSearchResult:
+    """The best schedule found for the problem, with a bound; never worse than a builder's.
+
+    Builders' schedules that fit and lists by several rules are made better by exchanges on the
+    critical path; CP-SAT then looks for a better one, or proves that there is none. Backwards are
+    whole, or all of them split where the problem has seconds of halves; both are tried if halving
+    costs something. time_limit: seconds of this machine at most. effort: CP-SAT's deterministic
+    seconds at most; unless time_limit cuts it short, equal arguments give equal schedules on every
+    machine. Raises FXP109 for numbers that do not fit together, FXP901 for edges that are no stage
+    graph, and FXP204 where a rank cannot hold one microbatch of each of its stages.
+    """
+    problem.check()
+    _check_memory(problem)
+    deadline = time.monotonic() + time_limit
+    ways = _ways(problem)
+    parts = [
+        _BackwardSplitSearch(Jobs(problem, split=split), seed).search(
+            deadline=time.monotonic() + (deadline - time.monotonic()) / (len(ways) - index),
+            effort=effort / len(ways),
+        )
+        for index, split in enumerate(ways)
+    ]
+    best = min(parts, key=lambda part: part.best.seconds)
+    named = min(parts, key=lambda part: part.builder_seconds)
+    bound = min(best.best.seconds, *(part.bound for part in parts))
+    proven = bound >= best.best.seconds * (1 - _SAME)
+    return ScheduleSearchResult(
+        schedule=best.jobs.schedule(best.best.orders),
+        seconds=best.best.seconds,
+        bound=bound,
+        status="optimal" if proven else "feasible",
+        solver=best.best.solver,
+        seed=seed,
+        builder=named.builder,
+        builder_seconds=named.builder_seconds,
+    )
+
+
+def _ways(problem: ScheduleProblem) -> tuple[bool, ...]:
+    """Whether to split backwards. Halves that cost nothing are never worse than the whole."""
+    if problem.halves is None:
+        return (False,)
+    pairs = zip(problem.halves, problem.backward, strict=True)
+    free = all(first + second <= whole * (1 + 1e-9) for (first, second), whole in pairs)
+    return (True,) if free else (False, True)
+
+
+def _check_memory(problem: ScheduleProblem) -> None:
+    for rank in range(problem.ranks):
+        limit = problem.limit(rank)
+        mine = [k for k, r in enumerate(problem.stage_rank) if r == rank]
+        whole = sum(problem.held(k) for k in mine)
+        if limit is not None and whole > limit:
+            raise error(
+                "FXP204",
+                where=f"rank {rank}, stages {', '.join(map(str, mine))}",
+                why=f"one microbatch holds {whole} there, and {limit} are allowed",
+                fix="smaller microbatches, recomputation, or fewer stages on the rank",
+            )
+
+
+class _BackwardSplitSearch:
+    """The search with backwards whole, or split."""
+
+    def __init__(self, jobs: Jobs, seed: int) -> None:
+        self.jobs, self.seed = jobs, seed
+        self.windows: JobWindows = windows(jobs)
+        self.bound = lower_bound(jobs, self.windows)
+        self.builder, self.builder_seconds = "", inf
+        self.best = _Candidate(inf, [], "")
+
+    def search(self, *, deadline: float, effort: float) -> _BackwardSplitSearch:
+        """Fill in the best candidate and the bound."""
+        known = sorted(self._candidates(deadline), key=lambda c: c.seconds)
+        self.best = known[0]
+        for start in self._starts(known):
+            if self._is_proven():
+                break
+            orders, seconds = improve_orders(
+                self.jobs, start.orders, self.bound, tries=_TRIES // _STARTS,
+                deadline=deadline, seed=self.seed,
+            )  # fmt: skip
+            self._take(_Candidate(seconds, orders, "list"))
+        if not self._is_proven() and deadline > time.monotonic():
+            self._prove(deadline, effort)
+        return self
+
+    def _prove(self, deadline: float, effort: float) -> None:
+        """Have CP-SAT look for a better order, or for a better bound."""
+        from fxpart.solver.order.order_ilp import accepts, solve_cp_sat  # loads OR-Tools
+
+        known = self.jobs.timed(self.best.orders)
+        if known is not None and accepts(self.jobs) is None:
+            answer = solve_cp_sat(
+                self.jobs, self.windows, known, self.bound,
+                deadline=deadline, effort=effort, seed=self.seed,
+            )  # fmt: skip
+            if answer.orders is not None and self.jobs.fits(answer.orders):
+                timed = self.jobs.timed(answer.orders)
+                if timed is not None:
+                    self._take(_Candidate(timed.seconds, answer.orders, "cp-sat"))
+            self.bound = max(self.bound, min(answer.bound, self.best.seconds))
+
+    def _is_proven(self) -> bool:
+        return self.bound >= self.best.seconds * (1 - _SAME)
+
+    def _take(self, candidate: _Candidate) -> None:
+        if candidate.seconds < self.best.seconds * (1 - 1e-12):
+            self.best = candidate
+
+    def _candidates(self, deadline: float) -> Iterator[_Candidate]:
+        """The builders' orders that fit, and lists by each rule and cap; at least one."""
+        for name, orders in self._built():
+            timed = self.jobs.timed(orders)
+            if timed is not None and self.jobs.fits(orders):
+                if timed.seconds < self.builder_seconds:
+                    self.builder, self.builder_seconds = name, timed.seconds
+                yield _Candidate(timed.seconds, orders, name)
+        caps = (None, *list_in_flight_caps(self.jobs))
+        several = [(cap, rule) for cap in caps for rule in rules(self.jobs, self.windows.tail)]
+        for index, (cap, rule) in enumerate(several):
+            if index and time.monotonic() > deadline:
+                return
+            orders = ListScheduler(self.jobs, cap).run(rule)
+            timed = self.jobs.timed(orders)
+            assert timed is not None, "a list is made in the order of time"
+            yield _Candidate(timed.seconds, orders, "list")
+
+    def _built(self) -> Iterator[tuple[str, Orders]]:
+        problem = self.jobs.problem
+        for name, builder in BUILDERS.items():
+            if name == FORWARD or not builder.flushes:
+                continue  # no order of one training step
+            if name.startswith("zb-") and problem.halves is None:
+                continue
+            try:
+                built = builder(
+                    problem.stage_rank, problem.microbatches, problem.edges,
+                    forward=problem.forward, backward=problem.backward,
+                )  # fmt: skip
+            except FxpartError:
+                continue  # not made for these ranks
+            orders = self.jobs.orders(built)
+            if sum(map(len, orders)) == len(self.jobs.action):
+                yield name, orders
+
+    def _starts(self, known: list[_Candidate]) -> list[_Candidate]:
+        """The best orders that differ, to descend from."""
+        found: list[_Candidate] = []
+        for candidate in known:
+            if all(candidate.orders != other.orders for other in found):
+                found.append(candidate)
+            if len(found) == _STARTS:
+                break
+        return found

@@ -1,0 +1,1 @@
+"""Sharding strategies of operations on one mesh: an assignment problem and its solvers."""

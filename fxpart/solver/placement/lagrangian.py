@@ -1,0 +1,111 @@
+"""The memory limit as a price: a proven bound, and choices on both sides of the limit.
+
+L(p) = min over choices of seconds + p x bytes, less p x budget, is at most the optimum (Lagrange,
+Everett 1963). It is concave and piecewise linear in p; each minimiser is one line of it. The best p
+lies where the lines of a choice above the budget and of one below it cross (Handler and Zang 1980).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+
+from fxpart.solver.placement.elimination import Elimination
+from fxpart.solver.placement.problem import Choice, PlacementArrays
+
+MOST = 60  # prices that are tried
+CLOSE = 1e-9  # relative: two crossing lines this close to the function are its maximum
+
+
+@dataclass
+class PlacementRecord:
+    """The best choice so far, and every distinct one that was met, in order."""
+
+    numbers: PlacementArrays
+    choice: Choice | None = None
+    seconds: float = inf
+    bytes: float = inf
+    solver: str = ""
+    seen: dict[Choice, None] = field(default_factory=dict)
+
+    def add(self, choice: Choice, solver: str) -> None:
+        """Judge a choice and keep it where it is the best that fits."""
+        if choice in self.seen:
+            return
+        self.seen[choice] = None
+        found = self.numbers.evaluate(choice)
+        if found.feasible and found.seconds < self.seconds:
+            self.choice, self.seconds, self.bytes = choice, found.seconds, found.bytes
+            self.solver = solver
+
+
+@dataclass(frozen=True)
+class LagrangianBound:
+    """A proven lower bound in seconds (infinite: nothing fits), at which price, with which choices.
+
+    price: seconds per byte. prices: all that were tried. least: bytes that every choice needs.
+    """
+
+    seconds: float
+    price: float
+    prices: tuple[float, ...]
+    least: float
+
+
+@dataclass(frozen=True)
+class _LagrangianLine:
+    """One choice: L(p) <= seconds + p * (standing - budget) for every p."""
+
+    choice: Choice
+    seconds: float
+    standing: float
+
+
+def multiplier_bound(
+    numbers: PlacementArrays, elimination: Elimination, record: PlacementRecord, deadline: float
+) -> LagrangianBound:
+    """The best bound over all prices; the choices met go to ``record``.
+
+    deadline: a ``time.monotonic()`` value; after it the best bound so far is returned.
+    """
+    budget = numbers.problem.budget - numbers.reserve()
+    light = _line(numbers, elimination, 1.0, 0.0)
+    least = light.standing + numbers.reserve()
+    if light.standing > budget * (1 + 1e-12):
+        return LagrangianBound(inf, 0.0, (), least)
+    fast = _line(numbers, elimination, 0.0, 1.0)
+    for line in (fast, light):
+        record.add(line.choice, "elimination")
+    best, at, prices = fast.seconds, 0.0, [0.0]
+    above, below = fast, light
+    while above.standing > budget and len(prices) < MOST and time.monotonic() < deadline:
+        if above.standing <= below.standing or above.seconds >= below.seconds:
+            break
+        price = (below.seconds - above.seconds) / (above.standing - below.standing)
+        crossing = above.seconds + price * (above.standing - budget)
+        line = _line(numbers, elimination, price, 1.0)
+        record.add(line.choice, "elimination")
+        prices.append(price)
+        value = line.seconds + price * (line.standing - budget)
+        if value > best:
+            best, at = value, price
+        if value >= crossing - CLOSE * abs(crossing):
+            break
+        if line.standing > budget:
+            above = line
+        else:
+            below = line
+    return LagrangianBound(max(0.0, best - 1e-12 * abs(best)), at, tuple(prices), least)
+
+
+def _line(
+    numbers: PlacementArrays, elimination: Elimination, price: float, seconds: float
+) -> _LagrangianLine:
+    chosen = elimination.run(price, seconds).choose({})
+    choice = tuple(chosen[v] for v in range(len(numbers.sizes)))
+    problem = numbers.problem
+    standing = sum(
+        float(numbers.standing[k][s]) for k, s in zip(problem.nodes, choice, strict=True)
+    )
+    return _LagrangianLine(choice, numbers.evaluate(choice).seconds, standing)

@@ -1,0 +1,203 @@
+"""Placements inside a stage: the one entrance, whichever solver, with a proven bound.
+
+Variable elimination with a price on memory gives the bound and, where memory does not bind, the
+optimum; a dynamic programme over layers gives the plan under a tight limit; HiGHS takes what is
+small or too wide for elimination. Local search repairs where nothing else has a choice.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from pathlib import Path
+from typing import Literal, get_args
+
+from fxpart.errors import error
+from fxpart.solver import archive
+from fxpart.solver.archive import save_problem
+from fxpart.solver.placement.brute import solve_brute
+from fxpart.solver.placement.descent import descend
+from fxpart.solver.placement.elimination import Elimination, TooWideError
+from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord, multiplier_bound
+from fxpart.solver.placement.layer_dp import ENOUGH, refine
+from fxpart.solver.placement.problem import (
+    NodeCosts,
+    PlacementArrays,
+    PlacementEdge,
+    PlacementEvaluation,
+    PlacementProblem,
+    PlacementSolution,
+    check,
+    count_strategy_variables,
+    evaluate,
+    restrict_to_point,
+)
+
+__all__ = [
+    "NodeCosts",
+    "PlacementEdge",
+    "PlacementEvaluation",
+    "PlacementProblem",
+    "PlacementSolution",
+    "check",
+    "evaluate",
+    "load_problem",
+    "problem_from_json",
+    "problem_to_json",
+    "save_problem",
+    "solve_placement",
+    "status_of",
+]
+
+PROVEN = 1e-6  # a proven gap up to this is "optimal"
+CLOSE = 0.005  # and up to this "within gap"
+EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
+SMALL = 10_000  # variables that HiGHS is given to close a gap that is small already
+LARGE = 500_000  # and a gap that is not
+Status = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
+Solver = Literal["auto", "elimination", "highs", "brute"]
+
+
+def solve_placement(
+    problem: PlacementProblem, *, time_limit: float = 30.0, solver: str = "auto"
+) -> PlacementSolution:
+    """The best choice found within ``time_limit`` seconds, and its proven bound.
+
+    "auto" picks; "elimination" (with layers) and "highs" solve the same problem independently,
+    "brute" enumerates. Equal problems give equal answers as long as the limit is not reached.
+    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    """
+    deadline = time.monotonic() + time_limit
+    if solver not in get_args(Solver) or not time_limit >= 0:
+        raise error(
+            "FXP109",
+            where=f"solve_placement(solver={solver!r}, time_limit={time_limit!r})",
+            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
+            fix="solver 'auto', 'elimination', 'highs' or 'brute'; a limit of at least 0 seconds",
+        )
+    check(problem)
+    if solver == "brute":
+        return solve_brute(problem)
+    numbers = PlacementArrays(problem)
+    record = PlacementRecord(numbers)
+    cheap = LagrangianBound(_cheap(numbers), 0.0, (), _least(numbers))
+    if solver == "highs":
+        return solution(record, _highs(numbers, record, cheap, deadline, EXACT))
+    bound = _eliminate(numbers, record, cheap, deadline)
+    if bound.seconds == inf:
+        return solution(record, bound)
+    if _open(record, bound, CLOSE):
+        descend(numbers, record, deadline)
+    if solver == "auto" and _open(record, bound, PROVEN) and _worth(numbers, record, bound):
+        exact = EXACT if count_strategy_variables(numbers) <= SMALL else NEAR
+        bound = _highs(numbers, record, bound, deadline, exact)
+    return solution(record, bound)
+
+
+def _eliminate(
+    numbers: PlacementArrays, record: PlacementRecord, cheap: LagrangianBound, deadline: float
+) -> LagrangianBound:
+    """The bound by elimination and the plan by layers; the cheap bound where it is too wide.
+
+    Temporary bytes are first set aside at their least. While that leaves a gap, the point that the
+    last choice fills most is taken alone, exactly: each such problem is a relaxation, too.
+    """
+    bound = _priced(numbers, record, cheap, deadline)
+    tried: set[int] = set()
+    while numbers.problem.points and record.seen and inf > bound.seconds:
+        point = numbers.fullest(next(reversed(record.seen)))
+        late = time.monotonic() > deadline
+        if point in tried or late or not _open(record, bound, ENOUGH):
+            break
+        tried.add(point)
+        part = PlacementArrays(restrict_to_point(numbers.problem, point))
+        found = _priced(part, record, cheap, deadline)
+        if found.seconds > bound.seconds:
+            bound = found
+    return bound
+
+
+def _priced(
+    numbers: PlacementArrays, record: PlacementRecord, cheap: LagrangianBound, deadline: float
+) -> LagrangianBound:
+    """Prices on memory, then layers; ``record`` judges every choice by the whole problem."""
+    try:
+        bound = multiplier_bound(numbers, Elimination(numbers), record, deadline)
+    except TooWideError:
+        return cheap
+    if bound.seconds < inf and _open(record, bound, PROVEN):
+        refine(numbers, record, bound, deadline)
+    return bound
+
+
+def _worth(numbers: PlacementArrays, record: PlacementRecord, bound: LagrangianBound) -> bool:
+    """Whether HiGHS may close the gap: small ones always, larger ones while it is wide."""
+    return count_strategy_variables(numbers) <= (LARGE if _open(record, bound, CLOSE) else SMALL)
+
+
+def _highs(
+    numbers: PlacementArrays,
+    record: PlacementRecord,
+    bound: LagrangianBound,
+    deadline: float,
+    gap: float,
+) -> LagrangianBound:
+    from fxpart.solver.placement.ilp import solve_highs  # OR-Tools is slow to import
+
+    proven = solve_highs(numbers, record, deadline, gap=gap)
+    return LagrangianBound(max(bound.seconds, proven), bound.price, bound.prices, bound.least)
+
+
+def _open(record: PlacementRecord, bound: LagrangianBound, gap: float) -> bool:
+    return record.seconds == inf or bound.seconds < record.seconds * (1 - gap)
+
+
+def _cheap(numbers: PlacementArrays) -> float:
+    """Each node and each edge at its own least."""
+    nodes = sum(float(numbers.seconds[k].min()) for k in numbers.problem.nodes)
+    return nodes + sum(float(numbers.matrices[e.matrix].min()) for e in numbers.problem.edges)
+
+
+def _least(numbers: PlacementArrays) -> float:
+    """Bytes with each node at its own least."""
+    standing = sum(float(numbers.standing[k].min()) for k in numbers.problem.nodes)
+    return standing + numbers.reserve()
+
+
+def status_of(seconds: float, bound: float) -> Status:
+    """What a choice of ``seconds`` with a proven ``bound`` may be called."""
+    if bound >= seconds * (1 - PROVEN):
+        return "optimal"
+    return "within gap" if bound >= seconds * (1 - CLOSE) else "best found"
+
+
+def solution(record: PlacementRecord, bound: LagrangianBound) -> PlacementSolution:
+    """What ``record`` and a proven lower bound amount to."""
+    proven = min(bound.seconds, record.seconds)
+    status: Status = "infeasible" if bound.seconds == inf else "unknown"
+    if record.seconds < inf:
+        status = status_of(record.seconds, proven)
+    return PlacementSolution(
+        status=status,
+        choice=record.choice,
+        seconds=record.seconds,
+        bytes=record.bytes,
+        bound=proven,
+        least=bound.least,
+        solver=record.solver,
+    )
+
+
+def problem_to_json(problem: PlacementProblem) -> bytes:
+    """The problem as canonical JSON: sorted keys, equal bytes for equal problems."""
+    return archive.encode(problem)
+
+
+def problem_from_json(data: bytes | str, where: str = "problem") -> PlacementProblem:
+    """The problem that :func:`problem_to_json` wrote; FXP206 with every fault of its numbers."""
+    return archive.decode(data, PlacementProblem, check, where)
+
+
+def load_problem(path: str | Path) -> PlacementProblem:
+    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+    return problem_from_json(archive.read(path), str(path))

@@ -1,0 +1,91 @@
+"""The problem of copies as numbers: contiguous groups of blocks, each on any mix of devices.
+
+A *kind* is devices that cost the same, hold the same and are linked alike. A choice cuts the
+blocks into groups and gives each group some devices of each kind; every device of a group is a
+*copy* of its stage and takes whole microbatches in turn, a faster one more of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fxpart.solver.problem import DeviceLimit, PartitionProblem
+
+
+class _ReplicatedChainStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class DeviceKind(_ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """So many devices of one type (the row of the problem's costs), memory in bytes, and link.
+
+    latency, inverse_bandwidth: seconds, and seconds per byte, of a transfer into one of them over
+    the worst link that may lie between it and another device.
+    """
+
+    name: str
+    type: int
+    devices: int
+    memory: int
+    latency: float = 0.0
+    inverse_bandwidth: float = 0.0
+
+
+class ReplicatedChainProblem(
+    _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """base: costs of the blocks by type of device; its own devices are not looked at.
+
+    ``base.min_stages`` and ``max_stages`` bound the number of groups; schedules as there. ranks:
+    how many devices all groups have together, 0 where any number will do.
+    """
+
+    base: PartitionProblem
+    kinds: tuple[DeviceKind, ...]
+    ranks: int = 0
+
+    @property
+    def by_kind(self) -> PartitionProblem:
+        """The same with a device for each kind, so that kind k is device k + 1.
+
+        The first stands there twice: a problem's first device has no link into it.
+        """
+        places = [
+            DeviceLimit(
+                name=kind.name,
+                type=kind.type,
+                memory=kind.memory,
+                latency=kind.latency,
+                inverse_bandwidth=kind.inverse_bandwidth,
+            )
+            for kind in (self.kinds[0], *self.kinds)
+        ]
+        return msgspec.structs.replace(
+            self.base, devices=tuple(places), min_stages=1, max_stages=len(places)
+        )
+
+
+class ReplicatedChainChoice(
+    _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A candidate: the first block of each group (starts[0] = 0), and its devices by kind."""
+
+    variant: int
+    schedule: Literal["gpipe", "1f1b"]
+    starts: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+class ReplicatedChainSolution(
+    _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A solver's answer, as :class:`fxpart.solver.problem.Solution` says."""
+
+    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
+    choice: ReplicatedChainChoice | None
+    objective: float
+    bound: float
+    solver: str
+    candidates: tuple[ReplicatedChainChoice, ...] = ()

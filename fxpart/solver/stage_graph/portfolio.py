@@ -1,0 +1,245 @@
+"""The one entrance: stages of parallel branches where they are better than a chain's."""
+
+from __future__ import annotations
+
+import time
+from math import inf
+
+from fxpart.errors import error
+from fxpart.solver.objective import evaluate as evaluate_chain
+from fxpart.solver.portfolio import CLOSE, PROVEN
+from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
+from fxpart.solver.stage_graph.bounds import branch_bound
+from fxpart.solver.stage_graph.coarsen import Groups, coarsen_blocks, fuse_uncut_blocks
+from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
+from fxpart.solver.stage_graph.problem import StageGraphChoice, StageGraphSolution
+from fxpart.solver.stage_graph.search import improve
+from fxpart.solver.stage_graph.series_parallel import series_parallel
+from fxpart.solver.stage_graph.tables import StageGraphTables
+from fxpart.solver.stage_graph.topological_orders import solve_chains
+from fxpart.solver.validate import check_problem
+
+MOST_GROUPS = 32  # groups of blocks that the search and CP-SAT see
+_MOVES = 6  # of the search from each of the best starts, times the groups squared
+_STARTS = 3
+_EFFORT = 0.1  # CP-SAT's deterministic time for each second of the limit: it ends well before
+_GAIN = 1e-9  # relative; less is none
+_REFINED = 256  # blocks up to which the best plan's single blocks are moved again
+
+
+def accepts(problem: PartitionProblem) -> str | None:
+    """Why graphs of stages cannot be better than chains here; None where they may be."""
+    if problem.max_stages < 2:
+        return "there is one stage"
+    if not BlockGraph.of(problem).branches:
+        return "no two blocks could run side by side"
+    return None
+
+
+def solve_branches(
+    problem: PartitionProblem,
+    incumbent: PartitionChoice | None = None,
+    *,
+    time_limit: float = 30.0,
+    seed: int = 0,
+) -> StageGraphSolution | None:
+    """The best graph of stages found within ``time_limit`` seconds, and a proven bound.
+
+    incumbent: the best chain known, whose seconds by the chain's own objective are to be beaten;
+    None where no chain fits. Returns None where nothing branches, where nothing fits, and where
+    nothing is better. Equal problems give equal answers as long as the time limit is not reached.
+    Raises FXP206 for a problem that is not valid, FXP109 for a negative time limit.
+    """
+    deadline = time.monotonic() + time_limit
+    if not time_limit >= 0:
+        raise error(
+            "FXP109",
+            where=f"solve_branches(time_limit={time_limit!r})",
+            why="the time limit is negative",
+            fix="a time limit of at least 0 seconds",
+        )
+    check_problem(problem)
+    if accepts(problem) is not None:
+        return None
+    record = _StageGraphIncumbent(problem)
+    beat = inf
+    if incumbent is not None:
+        chain = evaluate_chain(problem, incumbent)
+        beat = chain.seconds if chain.feasible else inf
+        record.add(convert_chain_choice(problem, incumbent), "chain")
+    bound = _StageGraphPortfolio(problem, record, deadline, seed).solve(_EFFORT * time_limit)
+    if record.choice is None or not record.seconds < beat * (1 - _GAIN):
+        return None
+    bound = min(bound, record.seconds)
+    closed = bound >= record.seconds * (1 - PROVEN)
+    near = bound >= record.seconds * (1 - CLOSE)
+    return StageGraphSolution(
+        status="optimal" if closed else "within gap" if near else "best found",
+        choice=record.choice,
+        objective=record.seconds,
+        bound=bound,
+        solver=record.solver,
+        over=(
+            f"acyclic graphs of stages of these {len(problem.blocks)} blocks on at most "
+            f"{problem.max_stages} of {len(problem.devices)} devices"
+        ),
+    )
+
+
+class _StageGraphIncumbent:
+    """The best choice seen."""
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        self.problem = problem
+        self.seconds, self.solver = inf, ""
+        self.choice: StageGraphChoice | None = None
+
+    def add(self, choice: StageGraphChoice, solver: str) -> None:
+        """Keep the choice if it fits and is better."""
+        found = evaluate(self.problem, choice)
+        if found.feasible and found.seconds < self.seconds * (1 - _GAIN):
+            self.choice, self.seconds, self.solver = choice, found.seconds, solver
+
+
+class _StageGraphPortfolio:
+    """Heuristics over groups of blocks, then CP-SAT for each variant and schedule."""
+
+    def __init__(
+        self, problem: PartitionProblem, record: _StageGraphIncumbent, deadline: float, seed: int
+    ) -> None:
+        self.problem, self.record = problem, record
+        self.deadline, self.seed = deadline, seed
+        self.groups: Groups = coarsen_blocks(problem, MOST_GROUPS)
+        self.small = regroup(problem, self.groups)
+        self.graph = BlockGraph.of(self.small)
+        closed = {*problem.no_cut_after} - {len(problem.blocks) - 1}
+        self.whole = len(self.groups) == len(problem.blocks) - len(closed)
+        graph = BlockGraph.of(problem)
+        self.cheap = [branch_bound(problem, v, graph) for v in range(len(problem.variants))]
+
+    def solve(self, effort: float) -> float:
+        """Fill the record; a bound in seconds on every choice. effort: CP-SAT's, for all."""
+        branches = sorted(
+            (self.cheap[v], v, s)
+            for v in range(len(self.problem.variants))
+            for s in range(len(self.problem.schedules))
+        )
+        made: dict[tuple[int, str], list[list[int]]] = {}
+        self._chains(made)
+        self._heuristics(made, branches)
+        self._refine()
+        bound = inf
+        for index, (cheap, v, s) in enumerate(branches):
+            if cheap >= self.record.seconds * (1 - _GAIN):
+                bound = min(bound, cheap)
+                continue
+            share = effort / (len(branches) - index)
+            proven, used = self._prove(v, self.problem.schedules[s], made, share)
+            effort -= used
+            bound = min(bound, max(cheap, proven) if self.whole else cheap)
+        return bound
+
+    def _tables(self, variant: int, schedule: str) -> StageGraphTables:
+        return StageGraphTables(self.small, variant, schedule, self.graph)
+
+    def _tell(self, tables: StageGraphTables, stages: list[int], solver: str) -> None:
+        """Judge stages of groups as stages of blocks."""
+        home = tables.choice(stages).stage_of
+        stage_of = {b: home[g] for g, group in enumerate(self.groups) for b in group}
+        self.record.add(
+            StageGraphChoice(
+                variant=tables.index,
+                schedule=tables.schedule,  # type: ignore[arg-type]
+                stage_of=tuple(stage_of[b] for b in range(len(stage_of))),
+            ),
+            solver,
+        )
+
+    def _chains(self, made: dict[tuple[int, str], list[list[int]]]) -> None:
+        """Chains over several orders, as first stages for each variant and schedule."""
+        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.25
+        for choice, order in solve_chains(self.small, self.graph, limit, self.seed):
+            ends = (*choice.starts[1:], len(order))
+            stages = [
+                sum(1 << b for b in order[a:z]) for a, z in zip(choice.starts, ends, strict=True)
+            ]
+            made.setdefault((choice.variant, choice.schedule), []).append(stages)
+            self._tell(self._tables(choice.variant, choice.schedule), stages, "chain")
+
+    def _heuristics(
+        self,
+        made: dict[tuple[int, str], list[list[int]]],
+        branches: list[tuple[float, int, int]],
+    ) -> None:
+        """Series and parallel parts, then small moves from the best starts."""
+        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.4
+        for cheap, v, s in branches:
+            schedule = self.problem.schedules[s]
+            if cheap >= self.record.seconds * (1 - _GAIN):
+                continue
+            tables = self._tables(v, schedule)
+            starts = made.setdefault((v, schedule), [])
+            for stages in series_parallel(tables, limit):
+                if len(stages) >= self.problem.min_stages:
+                    starts.append(stages)
+                    self._tell(tables, stages, "series-parallel")
+            starts.sort(key=tables.judge)
+            moves = _MOVES * len(self.groups) ** 2
+            for stages in list(starts[:_STARTS]):
+                better = improve(tables, stages, moves=moves, seed=self.seed, deadline=limit)
+                starts.append(better)
+                self._tell(tables, better, "moves")
+            starts.sort(key=tables.judge)
+
+    def _prove(
+        self,
+        variant: int,
+        schedule: str,
+        made: dict[tuple[int, str], list[list[int]]],
+        effort: float,
+    ) -> tuple[float, float]:
+        """CP-SAT on one variant and schedule; its bound in seconds, and the effort it took."""
+        tables = self._tables(variant, schedule)
+        starts = made.get((variant, schedule), [])
+        left = self.deadline - time.monotonic()
+        if left <= 0 or effort <= 0:
+            return 0.0, 0.0
+        from fxpart.solver.stage_graph.stage_graph_ilp import solve_depth_model
+
+        found = solve_depth_model(
+            tables,
+            starts[0] if starts and not tables.judge(starts[0])[0] else None,
+            best=self.record.seconds,
+            seconds=left,
+            effort=effort,
+            seed=self.seed,
+        )
+        if found.stages is not None:
+            self._tell(tables, found.stages, "cp-sat")
+        return found.bound, found.effort
+
+    def _refine(self) -> None:
+        """The best choice's variant again over single blocks, where groups held several."""
+        choice = self.record.choice
+        if self.whole or choice is None or len(self.problem.blocks) > _REFINED:
+            return
+        groups = fuse_uncut_blocks(self.problem)
+        small = regroup(self.problem, groups)
+        tables = StageGraphTables(small, choice.variant, choice.schedule, BlockGraph.of(small))
+        stages = [0] * choice.stages
+        for g, group in enumerate(groups):
+            stages[choice.stage_of[group[0]]] |= 1 << g
+        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.5
+        starts = [stages, *series_parallel(tables, limit)]
+        starts = [s for s in starts if len(s) >= self.problem.min_stages]
+        moves = _MOVES * MOST_GROUPS**2
+        moved = improve(
+            tables, min(starts, key=tables.judge), moves=moves, seed=self.seed, deadline=limit
+        )
+        home = {b: k for k, gs in enumerate(moved) for g in members(gs) for b in groups[g]}
+        stage_of = tuple(home[b] for b in range(len(home)))
+        self.record.add(
+            StageGraphChoice(variant=choice.variant, schedule=choice.schedule, stage_of=stage_of),
+            "moves",
+        )

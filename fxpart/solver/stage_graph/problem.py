@@ -1,0 +1,66 @@
+"""Choices that put any blocks on any stage, as long as the stages form an acyclic graph."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class StageGraphChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A candidate plan: variant, schedule, and the stage of each block.
+
+    stage_of: from 0 on without gaps; no block is on an earlier stage than a block it reads from.
+    Stage k runs on device k.
+    """
+
+    variant: int
+    schedule: Literal["gpipe", "1f1b"]
+    stage_of: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return max(self.stage_of) + 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The blocks, stage by stage; within a stage as they were captured."""
+        return tuple(sorted(range(len(self.stage_of)), key=lambda b: (self.stage_of[b], b)))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The position in :attr:`order` at which each stage begins."""
+        sizes = [self.stage_of.count(k) for k in range(self.stages)]
+        return tuple(sum(sizes[:k]) for k in range(self.stages))
+
+
+class StageGraphSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was found: the choice, its step time, and a proven bound, in seconds.
+
+    No split of these blocks into an acyclic graph of stages takes less than ``bound``. status: as
+    of :class:`fxpart.solver.problem.Solution`. solver: what found the choice. over: in words, what
+    the bound is over.
+    """
+
+    status: Literal["optimal", "within gap", "best found"]
+    choice: StageGraphChoice
+    objective: float
+    bound: float
+    solver: str
+    over: str
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each block."""
+        return self.choice.stage_of
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The blocks, stage by stage."""
+        return self.choice.order
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The position in :attr:`order` at which each stage begins."""
+        return self.choice.starts

@@ -1,0 +1,128 @@
+"""What a plan is made of: the best chain, or a graph of stages where that is better."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from fxpart.solver.objective import PartitionEvaluation
+from fxpart.solver.objective import evaluate as evaluate_chain
+from fxpart.solver.portfolio import solve, status_of
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.stage_graph.block_graph import regroup
+from fxpart.solver.stage_graph.objective import evaluate
+from fxpart.solver.stage_graph.portfolio import solve_branches
+from fxpart.solver.stage_graph.problem import StageGraphSolution
+
+
+@dataclass(frozen=True)
+class StagePartition:
+    """Contiguous stages of a problem, whose blocks may stand in another order than the model's.
+
+    problem: with blocks in the order of the stages; solution: its choice, bound and status. order:
+    block i of ``problem`` is the model's block order[i]; empty where that is its own order.
+    evaluation: of the choice, by the objective that was solved for; None without a choice. over:
+    what the bound is over, in words; "" for a chain, where others say it. chain: the problem with
+    its own order, and its best chain, where the stages are a graph.
+    """
+
+    problem: PartitionProblem
+    solution: Solution
+    order: tuple[int, ...] = ()
+    evaluation: PartitionEvaluation | None = None
+    over: str = ""
+    chain: tuple[PartitionProblem, Solution] | None = None
+
+
+def choose_stage_partition(
+    problem: PartitionProblem, chain: Solution, *, time_limit: float = 30.0, seed: int = 0
+) -> StagePartition:
+    """``chain``, the solution over chains, or the best graph of stages where it is faster.
+
+    Where no chain fits a graph still may. time_limit: seconds that looking for it may take; models
+    without branches take none. Errors are those of :func:`solve_branches`.
+    """
+    found = solve_branches(problem, chain.choice, time_limit=time_limit, seed=seed)
+    if found is None:
+        known = None if chain.choice is None else evaluate_chain(problem, chain.choice)
+        return StagePartition(problem, chain, evaluation=known)
+    moved, solution = in_order(problem, found)
+    own = found.order == tuple(range(len(found.order)))
+    return StagePartition(
+        problem if own else moved,
+        solution,
+        order=() if own else found.order,
+        evaluation=evaluate(problem, found.choice),
+        over=found.over,
+        chain=(problem, chain),
+    )
+
+
+def iterate_stage_counts(
+    made: StagePartition, *, time_limit: float, seed: int = 0
+) -> Iterator[StagePartition]:
+    """The best graph of stages of every number of stages and microbatches, as long as time lasts.
+
+    made: the best of all, a graph; its bound stays what is proven, and it comes first.
+    """
+    yield made
+    assert made.chain is not None and made.solution.choice is not None, "a graph"
+    problem, had = made.chain[0], made.solution.choice
+    end = time.monotonic() + time_limit
+    for count in range(problem.min_stages, problem.max_stages + 1):
+        for number, variant in enumerate(problem.variants):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            if (count, number) == (len(had.starts), had.variant):
+                continue
+            one = msgspec.structs.replace(
+                problem, min_stages=count, max_stages=count, variants=(variant,)
+            )
+            found = choose_stage_partition(
+                one, solve(one, time_limit=left, seed=seed), time_limit=left, seed=seed
+            )
+            if found.over and found.solution.choice is not None:
+                yield _again(made, found, number)
+
+
+def _again(made: StagePartition, found: StagePartition, variant: int) -> StagePartition:
+    """A graph of one kind as a choice of the whole problem, with what is proven of that."""
+    assert made.chain is not None and found.solution.choice is not None, "graphs"
+    problem = made.chain[0]
+    choice = msgspec.structs.replace(found.solution.choice, variant=variant)
+    objective, bound = found.solution.objective, made.solution.bound
+    solution = msgspec.structs.replace(
+        made.solution,
+        status=status_of(objective, bound),
+        choice=choice,
+        objective=objective,
+        candidates=(choice,),
+    )
+    moved = regroup(problem, [(b,) for b in found.order]) if found.order else problem
+    return replace(found, problem=moved, solution=solution, over=made.over, chain=made.chain)
+
+
+def in_order(
+    problem: PartitionProblem, found: StageGraphSolution
+) -> tuple[PartitionProblem, Solution]:
+    """The problem with its blocks in the choice's order, and the choice as stages without gaps.
+
+    So that plans and reports, which know contiguous stages, can speak of it: block i of the new
+    problem is block ``found.order[i]`` of the old. The seconds stay those of graphs of stages.
+    """
+    choice = PartitionChoice(
+        variant=found.choice.variant, schedule=found.choice.schedule, starts=found.starts
+    )
+    solution = Solution(
+        status=found.status,
+        choice=choice,
+        objective=found.objective,
+        bound=found.bound,
+        solver=found.solver,
+        candidates=(choice,),
+    )
+    return regroup(problem, [(b,) for b in found.order]), solution

@@ -1,0 +1,1 @@
+"""Trainers from programs: the factory and evaluation."""

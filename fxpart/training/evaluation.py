@@ -1,0 +1,217 @@
+"""A program's stages in evaluation mode: captured again, on the same ranks, with the same state."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from fxpart.codegen.evaluation_stages import assign_like
+from fxpart.codegen.materialization import ShardSelector
+from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph, divide_sharded_graph
+from fxpart.codegen.mesh_programs.rank_programs import cut
+from fxpart.codegen.mesh_programs.row_dependence import mark_batch_dependent_nodes
+from fxpart.codegen.module_emitter import emit
+from fxpart.codegen.stage_loader import load_stage
+from fxpart.codegen.stage_split import StageGraph
+from fxpart.compat import storage_identity
+from fxpart.compiler import PassManager
+from fxpart.errors import error
+from fxpart.passes import PREPARE
+from fxpart.plan.model import Plan
+from fxpart.program.shard_layout import make_state_slicer
+from fxpart.program.spec import ProgramSpec, StateSpec
+from fxpart.runtime.batch.outputs import Outputs, OutputSpec
+from fxpart.runtime.gradients.stage_replicas import (
+    get_original_stage,
+    get_replica_rounds,
+    replicate_stages,
+)
+from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.runtime.state.module_constants import ModuleConstants
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+    from fxpart.capture import CapturedModel
+
+
+def evaluation(
+    program: Program, lanes: Sequence[MeshRank], constants: ModuleConstants | None = None
+) -> list[MeshRank]:
+    """The program captured in evaluation mode, on the same stages and sharing their state.
+
+    lanes: of the training program, with the modules of this process. constants: where the copies
+    of constants are noted.
+    """
+    assert program.captured.again is not None
+    captured = program.captured.again(False)
+    found = _in_evaluation(program, captured, lanes, keep_outputs=False)
+    _note(found, captured, constants)
+    return found
+
+
+def prediction(
+    program: Program,
+    lanes: Sequence[MeshRank],
+    loss: bool,
+    constants: ModuleConstants | None = None,
+) -> tuple[list[MeshRank], Outputs]:
+    """The same with the user's outputs; loss: and with the loss."""
+    assert program.captured.again is not None
+    captured = program.captured.again(False)
+    (node,) = captured.graph.graph.find_nodes(op="output")
+    _, *others = node.args[0]
+    kept = [
+        (name, dim)
+        for name, dim, value in zip(captured.outputs, captured.output_dims, others, strict=True)
+        if isinstance(value, fx.Node)
+    ]
+    if not kept:
+        raise error(
+            "FXP109", where="the model's output", why="it has no tensor but the loss",
+            fix="eval_step gives the loss",
+        )  # fmt: skip
+    others = [_unbroadcast(value) for value in others]
+    if not loss or captured.loss_kind == "mean-square":
+        node.args = ((None, *others),)
+        captured.graph.recompile()
+    found = _in_evaluation(program, captured, lanes, keep_outputs=True)
+    _note(found, captured, constants)
+    values = found[0].spec.outputs
+    specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
+    return found, Outputs(tuple(specs), captured.form)
+
+
+def _note(
+    lanes: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
+) -> None:
+    """Note the copies of constants in evaluation modules."""
+    if constants is not None:
+        constants.extend(lanes, captured.state)
+
+
+def _unbroadcast(value: Any) -> Any:
+    """An output before a loss broadcast it to its own shape, which ties it to the targets.
+
+    ``mse_loss`` and others do; torch.export then takes the result for the model's own output.
+    """
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        made: Any = value.args[0]
+        index: Any = value.args[1]
+        if not isinstance(made, fx.Node) or "broadcast_tensors" not in str(made.target):
+            break
+        arguments: Any = made.args[0]
+        source = arguments[index]
+        if tuple(source.meta["val"].shape) != tuple(value.meta["val"].shape):
+            break
+        value = source
+    return value
+
+
+def _in_evaluation(
+    program: Program, captured: CapturedModel, lanes: Sequence[MeshRank], *, keep_outputs: bool
+) -> list[MeshRank]:
+    """A model that was captured in evaluation mode, on the stages and lanes of training."""
+    if captured.microbatch_size not in (None, captured.batch_size):
+        assert captured.again is not None
+        mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
+    graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
+    trained = program.captured.state
+    if program.lanes is None:
+        placed = assign_like(program.graph, graph)
+        assigned = divide_graph(placed, captured, plan.microbatches, outputs=keep_outputs)
+        made = cut(
+            assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
+        )
+        return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
+    like = program.lanes.sharded.like(graph, captured)
+    sharded = divide_sharded_graph(
+        replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
+    )
+    found = []
+    for lane in lanes:
+        own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
+        made = cut(
+            own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
+        )
+        found.append(_evaluated(captured, trained, *made, lane))
+    return found
+
+
+def _copied(
+    plan: Plan, spec: ProgramSpec, stages: Sequence[StageGraph]
+) -> tuple[ProgramSpec, Sequence[StageGraph]]:
+    """Stages with their copies, where the plan has any."""
+    if not plan.replicas:
+        return spec, stages
+    whole = replicate_stages(spec, get_replica_rounds(plan))
+    return whole, [stages[get_original_stage(whole, k)] for k in range(len(whole.stages))]
+
+
+def _evaluated(
+    captured: CapturedModel,
+    training: Mapping[str, torch.Tensor],
+    spec: ProgramSpec,
+    stages: Sequence[StageGraph],
+    lane: MeshRank,
+) -> MeshRank:
+    """One lane's evaluation modules. training: the state of the program captured in training."""
+    part = make_state_slicer(spec, lane.index)
+    made: dict[int, nn.Module] = {}
+    for index, trained in lane.modules.items():
+        stage = spec.stages[index]
+        module = load_stage(emit(stages[index]), stage, device_of(trained))
+        # Constants are numbered in each capture: one name may be of two tensors.
+        held = {
+            s.name: s.attribute
+            for s in lane.spec.stages[index].state
+            if s.kind != "constant" or _is_same(s.name, training, captured.state)
+        }
+        missing = [s for s in stage.state if s.name not in held]
+        if missing:
+            _fill(module, missing, captured.state, part)
+        for state in stage.state:
+            if state.name in held:
+                setattr(module, state.attribute, getattr(trained, held[state.name]))
+        made[index] = module
+    return MeshRank(lane.index, spec, made)
+
+
+def _is_same(
+    name: str, training: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether both captures have the same constant under the name."""
+    one, other = training.get(name), state.get(name)
+    if one is None or other is None:
+        return one is other
+    return storage_identity(one) == storage_identity(other)
+
+
+def _fill(
+    module: nn.Module,
+    missing: list[StateSpec],
+    state: Mapping[str, torch.Tensor],
+    part: ShardSelector | None,
+) -> None:
+    """State that only evaluation reads (constants, fixed buffers), copied from the model."""
+    for item in missing:
+        tensor = state[item.name] if part is None else part(item.name, state[item.name])
+        if item.kind == "parameter":
+            raise error(
+                "FXP201",
+                where=f"parameter {item.name}",
+                why="evaluation uses it on a stage where training does not",
+                fix="capture with the module's training and evaluation paths using the same layers",
+            )
+        setattr(module, item.attribute, tensor.detach().to(device_of(module), copy=True))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a stage module makes new tensors."""
+    device = module.device
+    assert isinstance(device, torch.device)
+    return device

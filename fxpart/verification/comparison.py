@@ -1,0 +1,408 @@
+"""Does the partitioned run give the numbers of one process? Train both and compare everything.
+
+Two references: the captured graph run whole on the same microbatches (equal bit for bit, except
+where a gradient is a sum over stages), and the user's own module (equal within rounding). Both are
+under the program's autocast; where values travel in fewer bits than they have, the whole graph
+rounds them at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from fxpart.capture.flat_batch import flatten_batch
+from fxpart.capture.live_state import live_parameters
+from fxpart.codegen.stage_assignment import stages_of
+from fxpart.compat.optimizer_choice import choose
+from fxpart.program.edges import find_value_edges, is_gradient_order_exact
+from fxpart.rng import seeded
+from fxpart.runtime.batch.batch_totals import BatchTotals
+from fxpart.runtime.batch.mesh_rank_batch import get_row_multiple
+from fxpart.runtime.gradients.tied_parameters import is_tied_gradient_order_exact
+from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.verification.rounding_error import Convert, RoundingBounds, measure_rounding
+from fxpart.verification.single_process import (
+    SingleProcessTrainer,
+    TransferConversion,
+    TransferPrecision,
+)
+from fxpart.verification.user_module_run import (
+    UserModuleComparison,
+    compare_written,
+    run_written,
+)
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+
+TOLERANCE = 1e-6
+NOISE = 1e-6
+
+
+class _VerificationStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Frozen, keyword-only, and strict about fields."""
+
+
+class ParameterDifference(
+    _VerificationStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """One parameter: largest difference of its gradient over the steps, and of itself at the end.
+
+    Each is ``|a - b| / |b|`` in the Euclidean norm; equal: whether both agree in every bit. noise:
+    the one process's gradient is below NOISE of the norm of all gradients, so that it is nothing
+    but rounding (the bias of attention keys, whose true gradient is zero): where sums over stages
+    round differently, its relative difference says nothing and an optimizer like Adam blows it up.
+    Where bits need not agree, also: rounding makes as much of one process itself, by one of the two
+    measures of :mod:`fxpart.verification.rounding_error`.
+    """
+
+    name: str
+    gradient: float
+    parameter: float
+    equal: bool
+    noise: bool = False
+
+
+class Verification(_VerificationStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The comparison of a partitioned run with one process.
+
+    losses: per step (partitioned, one process). exact: whether bits had to agree (each stage is one
+    rank, and no gradient is added up over stages in another order). equal: whether they did.
+    largest: the largest relative difference of a loss, gradient, parameter or buffer, without those
+    that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's
+    own module, None where it could not be run. eager_differences: what differs from the user's own
+    module over all steps by more than rounding, as text. passed: within the promise, and equal to
+    the user's own module within rounding.
+    """
+
+    ranks: int
+    stages: int
+    steps: int
+    microbatches: int
+    losses: tuple[tuple[float, float], ...]
+    differences: tuple[ParameterDifference, ...]
+    buffers_equal: bool
+    exact: bool
+    equal: bool
+    largest: float
+    tolerance: float
+    eager_loss: float | None
+    eager_gradient: float | None
+    passed: bool
+    eager_differences: tuple[str, ...] = ()
+
+
+def verify(
+    program: Program, *, steps: int = 3, batch: Any = None, optimizer: Any = None
+) -> Verification:
+    """Train ``steps`` steps on ``batch`` (default: the example) both ways and compare.
+
+    Under torchrun every process trains its stage; rank 0 runs the reference and tells the rest.
+    optimizer: as for Program.trainer. A model without a loss is compared by the mean square of its
+    floating outputs.
+    """
+    captured = program.captured
+    if batch is None:
+        assert captured.example is not None
+        batch = captured.example()
+    given = program.optimizer if optimizer is None else optimizer
+    if isinstance(given, torch.optim.Optimizer):
+        given = UserOptimizer(given, live_parameters(captured), followed=False)
+    trainer = program.trainer(given, need_loss=False, routing="turns")
+    try:
+        seen = PartitionedRun([], [], {})
+        for _ in range(steps):
+            seen.losses.append(trainer.backward(batch))
+            seen.gradients.append(trainer.gradients())
+            trainer.update()
+        seen.state.update(trainer.state_dict())
+        text = b""
+        if trainer.rank == 0:
+            factory = given if isinstance(given, UserOptimizer) else choose(given).make
+            text = msgspec.msgpack.encode(compare(program, factory, batch, seen))
+        text = trainer.transport.exchange_bytes(text)[0]
+    finally:
+        trainer.close()
+    return msgspec.msgpack.decode(text, type=Verification)  # JSON has no inf and no NaN
+
+
+@dataclass(frozen=True)
+class PartitionedRun:
+    """What the partitioned run gave: per step loss and gradients, and the state at the end."""
+
+    losses: list[torch.Tensor]
+    gradients: list[Mapping[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+
+
+def compare(program: Program, factory: Any, batch: Any, seen: PartitionedRun) -> Verification:
+    """Repeat the run in one process, on the whole graph, and measure every difference."""
+    captured = program.captured
+    one, table = _one_process(program, factory), _DifferenceTable.of(captured.parameters)
+    for loss, found in zip(seen.losses, seen.gradients, strict=True):
+        wanted = one.backward(list(flatten_batch(batch).tensors))
+        table.add(loss, wanted, found, one.gradients())
+        one.update()
+    rows = tuple(
+        ParameterDifference(
+            name=name,
+            gradient=table.gradient[name],
+            parameter=relative(seen.state[name], one.state[name]),
+            equal=table.equal[name] and _same(seen.state[name], one.state[name]),
+            noise=table.noise[name],
+        )
+        for name in captured.parameters
+    )
+    buffers = {
+        name: relative(seen.state[name], one.state[name])
+        for name in sorted(captured.persistent)
+        if name in one.state and name not in captured.parameters
+    }
+    bits = table.loss == 0.0 and not any(buffers.values()) and all(row.equal for row in rows)
+    alone = program.spec.sharding is None
+    exact = (
+        alone
+        and is_gradient_order_exact(program.spec)
+        and is_tied_gradient_order_exact(program.spec)
+    )
+    worst = _worst(table.loss, buffers, rows)
+    if not exact and worst > TOLERANCE:
+        rows, worst = _against_rounding(program, factory, batch, table, buffers, rows)
+    eager = _against_module(program, factory, batch, seen)
+    return Verification(
+        ranks=program.plan.world,
+        stages=len(program.plan.stages),
+        steps=len(table.losses),
+        microbatches=program.plan.microbatches,
+        losses=tuple(table.losses),
+        differences=rows,
+        buffers_equal=not any(buffers.values()),
+        exact=exact,
+        equal=bits,
+        largest=worst,
+        tolerance=0.0 if exact else TOLERANCE,
+        eager_loss=None if eager is None else eager.loss,
+        eager_gradient=None if eager is None else eager.gradient,
+        eager_differences=() if eager is None else eager.differences,
+        passed=(bits if exact else worst <= TOLERANCE) and (eager is None or not eager.differences),
+    )
+
+
+def _against_module(
+    program: Program, factory: Any, batch: Any, seen: PartitionedRun
+) -> UserModuleComparison | None:
+    """The run compared with the user's own module, None where that cannot run.
+
+    The module runs microbatch by microbatch, as random numbers are drawn for each. A loss that is
+    divided by several numbers of the batch cannot be had so: it runs on the whole batch then, and
+    is not compared where it draws random numbers.
+    """
+    spec, microbatches = program.spec, program.plan.microbatches
+    weight = None if spec.weight is None else BatchTotals(spec.weight, spec.symbols)
+    if spec.totals is not None and weight is None:
+        microbatches = 1
+        if _draws(program):
+            return None
+    written = run_written(
+        program.captured, program.graph, factory, batch, len(seen.losses),
+        microbatches=microbatches, seed=program.plan.seed, multiple=get_row_multiple(spec),
+        weight=weight,
+    )  # fmt: skip
+    if written is None:
+        return None
+    found = compare_written(written, seen.losses, seen.gradients, seen.state)
+    lossy = bool(program.spec.transfer_dtype) or program.captured.precision != "fp32"
+    if found.differences and not lossy:
+        for known in measure_rounding(
+            lambda convert: _one_process(program, factory, convert),
+            lambda: list(flatten_batch(batch).tensors),
+            len(seen.losses),
+            relative,
+        ):
+            found = compare_written(written, seen.losses, seen.gradients, seen.state, known)
+            if not found.differences:
+                break
+    promise = program.plan.equivalence
+    whole = microbatches > 1 and promise is not None
+    if whole and promise is not None and promise.promise != "per microbatch":
+        found = _against_whole_batch(program, factory, batch, seen, found)
+    return replace(found, differences=()) if lossy else found
+
+
+def _against_whole_batch(
+    program: Program, factory: Any, batch: Any, seen: PartitionedRun, found: UserModuleComparison
+) -> UserModuleComparison:
+    """Also compared with the module on the whole batch, where no random number is drawn."""
+    if _draws(program):
+        return found
+    written = run_written(
+        program.captured, program.graph, factory, batch, 1, microbatches=1,
+        seed=program.plan.seed, multiple=1,
+    )  # fmt: skip
+    if written is None:
+        return found
+    whole = compare_written(written, seen.losses[:1], seen.gradients[:1], {})
+    more = tuple(f"{each} (module on the whole batch)" for each in whole.differences)
+    return replace(found, differences=(*found.differences, *more))
+
+
+def _draws(program: Program) -> bool:
+    """Whether training draws random numbers."""
+    return any(node.target is seeded for node in program.graph.graph.nodes)
+
+
+def _against_rounding(
+    program: Program,
+    factory: Any,
+    batch: Any,
+    table: _DifferenceTable,
+    buffers: Mapping[str, float],
+    rows: tuple[ParameterDifference, ...],
+) -> tuple[tuple[ParameterDifference, ...], float]:
+    """The rows, and the largest difference, without what rounding makes of one process itself.
+
+    Its measures are taken one after another, until nothing is above the tolerance.
+    """
+    given, worst = rows, _worst(table.loss, buffers, rows)
+    for known in measure_rounding(
+        lambda convert: _one_process(program, factory, convert),
+        lambda: list(flatten_batch(batch).tensors),
+        len(table.losses),
+        relative,
+    ):
+        rows = tuple(_judged(row, known) for row in given)
+        loss = 0.0 if table.loss <= known.loss else table.loss
+        held = {n: d for n, d in buffers.items() if d > known.state.get(n, 0.0)}
+        worst = _worst(loss, held, rows)
+        if worst <= TOLERANCE:
+            break
+    return rows, worst
+
+
+def _one_process(
+    program: Program, factory: Any, convert: Convert | None = None
+) -> SingleProcessTrainer:
+    """One process at the beginning of the run, on the same microbatches.
+
+    convert: makes another tensor of each of its state.
+    """
+    return SingleProcessTrainer(
+        program.captured,
+        program.graph,
+        factory,
+        microbatches=program.plan.microbatches,
+        seed=program.plan.seed,
+        multiple=get_row_multiple(program.spec),
+        convert=convert,
+        sending=sending_of(program),
+    )
+
+
+def sending_of(program: Program) -> TransferPrecision | None:
+    """What the program's transfers round, for one process to do the same; None for nothing."""
+    if not program.spec.transfer_dtype:
+        return None
+    homes = [program.plan.stages[index].ranks for _, _, index in program.plan.program_stages]
+    sent = {}
+    for link in find_value_edges(program.spec):
+        wire = None if link.sent == link.dtype else link.sent
+        before = None if link.back in (-1, link.source) else link.back
+        home = link.source if before is None else before
+        sent[link.name, link.target] = TransferConversion(
+            before=before,
+            ahead=wire if homes[link.source] != homes[link.target] else None,
+            back=wire if homes[home] != homes[link.target] else None,
+        )
+    return TransferPrecision(stages_of(program.graph.graph), sent)
+
+
+def _worst(loss: float, buffers: Mapping[str, float], rows: Iterable[ParameterDifference]) -> float:
+    """The largest difference that counts."""
+    return max(
+        [loss, *buffers.values(), *(max(r.gradient, r.parameter) for r in rows if not r.noise)]
+    )
+
+
+def _judged(row: ParameterDifference, known: RoundingBounds) -> ParameterDifference:
+    """The row, noise also where rounding makes as much of one process itself."""
+    if row.noise or max(row.gradient, row.parameter) <= TOLERANCE:
+        return row
+    covered = known.covers(row.name, row.gradient, row.parameter, TOLERANCE)
+    return msgspec.structs.replace(row, noise=covered)
+
+
+@dataclass
+class _DifferenceTable:
+    """Differences gathered step by step. loss: the largest of the losses; the rest by parameter.
+
+    losses: per step (partitioned, one process). first: one process's gradients of the first step.
+    """
+
+    loss: float
+    losses: list[tuple[float, float]]
+    first: Mapping[str, torch.Tensor]
+    gradient: dict[str, float]
+    equal: dict[str, bool]
+    noise: dict[str, bool]
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> _DifferenceTable:
+        """An empty table."""
+        listed = list(names)
+        return cls(
+            0.0, [], {}, dict.fromkeys(listed, 0.0), dict.fromkeys(listed, True),
+            dict.fromkeys(listed, False),
+        )  # fmt: skip
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        wanted: torch.Tensor,
+        found: Mapping[str, torch.Tensor],
+        theirs: Mapping[str, torch.Tensor],
+    ) -> None:
+        """One step: losses and gradients of the partitioned run and of one process."""
+        self.losses.append((float(loss), float(wanted)))
+        self.loss = max(self.loss, relative(loss, wanted))
+        self.first = self.first or theirs
+        floor = NOISE * norm(theirs.values())
+        for name in self.gradient:
+            mine, other = found.get(name), theirs.get(name)
+            if mine is None and other is None:
+                continue
+            self.gradient[name] = max(self.gradient[name], relative(mine, other))
+            self.equal[name] &= _same(mine, other)
+            self.noise[name] |= other is not None and norm([other]) <= floor
+
+
+def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """``|a - b| / |b|`` in float64, Euclidean norm; inf where one is missing or not finite.
+
+    NaN equals NaN.
+    """
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    x, y = a.detach().double().flatten(), b.detach().double().flatten()
+    if torch.equal(x, y) or torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True):
+        return 0.0
+    norm = torch.linalg.vector_norm(y).item()
+    found = torch.linalg.vector_norm(x - y).item() / (norm if norm > 0 else 1.0)
+    return found if found == found else float("inf")
+
+
+def norm(tensors: Iterable[torch.Tensor]) -> float:
+    """The Euclidean norm of all elements of all tensors, in float64."""
+    squares = [float(torch.linalg.vector_norm(t.double()) ** 2) for t in tensors]
+    return float(sum(squares) ** 0.5)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both agree in every bit that counts (NaN equals NaN)."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and relative(a, b) == 0.0

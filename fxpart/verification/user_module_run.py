@@ -1,0 +1,182 @@
+"""Training of the module as written, in one process, for comparison with a partitioned run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpart.capture.captured_model import CapturedModel
+from fxpart.capture.flat_batch import flatten_batch, unflatten_batch
+from fxpart.capture.model_tensors import loss_prefix, state_of
+from fxpart.rng import microbatch_key
+from fxpart.runtime.batch.batch_totals import BatchTotals
+from fxpart.verification.differences import distance
+from fxpart.verification.reachable_code import ReachableCode
+from fxpart.verification.reachable_state import ReachableState
+from fxpart.verification.rounding_error import RoundingBounds
+from fxpart.verification.single_process import draws_scalars, keyed_random, split_batch
+
+TOLERANCE = 2e-5
+NOISE = 1e-6  # of the norm of all gradients: below it a gradient is nothing but rounding
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class UserModuleRun:
+    """Losses and gradients by step, and all tensors by name at the end."""
+
+    losses: list[torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UserModuleComparison:
+    """loss, gradient: relative differences in the first step. differences: over all steps, text."""
+
+    loss: float
+    gradient: float
+    differences: tuple[str, ...]
+
+
+def run_written(
+    captured: CapturedModel,
+    graph: fx.GraphModule,
+    factory: Any,
+    batch: Any,
+    steps: int,
+    *,
+    microbatches: int,
+    seed: int,
+    multiple: int,
+    weight: BatchTotals | None = None,
+) -> UserModuleRun | None:
+    """Train the user's own module and loss, which are restored afterwards; None without data.
+
+    factory: makes the optimizer, as for
+    :class:`~fxpart.verification.single_process.SingleProcessTrainer`. weight: computes what a
+    microbatch's loss is divided by, by which it is weighted; by its rows without.
+    """
+    if captured.source is None or any(t.device.type == "meta" for t in captured.state.values()):
+        return None
+    model, loss = captured.source
+    live = {n: captured.state[n] for n in captured.parameters}
+    before = {n: t.grad for n, t in live.items()}
+    state = ReachableState.of(model, loss, ReachableCode.of(model, loss))
+    names = [n for n, t in live.items() if t.requires_grad]
+    given = [(n, live[n]) if getattr(factory, "named", False) else live[n] for n in names]
+    try:
+        optimizer = factory(given) if given else None
+        losses, gradients = [], []
+        for step in range(steps):
+            for tensor in live.values():
+                tensor.grad = None
+            pieces = _pieces(captured, batch, microbatches, multiple, weight)
+            losses.append(_accumulated(captured, graph, batch, pieces, step, seed))
+            gradients.append(_gradients(live))
+            if optimizer is not None:
+                optimizer.step()
+        now = {**captured.state, **state_of(model, loss, loss_prefix(model)).tensors}
+        end = {n: t.detach().clone() for n, t in now.items()}
+    finally:
+        for name, tensor in live.items():
+            tensor.grad = before[name]
+        state.restore()
+    return UserModuleRun(losses, gradients, end, captured.parameters)
+
+
+def _pieces(
+    captured: CapturedModel,
+    batch: Any,
+    microbatches: int,
+    multiple: int,
+    weight: BatchTotals | None,
+) -> list[tuple[list[Any], float]]:
+    """The tensors of each microbatch, and its share of the loss of the batch."""
+    pieces = list(split_batch(captured, list(flatten_batch(batch).tensors), microbatches, multiple))
+    if weight is None:
+        return pieces
+    names = [given.name for given in captured.inputs]
+    found = [weight.of(dict(zip(names, piece, strict=True))) for piece, _ in pieces]
+    numbers = [float(next(iter(each.values()))) for each in found]
+    if not sum(numbers):
+        return pieces
+    return [(p, n / sum(numbers)) for (p, _), n in zip(pieces, numbers, strict=True)]
+
+
+def _accumulated(
+    captured: CapturedModel,
+    graph: fx.GraphModule,
+    batch: Any,
+    pieces: Sequence[tuple[list[Any], float]],
+    step: int,
+    seed: int,
+) -> torch.Tensor:
+    """The weighted loss over all microbatches, its gradients accumulated."""
+    parts, scalars = flatten_batch(batch), draws_scalars(graph)
+    assert captured.eager is not None, "a capture brings its module along"
+    total: torch.Tensor | None = None
+    for index, (piece, weight) in enumerate(pieces):
+        if not weight:
+            continue  # nothing of it counts; its own loss is 0 / 0
+        with keyed_random(microbatch_key(seed, step, index), scalars=scalars):
+            value = captured.eager(unflatten_batch(parts.tree, piece))[0]
+            if value.requires_grad:
+                value.backward(torch.full_like(value, weight))
+        share = value.detach() * weight
+        total = share if total is None else total + share
+    assert total is not None, "a batch has a microbatch"
+    return total
+
+
+def _gradients(live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {n: t.grad for n, t in live.items() if t.grad is not None}
+    return {n: g.to_dense() if g.is_sparse else g.clone() for n, g in found.items()}
+
+
+def compare_written(
+    written: UserModuleRun,
+    losses: Sequence[torch.Tensor],
+    gradients: Sequence[Mapping[str, torch.Tensor]],
+    state: Mapping[str, torch.Tensor],
+    known: RoundingBounds | None = None,
+) -> UserModuleComparison:
+    """A partitioned run against the module's. known: what rounding makes of a run."""
+    limit = known or RoundingBounds()
+    found: dict[str, None] = {}
+    first, noise = (0.0, 0.0), set()
+    for step, (mine, loss) in enumerate(zip(written.losses, losses, strict=False), 1):
+        apart = distance(loss.cpu(), mine.cpu())
+        if apart > max(TOLERANCE, limit.loss):
+            found[f"the loss of step {step} by {apart:.1e}"] = None
+        theirs, ours = gradients[step - 1], written.gradients[step - 1]
+        floor = NOISE * sum(float(g.float().norm()) ** 2 for g in ours.values()) ** 0.5
+        worst = 0.0
+        for name in written.parameters:
+            size = _gradient_distance(theirs.get(name), ours.get(name), floor)
+            if name in ours and float(ours[name].float().norm()) <= floor:
+                noise.add(name)
+                continue
+            worst = max(worst, size)
+            if size > max(TOLERANCE, limit.gradient.get(name, 0.0)):
+                found.setdefault(f"the gradient of {name} by {size:.1e} in step {step}")
+        if step == 1:
+            first = apart, worst
+    for name, tensor in state.items():
+        if name in written.state and name not in noise:
+            size = distance(tensor.cpu(), written.state[name].cpu())
+            if size > max(TOLERANCE, limit.state.get(name, 0.0)):
+                found[f"{name} by {size:.1e} at the end"] = None
+    return UserModuleComparison(*first, tuple(found)[:_SHOWN])
+
+
+def _gradient_distance(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
+    if a is None or b is None:
+        left = a if b is None else b
+        return 0.0 if left is None or not bool(left.any()) else float("inf")
+    return distance(a.cpu(), b.cpu(), floor)

@@ -1,0 +1,143 @@
+"""Values that code writes in place: tensors, arrays, generators of random numbers, iterators."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_ITERATORS = ("itertools", "builtins")
+
+
+@dataclass
+class ValueSnapshot:
+    """A tensor, array or generator with a copy of its value."""
+
+    owner: Any
+    path: str
+    name: str
+    value: Any
+    version: int
+
+
+def global_generators() -> dict[str, Any]:
+    """The generators behind the functions of Python's ``random`` and of ``numpy.random``."""
+    found = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
+    numpy = sys.modules.get("numpy.random")
+    owner = getattr(getattr(numpy, "get_state", None), "__self__", None)
+    return found if owner is None else {**found, "NumPy's random numbers": owner}
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array."""
+    return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value generates random numbers."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        return True
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and (
+        hasattr(value, "bit_generator") or hasattr(value, "get_state")
+    )
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is one of Python's own iterators."""
+    kind = type(value)
+    return (
+        kind.__module__ in _ITERATORS and hasattr(value, "__next__") and hasattr(value, "__iter__")
+    )
+
+
+def position(value: Any) -> Any:
+    """What an iterator gives next, as text; generators by the line that they wait at."""
+    frame = getattr(value, "gi_frame", None)
+    if frame is not None or hasattr(value, "gi_code"):
+        return None if frame is None else (frame.f_lasti, repr(frame.f_locals)[:500])
+    try:
+        return repr(_reduced(value.__reduce__()))[:2000]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _reduced(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_reduced(each) for each in value)
+    return _reduced(value.__reduce__()) if is_iterator(value) else value
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator of random numbers."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if hasattr(value, "bit_generator"):
+        return copy.deepcopy(value.bit_generator.state)
+    return value.get_state()
+
+
+def _set_generator(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
+
+
+def value_of(value: Any) -> Any:
+    """A copy of the value of a tensor, an array or a generator."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if is_array(value) else generator_state(value)
+
+
+def version(value: Any) -> int:
+    """How often a tensor was written in place; 0 for other values."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0
+    return int(value._version)
+
+
+def has_changed(memory: ValueSnapshot) -> bool:
+    """Whether the value is another than what was recorded."""
+    value = memory.owner
+    if isinstance(value, torch.Tensor):
+        return not same(value, memory.value)
+    if is_array(value):
+        return value.shape != memory.value.shape or bool((value != memory.value).any())
+    if is_iterator(value):
+        return bool(position(value) != memory.value)
+    return repr(generator_state(value)) != repr(memory.value)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in every bit that counts (NaN equals NaN)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def restore_value(memory: ValueSnapshot) -> None:
+    """Put the recorded value back."""
+    value = memory.owner
+    if memory.value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        # Batch normalization writes its statistics without counting it in the tensor's version.
+        if version(value) != memory.version or not same(value, memory.value):
+            value.copy_(memory.value)
+    elif is_array(value):
+        if value.flags.writeable:
+            value[...] = memory.value
+    elif not is_iterator(value):
+        _set_generator(value, memory.value)

@@ -1,0 +1,74 @@
+"""What a local graph calls for an op: the op itself, its form where a cut needs other lanes, or a
+lane's part of random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxpart import collectives
+from fxpart.compiler.graph_edit import describe_node, value
+from fxpart.compiler.tensor_sizes import tensors
+from fxpart.errors import error
+from fxpart.rng import seeded
+from fxpart.sharding import Mesh, Shard, format_placements
+
+from ..rules.sharding_rule import factor_of
+from .placement_requirements import PlacementRequirements
+
+Shapes = tuple[Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """A target with its arguments."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call_of(
+    node: fx.Node,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    demands: PlacementRequirements,
+    shapes: Shapes,
+    whole: Callable[[Any], Any],
+) -> LocalCall:
+    """The local call of a node.
+
+    arguments: its own, operands already local and sizes whole. shapes: local ones of operands and
+    results. whole: a size of the whole graph, said in the local one's symbols.
+    """
+    rule, strategy = demands.rules.get(node), demands.strategies.get(node, ())
+    if rule is None:
+        return LocalCall(node.target, *arguments)
+    if rule.localise is not None:
+        arguments = rule.localise(node, arguments, *shapes)
+    args, kwargs = arguments
+    wanted = {f for f in (factor_of(name)[0] for name in strategy) if f in rule.forms}
+    if wanted:
+        key = next((k for k in rule.forms if set(k.split()) == wanted), None)
+        if key is None:
+            why = f"no form does all of the strategy {', '.join(strategy)}"
+            raise error("FXP900", where=describe_node(node), why=why)
+        factors = key.split()
+        axes = [_axes(strategy, factor, demands.mesh) for factor in factors]
+        sizes = [whole(rule.sizes[factor]) for factor in factors]
+        first = (axes[0], sizes[0]) if len(factors) == 1 else (tuple(axes), tuple(sizes))
+        return LocalCall(getattr(collectives, rule.forms[key]), (*first, *args), kwargs)
+    given = demands.given[node]
+    if node.target is seeded and any(isinstance(p, Shard) for p in given[0]):
+        shape = [whole(size) for size in tensors(value(node))[0].shape]
+        text = format_placements(given[0], demands.mesh)
+        return LocalCall(collectives.random_shard, (shape, text, *args), kwargs)
+    return LocalCall(node.target, args, kwargs)
+
+
+def _axes(strategy: Sequence[str], factor: str, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that cut a factor, major first."""
+    names = zip(mesh.names, strategy, strict=True)
+    return tuple(axis for axis, name in names if factor_of(name)[0] == factor)

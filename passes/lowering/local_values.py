@@ -1,0 +1,187 @@
+"""Local values: fake tensors of one lane, computed by running ops and collectives on shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.compat import (
+    disable_guards,
+    has_unbacked_symbols,
+    python_dispatcher,
+    silence_fake_errors,
+)
+from fxpart.compiler.collective_calls import (
+    bind_fake_communicator,
+    is_collective,
+    is_random_shard,
+)
+from fxpart.compiler.graph_edit import describe_node, fake_mode, value
+from fxpart.compiler.size_symbols import expression, fold
+from fxpart.compiler.tensor_sizes import tensors
+from fxpart.errors import error
+from fxpart.rng import seeded
+from fxpart.sharding import Mesh
+
+
+class FakeCallRunner:
+    """Runs calls of one lane on fake tensors."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, lane: int) -> None:
+        """graph: the whole one, for its mode and its symbols."""
+        self.mode = fake_mode(graph)
+        self.mesh, self.lane = mesh, lane
+        self._alike: dict[Hashable, torch.Tensor] = {}
+        self._results: dict[Hashable, Any] = {}
+        self._kept: list[Any] = []  # what ids in keys stand for
+        self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
+        for node in graph.nodes:
+            for size in _sizes(value(node)):
+                if (expr := expression(size)).is_Symbol:
+                    self._symbols.setdefault(expr, size)
+
+    def symint(self, size: int | sympy.Expr) -> int | torch.SymInt:
+        """An integer expression in the graph's symbols as a SymInt."""
+        if isinstance(size, int):
+            return size
+        found: int | torch.SymInt = fold(size, self._symbols.__getitem__, apply)
+        return found
+
+    def empty(self, shape: Sequence[int | torch.SymInt], like: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of another shape, contiguous."""
+        with self.mode, disable_guards(self.mode):
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def decided_by_data(self, node: fx.Node) -> bool:
+        """Whether sizes of a value, or a number itself, are known only when the program runs.
+
+        Also where later ops of the whole graph settled them: the op alone would not know them.
+        """
+        held = value(node)
+        dynamic = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+        return dynamic or any(map(has_unbacked_symbols, [held, *tensors(held)]))
+
+    def value(self, node: fx.Node, whole: Any = None) -> Any:
+        """The result of a call on the values of its arguments; equal calls run once.
+
+        whole: the value in the whole graph; where that has a symbol, the result has none of the
+        numbers that an op written for numbers makes of it.
+        """
+        args, kwargs = fx.node.map_arg((_unnumbered(node), dict(node.kwargs)), value)
+        key = (node.target, _describe(args), _describe(kwargs))
+        if key not in self._results:
+            self._kept.append((args, kwargs))
+            self._results[key] = self._shared(self._run(node, args, kwargs, whole))
+        return self._results[key]
+
+    def alike(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first tensor seen of the same shape, strides, dtype and device."""
+        sizes = tuple(map(expression, (*tensor.shape, *tensor.stride())))
+        return self._alike.setdefault((sizes, tensor.dtype, tensor.device), tensor)
+
+    def _shared(self, held: Any) -> Any:
+        if isinstance(held, torch.Tensor):
+            return self.alike(held)
+        if isinstance(held, (list, tuple)):
+            return type(held)(self._shared(part) for part in held)
+        return held
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any, whole: Any) -> Any:
+        target: Any = node.target
+        if is_collective(target):
+            target = bind_fake_communicator(target, self.mesh, self.lane)
+        with self.mode, disable_guards(self.mode), torch.no_grad():
+            try:
+                with silence_fake_errors():
+                    found = target(*args, **kwargs)
+                if _settled(found, whole):
+                    raise RuntimeError("it takes sizes that vary as fixed ones")
+                return found
+            except RuntimeError as first:
+                try:
+                    with python_dispatcher(self.mode):
+                        found = target(*args, **kwargs)
+                    if _settled(found, whole):
+                        raise first
+                    return found
+                except RuntimeError:
+                    raise error(
+                        "FXP108",
+                        where=describe_node(node),
+                        why=f"it fails on the shapes of one rank: {str(first).splitlines()[0]}",
+                        fix="annotate what it takes as replicated, or fix a mesh without this axis",
+                    ) from first
+
+
+def _settled(found: Any, whole: Any) -> bool:
+    """Whether a result has numbers in place of sizes that are symbolic in the whole value.
+
+    Sizes that data decide may be numbers: a later op of the whole graph settled them.
+    """
+    return any(
+        isinstance(size, int) and not sympy.sympify(expression(wanted)).is_number
+        for here, there in zip(tensors(found), tensors(whole), strict=False)
+        if not has_unbacked_symbols(there)
+        for size, wanted in zip(here.shape, there.shape, strict=False)
+    )
+
+
+def _unnumbered(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments; a random call's without its index, which shapes do not depend on."""
+    args = list(node.args)
+    if node.target is seeded:
+        args[1] = 0
+    elif is_random_shard(node.target):
+        args[3] = 0
+    return tuple(args)
+
+
+def _describe(item: Any) -> Hashable:
+    """Equal for arguments that are alike; tensors that are alike are one object."""
+    if isinstance(item, torch.Tensor):
+        return ("tensor", id(item))
+    if isinstance(item, (list, tuple)):
+        return (type(item).__name__, *(_describe(part) for part in item))
+    if isinstance(item, dict):
+        return tuple((name, _describe(part)) for name, part in item.items())
+    if isinstance(item, torch.SymInt):
+        return ("size", expression(item))
+    return (type(item).__name__, str(item))
+
+
+def _sizes(held: Any) -> list[torch.SymInt]:
+    """The symbolic sizes in a value."""
+    if isinstance(held, torch.SymInt):
+        return [held]
+    every: list[Any] = [s for t in tensors(held) for s in t.shape]
+    return [s for s in every if isinstance(s, torch.SymInt)]
+
+
+def map_tensors(held: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nesting with each tensor replaced."""
+    if isinstance(held, torch.Tensor):
+        return function(held)
+    if isinstance(held, (list, tuple)):
+        return type(held)(map_tensors(part, function) for part in held)
+    return held
+
+
+def same(size: int | torch.SymInt, wanted: int | sympy.Expr) -> bool:
+    """Whether two sizes are equal, or may be where that cannot be told."""
+    found = expression(size)
+    if found == wanted:
+        return True
+    difference = sympy.simplify(found - wanted)
+    return not difference.is_number or bool(difference == 0)
+
+
+def apply(function: Any, left: Any, right: Any) -> Any:
+    """The function on symbolic integers, without a guard on which is larger."""
+    return _SYMBOLIC.get(function, function)(left, right)
+
+
+_SYMBOLIC: dict[Any, Any] = {max: torch.sym_max, min: torch.sym_min}

@@ -1,0 +1,162 @@
+"""Reshards as nodes: each step a collective, shared by all that want the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpart import collectives
+from fxpart.sharding import PARTIAL, REPLICATE, Shard
+
+from .local_sizes import LocalSizes, Size
+from .placement_requirements import PlacementRequirement, PlacementRequirements
+from .reshard_steps import ReshardStep, Whole, steps
+
+# (target, args, kwargs) -> the new node
+Add = Callable[[Any, tuple[Any, ...], dict[str, Any]], fx.Node]
+_SMALLER = ("slice_shard", "reduce_scatter", "all_to_all")
+
+
+class ReshardBuilder:
+    """Makes the local value that a user wants out of the local value that there is.
+
+    Gradients along an axis that the value is replicated on: ``enter`` where users leave a Partial
+    one and a whole one is wanted, ``leave`` where it is the other way round; what a step joins
+    takes either.
+    """
+
+    def __init__(
+        self,
+        demands: PlacementRequirements,
+        local: LocalSizes,
+        size: Callable[[Size], Any],
+        add: Add,
+    ) -> None:
+        """size: a size as an argument. add: appends a call to the local graph."""
+        self.demands, self.local, self.size, self.add = demands, local, size, add
+        self._made: dict[Hashable, fx.Node] = {}
+
+    def operand(
+        self, demand: PlacementRequirement, held: fx.Node, shape: Sequence[Size], block: int | None
+    ) -> fx.Node:
+        """The value as the user wants it. shape: of the whole value; block: the user's.
+
+        Inputs and state are moved in each block anew: every stage has its own.
+        """
+        home = self.demands.home(demand.source)
+        own = block if demand.source.op in ("placeholder", "get_attr") else None
+        todo = steps(home, demand.target)
+        early = next((i for i, s in enumerate(todo) if s.kind not in _SMALLER), len(todo))
+        for step in todo[:early]:
+            held = self._step(demand, step, held, shape, own)
+        for function, axis in self._before(demand, home):
+            held = self._once(function, (held, axis), own, {})
+        for step in todo[early:]:
+            held = self._step(demand, step, held, shape, own)
+        for function, axis in self._after(demand, home):
+            held = self._once(function, (held, axis), own, {})
+        return held
+
+    def pinned(self, given: Whole, home: Whole, held: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """A result as a person wants it, out of what the op gives."""
+        for step in steps(given, home):
+            held = self._call(step, held, shape, "R", "R", None)
+        return held
+
+    def _before(self, demand: PlacementRequirement, home: Whole) -> list[tuple[Any, str]]:
+        """Changes of gradient for the value as it is: it is replicated on these axes."""
+        found = []
+        for axis, name in enumerate(self.demands.mesh.names):
+            if not demand.flows or home[axis] != REPLICATE:
+                continue
+            waits = axis in self.demands.partial.get(demand.source, ())
+            partial = self._leaves_partial(demand, axis)
+            if demand.target[axis] == REPLICATE and partial != waits:
+                found.append((collectives.enter if partial else collectives.leave, name))
+            elif demand.target[axis] == PARTIAL and waits:  # first_only gives a whole gradient
+                found.append((collectives.leave, name))
+        return found
+
+    def _after(self, demand: PlacementRequirement, home: Whole) -> list[tuple[Any, str]]:
+        """Users that leave a whole gradient of what was joined for a Partial one."""
+        return [
+            (collectives.leave, name)
+            for axis, name in enumerate(self.demands.mesh.names)
+            if demand.flows
+            and home[axis] != REPLICATE
+            and demand.target[axis] == REPLICATE
+            and axis in self.demands.joined.get(demand.source, ())
+            and not self._leaves_partial(demand, axis)
+        ]
+
+    def _leaves_partial(self, demand: PlacementRequirement, axis: int) -> bool:
+        """Whether the user leaves a Partial gradient: its op's own, or one that it passes on."""
+        passed = axis in self.demands.partial.get(demand.user, ())
+        through = passed and demand.target[axis] == REPLICATE
+        return through or demand.gradient[axis] == PARTIAL
+
+    def _step(
+        self,
+        demand: PlacementRequirement,
+        step: ReshardStep,
+        held: fx.Node,
+        shape: Sequence[Size],
+        own: int | None,
+    ) -> fx.Node:
+        axis = step.axis
+        was_whole = self.demands.home(demand.source)[axis] == REPLICATE
+        is_whole = demand.target[axis] == REPLICATE
+        back = was_whole and axis in self.demands.partial.get(demand.source, ())
+        joined = is_whole and axis in self.demands.joined.get(demand.source, ())
+        ways = ["P" if partial and demand.flows else "R" for partial in (joined, back)]
+        return self._call(step, held, shape, ways[0], ways[1], own)
+
+    def _call(
+        self,
+        step: ReshardStep,
+        held: fx.Node,
+        shape: Sequence[Size],
+        joined: str,
+        back: str,
+        own: int | None,
+    ) -> fx.Node:
+        """One step. joined: the gradient of a value that is now whole; back: of one that was."""
+        axis = self.demands.mesh.names[step.axis]
+        before, after = step.before[step.axis], step.after
+        rest: tuple[Any, ...] = ()
+        named: dict[str, Any] = {}
+        if isinstance(before, Shard) and isinstance(after, Shard):
+            rest = (before.dim, after.dim, self._joined(step, shape))
+            named = {"source_outer": before.outer, "target_outer": after.outer}
+        elif isinstance(before, Shard):
+            rest = (before.dim, self._joined(step, shape))
+            named = {"outer": before.outer, "gradient": joined}
+        elif isinstance(after, Shard):
+            rest = (after.dim,)
+            named = {"outer": after.outer, "gradient": back if before == REPLICATE else "R"}
+        elif step.kind == "all_reduce":
+            named = {"gradient": joined}
+        function = getattr(collectives, step.kind)
+        return self._once(function, (held, axis, *rest), own, _without_defaults(named))
+
+    def _joined(self, step: ReshardStep, shape: Sequence[Size]) -> Any:
+        """The size of the dim that is joined, once it is."""
+        held = step.before[step.axis]
+        assert isinstance(held, Shard), "what is joined was cut"
+        before = (*step.before[: step.axis], REPLICATE, *step.before[step.axis + 1 :])
+        return self.size(self.local.shape(shape, before)[held.dim])
+
+    def _once(
+        self, function: Any, args: tuple[Any, ...], own: int | None, named: dict[str, Any]
+    ) -> fx.Node:
+        key = (function, args, own, tuple(named.items()))
+        if key not in self._made:
+            self._made[key] = self.add(function, args, named)
+        return self._made[key]
+
+
+def _without_defaults(named: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments without a whole gradient and without one outer part."""
+    return {name: given for name, given in named.items() if given not in ("R", 1)}

@@ -1,0 +1,85 @@
+"""What couples the rows of a batch, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpart.compiler.effects import op_of, packet_name
+from fxpart.compiler.graph_edit import annotation
+
+from .analysis import ObjectiveAnalysis
+from .value_kinds import BatchRelation
+
+_SHOWN = 3  # layers of a kind that a message names
+
+
+@dataclass(frozen=True)
+class RowDependence:
+    """Parts of a model that couple rows in one way. where: for a person. why: what is coupled."""
+
+    where: str
+    why: str
+
+
+def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDependence, ...]:
+    """All that makes the objective, or the state after a step, depend on how the batch is divided.
+
+    loss: whether the loss counts; without it only state that is written does.
+    """
+    found: dict[str, RowDependence] = {}
+    layers: dict[str, str] = {}  # normalizations over the batch, by the module's path
+    writers = sorted(analysis.writers.items(), key=lambda item: not _normalization(item[0]))
+    for writer, names in writers:
+        module, layer = annotation(writer).module, _normalization(writer)
+        if layer:
+            layers.setdefault(module, layer)
+        elif module not in layers:
+            why = f"{', '.join(names)} is updated once for each microbatch"
+            found.setdefault(module, RowDependence(_where(writer), why))
+    end = analysis.loss
+    if loss and end is not None:
+        kind = analysis.kind(end)
+        if kind.coupled or kind.relation in (BatchRelation.ROWS, BatchRelation.INDEX):
+            cause = kind.cause if kind.cause is not None else end
+            module, name = annotation(cause).module, _normalization(cause)
+            if name:
+                layers.setdefault(module, name)
+            else:
+                key = f"{module} {cause.name}"
+                found.setdefault(key, RowDependence(_where(cause), f"{_op(cause)} combines rows"))
+    return (*_normalizations(layers), *found.values())
+
+
+def _normalizations(layers: dict[str, str]) -> tuple[RowDependence, ...]:
+    """One entry for all layers of a kind. layers: the kind of each, by the module's path."""
+    by_kind: dict[str, list[str]] = {}
+    for module, kind in layers.items():
+        by_kind.setdefault(kind, []).append(module)
+    found = []
+    for kind, modules in by_kind.items():
+        more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+        where = f"{kind} in {', '.join(modules[:_SHOWN])}{more}"
+        found.append(RowDependence(where, "batch statistics"))
+    return tuple(found)
+
+
+def _normalization(node: fx.Node) -> str:
+    """The kind of a normalization over the batch; empty for other ops."""
+    name = packet_name(op_of(node))
+    if "batch_norm" in name:
+        return "BatchNorm"
+    return "InstanceNorm" if "instance_norm" in name else ""
+
+
+def _op(node: fx.Node) -> str:
+    name = packet_name(op_of(node)) if node.op == "call_function" else ""
+    return name.removeprefix("aten.") or node.name
+
+
+def _where(node: fx.Node) -> str:
+    """The module and source line of a node."""
+    known = annotation(node)
+    module = known.module or "the loss"
+    return f"{module} ({known.source})" if known.source else module

@@ -1,0 +1,117 @@
+"""Which values of a graph the keys of annotations mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fxpart.annotations.entry_syntax import STATE, AnnotationKey
+from fxpart.annotations.graph_values import find_producer, is_item, list_result_tensors
+from fxpart.compiler.graph_edit import annotation
+from fxpart.compiler.node_annotation import RNG_KEY
+
+
+@dataclass(frozen=True)
+class AnnotationTarget:
+    """One tensor of a node (an item belongs to its op), or with index -1 the op itself."""
+
+    node: fx.Node
+    index: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its abstract value."""
+        return list_result_tensors(self.node)[self.index]
+
+
+class AnnotationTargets:
+    """The names of a graph by kind, looked up by key.
+
+    aliases: other names of parameters and buffers -> the name in the graph, "" for one that the
+    graph does not use.
+    """
+
+    def __init__(self, graph: fx.Graph, aliases: Mapping[str, str]) -> None:
+        self._names: dict[str, dict[str, list[AnnotationTarget]]] = {
+            kind: {} for kind in (STATE, "input", "node", "module", "op")
+        }
+        self._graph = graph
+        self._modules_known = False
+        for node in graph.nodes:
+            for kind, name, target in _names(node):
+                self._names[kind].setdefault(name, []).append(target)
+        state = self._names[STATE]
+        for name, main in aliases.items():
+            state.setdefault(name, state.get(main, []))
+
+    def of(self, key: AnnotationKey) -> list[AnnotationTarget] | None:
+        """What a key means, each tensor once; None where it names nothing."""
+        if key.kind == "module" and not self._modules_known:
+            self._names["module"] = _module_results(self._graph)
+            self._modules_known = True
+        names = self._names[key.kind]
+        found = key.select(names)
+        if not found:
+            return None
+        return list(dict.fromkeys(target for name in found for target in names[name]))
+
+    def examples(self, kind: str) -> str:
+        """A few names of the kind, for an error."""
+        if kind == "module" and not self._modules_known:
+            self.of(AnnotationKey("module", ""))
+        names = list(self._names[kind])
+        return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _names(node: fx.Node) -> Iterator[tuple[str, str, AnnotationTarget]]:
+    """(kind, name, target) of a node that holds tensors."""
+    if is_item(node):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            yield "node", node.name, AnnotationTarget(*find_producer(node))
+        return
+    given = list_result_tensors(node)
+    if node.name == RNG_KEY or not given:
+        return
+    if node.op == "placeholder":
+        yield "input", node.name, AnnotationTarget(node, 0)
+    elif node.op == "get_attr":
+        yield STATE, str(node.target), AnnotationTarget(node, 0)
+    else:
+        yield "op", node.name, AnnotationTarget(node, -1)
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        yield "node", node.name, AnnotationTarget(node, 0)
+
+
+def _module_results(graph: fx.Graph) -> dict[str, list[AnnotationTarget]]:
+    """Per module path the tensors made inside and used outside.
+
+    Of those only the ones that carry a gradient, where there are such: a mask that was made inside
+    is not what the module returns.
+    """
+    found: dict[str, list[tuple[AnnotationTarget, bool]]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        own = annotation(node)
+        left = _left(own.module, [annotation(u).module for u in node.users if not is_item(u)])
+        for path in left:
+            found.setdefault(path, []).append(
+                (AnnotationTarget(*find_producer(node)), own.requires_grad)
+            )
+    result: dict[str, list[AnnotationTarget]] = {}
+    for path, targets in found.items():
+        carried = [target for target, carries in targets if carries]
+        result[path] = carried or [target for target, _ in targets]
+    return result
+
+
+def _left(module: str, users: list[str]) -> Iterator[str]:
+    """The modules around ``module`` that a value leaves: some user stands outside."""
+    path = module
+    while path:
+        if any(user != path and not user.startswith(path + ".") for user in users):
+            yield path
+        path = path.rpartition(".")[0]

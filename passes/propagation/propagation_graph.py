@@ -1,0 +1,169 @@
+"""The graph as propagation sees it: ops, the tensors between them, and what is known of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from fxpart.annotations.graph_values import find_producer, is_item, list_result_tensors, sharding
+from fxpart.annotations.placement_origin import is_annotated
+from fxpart.compiler.graph_edit import annotation
+from fxpart.compiler.tensor_sizes import hint
+from fxpart.rng import seeded
+from fxpart.sharding import Placement
+
+from ..rules import REPLICATED, operands
+from .axis_placements import to_whole
+from .axis_rules import AxisRule, GraphRules
+
+# What most values have, shared: every container of its own makes the garbage collector slower.
+_NONE: Mapping[Placement, tuple[int, str]] = MappingProxyType({})
+
+
+@dataclass(eq=False, slots=True)
+class PropagationValue:
+    """One tensor. Lists are per axis; placements count ``outer`` in the whole dim.
+
+    users: (op, which operand). leaves: the graph returns it. pinned: its placement is not its
+    op's to decide. demands: how decided users want it -> (how many, origin of the first).
+    asked: how many users are decided.
+    """
+
+    op: PropagationOp
+    index: int
+    tensor: torch.Tensor
+    placed: list[Placement | None]
+    pinned: list[bool]
+    demands: list[Mapping[Placement, tuple[int, str]]]
+    asked: list[int]
+    users: list[tuple[PropagationOp, int]] = field(default_factory=list)
+    leaves: bool = False
+    _bytes: int = -1
+
+    @property
+    def bytes(self) -> int:
+        """Its size with the example inputs."""
+        if self._bytes < 0:
+            count = self.tensor.element_size()
+            for size in self.tensor.shape:
+                count *= hint(size)
+            self._bytes = count
+        return self._bytes
+
+    def demand(self, axis: int, wanted: Placement, origin: str) -> None:
+        """One more decided user and how it wants the value."""
+        known = self.demands[axis]
+        if not isinstance(known, dict):
+            self.demands[axis] = known = {}
+        count, first = known.get(wanted, (0, origin))
+        known[wanted] = (count + 1, min(first, origin))
+        self.asked[axis] += 1
+
+    def unanimous(self, axis: int) -> Placement | None:
+        """The placement that every user wants, once all are decided."""
+        if self.leaves or self.asked[axis] < len(self.users) or len(self.demands[axis]) != 1:
+            return None
+        return next(iter(self.demands[axis]))
+
+
+@dataclass(eq=False, slots=True)
+class PropagationOp:
+    """An op, an input or a state. Lists are per axis.
+
+    ruled: None where there is no rule, and for inputs and state (which are ``leaf``). constant:
+    made of constants and sizes alone. annotated: the key stands on this node itself.
+    """
+
+    node: fx.Node
+    leaf: bool
+    trained: bool
+    constant: bool
+    ruled: AxisRule | None
+    strategy: list[str | None]
+    origins: list[str]
+    annotated: list[bool]
+    inputs: list[PropagationValue] = field(default_factory=list)
+    results: list[PropagationValue] = field(default_factory=list)
+    carries: bool = False
+
+    @property
+    def turn(self) -> int:
+        """When it decides: 0 if it hands cuts on as they are, 2 if it may join two, else 1."""
+        if self.leaf or self.ruled is None:
+            return 0
+        return 2 if self.ruled.rule.together else 1 - self.ruled.passes
+
+
+def build_propagation_graph(module: fx.GraphModule, rules: GraphRules) -> list[PropagationOp]:
+    """All ops with tensors, with what their shardings say so far."""
+    ops: dict[fx.Node, PropagationOp] = {}
+    for node in module.graph.nodes:
+        if is_item(node):
+            continue
+        if node.op == "output":
+            for used in node.all_input_nodes:
+                value = _value(ops, used)
+                if value is not None:
+                    value.leaves = True
+            continue
+        if not list_result_tensors(node):
+            continue
+        op = ops[node] = _op(module, node, rules)
+        if not op.leaf:
+            for position, operand in enumerate(operands(node)):
+                value = _value(ops, operand)
+                if value is None:  # a scalar that is no tensor of the graph's
+                    op.ruled = None
+                    continue
+                op.inputs.append(value)
+                value.users.append((op, position))
+            op.constant = node.target is not seeded and all(v.op.constant for v in op.inputs)
+    return list(ops.values())
+
+
+def _value(ops: dict[fx.Node, PropagationOp], node: fx.Node) -> PropagationValue | None:
+    made, index = find_producer(node)
+    return ops[made].results[index] if made in ops else None
+
+
+def _op(module: fx.GraphModule, node: fx.Node, rules: GraphRules) -> PropagationOp:
+    """One op with its results; nothing is known of a node without a sharding."""
+    axes = len(rules.mesh.axes)
+    known = sharding(node)
+    leaf = node.op != "call_function"
+    parameter = node.op == "get_attr" and isinstance(
+        attrgetter(str(node.target))(module), torch.nn.Parameter
+    )
+    ruled = None if leaf else rules.of(node)
+    unknown = REPLICATED if leaf else None
+    origins = list(known.origins) if known is not None and known.origins else [""] * axes
+    op = PropagationOp(
+        node=node,
+        leaf=leaf,
+        trained=parameter,
+        constant=node.op == "get_attr" and not parameter,
+        ruled=ruled,
+        strategy=list(known.strategy) if known is not None else [unknown] * axes,
+        origins=origins,
+        annotated=[is_annotated(origin) for origin in origins],
+        carries=annotation(node).requires_grad,
+    )
+    for index, tensor in enumerate(list_result_tensors(node)):
+        stated = to_whole(known.results[index], rules.mesh) if known is not None else (None,) * axes
+        op.results.append(
+            PropagationValue(
+                op=op,
+                index=index,
+                tensor=tensor,
+                placed=list(stated),
+                pinned=[placement is not None for placement in stated],
+                demands=[_NONE] * axes,
+                asked=[0] * axes,
+            )
+        )
+    return op

@@ -1,0 +1,39 @@
+"""Ops that make tensors of nothing but sizes: the result's dims are factors, the sizes local."""
+
+from __future__ import annotations
+
+from fxpart.sharding import REPLICATE
+
+from .schema_call import Dim, Entry, SchemaCall, result_size, same
+from .sharding_rule import ShardingRule
+
+
+def _filled(call: SchemaCall) -> ShardingRule:
+    """zeros, ones, full, empty and their random kin."""
+    dims: list[Dim] = [f"d{i}" for i in range(len(call.results[0]))]
+    return call.rule([[] for _ in call.operands], [dims], localise=result_size("size"))
+
+
+def _new(call: SchemaCall) -> ShardingRule:
+    """new_zeros and its like: the operand only says dtype and device, so it may lie as it does."""
+    shape, out = call.operands[0][1], call.results[0]
+    equal = len(shape) == len(out) and all(map(same, shape, out))
+    dims: list[Dim] = [f"d{i}" for i in range(len(out))]
+    inside: list[Dim] = list(dims) if equal else [f"x{i}" for i in range(len(shape))]
+    told = {str(f): (REPLICATE,) for f in inside if f not in dims}
+    rest: list[list[Dim]] = [[] for _ in call.operands[1:]]
+    return call.rule([inside, *rest], [dims], localise=result_size("size"), results_of=told)
+
+
+def _whole(call: SchemaCall) -> ShardingRule:
+    """arange and its like: the numbers depend on where they stand, so every rank makes all."""
+    names = [[f"_d{i}" for i in range(len(shape))] for shape in call.results]
+    return call.rule([["" for _ in shape] for _, shape in call.operands], names)
+
+
+TABLE: dict[str, Entry] = {
+    **{f"aten.{n}": _filled for n in ("zeros", "ones", "full", "empty", "rand", "randn")},
+    "aten.randint": _filled,
+    **{f"aten.new_{n}": _new for n in ("zeros", "ones", "full", "empty")},
+    **{f"aten.{n}": _whole for n in ("arange", "linspace", "eye", "scalar_tensor", "randperm")},
+}

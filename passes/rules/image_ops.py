@@ -1,0 +1,89 @@
+"""Ops on images that treat each channel by itself: batch and channels are factors, places whole."""
+
+from __future__ import annotations
+
+import re
+
+from .schema_call import (
+    Dim,
+    Entry,
+    SchemaCall,
+    UncoveredCallError,
+    name_broadcast_dims,
+    notation,
+)
+from .sharding_rule import ShardingRule, Size
+
+
+def _places(call: SchemaCall) -> int:
+    """How many dims of places the op has: the digit before the final d of its name."""
+    found = re.search(r"(\d)d", call.name)
+    if found is None:
+        raise UncoveredCallError
+    return int(found[1])
+
+
+def _pooling(call: SchemaCall) -> ShardingRule:
+    """Pooling and resizing; those that average or interpolate are linear."""
+    space = _places(call)
+    name, shape = call.operands[0]
+    outer = name_broadcast_dims(len(shape) - space)
+    inside: list[Dim] = [*outer, *[f"_s{i}" for i in range(space)]]
+    out: list[Dim] = [*outer, *[f"_t{i}" for i in range(space)]]
+    linear = [] if "max" in call.name else [name]
+    return call.rule([inside], [out] * len(call.results), linear=linear)
+
+
+def _shuffle(call: SchemaCall) -> ShardingRule:
+    """pixel_shuffle and its inverse: channels are [c, positions in a block]."""
+    shape, out = call.operands[0][1], call.results[0]
+    few, many = (out, shape) if call.name == "aten.pixel_shuffle" else (shape, out)
+    if not isinstance(many[-3], int) or not isinstance(few[-3], int):
+        raise UncoveredCallError
+    sizes: dict[str, Size] = {"c": few[-3], "_r": many[-3] // few[-3]}
+    outer = name_broadcast_dims(len(shape) - 3)
+    dims: list[list[Dim]] = []
+    for prefix, held in (("_s", shape), ("_t", out)):
+        channels: Dim = ("c", "_r") if held is many else ("c",)
+        dims.append([*outer, channels, f"{prefix}0", f"{prefix}1"])
+    return call.rule([dims[0]], [dims[1]], sizes=sizes, linear=["self"])
+
+
+def _columns(call: SchemaCall) -> ShardingRule:
+    """im2col and col2im: the dim of columns is [c, positions in a block]."""
+    shape, out = call.operands[0][1], call.results[0]
+    images, columns = (shape, out) if call.name == "aten.im2col" else (out, shape)
+    if not isinstance(images[-3], int) or not isinstance(columns[-2], int):
+        raise UncoveredCallError
+    sizes: dict[str, Size] = {"c": images[-3], "_r": columns[-2] // images[-3]}
+    outer = name_broadcast_dims(len(images) - 3)
+    image: list[Dim] = [*outer, ("c",), "_s0", "_s1"]
+    column: list[Dim] = [*outer, ("c", "_r"), "_t"]
+    inside, outside = (image, column) if images is shape else (column, image)
+    return call.rule([inside], [outside], sizes=sizes, linear=["self"])
+
+
+_POOLS = [
+    *(f"{kind}_pool{d}d" for kind in ("avg", "max", "adaptive_avg") for d in (1, 2, 3)),
+    *(f"max_pool{d}d_with_indices" for d in (2, 3)),
+    *(f"adaptive_max_pool{d}d" for d in (1, 2, 3)),
+    *(f"_adaptive_avg_pool{d}d" for d in (2, 3)),
+    *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
+    *(f"{exact}upsample_nearest{e}{d}d" for d in (1, 2, 3)
+      for exact, e in (("", ""), ("_", "_exact"))),
+]  # fmt: skip
+
+_GRID2, _GRID3 = (
+    "n c _h _w, n _y _x _two -> n c _y _x",
+    "n c _d _h _w, n _z _y _x _p -> n c _z _y _x",
+)
+
+TABLE: dict[str, Entry] = {
+    **{f"aten.{name}": _pooling for name in _POOLS},
+    "aten.pixel_shuffle": _shuffle,
+    "aten.pixel_unshuffle": _shuffle,
+    "aten.im2col": _columns,
+    "aten.col2im": _columns,
+    "aten.grid_sampler_2d": notation(_GRID2, linear=["input"]),
+    "aten.grid_sampler_3d": notation(_GRID3, linear=["input"]),
+}

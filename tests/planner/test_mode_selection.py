@@ -1,0 +1,59 @@
+"""Of a plan that drains and one that does not, which one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import sample_plans
+
+from fxpart.errors import FxpartError, error
+from fxpart.planner.mode_selection import ModeSelection, _better
+from fxpart.planner.search import PlanSearchResult
+
+
+def weighed(seconds: float, schedule: str) -> ModeSelection:
+    """A plan of so many seconds."""
+    plan = sample_plans.plan(2)
+    told = msgspec.structs.replace(plan.prediction, simulated_seconds=seconds)
+    weights: Any = "stash" if schedule == "async" else "flush"
+    made: Any = msgspec.structs.replace(
+        plan, prediction=told, schedule=schedule, weights=weights, alternatives=()
+    )
+    nothing: Any = None
+    return ModeSelection(PlanSearchResult(made, nothing), asked())
+
+
+def asked() -> Any:
+    """What was asked for; only its wishes are looked at."""
+    return type("Asked", (), {"constraints": {"mode": "auto"}})()
+
+
+def unfit() -> ModeSelection:
+    """There is none."""
+    raise error("FXP204", where="memory", why="stage 0 is too full", fix="")
+
+
+@pytest.mark.parametrize(
+    ("step", "stream", "schedule", "words"),
+    [
+        (1.0, 0.9, "async", "faster by simulation"),
+        (1.0, 1.0, "1f1b", "not faster by simulation"),
+        (1.0, None, "1f1b", "stage 0 is too full"),
+        (None, 1.0, "async", "no synchronous plan fits"),
+    ],
+)
+def test_both_ways(step: float | None, stream: float | None, schedule: str, words: str) -> None:
+    def make(seconds: float | None, name: str) -> Callable[[], ModeSelection]:
+        return unfit if seconds is None else lambda: weighed(seconds, name)
+
+    plan = _better(asked(), make(step, "1f1b"), make(stream, "async")).decided.plan
+    assert plan.schedule == schedule and words in plan.provenance["mode"]
+    assert len(plan.alternatives) == (step is not None and stream is not None)
+
+
+def test_nothing_fits_either_way() -> None:
+    with pytest.raises(FxpartError, match="stage 0 is too full"):
+        _better(asked(), unfit, unfit)

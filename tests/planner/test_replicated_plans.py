@@ -1,0 +1,183 @@
+"""Plans whose stages have copies of unequal speed: kept in files, trained with one's numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from ranks import Pool
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+from fxpart.plan.model import Plan
+from fxpart.plan.schedule import plan_schedule
+from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
+
+FAST, SLOW, HEAD = 1.0, 0.5, 1.0  # microbatches a second
+
+
+class Model(nn.Module):
+    """A few layers with a skip and BatchNorm-free, so that the numbers are one process's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x + first)
+
+
+def batch(rows: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 6, generator=generator)
+    return x, torch.randint(0, 3, (rows,), generator=generator)
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@cache
+def plan(turns: tuple[int, ...] = (0, 0, 1), schedule: str = "1f1b") -> Plan:
+    """Two stages; the first on two ranks, of which the second is slower."""
+    chain = fxpart.compile(
+        model(), "local:3", example_inputs=batch(), loss=nn.functional.cross_entropy,
+        microbatches=6,
+        constraints={"mesh": "none", "stages": 2, "granularity": "op", "schedule": schedule},
+    ).plan  # fmt: skip
+    rows = {row.stage: row for row in chain.prediction.ranks}
+    slower = msgspec.structs.replace(
+        rows[0], forward_seconds=2 * rows[0].forward_seconds,
+        backward_seconds=2 * rows[0].backward_seconds,
+    )  # fmt: skip
+    groups = [
+        StageReplicas((0, 1), turns, (rows[0], slower)),
+        StageReplicas((2,), (0,), (rows[1],)),
+    ]
+    return plan_replicas(chain, groups, 0.0)
+
+
+def program(given: Plan) -> fxpart.api.Program:
+    return fxpart.compile(
+        model(), given.cluster, plan=given, example_inputs=batch(),
+        loss=nn.functional.cross_entropy,
+    )  # fmt: skip
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)  # type: ignore[arg-type]
+
+
+@cache
+def alone() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Four steps without fxpart, the last with fewer rows."""
+    net = model()
+    optimizer = sgd(net.parameters())
+    losses = []
+    for step, rows in enumerate((12, 12, 12, 4)):
+        x, y = batch(rows, step)
+        loss = nn.functional.cross_entropy(net(x), y)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses, {k: v.detach() for k, v in net.state_dict().items()}
+
+
+def trained(given: Plan) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    trainer = program(given).trainer(sgd)
+    losses = [float(trainer.step(batch(n, s))) for s, n in enumerate((12, 12, 12, 4))]
+    found = losses, dict(trainer.state_dict()), float(trainer.eval_step(batch(10, 9)))
+    trainer.close()
+    return found
+
+
+def check(found: tuple[list[float], dict[str, torch.Tensor], float]) -> None:
+    losses, state = alone()
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    assert found[1].keys() == state.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
+    net = model()
+    net.load_state_dict(state)
+    x, y = batch(10, 9)
+    assert found[2] == pytest.approx(nn.functional.cross_entropy(net(x), y).item(), rel=1e-5)
+
+
+def test_what_the_plan_says() -> None:
+    given = plan()
+    assert given.problems() == ()
+    assert given.replicas == ((0, 0, 1),) and given.mesh == {"pipeline": 2}
+    assert [s.ranks for s in given.stages] == [(0,), (1,), (2,)]
+    assert [r.microbatches for r in given.prediction.ranks] == [4, 2, 0]
+    schedule = plan_schedule(given)
+    assert [schedule.taken(k) for k in (0, 1)] == [(0, 1, 3, 4), (2, 5)]
+    assert given.firsts == (0, 2)
+    assert Plan.loads(given.dumps()) == given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("turns", [(0, 0, 1), (0, 1), (1, 0, 1, 0, 0)])
+def test_the_numbers_of_one_process(turns: tuple[int, ...], schedule: str) -> None:
+    check(trained(plan(turns, schedule)))
+
+
+@pytest.mark.slow
+def test_verify_and_predict(tmp_path: Path) -> None:
+    found = program(plan())
+    assert found.verify(steps=2).passed
+    trainer = found.trainer(sgd)
+    x, _ = batch(7, 5)
+    torch.testing.assert_close(trainer.predict((x,)), model()(x), rtol=1e-5, atol=1e-6)
+    folder = trainer.save_checkpoint(tmp_path / "run")
+    before = trainer.state_dict()
+    trainer.step(batch(12, 3))
+    trainer.load_checkpoint(folder)
+    assert all(torch.equal(before[k], v) for k, v in trainer.state_dict().items())
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_an_unequal_plan_is_faster_where_a_rank_is_slow() -> None:
+    """Two thirds of the work for the rank that is twice as fast."""
+    assert plan((0, 0, 1)).prediction.step_seconds < plan((0, 1)).prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"replicas": ((0, 1), (1, 2))}, "stage 1 is in another group too"),
+        ({"replicas": ((0, 2),)}, "its stages hold different blocks"),
+        ({"replicas": ((1, 0),)}, "begins with the first"),
+        ({"replicas": ((0, 9),)}, "there are only 3 stages"),
+        ({"schedule": "zb-h1"}, "not made for copies"),
+        ({"mesh": {"pipeline": 3}}, "how many groups follow each other"),
+        ({"replicas": ()}, "block 0 is on the stage before"),
+    ],
+)
+def test_faults(change: dict[str, object], why: str) -> None:
+    wrong = msgspec.structs.replace(plan(), **change)
+    with pytest.raises(FxpartError, match=why):
+        wrong.validate()
+
+
+def _over_gloo(text: str) -> tuple[list[float], dict[str, object], float]:
+    losses, state, evaluated = trained(Plan.loads(text))
+    return losses, {name: value.tolist() for name, value in state.items()}, evaluated
+
+
+@pytest.mark.slow
+def test_over_gloo(pool: Pool) -> None:
+    for losses, state, evaluated in pool.run(_over_gloo, plan().dumps(), ranks=3):
+        check((losses, {name: torch.tensor(value) for name, value in state.items()}, evaluated))

@@ -1,0 +1,192 @@
+"""Schedules beyond 1F1B by compile(): planned, valid, trained with the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from partition_problems import random_problem
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+from fxpart.plan.model import Plan
+from fxpart.plan.schedule import plan_schedule, stage_of
+from fxpart.planner.families.schedule_selection import (
+    PIECES,
+    in_pieces,
+    places_of,
+    with_cut_schedules,
+    work_bound,
+)
+from fxpart.report.comparison_builder import compare
+from fxpart.report.recording_file import check_recording
+from fxpart.report.timeline import plan_timeline
+from fxpart.schedule.in_flight import count_in_flight
+from fxpart.solver.objective import evaluate
+from fxpart.solver.portfolio import solve
+
+BATCH = (torch.randn(8, 16), torch.randint(0, 4, (8,)))
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Ends(nn.Module):
+    """The last block, which reads what the first has made as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return self.head(x + first)
+
+
+class Residual(nn.Module):
+    """A few blocks with a skip from the first to the last."""
+
+    def __init__(self, blocks: int = 7) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.ends = Ends()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            x = layer(x)
+        return self.ends(x, first)
+
+
+def compiled(schedule: str, **constraints: Any) -> fxpart.api.Program:
+    """The model on two ranks under a wished schedule."""
+    wishes = {"mesh": "none", "stages": 2, "schedule": schedule, "granularity": "op", **constraints}
+    return fxpart.compile(
+        Residual(), "local:2", example_inputs=BATCH, loss=nn.functional.cross_entropy,
+        microbatches=4, constraints=wishes,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["interleaved", "breadth-first", "zb-h1", "zb-v", "found"])
+def test_a_wished_schedule_is_planned_and_trains_exactly(name: str) -> None:
+    program = compiled(name)
+    plan = program.plan
+    assert plan.schedule == name and plan.problems() == () and plan.runnable == ()
+    assert Plan.loads(plan.dumps()) == plan
+    assert plan.virtual == (2 if name in PIECES else 1)
+    assert len(program.spec.stages) == 2 * plan.virtual
+    # The skip is an edge beside the chain's.
+    assert any(b - a > 1 for a, b, _ in plan.edges) or name not in PIECES
+    step = plan_timeline(plan).step_seconds
+    assert step == pytest.approx(plan.prediction.simulated_seconds)
+    assert plan.certificate.lower_bound <= plan.certificate.objective
+    again = fxpart.compile(
+        Residual(), "local:2", example_inputs=BATCH, loss=nn.functional.cross_entropy,
+        plan=plan,
+    )  # fmt: skip
+    assert again.sources == program.sources
+    assert program.verify(steps=2).exact
+
+
+@pytest.mark.slow
+def test_the_best_of_several_wishes_is_taken() -> None:
+    found = {name: compiled(name).plan.prediction.simulated_seconds for name in ("1f1b", "zb-v")}
+    best = compiled("1f1b,zb-v").plan
+    assert best.prediction.simulated_seconds == min(found.values())
+
+
+@pytest.mark.slow
+def test_pieces_are_predicted_with_what_the_schedule_keeps() -> None:
+    plan = compiled("interleaved").plan
+    flying = count_in_flight(plan_schedule(plan))
+    for row in plan.prediction.ranks:
+        pieces = [k for k, stage in enumerate(stage_of(plan)) if stage == row.stage]
+        assert row.in_flight == -(-sum(flying[k] for k in pieces) // len(pieces))
+        assert row.forward_seconds == pytest.approx(sum(f for f, _ in row.pieces))
+        assert row.backward_seconds == pytest.approx(sum(b for _, b in row.pieces))
+
+
+def test_more_pieces_than_blocks_is_one_clear_error() -> None:
+    with pytest.raises(FxpartError) as caught:
+        compiled("interleaved", virtual=40)
+    assert caught.value.code == "FXP202" and "pieces" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda raw: raw["stages"][0].update(pieces=[[0, 1]]), "stages"),
+        (lambda raw: raw.update(schedule="zb-v"), "stages"),
+        (lambda raw: raw.update(schedule="1f1b"), "stages"),
+    ],
+)
+def test_pieces_that_do_not_fit_the_schedule_are_refused(change: Any, place: str) -> None:
+    raw = json.loads(compiled("interleaved").plan.dumps())
+    change(raw)
+    with pytest.raises(FxpartError) as caught:
+        Plan.loads(json.dumps(raw))
+    assert any(p.where.startswith(place) for p in caught.value.problems)
+
+
+def test_degrees_are_chosen_by_what_has_a_closed_form() -> None:
+    assert with_cut_schedules({"dp": 2}) == {"dp": 2}
+    assert with_cut_schedules({"schedule": "zb-v"}) == {"schedule": "1f1b"}
+    assert with_cut_schedules({"schedule": "found, gpipe"}) == {"schedule": "gpipe"}
+
+
+@given(ranks=st.integers(1, 5), turns=st.integers(1, 4), name=st.sampled_from(PIECES))
+def test_each_rank_has_as_many_pieces(ranks: int, turns: int, name: str) -> None:
+    places = places_of(name, ranks, turns)
+    count = 2 if name == "zb-v" else turns
+    assert sorted(places) == sorted(list(range(ranks)) * count)
+    assert places[0] == 0 and places[-1] == (0 if name == "zb-v" else ranks - 1)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 10_000))
+def test_no_step_is_below_the_work_bound(seed: int) -> None:
+    problem = random_problem(seed)
+    bound = work_bound(problem)
+    answer = solve(problem, time_limit=2.0, seed=0)
+    if answer.choice is not None:
+        assert bound <= evaluate(problem, answer.choice).seconds * (1 + 1e-9)
+    pieces = in_pieces(problem, places_of("interleaved", len(problem.devices), 2))
+    assert len(pieces.devices) == 2 * len(problem.devices) == pieces.max_stages
+
+
+@pytest.mark.slow
+def test_the_costed_problem_beside_a_plan_has_schedules_of_closed_form() -> None:
+    assert compiled("zb-v").costed().schedules == ("1f1b",)
+    assert compiled("zb-v,gpipe").costed().schedules == ("gpipe",)
+
+
+@pytest.mark.slow
+def test_recorded_steps_of_pieces_are_compared_by_rank() -> None:
+    program = compiled("interleaved")
+    trainer = program.trainer(torch.optim.AdamW)
+    with trainer.record() as recorder:
+        for _ in range(3):
+            trainer.step(BATCH)
+    recording = recorder.recording
+    assert recording.pieces == 2 and recording.places == ((0,), (1,))
+    found = compare(program.plan, recording)
+    assert [stage.ranks for stage in found.stages] == ["0", "1"]
+    for stage in found.stages:
+        assert all(part.measured is None or part.measured >= 0 for part in stage.each.values())
+    plain = compiled("1f1b").plan
+    with pytest.raises(FxpartError, match="stages"):
+        check_recording(recording, plain, "t.json")

@@ -1,0 +1,90 @@
+"""README, CONTRIBUTING and the shipped pages name only what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fxpart.cli import VERBS
+from fxpart.errors import CODES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [*ROOT.glob("*.md"), *ROOT.glob("fxpart/docs/**/*.md"), *ROOT.glob("fxpart/errors.py")]
+)
+
+
+def read(page: str) -> str:
+    """The text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    verbs = re.findall(r"(?:^ {4}|`)fxpart (?!explain FXP)([a-z]+)\b", read(page), re.MULTILINE)
+    assert set(verbs) <= set(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_codes_exist(page: str) -> None:
+    assert set(re.findall(r"\bFXP\d{3}\b", read(page))) <= set(CODES)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"(?m)^([a-z]+):", read("Makefile")))
+    assert set(re.findall(r"`make ([a-z]+)`|^ {4}make ([a-z]+)", read(page), re.MULTILINE)) <= {
+        pair for t in targets for pair in ((t, ""), ("", t))
+    }
+
+
+def torchrun_commands() -> list[str]:
+    """Those that start something, of README and all pages and of what the code says."""
+    text = "\n".join(read(page) for page in PAGES)
+    found = re.findall(r"(?m)^ {4}torchrun ([^#\n]+)", text)
+    found += re.findall(r"`torchrun\s([^`]+)`", text)
+    words = [" ".join(command.replace("...", " ").split()) for command in found]
+    return sorted({command for command in words if "fxpart" in command or ".py" in command})
+
+
+@pytest.mark.parametrize("command", torchrun_commands())
+def test_torchrun_takes_what_the_pages_say(command: str) -> None:
+    """Its own options end where the program begins, and none of the program's is taken for one."""
+    from torch.distributed.run import parse_args
+
+    found = parse_args(command.split())
+    assert found.training_script in ("fxpart", "script.py", "train.py")
+    place = command.split().index(found.training_script)
+    assert found.training_script_args == command.split()[place + 1 :]
+    if found.module:
+        assert "--run" not in found.training_script_args
+
+
+def test_torchrun_takes_run_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Why the pages say --run-dir; a torchrun that no longer does needs no such word."""
+    from torch.distributed.run import parse_args
+
+    assert any("-m fxpart train" in c and "--run-dir" in c for c in torchrun_commands())
+    with pytest.raises(SystemExit):
+        parse_args(["-m", "fxpart", "train", "net.py:net", "--run", "runs/a"])
+    assert "ambiguous option: --run" in capsys.readouterr().err
+
+
+def test_paths_in_contributing_exist() -> None:
+    paths = re.findall(r"`((?:fxpart|passes|costmodels|tests)/[\w./]*)`", read("CONTRIBUTING.md"))
+    assert len(paths) > 15
+    missing = [p for p in paths if not re.search("my_|nnn", p) and not (ROOT / p).exists()]
+    assert not missing
+
+
+def test_readme_lists_every_verb() -> None:
+    rows = re.findall(r"(?m)^\| `fxpart ([a-z]+)", read("README.md"))
+    assert sorted(rows) == sorted(VERBS)
+
+
+def test_ci_runs_the_tests() -> None:
+    assert "make test" in read(".ci/run")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

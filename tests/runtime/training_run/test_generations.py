@@ -1,0 +1,68 @@
+"""Generations: numbered once, and stopped where starting again is no use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxpart.errors import FxpartError
+from fxpart.runtime.training_run.generations import (
+    FAILED,
+    GenerationWriter,
+    check_restart_progress,
+    load_generations,
+)
+
+# Each generation: (its checkpoint, the farthest step before it, how it ended or "").
+Made = tuple[int, int, str]
+DIED = ""
+
+
+def written(path: Path, made: list[Made]) -> Path:
+    book = GenerationWriter(path)
+    for number, (step, reached, how) in enumerate(made, start=1):
+        book.begin(number, world=2, step=step, reached=reached, plan="p")
+        if how:
+            book.end(number, step=step, how=how, why="rank 1: FXP504 x" if how == FAILED else "")
+    book.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("made", "step", "reached", "stops"),
+    [
+        ([], 0, 0, False),
+        ([(0, 0, DIED)] * 3, 0, 0, False),
+        ([(0, 0, DIED)] * 4, 0, 0, True),  # the first start, and three restarts
+        ([(0, 0, FAILED)] * 4, 0, 0, True),
+        ([(0, 0, DIED)] * 4, 0, 3, False),  # the last came to step 3
+        ([(0, 0, DIED)] * 4, 5, 0, False),  # or saved
+        ([(0, 0, DIED), (0, 7, DIED), (0, 7, DIED)], 0, 7, False),
+        ([(0, 0, DIED), (0, 7, DIED), (0, 7, DIED), (0, 7, DIED)], 0, 7, True),
+        ([(0, 0, DIED), (5, 7, DIED), (5, 7, DIED), (5, 7, DIED)], 6, 7, False),
+        ([(0, 0, DIED)] * 3 + [(0, 0, "SIGTERM to rank 0")], 0, 0, False),
+        ([(0, 0, DIED)] * 4 + [(0, 0, "FXP517")] + [(0, 0, DIED)] * 3, 0, 0, False),
+        ([(0, 0, DIED)] * 4 + [(0, 0, "FXP517")] + [(0, 0, DIED)] * 4, 0, 0, True),
+    ],
+)
+def test_three_restarts_without_a_step(
+    made: list[Made], step: int, reached: int, stops: bool, tmp_path: Path
+) -> None:
+    earlier = load_generations(written(tmp_path / "generations.jsonl", made))
+    assert [g.began.generation for g in earlier] == list(range(1, len(made) + 1))
+    found = check_restart_progress(tmp_path, earlier, step, reached, 3)
+    assert (found is not None) == stops
+    if found is not None:
+        assert found.code == "FXP517" and f"generation {len(made) + 1}" in str(found)
+        how = "rank 1: FXP504 x" if made[0][2] == FAILED else "killed, or rank 0 was"
+        assert f"restarts since step {step}" in str(found) and how in str(found)
+
+
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "generations.jsonl", [(0, 0, DIED)])
+    path.write_bytes(path.read_bytes() + b'{"line":"ended","gen')
+    assert len(load_generations(path)) == 1
+    path.write_bytes(path.read_bytes() + b'"}\n')
+    with pytest.raises(FxpartError, match="FXP520"):
+        load_generations(path)

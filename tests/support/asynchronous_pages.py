@@ -1,0 +1,122 @@
+"""The outputs in ``fxpart/docs/asynchronous.md``: its table, and what its files and commands print.
+
+python tests/support/asynchronous_pages.py    (writes them into the page)
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+
+from schedule_pages import BLOCK, printed
+
+from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
+from fxpart.schedule.weight_copies import count_weight_copies
+from fxpart.schedule.weight_modes import MODES, WeightMode
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "fxpart" / "docs" / "asynchronous.md"
+_FILE = re.compile(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", re.DOTALL)
+_OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n).*?(<!-- /output -->)", re.DOTALL)
+STAGES = 4
+
+_SOURCES = {
+    "flush": "every schedule that drains",
+    "lookahead": "the control",
+    "stash": "PipeDream",
+    "vertical": "PipeDream, vertical sync",
+    "2bw": "PipeDream-2BW",
+    "naive": "",
+    "spectrain": "SpecTrain",
+    "spectrain-v2": "SpecTrain, one horizon",
+    "pipeoptim": "PipeOptim",
+    "xpipe": "XPipe",
+    "pipemare": "PipeMare",
+    "nadam-stash": "NAdam for asynchronous pipelines",
+}
+_BASES = {
+    "applied": "the newest",
+    "first stage": "the first stage's version",
+    "delayed": "one update before the newest",
+    "first microbatch": "as the minibatch's first microbatch",
+}
+_LOOKS = {
+    "none": "",
+    "staleness": ", s ahead",
+    "middle": ", s and up to K/2 ahead",
+    "depth": ", K-1 ahead",
+}
+
+
+def filled(text: str) -> str:
+    """The page with its outputs."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        files = dict(_FILE.findall(text))
+        for name, source in files.items():
+            Path(name).write_text(source, encoding="utf-8")
+
+        def output(found: re.Match[str]) -> str:
+            name = found[2]
+            return found[1] + (table() if name == "modes" else ran(f"{name}.py")) + found[3]
+
+        text = BLOCK.sub(lambda m: f"{m[1]}{m[2]}\n{printed(m[2])}{m[4]}", text)
+        return _OUTPUT.sub(output, text)
+
+
+def ran(script: str) -> str:
+    """What a script prints, in a process of its own, as Markdown shows it."""
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return f"\n{re.sub('(?m)^', '    ', done.stdout.rstrip())}\n\n"
+
+
+def table() -> str:
+    """The modes as a table of Markdown."""
+    lines = [
+        "| weights | forward reads | backward reads | copies at stage 0 .. 3 | source |",
+        "|---|---|---|---|---|",
+    ]
+    for name, mode in MODES.items():
+        row = (f"`{name}`", forward(mode), backward(mode), held(mode), _SOURCES[name])
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def forward(mode: WeightMode) -> str:
+    """The weights of the forward, in words."""
+    if mode.flush:
+        return "the newest" + (", as far ahead as SpecTrain" if mode.predicts else "")
+    return _BASES[mode.base] + _LOOKS[mode.look_forward]
+
+
+def backward(mode: WeightMode) -> str:
+    """The weights of the backward, in words."""
+    if mode.backward == "forward":
+        words = "the same"
+    elif mode.backward == "corrected":
+        words = "the newest - s δ"
+    else:
+        words = "the newest" + _LOOKS[mode.look_backward].replace("s and up", "up")
+    if mode.discount:
+        words += "; lr / s at first"
+    return words + ("; NAdam, β1 = .99" if mode.optimizer else "")
+
+
+def held(mode: WeightMode) -> str:
+    """Copies at each stage of a chain, with what a computation makes for itself."""
+    if mode.flush and not mode.predicts:
+        return " ".join("1" * STAGES)
+    every = STAGES if mode.base == "delayed" else 1
+    versions = WeightVersionCounters(count_chain_warmup(STAGES), every)
+    found = [count_weight_copies(mode, versions, stage) for stage in range(STAGES)]
+    words = " ".join(str(each.kept + each.transient) for each in found)
+    return words + (" and δ" if any(each.deltas for each in found) else "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,58 @@
+"""Write fxpart/docs/supported.md: run ``python -m supported.page`` in ``tests/``."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from supported.behavior import RIGHT, Behavior
+from supported.table import BEHAVIORS
+
+PAGE = Path(__file__).resolve().parents[3] / "fxpart" / "docs" / "supported.md"
+
+INTRODUCTION = """# What is supported, what is refused, and why
+
+Each row is a program that the tests train with fxpart and with plain PyTorch in one process.
+"Right" means that weights and buffers are those of plain PyTorch, within rounding. A code means
+that fxpart refuses the program with that error before a number is wrong; the page of the code says
+what to do. `python -m supported.page`, run in `tests/`, writes this page.
+
+The layouts are:
+
+* *one rank*;
+* *microbatches*: the batch divided into 4 on one rank;
+* *pipeline*: 2 stages and 2 microbatches;
+* *replicas*: data parallelism over 2 ranks;
+* *tensor*: tensor parallelism over 2 ranks.
+"""
+
+
+def cell(outcome: str) -> str:
+    """One outcome with the layouts that have it."""
+    return "right" if outcome == RIGHT else f"refused, {outcome}"
+
+
+def row(entry: Behavior) -> str:
+    """One line of the table."""
+    layouts: dict[str, list[str]] = {}
+    for layout, outcome in entry.outcome.items():
+        layouts.setdefault(outcome, []).append(layout)
+    text = "; ".join(f"{cell(outcome)} ({', '.join(names)})" for outcome, names in layouts.items())
+    return f"| {entry.construct} | {text} | {entry.reason} |"
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for area, entries in groupby(BEHAVIORS, key=lambda entry: entry.area):
+        rows = [row(entry) for entry in entries]
+        parts.append(
+            "\n".join(
+                [f"## {area}\n", "| construct | result | why |", "| --- | --- | --- |", *rows, ""]
+            )
+        )
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
