@@ -15,7 +15,7 @@ from fxpart.compiler.block_names import block_names
 from fxpart.compiler.graph_cuts import closed_cuts, crossing, operations
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.node_annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.compiler.work_estimate import is_heavy, work
 from fxpart.errors import error
 
@@ -64,7 +64,7 @@ class GroupBlocksPass:
             for name, nodes in zip(block_names(blocks), blocks, strict=True)
         )
         graph_module.meta[NO_CUT_KEY] = ()
-        graph_module.meta.pop(BEHAVIOURS_KEY, None)
+        graph_module.meta.pop(BEHAVIORS_KEY, None)
         return graph_module
 
     def _check(self) -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from fxpart.compiler.block_identity import identity
 from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.node_annotation import BLOCKS_KEY, MESH_KEY, Level
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.errors import error
 
 from .lowering.local_graph import LocalGraphBuilder
@@ -50,7 +50,7 @@ class LowerPass:
             )
         demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
         result = MarkGradientsPass().run(LocalGraphBuilder(graph_module, demands, lane).build())
-        result.meta.pop(BEHAVIOURS_KEY, None)
+        result.meta.pop(BEHAVIORS_KEY, None)
         blocks: dict[int, list[fx.Node]] = {}
         for node in result.graph.nodes:
             block = annotation(node).block

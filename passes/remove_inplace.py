@@ -250,7 +250,7 @@ class _Rewriter:
             new = self._cast(self._add(form, args, kwargs, node), old, node)
             new = self._layout(new, old, node, always=fills)
         self._store(target, new, chain, node)
-        if self.walk.behaviour(node).after[operand_nodes(node).index(target)]:
+        if self.walk.behavior(node).after[operand_nodes(node).index(target)]:
             self._carry_gradient(self.homes[target])
         # Autograd takes the written view anew at once, all others when they are used next.
         self.now(target)
@@ -326,7 +326,7 @@ class _Rewriter:
         if not targets:
             return
         operands = operand_nodes(node)
-        after = self.walk.behaviour(node).after
+        after = self.walk.behavior(node).after
         for target in targets:
             if after[operands.index(target)]:
                 name = self.homes[target].base.target

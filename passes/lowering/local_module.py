@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpart.compiler.graph_edit import value
-from fxpart.compiler.node_annotation import LANE_KEY, MESH_KEY, OUTPUTS_KEY, PARTIAL_KEY
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY, OUTPUTS_KEY, PARTIAL_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.sharding import Placements
 
 from .placement_requirements import PlacementRequirements
@@ -22,8 +22,8 @@ def local_module(
     """The module of a local graph, its state on the meta device."""
     state = {str(n.target): _attribute(whole, n) for n in graph.find_nodes(op="get_attr")}
     result = fx.GraphModule(state, graph)
-    result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIOURS_KEY}
-    result.meta[MESH_KEY], result.meta[LANE_KEY] = demands.mesh, lane
+    result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIORS_KEY}
+    result.meta[MESH_KEY], result.meta[MESH_RANK_KEY] = demands.mesh, lane
     result.meta[PARTIAL_KEY] = _partial(whole.graph, demands)
     result.meta[OUTPUTS_KEY] = _returned(whole.graph, demands)
     return result
