@@ -120,7 +120,9 @@ def _name(node: fx.Node) -> str:
     name = str(node.target)
     if not isinstance(node.target, torch._ops.OpOverload) or not name.startswith("aten."):
         raise error(
-            "FXP108", where=format_node(node), why="totals of the batch may use only aten operations"
+            "FXP108",
+            where=format_node(node),
+            why="batch totals may use only aten operations",
         )
     return name
 

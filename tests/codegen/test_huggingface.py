@@ -105,7 +105,7 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(64)}, path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FxpartError, match="outside of the file"):
+    with pytest.raises(FxpartError, match="exceeds the file"):
         TensorFiles(path)
 
 

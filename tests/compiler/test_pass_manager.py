@@ -277,7 +277,7 @@ def test_observers() -> None:
     assert "(no change)" in changes[1]
     assert "rng_key" in changes[names.index("key_random")]
     assert [r[0] for r in timing.rows] == names
-    assert timing.text().endswith("in all")
+    assert timing.text().endswith("total")
 
 
 def test_dumped_files(tmp_path: Path) -> None:
