@@ -88,7 +88,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert "no such parameter or buffer. Known names: norm.weight" in texts
     assert "the graph has no such node" in texts
     assert "the graph has no such module" in texts
-    assert "the mesh has tp, big, not 'ep'" in texts
+    assert "the mesh has no axis 'ep', only tp, big" in texts
     assert "no dim 2" in texts
     assert "are not sums" in texts
     assert "dim 1 has 6 to cut, the axis 8 ranks" in texts

@@ -160,7 +160,7 @@ def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
         ("x", "no such node"),
         ("linear=b", "1 strategies do not match the 2 axes"),
         ("linear=zebra|", "has no strategy"),
-        ("x=dp:S(0)", "left out"),
+        ("x=dp:S(0)", "has no placement"),
         ("x=dp:S(0),tp:Q", "it is not S"),
     ],
 )
