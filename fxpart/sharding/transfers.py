@@ -1,7 +1,7 @@
-"""Which pieces travel when a tensor moves from one mesh and layout to another: overlaps only.
+"""Plan the pieces to send when a tensor moves between meshes and layouts: only overlaps.
 
-Every element is sent once, from one holder to each lane that needs it; what a rank holds already
-stays. A dim that is cut with ``outer`` parts is several runs, so pieces are boxes of runs.
+Every element is sent once, from one owner to each rank that needs it; elements already on the rank
+stay. A dim sharded with ``outer`` parts consists of several runs, so pieces are boxes of runs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from fxpart.sharding.layout import indices
 from fxpart.sharding.mesh import Mesh
 from fxpart.sharding.placement import Partial, Placements, Replicate
 
-Slices = tuple[tuple[int, int], ...]  # per dim start and stop in a lane's own tensor
+Slices = tuple[tuple[int, int], ...]  # start and stop per dim, in a rank's local tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TransferBox:
-    """A box of elements that one lane gives to another.
+    """A box of elements that one mesh rank sends to another.
 
-    source, target: lanes of the two meshes. read: where the box lies in the source lane's tensor.
-    write: in the target lane's. add: to what is there (one of several terms of a sum), or else put.
+    source, target: mesh ranks of the two meshes. read: the box in the source's local tensor. write:
+    in the target's. add: add to the existing values (one of several terms of a sum) instead of
+    writing.
     """
 
     source: int
@@ -44,26 +45,27 @@ class TransferBox:
 
 @dataclass(frozen=True, slots=True)
 class TransferEndpoint:
-    """One end of a transfer: a mesh, how the tensor lies on it, and the rank of each lane."""
+    """One end of a transfer: a mesh, the tensor's placements on it, and the rank of each mesh rank.
+    """
 
     mesh: Mesh
     placements: Placements
     ranks: tuple[int, ...] = ()
 
     def rank(self, lane: int) -> int:
-        """The rank of a lane; without ``ranks`` every lane is a rank of its own side."""
+        """Return the rank of a mesh rank; without ``ranks``, it is the mesh rank."""
         return self.ranks[lane] if self.ranks else lane
 
 
 def plan_transfer(
     shape: Sequence[int], source: TransferEndpoint, target: TransferEndpoint
 ) -> tuple[TransferBox, ...]:
-    """The pieces, by target lane: every element that the lane holds, once.
+    """Return the pieces by target: every element of each target rank, once.
 
-    A lane of the same rank is preferred as the source; else among equal holders the one that has
-    given least so far. Along an axis where the source is Partial every lane has a term: all are
-    sent and added, in order of lanes. A target that is Partial gets the value on the first lane of
-    that axis, and zeros on the others: no piece writes there. FXP109 for an open axis.
+    A source on the same rank is preferred; otherwise, among equal owners, the one with the least to
+    send so far. Along an axis where the source is Partial every rank has a term: all are sent and
+    added, in rank order. A Partial target gets the value on the first rank of that axis and zeros
+    on the others. Raise FXP109 for an undecided axis.
     """
     _decided(source)
     _decided(target)
@@ -81,12 +83,12 @@ def plan_transfer(
 
 
 def moved(pieces: Sequence[TransferBox], source: TransferEndpoint, target: TransferEndpoint) -> int:
-    """The elements that go from one rank to another; those that stay on a rank are free."""
+    """Return the elements sent between different ranks."""
     return sum(p.elements for p in pieces if source.rank(p.source) != target.rank(p.target))
 
 
 def _terms(source: TransferEndpoint) -> list[list[int]]:
-    """Per term of the sum the lanes that hold it: one term where nothing is Partial."""
+    """Return the owners of each term of the sum; one term if nothing is Partial."""
     found: dict[tuple[int, ...], list[int]] = {}
     for lane in range(source.mesh.size):
         place = source.mesh.coordinate(lane)
@@ -98,7 +100,7 @@ def _terms(source: TransferEndpoint) -> list[list[int]]:
 
 
 def _is_zero(target: TransferEndpoint, lane: int) -> bool:
-    """Whether the lane's term of a partial value is zero: not the first of a partial axis."""
+    """Return whether the mesh rank's term of a partial value is zero."""
     place = target.mesh.coordinate(lane)
     return any(
         at and isinstance(p, Partial) for at, p in zip(place, target.placements, strict=True)
@@ -111,7 +113,7 @@ def _decided(side: TransferEndpoint) -> None:
             "FXP109",
             where=f"a transfer on the mesh {side.mesh}",
             why="an axis has no placement",
-            fix="give S(dim), R or P for every axis",
+            fix="use S(dim), R or P for every axis",
         )
 
 
@@ -125,7 +127,7 @@ def _collect(
     lane: int,
     add: bool,
 ) -> list[TransferBox]:
-    """One target lane's elements of one term, from as few holders as there are different shares."""
+    """Return one target's elements of one term, from as few owners as there are distinct shares."""
     shares: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for holder in holders:
         key = tuple(p for p in source.mesh.coordinate(holder))
@@ -152,7 +154,7 @@ def _collect(
 def _overlap(
     held: tuple[NDArray[np.int64], ...], wanted: tuple[NDArray[np.int64], ...]
 ) -> list[tuple[Slices, Slices]]:
-    """Boxes of what both have: places in the one's tensor and in the other's."""
+    """Return boxes of common elements, as positions in both tensors."""
     runs = [_runs(a, b) for a, b in zip(held, wanted, strict=True)]
     return [
         (tuple((r, r + n) for r, _, n in box), tuple((w, w + n) for _, w, n in box))
@@ -161,9 +163,9 @@ def _overlap(
 
 
 def _runs(held: NDArray[np.int64], wanted: NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Maximal runs of equal global indices: place in ``held``, in ``wanted``, length.
+    """Return maximal runs of equal global indices: position in ``held``, in ``wanted``, length.
 
-    Both ascend, as every cut keeps the order.
+    Both ascend, because sharding keeps the order.
     """
     both, read, write = np.intersect1d(held, wanted, assume_unique=True, return_indices=True)
     if not len(both):

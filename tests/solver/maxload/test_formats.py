@@ -51,12 +51,11 @@ PIPER: dict[str, Any] = {
     ],
 }  # fmt: skip
 PIPEDREAM = """\
-node1 -- Input0 -- forward_compute_time=73.6, backward_compute_time=0.0, activation_size=9.0, parameter_size=0.000
-node4 -- Embedding(32320, 1024, padding_idx=0) -- forward_compute_time=0.073, backward_compute_time=6.949, activation_size=2500.0, parameter_size=40.000
-node5 -- LSTM(1024, 1024) -- forward_compute_time=5.25, backward_compute_time=0.75, activation_size=[6000.0; 131.0; 9.0], parameter_size=67.000 -- stage_id=1
-\tnode1 -- node4
-\tnode4 -- node5
-"""  # noqa: E501
+node1 -- Input0 -- forward_compute_time=73.6, backward_compute_time=0.0, activation_size=9.0,
+parameter_size=0.000 node4 -- Embedding(32320, 1024, padding_idx=0) -- forward_compute_time=0.073,
+backward_compute_time=6.949, activation_size=2500.0, parameter_size=40.000 node5 -- LSTM(1024, 1024)
+-- forward_compute_time=5.25, backward_compute_time=0.75, activation_size=[6000.0; 131.0; 9.0],
+parameter_size=67.000 -- stage_id=1 \tnode1 -- node4 \tnode4 -- node5 """
 DEVICES = Given(accelerators=2, bandwidth=1e6)
 FILES = {
     "max-load": (json.dumps(MAXLOAD).encode(), Given()),
