@@ -33,8 +33,8 @@ from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.refinement import (
     EvaluatedCandidate,
     RefinedEvaluation,
-    StageMeasurementModel,
     certify_plan,
+    find_contention,
     is_measured,
     keys_of,
     refine_evaluation,
@@ -212,17 +212,18 @@ class _PricedMesh:
 
     def hosts(self, stages: int) -> tuple[HostLoad, ...] | None:
         """How ranks of a host slow each other down, where it was measured."""
-        model, cluster = self.request.cost_model, self.request.cluster
-        if not isinstance(model, StageMeasurementModel):
+        cluster = self.request.cluster
+        contention = find_contention(self.request.cost_model, cluster)
+        if contention is None:
             return None
-        return find_host_loads(cluster, sorted(self.devices(stages)), model.crowding)
+        return find_host_loads(cluster, sorted(self.devices(stages)), contention)
 
     def compared(self, made: StagePartition) -> tuple[StagePartition, Plan, GeneratedProgram]:
         """With a profile the best chain by what is expected of it, or a graph of stages if better.
 
         Otherwise what was solved for.
         """
-        if not is_measured(self.request.cost_model):
+        if not is_measured(self.request.cost_model, self.request.cluster):
             return (made, *self.plan(made, made.solution))
         if not made.over:
             return (made, *self.reranked(made))
@@ -300,7 +301,7 @@ class _PricedMesh:
     ) -> RefinedEvaluation:
         """The evaluation with whole stages as they were measured."""
         model, cluster = self.request.cost_model, self.request.cluster
-        if not isinstance(model, StageMeasurementModel):
+        if not is_measured(model, cluster):
             return RefinedEvaluation(evaluation)
         parts = self.parts(choice)
         rows = problem.variants[choice.variant].microbatch_size

@@ -178,11 +178,12 @@ def _cost_model(
     given: str | Path | CostModel, cluster: Cluster, problems: list[Problem]
 ) -> CostModel | None:
     """The cost model for the cluster; None, and a problem more, where it cannot be used."""
-    if not isinstance(given, str | Path):
-        return given
     import torch
 
     try:
+        if not isinstance(given, str | Path):
+            costmodels.check_cost_model(given, f"cost_model={type(given).__name__}")
+            return given
         return costmodels.find(given, cluster, torch=str(torch.__version__))
     except FxpartError as fault:
         problems += fault.problems

@@ -28,7 +28,7 @@ from fxpart.planner.families.replicated_stages import choose_fastest_plan, consi
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.mesh_plan import Look, solve_exactly
 from fxpart.planner.prepared_model import PreparedModel
-from fxpart.planner.refinement import StageMeasurementModel, is_measured, plan_seconds
+from fxpart.planner.refinement import find_contention, is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.weights import trained_names
@@ -114,7 +114,7 @@ def _alike(
     found: list[_Tried] = []
     problems: list[Problem] = []
     tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
-    measured = is_measured(request.cost_model)
+    measured = is_measured(request.cost_model, request.cluster)
     taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
     for number, one in enumerate(chosen.proposals):
         if found and (number == tries or min(map(taken, found)) * reach <= one.paced):
@@ -172,10 +172,11 @@ def _simulated(made: _Tried) -> float:
 
 def _pace(request: PlanRequest) -> Callable[[float], float] | None:
     """What seconds are worth while so many ranks compute; None where that is not known."""
-    cluster, model = request.cluster, request.cost_model
-    if not isinstance(model, StageMeasurementModel):
+    cluster = request.cluster
+    contention = find_contention(request.cost_model, cluster)
+    if contention is None:
         return None
-    hosts = find_host_loads(cluster, range(len(cluster.devices)), model.crowding)
+    hosts = find_host_loads(cluster, range(len(cluster.devices)), contention)
     return (lambda busy: compute_pace(hosts, busy)) if hosts else None
 
 

@@ -81,7 +81,7 @@ class AsynchronousPlanner:
             raise self._unfit(given)
         scorer = AsyncPipelineScorer(given)
         looked = answer.candidates[:_LOOKED]
-        if not is_measured(self.request.cost_model):
+        if not is_measured(self.request.cost_model, self.request.cluster):
             most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
             looked = tuple(c for c in looked if scorer.evaluate(c).seconds <= most)
         made = [self._plan(scorer, answer, choice) for choice in looked or (answer.choice,)]

@@ -21,7 +21,6 @@ from fxpart.codegen.generated_program import (
     replicate_program_stages,
 )
 from fxpart.compat.optimizer_choice import choose
-from fxpart.costmodels import ProfileCostModel
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.families.schedule_selection import keep_cut_schedules, requested_schedules
@@ -29,7 +28,7 @@ from fxpart.planner.mesh_plan import apply_constraints
 from fxpart.planner.plan_builder import make_plan, rank_prediction
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
-from fxpart.planner.refinement import StageMeasurementModel, keys_of, measured_whole, whole_words
+from fxpart.planner.refinement import is_measured, keys_of, measured_whole, whole_words
 from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
@@ -215,7 +214,7 @@ class _ReplicatedPlanBuilder:
         """
         request, base = self.front.request, self.problem.base
         model = request.cost_model
-        if not isinstance(model, StageMeasurementModel):
+        if not is_measured(model, request.cluster):
             return found, ""
         variant = base.variants[choice.variant]
         keys = keys_of(
@@ -305,8 +304,7 @@ def _of_one_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], P
         wish = fixed_stages(request.constraints) is not None
         stages = request.stages if wish else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
-        model = request.cost_model
-        costs = model.within(part) if isinstance(model, ProfileCostModel) else model
+        costs = request.cost_model.for_part(part)
         yield name, tuple(devices), replace(request, cluster=part, stages=stages, cost_model=costs)
 
 
