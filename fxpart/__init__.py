@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
     from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.costmodels import register_cost_model
     from fxpart.errors import FxpartError, Problem
+    from fxpart.passes.rules import register_op_rule
     from fxpart.plan.model import Plan
 
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
@@ -40,6 +42,8 @@ _LAZY = {
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
     "propose": "fxpart.api",
+    "register_cost_model": "fxpart.costmodels",
+    "register_op_rule": "fxpart.passes.rules",
 }
 
 __all__ = [
@@ -56,6 +60,8 @@ __all__ = [
     "capture",
     "compile",
     "propose",
+    "register_cost_model",
+    "register_op_rule",
 ]
 
 
