@@ -201,7 +201,7 @@ def compile_options(command: Command) -> Command:
             click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
             click.option(
                 "--cost-model", "--profile", "cost_model", default="auto", show_default=True,
-                metavar="NAME|FILE", help="auto, a cost model, or a file that fxpart profile wrote.",
+                metavar="NAME|FILE", help="auto, a cost model, or a file of fxpart profile.",
             ),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
