@@ -88,7 +88,9 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     def __contains__(self, name: object) -> bool:
         """Return whether the name is known; nothing is imported for the answer."""
-        return name in self._builtin or name in self._registered or name in self._find_installed()
+        return isinstance(name, str) and (
+            name in self._builtin or name in self._registered or name in self._find_installed()
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._builtin, *sorted({*self._registered, *self._find_installed()})))

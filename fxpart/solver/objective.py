@@ -22,6 +22,7 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Variant
 
 
@@ -115,7 +116,7 @@ def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
 
     m for GPipe, min(m, S - s) for 1F1B (stage s of S).
     """
-    return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    return microbatches if keeps_all(schedule) else min(microbatches, stages - stage)
 
 
 def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:

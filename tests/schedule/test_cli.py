@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from built_schedules import BUILDERS
 from cli_calls import call
 from schedule_pages import PAGE, filled
 
 from fxpart.cli.schedule import command
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
 from fxpart.schedule.files import load

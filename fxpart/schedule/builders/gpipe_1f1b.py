@@ -27,6 +27,8 @@ from fxpart.schedule.builders.replica_warmup import count_warmup_forwards
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.rank_merge import merge_onto_ranks
 
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
+
 
 def gpipe(
     stage_rank: Ranks,
@@ -50,7 +52,7 @@ def gpipe(
     ranks = validate_stage_rank(stage_rank, microbatches)
     ahead = [microbatches] * len(ranks)
     lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
-    return _placed("gpipe", ranks, microbatches, lists, edges, forward, backward, replicas)
+    return _placed(GPIPE, ranks, microbatches, lists, edges, forward, backward, replicas)
 
 
 def one_f_one_b(
@@ -82,7 +84,7 @@ def one_f_one_b(
     if replicas:
         ahead = count_warmup_forwards(len(ranks), microbatches, graph, replicas)
     lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
-    return _placed("1f1b", ranks, microbatches, lists, graph, forward, backward, replicas)
+    return _placed(ONE_F_ONE_B, ranks, microbatches, lists, graph, forward, backward, replicas)
 
 
 def forward_only(
