@@ -16,10 +16,11 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Alternative, Certificate, Plan, PlanModel
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
-from fxpart.planner.execution_mode import ASYNC, QUEUE, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, as_synchronous
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.joint_plan_builder import make_joint_plan
 from fxpart.planner.prediction.alternatives import AlternativeComparison

@@ -14,8 +14,9 @@ import msgspec
 
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Plan
-from fxpart.planner.execution_mode import ASYNC, QUEUE, Found, as_asynchronous, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, Found, as_asynchronous, as_synchronous
 from fxpart.planner.families.queue_routing import plan_queues
 from fxpart.planner.prediction.asynchronous_plan import against, cost_in_staleness
 from fxpart.planner.prepared_model import PreparedModel

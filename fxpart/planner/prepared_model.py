@@ -29,11 +29,11 @@ from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.costs import CostModel
 from fxpart.errors import error
 from fxpart.passes import PREPARE
+from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
 from fxpart.planner.execution_mode import Constraints
 from fxpart.planner.plan_builder import model_info
 from fxpart.planner.request import (
-    DATA_AXIS,
     PlanRequest,
     check_counts,
     find_cluster,

@@ -14,8 +14,9 @@ import msgspec
 
 from fxpart import units
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Certificate, Plan
-from fxpart.planner.execution_mode import QUEUE, parse_staleness
+from fxpart.planner.execution_mode import parse_staleness
 from fxpart.planner.prediction.asynchronous_plan import as_weights
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.prediction.queue_memory import find_memory_error, with_queues_memory
