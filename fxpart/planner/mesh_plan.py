@@ -20,15 +20,13 @@ from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.plan.prediction import HostLoad
 from fxpart.planner.device_assignment import StageAssignment
-from fxpart.planner.execution_mode import ASYNC
-from fxpart.planner.families.asynchronous_pipeline import AsynchronousPlanner
+from fxpart.planner.families import MESH_FAMILIES, find_family
 from fxpart.planner.families.schedule_selection import (
-    ScheduleSelector,
-    chooses_cuts,
     keep_cut_schedules,
     requested_schedules,
 )
 from fxpart.planner.plan_builder import ShardingSummary, make_plan
+from fxpart.planner.plan_family import MeshContext
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.refinement import (
     EvaluatedCandidate,
@@ -119,16 +117,17 @@ def solve_exactly(
         places=places,
         looked=looked,
     )
-    if request.mode == ASYNC:
-        plan, parts = answer.streamed(problem)
-        plan = with_process(plan, request.cost_model)
-        return with_live_tensors(plan, problem, local, captured, sharing), parts
-    made = _stages(problem, places, request)
-    made, plan, parts = answer.compared(made)
-    if not all(map(chooses_cuts, requested_schedules(request))):
-        plan, parts = answer.arranged(problem, plan, parts)
+    chains: list[StagePartition] = []
+
+    def chain() -> tuple[Plan, GeneratedProgram]:
+        made, plan, parts = answer.compared(_stages(problem, places, request))
+        chains.append(made)
+        return plan, parts
+
+    family = find_family(MESH_FAMILIES, request)
+    plan, parts = chain() if family is None else family.plan(answer.context(problem, chain))
     plan = with_process(plan, request.cost_model)
-    if made.over or plan.virtual > 1:  # stages are no runs of blocks
+    if any(made.over for made in chains) or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
@@ -273,28 +272,32 @@ class _PricedMesh:
             provenance={**plan.provenance, "choice": found.words()},
         ), parts
 
-    def arranged(
-        self, problem: PartitionProblem, plan: Plan, parts: GeneratedProgram
-    ) -> tuple[Plan, GeneratedProgram]:
-        """The best of the wished schedules. plan, parts: the best under 1F1B or GPipe."""
-        shared = None
-        if self.sharded is not None:
-            shared = _shared(self.sharded, self.sums, ())
-        limit = _limit(self.request)
-        found = ScheduleSelector(problem, self.request, self.plan, self.parts, shared, limit)
-        return found.best(plan, parts)
-
-    def streamed(self, problem: PartitionProblem) -> tuple[Plan, GeneratedProgram]:
-        """The best asynchronous plan."""
+    def context(
+        self, problem: PartitionProblem, chain: Callable[[], tuple[Plan, GeneratedProgram]]
+    ) -> MeshContext:
+        """Return the input of a family that plans on this mesh."""
         request = self.request
-        ordered = self.places.ordered(request.cluster)
-        copying = copying_of(ordered, request.cost_model, request.mesh.size)
 
-        def known(choice: PartitionChoice, evaluation: PartitionEvaluation) -> PartitionEvaluation:
+        def refined(
+            choice: PartitionChoice, evaluation: PartitionEvaluation
+        ) -> PartitionEvaluation:
             return self.refined(problem, choice, evaluation).evaluation
 
-        limit = _limit(request)
-        return AsynchronousPlanner(problem, request, copying, self.plan, known, limit).best()
+        def copying() -> tuple[float, ...]:
+            ordered = self.places.ordered(request.cluster)
+            return copying_of(ordered, request.cost_model, request.mesh.size)
+
+        return MeshContext(
+            problem=problem,
+            request=request,
+            make=self.plan,
+            parts=self.parts,
+            refined=refined,
+            copying=copying,
+            shared=lambda: None if self.sharded is None else _shared(self.sharded, self.sums, ()),
+            chain=chain,
+            time_limit=_limit(request),
+        )
 
     def refined(
         self, problem: PartitionProblem, choice: PartitionChoice, evaluation: PartitionEvaluation
