@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fxpart.errors import FxpartError, Problem
     from fxpart.passes.rules import register_op_rule
     from fxpart.plan.model import Plan
+    from fxpart.schedule.spec import register_schedule
+    from fxpart.schedule.weight_modes import register_weight_mode
 
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
 if not Path(__file__).with_name("passes").is_dir():
@@ -44,6 +46,8 @@ _LAZY = {
     "propose": "fxpart.api",
     "register_cost_model": "fxpart.costmodels",
     "register_op_rule": "fxpart.passes.rules",
+    "register_schedule": "fxpart.schedule.spec",
+    "register_weight_mode": "fxpart.schedule.weight_modes",
 }
 
 __all__ = [
@@ -62,6 +66,8 @@ __all__ = [
     "propose",
     "register_cost_model",
     "register_op_rule",
+    "register_schedule",
+    "register_weight_mode",
 ]
 
 

@@ -26,14 +26,14 @@ def make(
 ) -> Schedule:
     """The schedule for a stage graph on its ranks, with transfers, verified.
 
-        schedule: a name of SCHEDULES, or computations for these ranks, of at least so many
-    XX
-        share one. forward, backward: seconds of each stage, if known, for an order that waits less; every
-        process of a run must give the same. replicas: groups of stages that are copies of one another
-        (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing; by
-        default every rank from 0 on has one. Raises FXP109 for an unknown name, sizes below 1, ranks
-        left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
-        or the computations are not safe.
+    schedule: a name of SCHEDULES, or computations for these ranks, of at least so many
+    microbatches: those beyond are left out. stage_rank: the rank of each stage; several stages may
+    share one. forward, backward: seconds of each stage, if known, for an order that waits less;
+    every process of a run must give the same. replicas: groups of stages that are copies of one
+    another (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing;
+    by default every rank from 0 on has one. Raises FXP109 for an unknown name, sizes below 1, ranks
+    left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
+    or the computations are not safe.
     """
     made = make_unverified(
         schedule, stage_rank, microbatches, edges := tuple(edges), forward=forward,

@@ -183,7 +183,7 @@ class ScheduleSpec:
     def row(self) -> str:
         """Return its row of the table in the documents."""
         options = {
-            "splits backwards": self.splits_backward,
+            "split backwards": self.splits_backward,
             "replicas": self.supports_replicas,
             "queues": self.supports_queues,
         }
@@ -216,8 +216,8 @@ def _check_spec(name: str, spec: Any) -> None:
         why = f"A schedule is a ScheduleSpec, not a {type(spec).__name__}."
     elif spec.name != name:
         why = f"The spec has the name {quoted(spec.name)}."
-    elif not isinstance(spec.build, Callable):  # type: ignore[arg-type]
-        why = "The spec has no build function."
+    elif not callable(spec.build) or not spec.order:
+        why = "The spec needs a build function and says in `order` what it does."
     elif not (spec.trains and spec.flushes) or spec.streams:
         why = "A registered schedule trains and flushes after each step."
     elif spec.in_flight_form not in (None, "all", "to end", "depth"):
@@ -338,6 +338,6 @@ def get_in_flight_limits(schedule: Schedule) -> tuple[int, ...] | None:
 
 def document_rows() -> Iterator[str]:
     """Yield the table of the built-in schedules as the documents show it."""
-    yield "| name | order | stages a rank | can do |"
+    yield "| name | order | stages a rank | supports |"
     yield "|---|---|---|---|"
     yield from (SCHEDULES[name].row() for name in SCHEDULES.builtin)

@@ -22,6 +22,7 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Variant
 
@@ -242,6 +243,8 @@ def _well_formed(problem: PartitionProblem, choice: PartitionChoice) -> None:
         why = f"{len(starts)} stages do not fit on {len(problem.devices)} devices"
     elif not 0 <= choice.variant < len(problem.variants):
         why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+    elif choice.schedule not in SCHEDULES:
+        why = f"there is no schedule {choice.schedule!r}"
     if why:
         raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
 

@@ -22,6 +22,7 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -251,6 +252,8 @@ def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
         why = f"{len(starts)} pieces are not {choice.virtual} for each of the options"
     elif not all(0 <= o < len(problem.options) for o in choice.options):
         why = f"options {choice.options} are not all among {len(problem.options)}"
+    elif choice.schedule not in SCHEDULES:
+        why = f"there is no schedule {choice.schedule!r}"
     elif choice.microbatches < 1 or (choice.virtual > 1) != has_pieces(choice.schedule):
         why = f"{choice.microbatches} microbatches, {choice.schedule}, virtual {choice.virtual}"
     if why:
