@@ -69,7 +69,12 @@ def _check_entry(name: str, entry: object) -> None:
 
 
 COST_MODELS: Registry[type[CostModel]] = Registry(
-    "cost model", {"roofline": Roofline}, group="fxpart.costmodels", check=_check_entry
+    "cost model",
+    {
+        "roofline": Roofline,
+    },
+    group="fxpart.costmodels",
+    check=_check_entry,
 )
 
 
