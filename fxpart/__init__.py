@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
     from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.costmodels import register_cost_model
     from fxpart.errors import FxpartError, Problem
+    from fxpart.passes.rules import register_op_rule
     from fxpart.plan.model import Plan
     from fxpart.schedule.spec import register_schedule
     from fxpart.schedule.weight_modes import register_weight_mode
@@ -42,6 +44,8 @@ _LAZY = {
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
     "propose": "fxpart.api",
+    "register_cost_model": "fxpart.costmodels",
+    "register_op_rule": "fxpart.passes.rules",
     "register_schedule": "fxpart.schedule.spec",
     "register_weight_mode": "fxpart.schedule.weight_modes",
 }
@@ -60,6 +64,8 @@ __all__ = [
     "capture",
     "compile",
     "propose",
+    "register_cost_model",
+    "register_op_rule",
     "register_schedule",
     "register_weight_mode",
 ]

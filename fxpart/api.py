@@ -96,7 +96,8 @@ def compile(
     output and the targets; without it the output's own loss. batch_size: rows of the global batch,
     by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
     class, name, factory or instance, for memory and as the trainer's default. cost_model: a name
-    ("auto", "roofline") or a file that ``fxpart profile`` wrote. plan: apply this one
+    ("auto" or one of ``fxpart.costmodels.COST_MODELS``), an instance, or a file that ``fxpart
+    profile`` wrote. plan: apply this one
     (a Plan or its file) instead of solving. constraints: decisions fixed, all others are solved
     for: ``tp``, ``dp`` (ranks that share each block; replicas), ``stages``, ``zero``, ``schedule``
     ("1f1b", "gpipe"), ``ranks`` (of the whole program); ``forbid`` ("zero; cut=h.3"), ``stage``

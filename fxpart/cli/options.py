@@ -12,7 +12,8 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import error
-from fxpart.planner.execution_mode import NAMES, WEIGHTS
+from fxpart.plan.constraint_table import CONSTRAINTS
+from fxpart.planner.execution_mode import WEIGHTS
 from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ _STREAM_MODES = [mode.name for mode in _BUILTIN if not mode.flush]
 _QUEUE_MODES = [mode.name for mode in _BUILTIN if mode.supports_queues]
 _MODES = (
     click.option(
-        "--mode", type=click.Choice(NAMES),
+        "--mode", type=click.Choice(CONSTRAINTS["mode"].list_choices()),
         help="async never drains the pipeline; auto is what is faster; in queue whichever copy of "
         "a stage is free takes the next microbatch. By default sync.",
     ),
@@ -205,11 +206,11 @@ def compile_options(command: Command) -> Command:
             click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
             click.option(
                 "--cost-model", "--profile", "cost_model", default="auto", show_default=True,
-                metavar="NAME|FILE", help="auto, roofline, or a file that fxpart profile wrote.",
+                metavar="NAME|FILE", help="auto, a cost model, or a file of fxpart profile.",
             ),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
-                help="Any constraint of fxpart.compile, such as solver=cp-sat; may be repeated.",
+                help="Such as solver=cp-sat; `fxpart plan --help` lists all. May be repeated.",
             ),
             click.option(
                 "--fix", multiple=True, metavar="KEY=VALUE[,VALUE]",

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
     from fxpart.solver.joint.problem import JointProblem
 
 
-@click.command()
+class _CommandWithConstraints(click.Command):
+    """A command whose help lists the constraints."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of constraints."""
+        from fxpart.plan.constraint_table import describe_constraints
+
+        with formatter.section("Constraints"):
+            formatter.write_dl(describe_constraints())
+
+
+@click.command(cls=_CommandWithConstraints)
 @compile_options
 @click.option("--output", "-o", "path", type=click.Path(), help="The plan file; else stdout.")
 @click.option(

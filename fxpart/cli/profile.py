@@ -94,6 +94,7 @@ def _measure(
     """One run here, or under torchrun one for each kind of device."""
     from fxpart.capture.workload import load_target
     from fxpart.cluster.model import Cluster
+    from fxpart.costmodels import AUTO
     from fxpart.plan.model import Plan
     from fxpart.planner.prepared_model import PlanningArguments
     from fxpart.profiling.device_group import profile_group
@@ -111,7 +112,7 @@ def _measure(
         constraints = parse_constraints(constraint) or {}
         made = ProfilingSession.of(
             workload, given,
-            PlanningArguments(**asked, cost_model="roofline", constraints=constraints),
+            PlanningArguments(**asked, cost_model=AUTO, constraints=constraints),
             date=datetime.date.today().isoformat(), progress=_counted(show), rehearse=rehearse,
             plans=wanted,
         )  # fmt: skip

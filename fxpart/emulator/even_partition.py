@@ -17,6 +17,7 @@ from torch import nn
 from fxpart.api import Program
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import fields_of
+from fxpart.costmodels import AUTO
 from fxpart.errors import FxpartError, error
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.mesh_plan import solve_exactly
@@ -87,9 +88,7 @@ def _front(
         _devices(stages),
         None,
         (example_inputs, options.get("example_kwargs")),
-        PlanningArguments(
-            options.get("batch_size"), microbatches, None, "roofline", constraints, seed
-        ),
+        PlanningArguments(options.get("batch_size"), microbatches, None, AUTO, constraints, seed),
         {"loss": loss, "batch_dims": options.get("batch_dims")},
     )
 

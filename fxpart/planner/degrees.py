@@ -16,15 +16,16 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Alternative, Certificate, Plan, PlanModel
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
-from fxpart.planner.execution_mode import ASYNC, QUEUE, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, as_synchronous
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.joint_plan_builder import make_joint_plan
 from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.planner.prediction.process_memory import with_process
-from fxpart.planner.refinement import StageMeasurementModel
+from fxpart.planner.refinement import find_contention
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
@@ -410,6 +411,6 @@ def plan_best_choice(
         constraints=request.constraints,
         placed=None if placement is None else placement.ranks,
         parameters=elements,
-        crowding=costs.crowding if isinstance(costs, StageMeasurementModel) else None,
+        crowding=find_contention(costs, request.cluster),
     )
     return with_process(plan, costs)

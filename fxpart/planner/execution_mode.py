@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from fxpart.errors import Problem, error
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.schedule.spec import ASYNC as ASYNC_SCHEDULE
 from fxpart.schedule.spec import INTERLEAVED, SCHEDULES, list_schedules
 from fxpart.schedule.weight_modes import (
@@ -26,8 +27,6 @@ Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 Found: TypeAlias = dict[str, int | float | str | bool]
 
 ASYNC = ASYNC_SCHEDULE  # the mode has the name of its schedule
-QUEUE = "queue"  # copies take microbatches from queues
-NAMES = ("sync", ASYNC, "auto", QUEUE)
 WEIGHTS = SPECTRAIN  # by default
 _OF_MODES = ("mode", "weights", "staleness")
 

@@ -26,15 +26,14 @@ from fxpart.codegen.mesh_programs.sharding_decision import find_annotations
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
-from fxpart.costmodels import ProfileCostModel
 from fxpart.costs import CostModel
 from fxpart.errors import error
 from fxpart.passes import PREPARE
+from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
 from fxpart.planner.execution_mode import Constraints
 from fxpart.planner.plan_builder import model_info
 from fxpart.planner.request import (
-    DATA_AXIS,
     PlanRequest,
     check_counts,
     find_cluster,
@@ -129,9 +128,7 @@ def prepare_model(
 
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
     """The request with what a profile says of this very model."""
-    if not isinstance(request.cost_model, ProfileCostModel):
-        return request
-    return replace(request, cost_model=request.cost_model.of(info.fingerprint))
+    return replace(request, cost_model=request.cost_model.for_model(info.fingerprint))
 
 
 def describe_request(front: PreparedModel, microbatches: int | None) -> str:

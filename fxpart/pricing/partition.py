@@ -14,7 +14,6 @@ from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.compiler.collective_calls import is_collective
-from fxpart.costmodels import ProfileCostModel
 from fxpart.errors import error
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
@@ -278,10 +277,8 @@ def _provenance(
         "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
         "memory": f"{RESERVE:.0%} of each device kept free",
         "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
-        "transfers": model.base.name if isinstance(model, ProfileCostModel) else model.name,
+        **model.provenance(),
     }
-    if isinstance(model, ProfileCostModel):
-        result["profile"] = model.origin
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"

@@ -14,7 +14,8 @@ from torch import fx
 
 from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.errors import FxpartError
-from fxpart.planner.request import DATA_AXIS, with_mesh
+from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.planner.request import with_mesh
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 
 if TYPE_CHECKING:

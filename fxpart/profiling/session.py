@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fxpart.cluster.model import Cluster
+from fxpart.costmodels import AUTO
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments, PreparedModel, prepare_model
@@ -64,9 +65,7 @@ def profile(
     where the cluster's first device is not of this machine's kind; of plans FXP304 (of another
     model), FXP105 (for another batch size) and FXP305 (no device of this kind).
     """
-    asked = PlanningArguments(
-        batch_size, microbatches, optimizer, "roofline", constraints or {}, seed
-    )
+    asked = PlanningArguments(batch_size, microbatches, optimizer, AUTO, constraints or {}, seed)
     made = ProfilingSession.of(
         workload, cluster, asked, batch_dims=batch_dims, date=date, progress=progress,
         rehearse=rehearse, plans=tuple(plans),

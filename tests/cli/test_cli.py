@@ -34,14 +34,51 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(cli.__file__).parent
     # The others hold what several verbs share, or a verb of a verb.
     verbs = {p.stem for p in folder.glob("*.py") if "\ndef command(" in p.read_text()}
-    assert set(cli.VERBS) == verbs
+    assert set(cli.VERBS.builtin) == verbs
     assert all(f"\n  {verb} " in out for verb in verbs)
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.VERBS.builtin)
 def test_each_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, verb, "--help")
     assert "--json" in out
+
+
+def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
+    """It is listed without being imported, runs with its own options, and reports as all do."""
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[fxpart.commands]\nhello = outside:hello\nbroken = outside:NOTHING\n"
+    )
+    (tmp_path / "outside.py").write_text(
+        "import click\nprint('imported')\nNOTHING = 3\n"
+        "@click.command()\n@click.argument('name')\n"
+        "def hello(name):\n    click.echo(f'hello {name}')\n"
+    )
+    root = Path(cli.__file__).parents[2]
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]\n"
+    code += "from fxpart.cli import main; main()"
+
+    def outside(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100
+        )
+
+    listed = outside("--help")
+    assert "\n  hello " in listed.stdout and "imported" not in listed.stdout
+    assert outside("hello", "you").stdout == "imported\nhello you\n"
+    broken = outside("broken")
+    assert broken.returncode == 2 and "FXP109" in broken.stderr and "click" in broken.stderr
+
+
+def test_names_of_commands_are_in_the_table_only() -> None:
+    """The module of every command is `fxpart.cli.NAME`; no module dispatches by name."""
+    for verb in cli.VERBS.builtin:
+        spec = cli.VERBS[verb]
+        assert isinstance(spec, cli.CommandSpec) and spec.module == f"fxpart.cli.{verb}"
+        assert spec.summary.endswith((".", "?")) and spec.load().name == "command"
 
 
 def test_bare_call_shows_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from fxpart.costmodels import find
 
 import fxpart
 from fxpart.errors import error
@@ -87,7 +88,7 @@ def held(
     devices = (SimpleNamespace(memory=memory), SimpleNamespace(memory=memory))
     front = SimpleNamespace(request=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
     asking = TrialRequest(
-        cast(Any, front), None, lambda: cast(Any, None), kept.__setitem__,
+        cast(Any, front), None, lambda: find("auto"), kept.__setitem__,
         lambda: 1e3 if len(stage.ran) < runs else -1e3, lambda _: None,
     )  # fmt: skip
     return run_trials(asking, 1), kept

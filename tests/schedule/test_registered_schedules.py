@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from contributing_diffs import patched, read_diffs
 from torch import nn
 
 import fxpart
@@ -33,9 +33,7 @@ CODE = re.search(
     (ROOT / "fxpart/docs/schedules.md").read_text(encoding="utf-8"),
     re.DOTALL,
 )
-DIFFS = re.findall(
-    r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
-)
+DIFFS = read_diffs("fxpart/schedule/")
 BATCH = (torch.randn(8, 16), torch.randint(0, 4, (8,)))
 
 SCRIPT = f"""
@@ -195,17 +193,6 @@ def test_package_adds_a_schedule_for_all_processes(tmp_path: Path) -> None:
     shown = run([*tool, "schedule", "validate", NAME, "-s", "3", "-m", "6"], tmp_path, tmp_path)
     assert f"{NAME}: 3 stages on 3 ranks, 6 microbatches: valid" in shown
     assert "in flight at most, by stage: 5, 3, 1" in shown
-
-
-def patched(diffs: list[str], folder: Path) -> Path:
-    """A copy of the product with the diffs applied."""
-    for name in ("fxpart", "passes", "costmodels"):
-        skipped = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, ignore=skipped)
-    for diff in diffs:
-        apply = ["git", "apply", "--unidiff-zero", "-"]
-        subprocess.run(apply, cwd=folder, input=diff, text=True, check=True, capture_output=True)
-    return folder
 
 
 def test_diffs_of_contributing_are_short() -> None:

@@ -24,8 +24,8 @@ from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes.rules import layout, operands, rule_of
+from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
-from fxpart.planner.request import DATA_AXIS
 from fxpart.pricing.placements import choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 

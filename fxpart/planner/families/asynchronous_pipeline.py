@@ -35,7 +35,9 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.objective import PartitionEvaluation
 
@@ -82,7 +84,7 @@ class AsynchronousPlanner:
             raise self._unfit(given)
         scorer = AsyncPipelineScorer(given)
         looked = answer.candidates[:_LOOKED]
-        if not is_measured(self.request.cost_model):
+        if not is_measured(self.request.cost_model, self.request.cluster):
             most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
             looked = tuple(c for c in looked if scorer.evaluate(c).seconds <= most)
         made = [self._plan(scorer, answer, choice) for choice in looked or (answer.choice,)]
@@ -199,3 +201,24 @@ def _least_stale(made: list[tuple[Plan, GeneratedProgram]]) -> tuple[Plan, Gener
         return max(staleness(one[0])), one[0].prediction.expected_seconds
 
     return min(near, key=rank)
+
+
+class AsynchronousPipelineFamily:
+    """Plans of pipelines without flushes, on one mesh."""
+
+    name = "asynchronous pipeline"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None for the mode "async"."""
+        return None if request.mode == ASYNC else f"the mode is {request.mode}"
+
+    def plan(self, context: MeshContext) -> tuple[Plan, GeneratedProgram]:
+        """Return the best asynchronous plan."""
+        planner = AsynchronousPlanner(
+            context.problem, context.request, context.copying(), context.make, context.refined,
+            context.time_limit,
+        )  # fmt: skip
+        return planner.best()
+
+
+ASYNCHRONOUS_PIPELINE = AsynchronousPipelineFamily()

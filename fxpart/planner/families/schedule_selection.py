@@ -36,7 +36,9 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
 
 _SECONDS = 2.0  # for cutting one number of pieces
@@ -275,3 +277,27 @@ def _unfit(plans: list[Plan]) -> FxpartError:
         fix=f"schedule={DEFAULT_SCHEDULE} keeps less in flight; or more microbatches, "
         "or more ranks",
     )
+
+
+class OtherSchedulesFamily:
+    """Plans under schedules by which no cuts are chosen, on one mesh."""
+
+    name = "other schedules"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None where such a schedule is requested."""
+        if all(map(chooses_cuts, requested_schedules(request))):
+            return "cuts are chosen by the requested schedules"
+        return None
+
+    def plan(self, context: MeshContext) -> tuple[Plan, GeneratedProgram]:
+        """Return the best of the requested schedules."""
+        best = context.chain()
+        selector = ScheduleSelector(
+            context.problem, context.request, context.make, context.parts, context.shared(),
+            context.time_limit,
+        )  # fmt: skip
+        return selector.best(*best)
+
+
+OTHER_SCHEDULES = OtherSchedulesFamily()
