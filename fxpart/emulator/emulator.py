@@ -195,8 +195,8 @@ class _EmulatorRun:
         """To the end of the batches, or to the first loss that is no number."""
         started = time.perf_counter()
         for batch in batches:
-            self.trainer.feed(batch)
-            self._told(self.trainer.taken(), evaluate, progress)
+            self.trainer.submit(batch)
+            self._told(self.trainer.pop_losses(), evaluate, progress)
             if self.losses and not math.isfinite(self.losses[-1]):
                 break
         self._told(self.trainer.finish(), evaluate, progress)

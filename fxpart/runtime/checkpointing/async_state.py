@@ -110,7 +110,7 @@ def _square(stage: int) -> str:
 def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -> None:
     """Take it in again; what is not there stays as the trainer was made."""
     if isinstance(trainer, AsyncTrainer):
-        trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
+        trainer.draining = trainer.async_options.mode.flush or bool(given.get("draining"))
         for update in trainer._stages.updates.values():
             update.known = given.get("known")
     scheduler = trainer.update_options.scheduler

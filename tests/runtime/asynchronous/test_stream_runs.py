@@ -226,7 +226,7 @@ def test_what_a_stream_refuses() -> None:
         with pytest.raises(FxpartError, match="FXP109"):
             call()
     hand = language((1, 1, 1, 1))
-    with pytest.raises(FxpartError, match="several stages on a rank"):
+    with pytest.raises(FxpartError, match="several stages per rank"):
         AsyncTrainer(
             hand.spec(), dict(enumerate(hand.stages)), ranks=[0, 1, 0, 1], transport=InProcess(2),
             microbatches=1, optimizer=hand_stages.ADAMW, weights="stash",

@@ -337,7 +337,7 @@ def test_a_stream_is_not_drained_twice(tmp_path: Path) -> None:
     told = [trainer.step(batch(seed=seed)) for seed in range(5)]
     trainer.save_checkpoint(tmp_path)
     known = [loss for loss in told if loss is not None]
-    assert len(known) + len(trainer.taken()) == 5
+    assert len(known) + len(trainer.pop_losses()) == 5
 
 
 def test_a_load_holds_one_part_at_a_time(tmp_path: Path) -> None:
