@@ -44,7 +44,7 @@ def test_nobody_is_to_blame() -> None:
 
 def test_the_first_that_is_gone_without_a_word() -> None:
     """Not those that ended because of it, though their connections may be seen to end earlier."""
-    because = PeerLossNotice("FXP514", 2, "rank 2 ended without a word")
+    because = PeerLossNotice("FXP514", 2, "rank 2 ended abruptly")
     peers = [peer(0, gone=99.0, lost=because), peer(2, gone=99.5), peer(3, gone=99.2)]
     found = diagnose_lost_peer(peers, NOW)
     assert found is not None and (found.code, found.rank, found.certain) == ("FXP514", 3, True)
@@ -101,7 +101,7 @@ def test_all_wait_for_each_other() -> None:
 def test_what_each_did() -> None:
     peers = [waits(1, 2), peer(2, gone=99.0), peer(3, left=ExitNotice("KeyError: 1"))]
     assert describe_peers(peers, NOW).splitlines() == [
-        "rank 1: event of 1, 1.0 s ago; has waited for rank 2 for 1.0 s",
+        "rank 1: event of 1, 1.0 s ago; has been waiting for rank 2 for 1.0 s",
         "rank 2: gone 1.0 s ago",
         "rank 3: ended: KeyError: 1",
     ]

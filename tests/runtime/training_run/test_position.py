@@ -165,5 +165,5 @@ def test_data_that_has_become_shorter(make: Callable[[], Any]) -> None:
     state = position.state()
     again = DataPosition(make(), keeps=True)
     again.load(state)
-    with pytest.raises(FxpartError, match="9 batches of it were used before, and it has 5 now"):
+    with pytest.raises(FxpartError, match="9 batches were used before, but there are only 5 now"):
         list(again)
