@@ -78,7 +78,7 @@ class FaultTolerantTransport:
         self.ranks, self.local = len(self._original_ranks), (new_ranks[self._own_rank],)
         return new_ranks
 
-    def missed(self) -> Callable[[], set[int]]:
+    def watch_lost_ranks(self) -> Callable[[], set[int]]:
         """Return a function that returns the currently numbered ranks that have been lost since."""
         peers = [self.wire.peers.get(rank) for rank in self._original_ranks]
         return lambda: {n for n, peer in enumerate(peers) if peer is not None and peer.gone}

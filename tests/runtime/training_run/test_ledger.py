@@ -82,7 +82,10 @@ def test_any_run_that_goes_on_is_whole(
         ([begin(1, 0), line(1), line(2), line(3, epoch=2)], "epoch 2 begins with batch 0"),
         ([begin(1, 0), line(1), begin(2, 3)], "resumed after step 3"),
         ([begin(1, 0), line(1), begin(2, 0), line(1, rows=8)], "16 rows then, batches 0 to 1"),
-        ([begin(1, 0), line(1), begin(2, 0), line(1, digest="00000001bb")], "values differ from before"),
+        (
+            [begin(1, 0), line(1), begin(2, 0), line(1, digest="00000001bb")],
+            "values differ from before",
+        ),
         ([begin(1, 0), line(1), begin(2, 0), line(1, loss=1 + 1e-9)], "loss 1.0 then, 1.00000"),
         ([begin(1, 0), line(1), begin(2, 0), line(1, loss="nan")], "loss 1.0 then, 'nan' now"),
         ([begin(1, 0), line(1), begin(2, 0, "b"), line(1, loss=1.1)], "more than 1e-05 apart"),
