@@ -199,7 +199,10 @@ def test_memory_is_its_owners_alone(tmp_path: Path) -> None:
     assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
     for where, name in (("..", "x"), ("step-0000000001-00000000", "../x"), ("step-1", "x"),
                         ("step-0000000001-00000000", ".hidden")):  # fmt: skip
-        with pytest.raises(ValueError, match="not the name of a checkpoint file"), memory.create(where, name):
+        with (
+            pytest.raises(ValueError, match="not the name of a checkpoint file"),
+            memory.create(where, name),
+        ):
             pass
     (tmp_path / "link").symlink_to(tmp_path / "m")
     (tmp_path / "open").mkdir(mode=0o755)
