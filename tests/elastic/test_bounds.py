@@ -25,7 +25,7 @@ def test_what_is_read(text: str, least: int, most: int) -> None:
         ("2:", "a number is missing"),
         (":4", "a number is missing"),
         ("0:4", "0 ranks is not between 1 and 16384"),
-        ("4:2", "the least, 4, is above the most, 2"),
+        ("4:2", "the minimum, 4, is above the maximum, 2"),
         ("2:3:4", "it has 3 numbers"),
         ("-1:4", "'-1' is not a number"),
         ("two", "'two' is not a number"),

@@ -75,7 +75,7 @@ def test_one_that_ended_as_it_should_is_none() -> None:
     peers = [peer(1, left=ExitNotice(), gone=99.0)]
     assert diagnose_lost_peer(peers, NOW) is None
     found = diagnose_blocking_peer(peers, 0, 1, NOW)
-    assert found is not None and found.code == "FXP514" and "as it should" in found.why
+    assert found is not None and found.code == "FXP514" and "ended normally" in found.why
 
 
 def test_the_longest_silence() -> None:

@@ -187,13 +187,18 @@ def test_leaving_the_schedule_is_told() -> None:
             lambda: weights.forward(2),
             "microbatch 2.*before its forward: the schedule expects 1, but it is 0",
         ),
-        (lambda: weights.backward(1), "microbatch 1.*its backward: the schedule expects 1, but it is 0"),
+        (
+            lambda: weights.backward(1),
+            "microbatch 1.*its backward: the schedule expects 1, but it is 0",
+        ),
         (lambda: weights.backward(2), "microbatch 2.*forwards before its backward"),
     ]
     for enter, message in wrong:
         with pytest.raises(FxpartError, match=f"(?s)FXP900.*{message}"), enter():
             raise AssertionError("it must not begin")
-    with pytest.raises(FxpartError, match="(?s)FXP900.*microbatch 1 was read.*set for microbatch 0"):
+    with pytest.raises(
+        FxpartError, match="(?s)FXP900.*microbatch 1 was read.*set for microbatch 0"
+    ):
         x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
         del out
         module, _, weights = stage("naive", 1)
