@@ -66,7 +66,7 @@ def test_one_that_was_killed_for_its_silence_was_silent() -> None:
     said = PeerLossNotice("FXP515", 1, "rank 1 has been silent for 3.2 s")
     found = diagnose_lost_peer([peer(0, lost=said), peer(1, gone=99.0)], NOW)
     assert found is not None and (found.code, found.rank, found.certain) == ("FXP515", 1, True)
-    assert "silent for 3.2 s (rank 0 says so)" in found.why
+    assert "silent for 3.2 s (reported by rank 0)" in found.why
     found = diagnose_lost_peer([peer(0, lost=said), peer(2, gone=99.0)], NOW)  # another one
     assert found is not None and (found.code, found.rank) == ("FXP514", 2)
 
@@ -102,7 +102,7 @@ def test_what_each_did() -> None:
     peers = [waits(1, 2), peer(2, gone=99.0), peer(3, left=ExitNotice("KeyError: 1"))]
     assert describe_peers(peers, NOW).splitlines() == [
         "rank 1: event of 1, 1.0 s ago; has been waiting for rank 2 for 1.0 s",
-        "rank 2: gone 1.0 s ago",
+        "rank 2: ended 1.0 s ago",
         "rank 3: ended: KeyError: 1",
     ]
 

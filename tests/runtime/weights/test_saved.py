@@ -225,7 +225,7 @@ def test_what_is_written_after_the_forward_is_told() -> None:
     with weights.forward(0):
         out = module(x)
     x.add_(1.0)
-    with pytest.raises(FxpartError, match="changed in place after the forward"):
+    with pytest.raises(FxpartError, match="modified in place after the forward"):
         with weights.backward(0):
             out.sum().backward()
 
