@@ -15,7 +15,7 @@ _STAGE_OFFSETS = {"SEND_F": 1, "SEND_B": -1}
 def find_stopped_rank(ranks: Mapping[int, RankTraces], cycle: Sequence[int]) -> int:
     """Return the rank that stopped, of ranks that wait for each other.
 
-    circle: each waits for the next, the last for the first. A running rank processes what was sent
+    cycle: each waits for the next, the last for the first. A running rank processes what was sent
     to it and then waits for another rank, so running ranks cannot wait in a cycle. The result is a
     rank to which all that it waits for was sent, or any of them; of several the one with the oldest
     last event.

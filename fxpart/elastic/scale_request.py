@@ -136,7 +136,7 @@ def read_launcher_record(run: RunDir) -> LauncherRecord | None:
     except FileNotFoundError as why:
         if run.path.is_dir():
             return None
-        raise _unreadable(run.path, "there is no such folder") from why
+        raise _unreadable(run.path, "the folder does not exist") from why
     except OSError as why:
         raise _unreadable(path, why.strerror or str(why)) from why
     try:

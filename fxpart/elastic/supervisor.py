@@ -75,10 +75,10 @@ def supervise(job: ElasticJob) -> int:
 class _Supervisor:
     """State between generations.
 
-    wanted: number of ranks to start. wish: requested while they ran. failures: since the last new
-    step. losses: by device name since then. lost: devices that count as lost. back: time to try
-    these again. farthest: last step ever done. better: plan that replaces the planned one. pace:
-    timer of the current or last generation.
+    target_ranks: number to start. requested: while they ran. failures: since the last new step.
+    losses: by device name since then. lost: devices that count as lost. back: time to try these
+    again. farthest: last step ever done. replacement: plan that replaces the planned one. timer: of
+    the current or last generation.
     """
 
     job: ElasticJob
@@ -209,7 +209,9 @@ class _Supervisor:
     # -- after they ended ------------------------------------------------------------------------
 
     def _handle_exit(self, ended: JobExit, plan: Plan, made_progress: bool) -> int | None:
-        """Return the exit status, or None to continue. further: whether a new step was done."""
+        """Return the exit status, or None to continue. made_progress: whether a new step was
+        done.
+        """
         if ended.asked is not None:
             self._explain_resume(signal.Signals(ended.asked).name)
             return ended.code

@@ -153,7 +153,7 @@ def even_starts(seconds: Sequence[float], cuts: Sequence[int], stages: int) -> t
             )
             for end in range(1, pieces + 1)
         ]
-    assert best[pieces][0] < float("inf"), "there are cuts enough"
+    assert best[pieces][0] < float("inf"), "there are enough cuts"
     return best[pieces][1]
 
 

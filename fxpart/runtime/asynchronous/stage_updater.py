@@ -40,7 +40,7 @@ class StageUpdater:
 
     square: squared gradient norm of the last update before clipping, if computed. known: newest
     global norm, for delayed clipping. skipped: whether the last update was skipped because of
-    non-finite gradients. waits: leave the gradients to an explicit :meth:`step`.
+    non-finite gradients. deferred: leave the gradients to an explicit :meth:`step`.
     """
 
     def __init__(

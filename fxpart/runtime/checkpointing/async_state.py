@@ -66,8 +66,8 @@ def restore_rule_slots(
 ) -> None:
     """Restore the state of every rule, and continue after so many updates and calls.
 
-    kept: returns a new tensor with this rank's part of a slot. told: returns a plain value. Both
-    return None if the checkpoint has none.
+    load_tensor: returns a new tensor with this rank's part of a slot. load_value: returns a plain
+    value. Both return None if the checkpoint has none.
     """
     for weights in trainer.weights_of().values():
         states = [_state(rule, load_tensor, load_value) for rule in weights.rules()]

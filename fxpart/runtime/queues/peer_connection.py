@@ -28,9 +28,7 @@ class PeerConnection:
         on_message: Callable[[int, DispatcherMessage, list[torch.Tensor]], object],
         on_end: Callable[[int], object],
     ) -> None:
-        """Create a connection. patience: seconds of silence. hear: receives messages. leave: end
-        callback.
-        """
+        """Create a connection. patience: seconds of silence. on_message, on_end: callbacks."""
         self.rank = rank
         self.gone = self.parted = False
         self._connection = connection

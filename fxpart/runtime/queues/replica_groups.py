@@ -172,9 +172,9 @@ def explain_unsupported_ties(spec: ProgramSpec) -> list[str]:
 
 
 def compute_tied_bytes(spec: ProgramSpec) -> dict[int, tuple[int, int]]:
-    """Return the bytes of tied trainable parameters by stage: (received, summed).
+    """Return the bytes of tied trainable parameters by stage: (given, summed).
 
-    received: gradients of all replicas of the other stages. summed: gradients of the parameters,
+    given: gradients of all replicas of the other stages. summed: gradients of the parameters,
     once.
     """
     found: dict[int, tuple[int, int]] = {}

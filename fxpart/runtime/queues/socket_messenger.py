@@ -57,8 +57,8 @@ class SocketMessenger:
         """Connect to all other ranks; every rank creates one. FXP602 if they cannot connect.
 
         inner: transport for the rendezvous. patience: seconds of silence after which a rank counts
-        as lost. hear: receives messages that are not for the replica. stir: called when a
-        connection has ended.
+        as lost. on_other_message: receives messages that are not for the replica. on_end: called
+        when a connection has ended.
         """
         (self._own,) = inner.local
         self._on_other_message, self._on_end = on_other_message, on_end

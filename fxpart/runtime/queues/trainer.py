@@ -291,7 +291,7 @@ class QueueTrainer(AsyncTrainerBase):
             moved = False
             for worker in list(self._workers.values()):
                 if worker.copy not in self._workers:
-                    continue  # it was lost meanwhile
+                    continue  # the replica was lost during this loop
                 try:
                     moved |= self._receive(worker)
                     moved |= worker.turn()

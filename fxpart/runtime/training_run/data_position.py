@@ -28,7 +28,7 @@ class DataPosition:
     def __init__(self, given: Any, *, records: bool) -> None:
         """Wrap the data.
 
-        given: an iterable, or a function that returns one per epoch. keeps: record what
+        given: an iterable, or a function that returns one per epoch. records: record what
         :meth:`state` needs.
         """
         self._given = given

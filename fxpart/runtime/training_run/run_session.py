@@ -196,7 +196,7 @@ class RunSession:
             _write(self._run.plan, fit.trainer.plan_text)
         return None, ""
 
-    # -- meanwhile ------------------------------------------------------------------------------
+    # -- during training ---------------------------------------------------------------------------
 
     def digest(self, batches: Sequence[Any]) -> str:
         """Return the digest of an update's batches on the rank with the ledger."""

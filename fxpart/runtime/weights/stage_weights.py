@@ -267,7 +267,9 @@ class StageWeights:
         self._release()
 
     def watch(self, every: int) -> None:
-        """Measure prediction errors for the first microbatch of every so many updates; 0: never."""
+        """Measure prediction errors for the first microbatch of every ``every`` updates; 0:
+        never.
+        """
         self._watch = every
 
     def rhos(self) -> list[tuple[int, float]]:
@@ -377,7 +379,9 @@ class StageWeights:
                 yield
 
     def _release(self, *, keep_recomputable: bool = True) -> None:
-        """Drop weights that nothing reads any more. spare: keep those that could be recomputed."""
+        """Drop weights that nothing reads any more. keep_recomputable: keep those that could be
+        recomputed.
+        """
         for source in self._stash.sources():
             if not self._is_needed(source, keep_recomputable=keep_recomputable):
                 self._stash.drop(source)
@@ -385,7 +389,7 @@ class StageWeights:
     def _is_needed(self, source: WeightSource, *, keep_recomputable: bool = True) -> bool:
         """Return whether a future computation reads these weights, possibly after an update.
 
-        spare: include the next forward and the next backward, before an update.
+        keep_recomputable: include the next forward and the next backward, before an update.
         """
         base = self.mode.base
         if self.mode.backward == "forward" or self._recomputation is not None:
