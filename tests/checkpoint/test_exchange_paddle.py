@@ -176,8 +176,11 @@ WHOLE = {"process_shape": [1], "process_group": [0], "dims_mapping": [-1]}
         ({"process_shape": []}, "process_group has"),
         ({"process_shape": [10**30, 10**30]}, ""),
         ({"process_group": [-1]}, "duplicate or negative ranks"),
-        ({"process_group": [5]}, "ranks [5] lack it"),
-        ({"process_group": [0, 1], "process_shape": [2], "dims_mapping": [0]}, "ranks [1] lack it"),
+        ({"process_group": [5]}, "missing on ranks [5]"),
+        (
+            {"process_group": [0, 1], "process_shape": [2], "dims_mapping": [0]},
+            "missing on ranks [1]",
+        ),
         ({"dims_mapping": [0, -1]}, "dims_mapping is for 2 dims"),
         ({"dims_mapping": [1]}, "duplicate or unknown mesh axes"),
         ({"dims_mapping": [-2]}, "duplicate or unknown mesh axes"),

@@ -56,7 +56,7 @@ def test_a_killed_rank_that_the_others_saw_end(tmp_path: Path) -> None:
     found = examine(tmp_path)
     assert found.first == (2,) and found.votes == {2: 4}
     assert headline(found) == (
-        "rank 2 stopped first: it ended abruptly: killed, out of memory, or its machine is gone"
+        "rank 2 stopped first: it ended abruptly: killed, out of memory, or its host was lost"
     )
     assert found.ranks[2].last is not None
     assert found.ranks[2].last.words == "2F5 of step 118 waits for rank 1"
@@ -222,7 +222,9 @@ def test_all_failed_alike(tmp_path: Path) -> None:
     for rank in range(3):
         left.failed(left.ring(rank, "the step", "end"), "FXP507", "callback f.on_step", "oh")
     found = examine(tmp_path)
-    assert found.first == (0, 1, 2) and headline(found).startswith("ranks 0, 1, 2 failed alike")
+    assert found.first == (0, 1, 2) and headline(found).startswith(
+        "ranks 0, 1, 2 failed with the same error"
+    )
 
 
 def test_ranks_that_left_nothing(tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ def test_ranks_that_left_nothing(tmp_path: Path) -> None:
     ring = left.ring(0, "the store", "begin")
     left.failed(ring, "FXP516", "rank 0 of 4", "ranks 2, 3 did not come within 60 s")
     found = examine(tmp_path)
-    assert found.first == (2,) and "meeting" in cause(found, 2)
+    assert found.first == (2,) and "rendezvous" in cause(found, 2)
 
 
 def _call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

@@ -24,15 +24,15 @@ def test_what_is_read(text: str, least: int, most: int) -> None:
         ("", "a number is missing"),
         ("2:", "a number is missing"),
         (":4", "a number is missing"),
-        ("0:4", "0 ranks is not between 1 and 16384"),
+        ("0:4", "0 ranks are not between 1 and 16384"),
         ("4:2", "the minimum, 4, is above the maximum, 2"),
         ("2:3:4", "it has 3 numbers"),
         ("-1:4", "'-1' is not a number"),
         ("two", "'two' is not a number"),
         ("2.0:4", "'2.0' is not a number"),
         ("²:4", "'²' is not a number"),
-        ("1:16385", "16385 ranks is not between 1 and 16384"),
-        ("1:" + "9" * 5000, "ranks is not between 1 and 16384"),
+        ("1:16385", "16385 ranks are not between 1 and 16384"),
+        ("1:" + "9" * 5000, "ranks are not between 1 and 16384"),
     ],
 )
 def test_what_is_refused(text: str, why: str) -> None:

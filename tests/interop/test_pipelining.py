@@ -96,7 +96,7 @@ def test_a_gradient_flows_where_any_stage_behind_sends_one() -> None:
         (hand({"x": -1}, {"v0": 0}, loss="v0"), "not computed on the last stage"),
         (
             hand({"x": -1}, sharding=ShardingSpec(mesh="tp=2", inputs=(), placements={}, state={})),
-            "each stage is several ranks",
+            "each stage has several ranks",
         ),
     ],
 )
