@@ -95,13 +95,13 @@ class AsyncStageGroup:
             cut = parts[runner.placement.lane]
             yield from runner.minibatch(self._batch(runner, cut, keys), cut.sizes, closing=closing)
             if closing:
-                yield from runner.drain()
+                yield from runner.flush()
 
         self._run(work)
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Flush the pipeline: run all remaining backwards."""
-        self._run(AsyncStageRunner.drain)
+        self._run(AsyncStageRunner.flush)
 
     def begin(self, versions: WeightVersionCounters) -> None:
         """Start again with an empty pipeline."""

@@ -130,7 +130,7 @@ class AsyncStageRunner:
             if behind >= 0:
                 yield from self._do_backward(behind)
 
-    def drain(self) -> Iterator[None]:
+    def flush(self) -> Iterator[None]:
         """Run all remaining backwards and complete the flush of this stage."""
         self._channels.close(self.forwards)
         while self.backwards < self.forwards:

@@ -96,7 +96,7 @@ class AsyncTrainer(AsyncTrainerBase):
         self._first_call = 0  # call of the first minibatch since the last flush
         self._tied_weights_equal = True  # tied parameters are equal on all stages
         self._last_split: MicrobatchSplit | None = None
-        self.draining = self.async_options.mode.flush  # flush after every minibatch from now on
+        self.always_flush = self.async_options.mode.flush  # flush after every minibatch from now on
         self.listeners: list[Callable[[str], object]] = []
         self._status_wait_mark = self.events.mark("the status of all ranks", "wait", peer=ALL)
         self._step_end_mark = self.events.mark(STEP, "end")
@@ -189,7 +189,7 @@ class AsyncTrainer(AsyncTrainerBase):
     def staleness(self) -> tuple[int, ...]:
         """Most updates between a forward and its backward, per stage, with a full pipeline."""
         stages = range(len(self.spec.stages))
-        return tuple(0 if self.draining else self.versions.gap(stage) for stage in stages)
+        return tuple(0 if self.always_flush else self.versions.gap(stage) for stage in stages)
 
     @property
     def weight_mode(self) -> WeightMode:
@@ -242,7 +242,7 @@ class AsyncTrainer(AsyncTrainerBase):
     @property
     def lag(self) -> int:
         """Number of calls after which the loss of a minibatch is known."""
-        return 0 if self.draining else self.versions.lag
+        return 0 if self.always_flush else self.versions.lag
 
     @property
     def updates(self) -> int:
@@ -256,7 +256,7 @@ class AsyncTrainer(AsyncTrainerBase):
         """
         if self._has_in_flight and self._stages.broken is None:
             try:
-                self._drain()
+                self._flush()
             except FxpartError:
                 pass  # the other ranks have made other calls, and raise the same error
         super().close()
@@ -278,7 +278,7 @@ class AsyncTrainer(AsyncTrainerBase):
                     return self._feed.cut(seen, self.microbatches, self._other_shapes)
             except FxpartError:
                 pass  # the ranks compare it below
-            self._drain()
+            self._flush()
         read = self._read(self._source, batch, "asynchronous training", local)
         read.confirm()
         cut = read.cut
@@ -290,8 +290,8 @@ class AsyncTrainer(AsyncTrainerBase):
         """Return whether the pipeline is flushed after this minibatch."""
         few = len(cut.rows) != self.microbatches
         if self._has_in_flight and few:
-            self._drain()
-        return few or self.draining or self.calls < self.async_options.warm_up
+            self._flush()
+        return few or self.always_flush or self.calls < self.async_options.warm_up
 
     def _run(self, cut: MicrobatchSplit, *, closing: bool) -> None:
         if not self._has_in_flight:
@@ -336,13 +336,13 @@ class AsyncTrainer(AsyncTrainerBase):
         self._stages.begin(self.versions)
         self._has_in_flight = False
 
-    def _drain(self) -> None:
+    def _flush(self) -> None:
         """Flush the pipeline and process all statuses."""
-        self._stages.drain()
+        self._stages.flush()
         while self._statuses:
-            self._process_status(drained=True)
+            self._process_status(flushed=True)
         self._send_status(self.calls, None)
-        self._process_status(drained=True)
+        self._process_status(flushed=True)
         self._start_empty()
 
     def touch(self) -> None:
@@ -354,7 +354,7 @@ class AsyncTrainer(AsyncTrainerBase):
         """Flush the pipeline and refresh tied parameters, for calls that use the whole model."""
         self._check_not_failed()
         if self._has_in_flight:
-            self._drain()
+            self._flush()
         if not self._tied_weights_equal:
             with convert_transport_errors(self._transport, "sharing parameters"):
                 refresh_tied_weights(self._state)
@@ -399,16 +399,16 @@ class AsyncTrainer(AsyncTrainerBase):
             )
             self._statuses.send(call, status, expected)
 
-    def _process_status(self, *, drained: bool = False) -> None:
+    def _process_status(self, *, flushed: bool = False) -> None:
         """Process the oldest status, at the same call on every rank."""
         self.events.write(self._status_wait_mark)
         with convert_transport_errors(self._transport, "receiving the status of a call"):
             call, statuses, expected = self._statuses.receive()
         if len({status.options for status in statuses}) > 1:
             next(iter(self._stages.runners.values())).fail(make_options_error())
-            self._fail(drained=drained)
+            self._fail(flushed=flushed)
         if any(status.failed for status in statuses):
-            self._fail(drained=drained)
+            self._fail(flushed=flushed)
         self.asks.hear([status.requests for status in statuses])
         for rank, (status, expected_counts) in enumerate(zip(statuses, expected, strict=True)):
             assert status.halted or status.counts == expected_counts, (
@@ -425,19 +425,19 @@ class AsyncTrainer(AsyncTrainerBase):
             self.last_grad_norm = torch.tensor(total)
             for update in self._stages.updates.values():
                 update.known = total
-        if any(status.skipped for status in statuses) and not self.draining:
-            self.draining = True
+        if any(status.skipped for status in statuses) and not self.always_flush:
+            self.always_flush = True
             self._report_fallback(call)
-            if not drained and self._has_in_flight:
-                self._drain()
+            if not flushed and self._has_in_flight:
+                self._flush()
 
-    def _fail(self, *, drained: bool) -> None:
+    def _fail(self, *, flushed: bool) -> None:
         """Raise the same error on every rank after all transfers have completed."""
         runners = self._stages.runners.values()
         failures = [r.failure for r in runners if r.failure is not None]
         self._stages.halt()
-        if self._has_in_flight and not drained:
-            self._stages.drain()
+        if self._has_in_flight and not flushed:
+            self._stages.flush()
         with convert_transport_errors(self._transport, "sharing a failure"):
             while self._statuses:
                 self._statuses.receive()

@@ -84,7 +84,7 @@ def capture_trainer_state(trainer: AsyncTrainerBase) -> dict[str, Any]:
     found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
     if isinstance(trainer, AsyncTrainer):
         update = next(iter(trainer._stages.updates.values()))
-        found |= {"draining": trainer.draining, "known": update.known}
+        found |= {"draining": trainer.always_flush, "known": update.known}
     if scheduler is not None:
         found["scheduler"] = scheduler.state_dict()
     return found
@@ -117,7 +117,7 @@ def _square(stage: int) -> str:
 def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -> None:
     """Restore plain data of the trainer; missing values stay unchanged."""
     if isinstance(trainer, AsyncTrainer):
-        trainer.draining = trainer.async_options.mode.flush or bool(given.get("draining"))
+        trainer.always_flush = trainer.async_options.mode.flush or bool(given.get("draining"))
         for update in trainer._stages.updates.values():
             update.known = given.get("known")
     scheduler = trainer.update_options.scheduler
