@@ -25,7 +25,11 @@ from fxpart.elastic.plan_cache import (
     load_newest_plan,
 )
 from fxpart.elastic.rank_bounds import RankBounds
-from fxpart.elastic.slow_rank_report import SlowRankReport, forget_slow, read_slow_rank_report
+from fxpart.elastic.slow_rank_report import (
+    SlowRankReport,
+    delete_slow_rank_report,
+    read_slow_rank_report,
+)
 from fxpart.elastic.supervisor import ElasticJob, supervise
 from fxpart.environment import Launch, alone
 from fxpart.environment import for_ranks as as_child
@@ -72,7 +76,7 @@ def run_supervised(
         advance=planning.advance,
         slower=planning.slower if rebalance else lambda plan: None,
     )
-    forget_slow(run)
+    delete_slow_rank_report(run)
     try:
         return supervise(job)
     finally:

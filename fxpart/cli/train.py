@@ -197,7 +197,7 @@ class _TrainingLoop:
                 self.ended = True
                 return
             before = time.perf_counter()
-            call = self.trainer.feed(batch) if self.streams else 0
+            call = self.trainer.submit(batch) if self.streams else 0
             loss = 0.0 if self.streams else float(self.trainer.step(batch))
             seconds = time.perf_counter() - before
             self.done = step
@@ -205,7 +205,7 @@ class _TrainingLoop:
                 self._tell(step, loss, seconds)
                 continue
             self.seconds[call] = step, seconds
-            self._tell_known(self.trainer.taken())
+            self._tell_known(self.trainer.pop_losses())
 
     def finish(self) -> None:
         """Drain an asynchronous trainer, and tell the losses that are known then."""

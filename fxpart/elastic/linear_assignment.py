@@ -1,4 +1,4 @@
-"""The cheapest assignment of rows to columns."""
+"""Linear assignment problem: assign rows to columns at the least cost."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from numpy.typing import NDArray
 
 
 def solve_linear_assignment(cost: NDArray[np.float64]) -> list[int]:
-    """For each row its own column, so that the costs sum to the least.
+    """Return the column of each row, such that the sum of costs is minimal.
 
-    cost: [rows, columns], at least as many columns as rows; finite. Shortest augmenting paths, one
-    row after another (Jonker and Volgenant, "A shortest augmenting path algorithm for dense and
-    sparse linear assignment problems", 1987): O(rows^2 columns), the inner loop in NumPy.
+    cost: [rows, columns], finite, with at least as many columns as rows. Shortest augmenting paths
+    (Jonker and Volgenant, "A shortest augmenting path algorithm for dense and sparse linear
+    assignment problems", 1987): O(rows^2 columns), with the inner loop in NumPy.
     """
     rows, columns = cost.shape
-    assert rows <= columns, "each row needs a column of its own"
-    above = np.zeros(rows)
-    left = np.zeros(columns)
+    assert rows <= columns, "there are fewer columns than rows"
+    row_price = np.zeros(rows)
+    column_price = np.zeros(columns)
     row_of = np.full(columns, -1, dtype=np.int64)
     for row in range(rows):
         distance = np.full(columns, np.inf)
-        before = np.full(columns, -1, dtype=np.int64)
+        predecessor = np.full(columns, -1, dtype=np.int64)
         done = np.zeros(columns, dtype=bool)
-        current, at, column = row, 0.0, -1
+        current, path_cost, column = row, 0.0, -1
         visited = []
         while True:
-            length = at + cost[current] - above[current] - left
+            length = path_cost + cost[current] - row_price[current] - column_price
             shorter = ~done & (length < distance)
-            distance[shorter], before[shorter] = length[shorter], column
+            distance[shorter], predecessor[shorter] = length[shorter], column
             column = int(np.argmin(np.where(done, np.inf, distance)))
-            at = float(distance[column])
+            path_cost = float(distance[column])
             done[column] = True
             visited.append(column)
             if row_of[column] < 0:
                 break
             current = int(row_of[column])
-        above[row] += at
-        for seen in visited[:-1]:
-            above[row_of[seen]] += at - distance[seen]
-            left[seen] -= at - distance[seen]
+        row_price[row] += path_cost
+        for scanned in visited[:-1]:
+            row_price[row_of[scanned]] += path_cost - distance[scanned]
+            column_price[scanned] -= path_cost - distance[scanned]
         while column >= 0:
-            previous = int(before[column])
+            previous = int(predecessor[column])
             row_of[column] = row if previous < 0 else row_of[previous]
             column = previous
     found = [-1] * rows

@@ -1,4 +1,4 @@
-"""Plans for other numbers of ranks, made while the run goes on; the model is captured once."""
+"""Precomputation of plans for other numbers of ranks during a run; the model is captured once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Constraints = Mapping[str, int | float | str | bool]
 def precompute_plans(
     plans: PlanCache,
     given: str,
-    numbers: Sequence[int],
+    rank_counts: Sequence[int],
     compiled: Callable[[int], Program],
     constraints: Callable[[int], Constraints],
     *,
     cost_model: str | Path | CostModel = "auto",
 ) -> dict[int, str]:
-    """Make the plans that are missing, in this order; by number of ranks why there is none.
+    """Make the missing plans in this order; return why there is none, by number of ranks.
 
-    given: the cluster as the command line names it. compiled: the program for a number of ranks,
-    which is asked for the first missing one; the others are planned of the same capture, with the
-    same global batch and microbatches. constraints: for a number of ranks, that number included.
+    given: cluster as on the command line. compiled: compiles the program for a number of ranks,
+    called for the first missing plan only; the others are planned from the same capture, with the
+    same global batch and microbatches. constraints: for a number of ranks, including that number.
     """
     program: Program | None = None
-    refused: dict[int, str] = {}
-    for ranks in numbers:
+    failures: dict[int, str] = {}
+    for ranks in rank_counts:
         try:
             cluster = adapt_cluster_to_ranks(given, ranks)
             if plans.find(cluster, ranks) is not None:
@@ -47,7 +47,7 @@ def precompute_plans(
                     constraints=constraints(ranks), cost_model=cost_model,
                 )  # fmt: skip
         except FxpartError as fault:
-            refused[ranks] = fault.problems[0].why
+            failures[ranks] = fault.problems[0].why
             continue
         plans.keep(found.plan)
-    return refused
+    return failures

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 ENTRY_POINTS = {
     "step": TrainerCallKind.TRAIN,
-    "feed": TrainerCallKind.TRAIN,
+    "submit": TrainerCallKind.TRAIN,
     "backward": TrainerCallKind.TRAIN,
     "fit": TrainerCallKind.TRAIN,
     "update": TrainerCallKind.UPDATE,

@@ -100,7 +100,7 @@ class FitLoop:
     def __init__(self, trainer: Trainer, batches: Any, run: FitOptions) -> None:
         """batches: an iterable, or a function that returns one for each epoch."""
         self.trainer, self.run, self.transport = trainer, run, trainer.transport
-        self.position = DataPosition(batches, keeps=run.kept is not None)
+        self.position = DataPosition(batches, records=run.kept is not None)
         self.scheduler = run.scheduler
         self.step = 0
         self.loss = float("nan")

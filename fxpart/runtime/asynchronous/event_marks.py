@@ -1,4 +1,4 @@
-"""What a stage of a stream notes of what it does, made ready once."""
+"""Flight recorder marks of one asynchronous stage, built once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fxpart.diagnostics.rank_event import Phase
 
 
 class StageEventMarks:
-    """The marks of one stage;
-    :func:`~fxpart.diagnostics.flight_recorder_format.set_event_microbatch` gives them a microbatch.
+    """Flight recorder marks of one stage.
 
-    forward, backward: by the stage that is waited for. sends, returns: by the stage that gets them.
+    :func:`~fxpart.diagnostics.flight_recorder_format.set_event_microbatch` adds the microbatch.
+    forward, backward: by the stage that is waited for. sends, returns: by the stage that receives.
     """
 
     def __init__(self, events: FlightRecorder, stage: int, ranks: Sequence[int]) -> None:
-        """ranks: of all stages of the lane."""
+        """Build the marks. ranks: of all stages of this mesh rank."""
 
-        def mark(what: str, peer: int) -> Mark:
-            phase: Phase = "wait" if what in ("F", "B") else "send"
+        def mark(action: str, peer: int) -> Mark:
+            phase: Phase = "wait" if action in ("F", "B") else "send"
             return events.mark(
-                f"{stage}{what}#", phase, stage=stage, microbatch=0, peer=ranks[peer]
+                f"{stage}{action}#", phase, stage=stage, microbatch=0, peer=ranks[peer]
             )
 
         stages = range(len(ranks))

@@ -1,4 +1,4 @@
-"""Whether a plan is trained as a stream, and under which weight mode."""
+"""Selection between synchronous and asynchronous training, and of the weight mode."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, we
 def select_weight_mode(
     plan: Plan, given: str | WeightMode | None, options: Mapping[str, Any]
 ) -> WeightMode | None:
-    """The weight mode of a trainer that does not drain; None for a synchronous one.
+    """Return the weight mode of an asynchronous trainer, or None for a synchronous one.
 
-    That is one where neither the plan nor the caller (``given``) asks for another mode than
-    "flush". options: the trainer's. FXP109 for those that only the other kind has, for unknown
-    modes, and for plans with other schedules.
+    A trainer is synchronous if neither the plan nor the caller (``given``) requests a mode other
+    than "flush". options: keyword arguments of the trainer. FXP109 for an unknown mode, for options
+    that only an asynchronous trainer has, and for a schedule that has no asynchronous form.
     """
     streams = not SCHEDULES[plan.schedule].flushes
     planned = plan.weights if streams else FLUSH
     mode = weight_mode(planned if given is None else given)
-    only = AsyncOptions.names(options)
+    async_options = AsyncOptions.names(options)
     if mode.name == FLUSH and not streams:
-        if only:
+        if async_options:
             raise error(
                 "FXP109",
-                where=f"trainer({only[0]}=)",
-                why="only an asynchronous trainer has it",
-                fix=f'weight_mode="{SPECTRAIN}", or another of {", ".join(MODES)}',
+                where=f"trainer({async_options[0]}=)",
+                why="only an asynchronous trainer has this option",
+                fix=f'pass weight_mode="{SPECTRAIN}" or another of {", ".join(MODES)}',
             )
         return None
     if not SCHEDULES[plan.schedule].streams:
         raise error(
             "FXP109",
             where=f"weight_mode={mode.name}",
-            why=f"the plan's schedule is {plan.schedule}",
-            fix=f'compile(..., mode="{ASYNC}"), or '
+            why=f"the schedule of the plan, {plan.schedule}, has no asynchronous form",
+            fix=f'use compile(..., mode="{ASYNC}") or '
             f'constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}',
         )
     return mode

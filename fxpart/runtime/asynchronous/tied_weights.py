@@ -1,4 +1,4 @@
-"""Shared parameters between streams: holders get their owners' weights."""
+"""Refresh of tied weights while the pipeline is empty."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxpart.runtime.transport.interface import STATE
 
 
 def refresh_tied_weights(state: ModelState) -> None:
-    """Give every copy of a shared parameter the owner's weights; every rank must call it.
+    """Copy the owner's weights to every stage with a tied parameter; every rank must call it.
 
-    In a stream holders borrow the weights of each microbatch; evaluation and saving look at their
-    own copies.
+    During asynchronous training stages use the weights sent with each microbatch; evaluation and
+    saving read their own parameters.
     """
     with torch.no_grad():
         for _, entry in find_tied_entries(state):

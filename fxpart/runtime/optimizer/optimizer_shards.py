@@ -192,7 +192,7 @@ class OptimizerShards:
         """Sparse gradients: to all that hold a table, and of each what its lane updates."""
         self.rows.share()
         if self._pieces:
-            self.rows.settle(self._range)
+            self.rows.shard(self._range)
 
     def _range(
         self, name: str, entry: StateEntry, lane: int, parameter: torch.Tensor

@@ -1,4 +1,4 @@
-"""What flows between the groups of a program, as its copies see it."""
+"""Data flow between the replica groups of a program."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxpart.runtime.trainer_options import TrainerOptions
 from fxpart.schedule.action import ActionKind, Schedule, list_group_stages
 from fxpart.schedule.queues.dispatcher import Queues
 
-Parts = tuple[tuple[int, tuple[ValueEdge, ...]], ...]  # (group, what it sends or is sent)
+Parts = tuple[tuple[int, tuple[ValueEdge, ...]], ...]  # (group, edges to or from it)
 
 
 @dataclass(frozen=True)
 class ReplicaGroupGraph:
-    """The groups of a program, and the links between the first copies of each.
+    """Replica groups of a program, and the edges between the first replicas of each.
 
-    groups: copies by group, in the order of the stages. links: their gradients go back to where the
-    values came from.
+    groups: stage numbers of the replicas by group, in stage order. links: their gradients go back
+    to the source.
     """
 
     spec: ProgramSpec
@@ -31,22 +31,22 @@ class ReplicaGroupGraph:
 
     @classmethod
     def of(cls, spec: ProgramSpec) -> ReplicaGroupGraph:
-        """Of a program; a stage without copies is a group of one."""
-        rounds = {group[0]: tuple(sorted(list_group_stages(group))) for group in spec.replicas}
-        others = {copy for group in rounds.values() for copy in group[1:]}
+        """Build the graph of a program; a stage without replicas is a group of one."""
+        replicas = {group[0]: tuple(sorted(list_group_stages(group))) for group in spec.replicas}
+        others = {copy for group in replicas.values() for copy in group[1:]}
         groups = tuple(
-            rounds.get(stage.index, (stage.index,))
+            replicas.get(stage.index, (stage.index,))
             for stage in spec.stages
             if stage.index not in others
         )
         return cls(spec, groups, tuple(replace(f, back=f.source) for f in find_value_edges(spec)))
 
     def group(self, copy: int) -> int:
-        """The group of a copy."""
+        """Return the group of a replica."""
         return next(g for g, group in enumerate(self.groups) if copy in group)
 
     def found(self, copy: int) -> tuple[ValueEdge, ...]:
-        """A copy's links, as if each other group had its first copy only."""
+        """Return the edges of a replica, with only the first replica of each other group."""
         firsts = {group[0] for group in self.groups}
         return tuple(
             link
@@ -56,14 +56,18 @@ class ReplicaGroupGraph:
         )
 
     def into(self, copy: int, *, back: bool) -> Parts:
-        """By group, ascending: values that a copy takes; back: gradients that it gives for them."""
-        return self._parts(copy, back, into=True)
+        """Return the values that a replica receives by group, ascending; back: gradients it sends
+        for them.
+        """
+        return self._edges_by_group(copy, back, into=True)
 
     def out(self, copy: int, *, back: bool) -> Parts:
-        """By group, ascending: values that a copy gives; back: gradients that it is given back."""
-        return self._parts(copy, back, into=False)
+        """Return the values that a replica sends by group, ascending; back: gradients it receives
+        for them.
+        """
+        return self._edges_by_group(copy, back, into=False)
 
-    def _parts(self, copy: int, back: bool, *, into: bool) -> Parts:
+    def _edges_by_group(self, copy: int, back: bool, *, into: bool) -> Parts:
         found: dict[int, list[ValueEdge]] = {}
         for link in self.found(copy):
             here, other = (link.target, link.source) if into else (link.source, link.target)
@@ -72,7 +76,9 @@ class ReplicaGroupGraph:
         return tuple((group, tuple(found[group])) for group in sorted(found))
 
     def queues(self, placed: Schedule) -> Queues:
-        """What the dispatcher knows; placed: whose microbatches in flight are kept to."""
+        """Return the dispatcher's view. placed: schedule whose microbatches in flight are the
+        limit.
+        """
         firsts = [group[0] for group in self.groups]
         return Queues(
             self.groups,
@@ -84,7 +90,7 @@ class ReplicaGroupGraph:
         )
 
     def ties(self, copy: int) -> dict[int, tuple[str, ...]]:
-        """By group, ascending, the trained parameters that it holds as well as the copy's group."""
+        """Return the tied parameters by other group, ascending."""
         own, found = self.group(copy), dict[int, list[str]]()
         for name in sorted(find_trained_ties(self.spec)):
             groups = {self.group(stage) for stage in self.spec.ties[name]}
@@ -93,12 +99,12 @@ class ReplicaGroupGraph:
         return {group: tuple(found[group]) for group in sorted(found)}
 
     def owns(self, copy: int, name: str) -> bool:
-        """Whether the copy's group is the first of those that hold a parameter."""
+        """Return whether the replica's group is the first with this tied parameter."""
         return self.group(copy) == self.group(self.spec.ties[name][0])
 
 
 def find_trained_ties(spec: ProgramSpec) -> dict[str, StateSpec]:
-    """The parameters with gradients that several stages hold, their copies aside, by name."""
+    """Return the trainable parameters tied between stages by name, replicas excluded."""
     return {
         state.name: state
         for stage in spec.stages
@@ -108,65 +114,68 @@ def find_trained_ties(spec: ProgramSpec) -> dict[str, StateSpec]:
 
 
 def in_flight(placed: Schedule) -> dict[int, int]:
-    """By stage how many microbatches are between forward and backward at most."""
-    most: dict[int, int] = dict.fromkeys(range(placed.stages), 1)
+    """Return the most microbatches in flight between forward and backward, by stage."""
+    largest: dict[int, int] = dict.fromkeys(range(placed.stages), 1)
     for actions in placed.ranks:
-        now: dict[int, int] = {}
+        current: dict[int, int] = {}
         for action in actions:
             if action.kind in (ActionKind.F, ActionKind.B):
                 change = 1 if action.kind is ActionKind.F else -1
-                now[action.stage] = now.get(action.stage, 0) + change
-                most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
+                current[action.stage] = current.get(action.stage, 0) + change
+                largest[action.stage] = max(largest[action.stage], current[action.stage])
+    return largest
 
 
 def check_program(
     spec: ProgramSpec,
     ranks: Sequence[Sequence[int]],
     options: TrainerOptions,
-    asked: Mapping[str, object],
+    other_options: Mapping[str, object],
 ) -> None:
-    """FXP109 with all that cannot be trained from queues. asked: other arguments, by name."""
+    """Raise FXP109 for programs that cannot be trained from queues. other_options: by
+    name.
+    """
     problems = []
     firsts = [row[0] for row in ranks]
     if spec.sharding is not None:
-        problems.append(("stages whose ranks share their work", 'constraints={"mesh": "none"}'))
+        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
     if len(set(firsts)) < len(firsts):
-        problems.append(("several stages on a rank", "one stage a rank"))
-    problems += [(why, 'routing="turns"') for why in explain_unsupported_ties(spec)]
+        problems.append(("several stages per rank", "use one stage per rank"))
+    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
     if options.compile_stages:
-        problems.append(("compiled stages", "compile_stages=False"))
-    problems += [(f"{name}=", "leave it out") for name, value in asked.items() if value]
+        problems.append(("compiled stages", "use compile_stages=False"))
+    problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
     if problems:
         raise FxpartError(
-            Problem("FXP109", "routing=queue", f"queues are not made for {why}", fix)
+            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
             for why, fix in problems
         )
 
 
 def explain_unsupported_ties(spec: ProgramSpec) -> list[str]:
-    """Why gradients of parameters that several stages hold cannot be summed over queues."""
+    """Return why gradients of tied parameters cannot be summed over queues."""
     ties = find_trained_ties(spec)
-    rows = sorted(name for name, state in ties.items() if state.sparse)
-    still = sorted(
+    sparse = sorted(name for name, state in ties.items() if state.sparse)
+    without_backward = sorted(
         name
         for name in ties
         if not all(has_backward(spec, spec.stages[k]) for k in spec.ties[name])
     )
     return [
-        f"parameters of several stages {what} ({', '.join(names[:3])})"
+        f"tied parameters {what} ({', '.join(names[:3])})"
         for what, names in (
-            ("with sparse gradients", rows),
-            ("of which one has no backward", still),
+            ("with sparse gradients", sparse),
+            ("on a stage without a backward", without_backward),
         )
         if names
     ]
 
 
 def compute_tied_bytes(spec: ProgramSpec) -> dict[int, tuple[int, int]]:
-    """By stage bytes of trained parameters that other stages hold too: (given, summed).
+    """Return the bytes of tied trainable parameters by stage: (given, summed).
 
-    given: gradients of all copies of those other stages; summed: the parameters once.
+    given: gradients of all replicas of the other stages. summed: gradients of the parameters,
+    once.
     """
     found: dict[int, tuple[int, int]] = {}
     group = {

@@ -1,4 +1,4 @@
-"""What copies have to say of themselves: how much each took, and how stale it was."""
+"""Report of replicas: microbatches computed and staleness."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fxpart.runtime.transport.interface import Transport
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One copy. stage: its number.
+    """Report of one replica. stage: its stage number.
 
-    microbatches: forwards that it did, those done again for a lost copy among them. staleness: the
-    most updates between a forward and its own update. updates: so far. sets: the most sets of
-    weights held at once, the parameters among them.
+    microbatches: forwards computed, including repetitions for a lost replica. staleness: most
+    updates between a forward and its own update. updates: so far. sets: most weight versions in
+    memory at once, including the parameters.
     """
 
     stage: int
@@ -27,7 +27,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 def gather_replica_reports(
     transport: Transport, mine: Sequence[ReplicaReport]
 ) -> tuple[ReplicaReport, ...]:
-    """Those of all processes, by stage."""
+    """Gather the reports of all processes, by stage."""
     raws = transport.exchange_bytes(msgspec.json.encode(mine))
-    found = [each for raw in raws for each in msgspec.json.decode(raw, type=list[ReplicaReport])]
-    return tuple(sorted(found, key=lambda each: each.stage))
+    found = [
+        report for raw in raws for report in msgspec.json.decode(raw, type=list[ReplicaReport])
+    ]
+    return tuple(sorted(found, key=lambda report: report.stage))

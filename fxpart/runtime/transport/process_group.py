@@ -148,7 +148,7 @@ def _wake(made: ProcessGroupTransport) -> None:
     """Its waits end when a rank is lost."""
     found = heartbeat.get_monitor()
     if found is not None:
-        found.wakes(made.wake)
+        found.add_wake_callback(made.wake)
 
 
 def _leave() -> None:

@@ -1,7 +1,6 @@
-"""How good a prediction was: its distance from the weights it foresaw, by that of stale ones.
+"""Prediction error relative to the error of stale weights.
 
-Source: section 5 of the notes on weight versions, ρ = ‖Ŵ - W‖ / ‖W_stale - W‖; above 1 it would
-have been better to predict nothing.
+ρ = ‖Ŵ - W‖ / ‖W_stale - W‖; above 1, the prediction is worse than the stale weights.
 """
 
 from __future__ import annotations
@@ -13,23 +12,26 @@ import torch
 
 
 class PredictionErrorProbe:
-    """What one microbatch's forward read, kept until its backward: a copy of the weights."""
+    """Copy of the weights read by one microbatch's forward, until its backward."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], predicted: Sequence[torch.Tensor]
     ) -> None:
-        """parameters: as they are when the forward runs."""
+        """Copy the weights. parameters: as they are when the forward runs."""
         self.predicted = list(predicted)
         self.stale = [p.detach().clone() for p in parameters]
 
     def rho(self, parameters: Sequence[torch.Tensor]) -> float | None:
-        """ρ for the parameters as they are now; None where they have not moved."""
-        off, moved = _distance(self.predicted, parameters), _distance(self.stale, parameters)
-        return off / moved if moved else None
+        """Return ρ for the current parameters, or None if they have not changed."""
+        prediction_error, moved = (
+            _distance(self.predicted, parameters),
+            _distance(self.stale, parameters),
+        )
+        return prediction_error / moved if moved else None
 
 
 def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The Euclidean norm of all differences, in double precision."""
+    """Return the Euclidean norm of all differences, in double precision."""
     total = 0.0
     for a, b in zip(some, others, strict=True):
         total += float(torch.linalg.vector_norm(a - b.detach(), dtype=torch.float64)) ** 2

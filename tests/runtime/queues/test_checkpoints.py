@@ -229,7 +229,7 @@ def test_a_file_that_will_not_come_is_not_waited_for(tmp_path: Path) -> None:
     def awaited(lost: int, seconds: float) -> float:
         job = _SaveJob(1, None, {}, 1, 2, lambda: {lost})
         with pytest.raises(FxpartError, match="rank 1 did not finish its file"):
-            saver._await(
+            saver._wait_for(
                 job,
                 time.monotonic() + seconds,
                 partial,

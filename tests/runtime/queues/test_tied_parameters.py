@@ -316,7 +316,7 @@ def test_sparse_gradients_are_refused() -> None:
             optimizer=sgd, constraints={"stages": 4, "granularity": "op", "mesh": "none"}, **asked,
         )  # fmt: skip
 
-    why = r"queues are not made for parameters of several stages with sparse gradients \(table"
+    why = r"queue routing does not support tied parameters with sparse gradients \(table"
     with pytest.raises(FxpartError, match=why):
         made(mode="queue")
     with pytest.raises(FxpartError, match=why):
@@ -330,7 +330,7 @@ def test_a_holder_without_a_backward_is_refused() -> None:
     still = msgspec.structs.replace(first, outputs=outputs)
     spec = msgspec.structs.replace(spec, stages=(still, *spec.stages[1:]))
     assert explain_unsupported_ties(spec) == [
-        "parameters of several stages of which one has no backward (table.weight)"
+        "tied parameters on a stage without a backward (table.weight)"
     ]
 
 

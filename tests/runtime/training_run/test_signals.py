@@ -30,7 +30,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with StopSignals(RankRequest(alone=True)), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(stop_signals, "_ONE", 0.0)
+        monkeypatch.setattr(stop_signals, "_SAME_SIGNAL_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
 
 
