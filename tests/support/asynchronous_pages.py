@@ -1,4 +1,4 @@
-"""The outputs in ``fxpart/docs/asynchronous.md``: its table, and what its files and commands print.
+"""The outputs in ``fxpart/docs/asynchronous_training.md``: its table, and what its files and commands print.
 
 python tests/support/asynchronous_pages.py    (writes them into the page)
 """
@@ -19,13 +19,13 @@ from fxpart.schedule.weight_copies import count_weight_copies
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "fxpart" / "docs" / "asynchronous.md"
+PAGE = ROOT / "fxpart" / "docs" / "asynchronous_training.md"
 _FILE = re.compile(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n).*?(<!-- /output -->)", re.DOTALL)
 STAGES = 4
 
 _SOURCES = {
-    "flush": "every schedule that drains",
+    "flush": "every synchronous schedule",
     "lookahead": "the control",
     "stash": "PipeDream",
     "vertical": "PipeDream, vertical sync",
