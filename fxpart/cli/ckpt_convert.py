@@ -69,7 +69,7 @@ def convert(
     paddle  PaddlePaddle's converter dictionaries (.json) with each rank's arrays (.npz)
     whole   one safetensors file with everything
 
-    One tensor is in memory at a time. Nothing that is pickled is read. `fxpart explain checkpoints`
+    One tensor is in memory at a time. Nothing that is pickled is read. `fxpart explain checkpoint_format`
     says what is where.
     """
     from fxpart.checkpoint.exchange import conversion as exchange

@@ -2,7 +2,7 @@
 
 One rule a file; :func:`make_predictor` makes one for an optimizer. Beside them what PipeMare does
 instead (:class:`PipeMareCorrection`, :func:`discounted_lr`), and an optimizer that expects late
-gradients (:class:`SpikeCompensatedSGD`). See docs/prediction.md.
+gradients (:class:`SpikeCompensatedSGD`). See docs/asynchronous_training.md.
 """
 
 from __future__ import annotations
