@@ -49,7 +49,9 @@ RENAMED = {
 @click.command()
 @click.argument("subject")
 @click.argument("name", required=False)
-@click.option("--memory", is_flag=True, help="Print the ten largest tensors at the memory peak of each rank.")
+@click.option(
+    "--memory", is_flag=True, help="Print the ten largest tensors at the memory peak of each rank."
+)
 @json_option
 def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, an error code such as FXP204, or a page of the documentation.

@@ -49,17 +49,13 @@ def replaced(text: str, contents: Mapping[str, str]) -> str:
 
 
 def outputs() -> dict[str, str]:
-    """The blocks that show outputs of commands: explain, whatif and verify."""
+    """The blocks that show outputs of commands: explain and verify."""
     with tempfile.TemporaryDirectory() as folder:
         plan, chosen = str(Path(folder) / "plan.json"), str(Path(folder) / "chosen.json")
         fxpart("plan", TARGET, "--cluster", "local:4", "--fix", "stages=4", "-o", plan)
         fxpart("plan", TARGET, "--cluster", "local:4", "-o", chosen)
-        question = ("--without", "3", "--bandwidth", "0.5x")
         return {
             "explain": shown("explain plan.json", some(fxpart("explain", chosen))),
-            "whatif": shown(
-                f"whatif plan.json {' '.join(question)}", fxpart("whatif", chosen, *question)
-            ),
             "verify": shown(
                 f"verify {TARGET} --plan plan.json", fxpart("verify", TARGET, "--plan", plan)
             ),
@@ -77,7 +73,7 @@ def fxpart(*arguments: str) -> str:
 
 
 # Headings of the sections of `fxpart explain` that the README shows.
-_SOME = ("Stages", "Where the step goes", "How good it is")
+_SOME = ("Stages", "How good it is")
 
 
 def some(text: str) -> str:
