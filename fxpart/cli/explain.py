@@ -13,11 +13,10 @@ from fxpart.errors import CODES, error
 from fxpart.plan.model import Plan
 
 PAGES = (
-    "api", "asynchronous_training", "benchmarks", "benchmarks_asynchronous", "benchmarks_models",
-    "benchmarks_planner", "benchmarks_predictions", "checkpoint_format",
-    "checkpoints_and_failures", "converting_a_script", "custom_ops_and_passes", "errors",
-    "getting_started", "glossary", "heterogeneous_devices", "numerical_equivalence", "parallelism",
-    "planning_for_a_cluster", "schedules", "supported", "understanding_a_plan",
+    "api", "asynchronous_training", "benchmarks", "checkpoint_format", "checkpoints_and_failures",
+    "converting_a_script", "custom_ops_and_passes", "errors", "getting_started", "glossary",
+    "heterogeneous_devices", "numerical_equivalence", "parallelism", "planning_for_a_cluster",
+    "schedules", "supported", "understanding_a_plan",
 )  # fmt: skip
 
 # Earlier names of pages, with the page that has their content now.
@@ -30,7 +29,7 @@ RENAMED = {
     "failures": "checkpoints_and_failures",
     "heterogeneous": "heterogeneous_devices",
     "how_it_chooses": "understanding_a_plan",
-    "learning": "benchmarks_asynchronous",
+    "learning": "asynchronous_training",
     "measured": "benchmarks",
     "one_process": "numerical_equivalence",
     "postmortem": "checkpoints_and_failures",
@@ -40,7 +39,7 @@ RENAMED = {
     "reading_a_plan": "understanding_a_plan",
     "reading_a_run": "understanding_a_plan",
     "rules": "custom_ops_and_passes",
-    "solve": "benchmarks_planner",
+    "solve": "planning_for_a_cluster",
     "surviving": "checkpoints_and_failures",
     "training": "converting_a_script",
 }
@@ -57,8 +56,8 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, an error code such as FXP204, or a page of the documentation.
 
     With a plan and NAME (an input, a weight or a node of the graph): why it has its placements.
-    Pages: `api`, `asynchronous_training`, `benchmarks` (and `_asynchronous`, `_models`, `_planner`,
-    `_predictions`), `checkpoint_format`, `checkpoints_and_failures`, `converting_a_script`,
+    Pages: `api`, `asynchronous_training`, `benchmarks`, `checkpoint_format`,
+    `checkpoints_and_failures`, `converting_a_script`,
     `custom_ops_and_passes`, `errors`, `getting_started`, `glossary`, `heterogeneous_devices`,
     `numerical_equivalence`, `parallelism`, `planning_for_a_cluster`, `schedules`, `supported`,
     `understanding_a_plan`.

@@ -3,8 +3,7 @@
     python tests/benchmarks/learning_page.py     (--dry prints the page)
 
 One table for each task, and whether the aim is reached: a predicting mode within 0.5 % of the
-synchronous accuracy. The page is fxpart/docs/benchmarks_asynchronous.md; the figure,
-learning.svg, is one setting.
+synchronous accuracy. The page is RESULTS.md; the figure, learning.svg, is one setting.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 from learning_jobs import CUT, METHODS, SEEDS, STAGES, Job, at, best_rate, configurations
 from readme import replaced
 from readme_figures import conditions
-from record import ROOT, parser, read
+from record import HERE, ROOT, parser, read
 
 from fxpart.schedule.weight_modes import MODES
 
-PAGE = ROOT / "fxpart" / "docs" / "benchmarks_asynchronous.md"
-FIGURE = PAGE.parent / "images" / "learning.svg"
+PAGE = HERE / "RESULTS.md"
+FIGURE = ROOT / "fxpart" / "docs" / "images" / "learning.svg"
 SHOWN = ("gpt", "adamw", 8)  # of the figure
 WITHIN = 0.995  # of the synchronous accuracy
 _MODES = {name: MODES[method.weights] for name, method in METHODS.items()}
@@ -231,7 +230,11 @@ def contents() -> dict[str, str]:
     figures = result["figures"]
     made = f"Made by `{result['command']}`: {conditions(result)}."
     tables = [table(figures, task) for task in TITLES if task in figures["tasks"]]
-    drawn = f"![Training losses by method]({FIGURE.name})" if figure(figures) else ""
+    drawn = (
+        f"![Training losses by method](../../fxpart/docs/images/{FIGURE.name})"
+        if figure(figures)
+        else ""
+    )
     return {"aim": aim(figures), "learning": "\n\n".join([*tables, made]), "figure": drawn}
 
 

@@ -35,7 +35,9 @@ def communication(note: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     every = [_errors(found["all"][kind]) for kind in ("line", "curve", "next_run")]
     lines.append(f"| | all | | | {' | '.join(every)} |")
-    return "\n".join([*lines, "", f"Median and worst error at sizes that the fit has not seen. {note}"])
+    return "\n".join(
+        [*lines, "", f"Median and worst error at sizes that the fit has not seen. {note}"]
+    )
 
 
 def _errors(found: dict[str, float]) -> str:

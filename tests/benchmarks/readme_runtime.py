@@ -12,12 +12,12 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 def pipelining(made: str) -> str:
-    """fxpart over torch.distributed.pipelining: a row for each family of stages and schedule."""
+    """fxpart over torch.distributed.pipelining, a row for each family of stages."""
     figures = read("pipelining")["figures"]
     lines = [
-        "| ranks | stages | schedule | cases | throughput over torch, geometric mean | least"
+        "| ranks | stages | cases | throughput over torch, geometric mean | least"
         " | above the ideal, fxpart, at most | torch, at most |",
-        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
         *_rows(figures["ranks"], "cases"),
         *_rows(figures["ranks"], "transfers"),
     ]
@@ -68,16 +68,15 @@ def _shared(worlds: Mapping[str, Any]) -> float:
 def _rows(worlds: Mapping[str, Any], group: str) -> Iterator[str]:
     for ranks, world in worlds.items():
         for family, cases in world.get(group, {}).items():
-            for schedule in SCHEDULES:
-                found = [case[schedule] for case in cases.values()]
-                ratios = [one["throughput_over_torch"] for one in found]
-                ours = max(one["above_ideal"] for one in found)
-                theirs = max(one["torch_above_ideal"] for one in found)
-                yield (
-                    f"| {ranks} | {family} | {schedule} | {len(found)}"
-                    f" | {geometric_mean(ratios):.2f} | {min(ratios):.2f}"
-                    f" | {ours:.0%} | {theirs:.0%} |"
-                )
+            found = [case[name] for case in cases.values() for name in SCHEDULES]
+            ratios = [one["throughput_over_torch"] for one in found]
+            ours = max(one["above_ideal"] for one in found)
+            theirs = max(one["torch_above_ideal"] for one in found)
+            yield (
+                f"| {ranks} | {family} | {len(found)}"
+                f" | {geometric_mean(ratios):.2f} | {min(ratios):.2f}"
+                f" | {ours:.0%} | {theirs:.0%} |"
+            )
 
 
 def gloo_threads(made: str) -> str:

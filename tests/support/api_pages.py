@@ -1,6 +1,6 @@
 """Write ``fxpart/docs/api.md`` and ``fxpart/docs/errors.md`` from docstrings and the error table.
 
-    python tests/support/api_pages.py             (writes both pages)
+python tests/support/api_pages.py             (writes both pages)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpart.errors import CODES
 DOCS = Path(__file__).resolve().parents[2] / "fxpart" / "docs"
 WIDTH = 100
 # Functions with their whole docstring, then classes with a table of their public members.
-FUNCTIONS = ("compile", "propose", "annotate")
+FUNCTIONS = ("compile", "annotate")
 CLASSES: tuple[tuple[str, Any], ...] = (
     ("fxpart.Program", fxpart.Program),
     ("fxpart.runtime.Trainer", fxpart.runtime.Trainer),
