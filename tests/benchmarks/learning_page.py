@@ -230,11 +230,8 @@ def contents() -> dict[str, str]:
     figures = result["figures"]
     made = f"Made by `{result['command']}`: {conditions(result)}."
     tables = [table(figures, task) for task in TITLES if task in figures["tasks"]]
-    drawn = (
-        f"![Training losses by method](../../fxpart/docs/images/{FIGURE.name})"
-        if figure(figures)
-        else ""
-    )
+    where = f"../../fxpart/docs/images/{FIGURE.name}"
+    drawn = f"![Training losses by method]({where})" if figure(figures) else ""
     return {"aim": aim(figures), "learning": "\n\n".join([*tables, made]), "figure": drawn}
 
 

@@ -196,8 +196,8 @@ def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     step = found["step_ms"]
     return [
         (
-            "training step of `examples/gpt2_text.py` on 2 ranks with one thread each, compared with"
-            " a plain loop in one process",
+            "training step of `examples/gpt2_text.py` on 2 ranks with one thread each, compared"
+            " with a plain loop in one process",
             f"{step['partitioned']:.0f} ms; plain loop {step['one thread']:.0f} ms with one thread"
             f" (speed-up **{found['speed_up_over_one_thread']:.2f}**),"
             f" {step['two threads']:.0f} ms with two"

@@ -103,7 +103,8 @@ def _profiling(figures: Mapping[str, Any]) -> str:
 
 
 def _kills(figures: Mapping[str, Any]) -> str:
-    return f"**{figures['kills']}** kills, runs with different results: {len(figures['faults']) or 'none'}"
+    different = len(figures["faults"]) or "none"
+    return f"**{figures['kills']}** kills, runs with different results: {different}"
 
 
 def _own_loop(figures: Mapping[str, Any]) -> str:

@@ -119,8 +119,8 @@ def errors() -> str:
         [
             "# Errors",
             "",
-            "Every error has a code. A message states where it happened, why, and how to fix it, and"
-            " lists all problems at once. `fxpart explain FXP204` prints the page of a code.",
+            "Every error has a code. A message states where it happened, why, and how to fix it,"
+            " and lists all problems at once. `fxpart explain FXP204` prints the page of a code.",
             "",
             f"Exit statuses of the command line: {statuses}.",
             "",

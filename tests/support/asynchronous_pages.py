@@ -1,6 +1,6 @@
-"""The outputs in ``fxpart/docs/asynchronous_training.md``: its table, and what its files and commands print.
+"""Write the table and the outputs of commands in ``fxpart/docs/asynchronous_training.md``.
 
-python tests/support/asynchronous_pages.py    (writes them into the page)
+python tests/support/asynchronous_pages.py
 """
 
 from __future__ import annotations

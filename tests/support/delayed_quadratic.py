@@ -1,6 +1,8 @@
 """The largest stable step on a one-dimensional quadratic whose gradients come late.
 
-    python tests/support/delayed_quadratic.py    (writes the table into fxpart/docs/asynchronous_training.md)
+    python tests/support/delayed_quadratic.py
+
+writes the table into fxpart/docs/asynchronous_training.md.
 
 Real predictors on real optimizers: every element of one vector is a quadratic of its own, all
 operations being element-wise, so that one run tries a whole grid of steps.

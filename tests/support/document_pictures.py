@@ -36,15 +36,19 @@ COMPARED = (
     ("zb-h1", "ZB-H1, split backward passes", (0, 1, 2, 3)),
 )
 _LINE, _MARGIN, _LETTER = 20, 14, 8.43  # pixels
-_TEXT = 'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14"'
+_TEXT = 'style="font-family: monospace" font-size="14"'
 
 
 def standalone(picture: str) -> str:
-    """Return a picture of the report as a file of its own, with style and background."""
+    """Return a picture of the report as a file of its own: its rules of style in light colors."""
+    light = dict(re.findall(r"(--\w+): (#\w+)", CSS.partition("@media")[0]))
+    used = set(" ".join(re.findall(r'class="([^"]+)"', picture)).split())
+    rules = re.findall(r"(?m)(?:^| )\.(\w+) (\{[^}]*\})", CSS)
+    style = "\n".join(f".{name} {rule}" for name, rule in rules if name in used)
     head, _, body = picture.partition(">")
-    font = "svg { font-family: system-ui, sans-serif }"
     background = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    return f"{head}>\n<style>{CSS}{font}</style>\n{background}{body}\n"
+    text = f"{head}>\n<style>\ntext {{ font-family: sans-serif }}\n{style}\n</style>\n"
+    return re.sub(r"var\((--\w+)\)", lambda found: light[found[1]], f"{text}{background}{body}\n")
 
 
 def timeline() -> str:

@@ -50,7 +50,7 @@ BANNED: tuple[tuple[str, str], ...] = (
     (r"what (?:it|they|each|one|a \w+) holds?", "modules, resident tensors"),
     (r"as ever|nobody|somebody|in vain|takes? nothing along", "plain words"),
     (r"colours?|behaviours?|programmes?|licences?|neighbours?|honours?|favours?", "American"),
-    (r"(?:minimi|optimi|normali|recogni|initiali|locali|reali|organi)s(?:e|es|ed|ing|ation)", "-ize"),
+    (r"(?:mini|opti|norma|recog|initia|loca|rea|orga)(?:mi|li|ni)s(?:e|es|ed|ing|ation)", "-ize"),
 )  # fmt: skip
 PATTERNS = tuple((re.compile(rf"(?i)(?<![\w-])(?:{p})(?![\w-])"), say) for p, say in BANNED)
 
