@@ -19,7 +19,7 @@ fxpart refuses the program with this error before it computes a wrong result.
 
 | layout | meaning |
 | --- | --- |
-| one rank | the whole batch on one rank |
+| one rank | the whole batch on one rank; the layout of results without one |
 | microbatches | the batch divided into 4 on one rank |
 | pipeline | 2 stages and 2 microbatches |
 | replicas | data parallelism over 2 ranks |
@@ -37,7 +37,10 @@ def row(entry: Behavior) -> str:
     layouts: dict[str, list[str]] = {}
     for layout, outcome in entry.outcome.items():
         layouts.setdefault(outcome, []).append(layout)
-    text = "; ".join(f"{cell(outcome)} ({', '.join(names)})" for outcome, names in layouts.items())
+    if [*entry.outcome] == ["one rank"]:
+        text = cell(entry.outcome["one rank"])
+    else:
+        text = "; ".join(f"{cell(code)} ({', '.join(names)})" for code, names in layouts.items())
     return f"| {entry.construct} | {text} | {entry.reason} |"
 
 
