@@ -23,7 +23,7 @@ def summary() -> str:
             lines.append(f"| {what} | {figure(result['figures'])} | `{name}.py` |")
     words = (
         f"All on shared CPUs ({'; '.join(sorted(set(machines)))}); nothing was measured on a GPU."
-        f" Scripts are in `tests/benchmarks/`; all tables are in [benchmarks]({PAGE})."
+        f" Scripts are in `tests/benchmarks/`; more tables are in [benchmarks]({PAGE})."
     )
     return "\n".join([*lines, "", words])
 
@@ -62,8 +62,11 @@ def _slow_links(figures: Mapping[str, Any]) -> str:
         for rate, rows in rates.items():
             speedups = [row["speedup"] for row in rows.values() if isinstance(row, dict)]
             found.setdefault(rate, []).extend(speedups)
-    parts = [f"{min(all_):.1f} to {max(all_):.1f} at {rate}" for rate, all_ in found.items()]
-    return "steps faster by " + "; ".join(sorted(parts, reverse=True))
+    parts = [
+        f"{min(all_):.1f} to {max(all_):.1f} {'with links' if rate == 'unshaped' else 'at'} {rate}"
+        for rate, all_ in found.items()
+    ]
+    return "speed-up " + "; ".join(sorted(parts, reverse=True))
 
 
 def _planner(figures: Mapping[str, Any]) -> str:
