@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster, Device, Link
     from fxpart.errors import FxpartError, Problem
     from fxpart.plan.model import Plan
+    from fxpart.schedule.spec import register_schedule
+    from fxpart.schedule.weight_modes import register_weight_mode
 
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
 if not Path(__file__).with_name("passes").is_dir():
@@ -40,6 +42,8 @@ _LAZY = {
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
     "propose": "fxpart.api",
+    "register_schedule": "fxpart.schedule.spec",
+    "register_weight_mode": "fxpart.schedule.weight_modes",
 }
 
 __all__ = [
@@ -56,6 +60,8 @@ __all__ = [
     "capture",
     "compile",
     "propose",
+    "register_schedule",
+    "register_weight_mode",
 ]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from fxpart.schedule.weight_modes import FLUSH
+
 FORMAT = "fxpart-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
@@ -66,7 +68,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     world: int
     generation: int
-    weights: str = "flush"
+    weights: str = FLUSH
     files: dict[str, ManifestFile]
     tensors: dict[str, ManifestTensor]
     values: dict[str, Any] = {}

@@ -12,8 +12,8 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import error
-from fxpart.planner.execution_mode import NAMES, STREAMS, WEIGHTS
-from fxpart.schedule.weight_modes import QUEUED
+from fxpart.planner.execution_mode import NAMES, WEIGHTS
+from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
     from fxpart.api import PlanProposal, Program
@@ -166,6 +166,10 @@ check_option = click.option(
     "--check", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
     help="Compare the captured program with the module over two steps.",
 )  # fmt: skip
+# Help lists the built-in modes, so that it looks for no installed packages.
+_BUILTIN = [MODES[name] for name in MODES.builtin]
+_STREAM_MODES = [mode.name for mode in _BUILTIN if not mode.flush]
+_QUEUE_MODES = [mode.name for mode in _BUILTIN if mode.supports_queues]
 _MODES = (
     click.option(
         "--mode", type=click.Choice(NAMES),
@@ -174,8 +178,8 @@ _MODES = (
     ),
     click.option(
         "--weights", metavar="NAME",
-        help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}; of queue: "
-        f"{', '.join(QUEUED)}.",
+        help=f"The weight mode of async: {', '.join(_STREAM_MODES)}. "
+        f"By default {WEIGHTS}; of queue: {', '.join(_QUEUE_MODES)}.",
     ),
     click.option(
         "--batch-coupling", type=click.Choice(("per-microbatch",)),

@@ -10,6 +10,7 @@ from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.steady_state import steady_seconds
+from fxpart.schedule.spec import ASYNC, GPIPE
 
 if TYPE_CHECKING:
     from fxpart.schedule.multi_step import SimulatedSteps
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("plan", type=click.Path())
-@click.option("--schedule", help="Another schedule in the plan's place, such as gpipe.")
+@click.option("--schedule", help=f"Another schedule in the plan's place, such as {GPIPE}.")
 @click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Another number.")
 @click.option("--steps", "-n", type=click.IntRange(1, 1000), help="Several steps; 1 if not given.")
 @click.option("--no-flush", is_flag=True, help="The next step follows at once (1F1B alone).")
@@ -77,7 +78,7 @@ def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> lis
     whole = timeline.step_seconds
     what = units.seconds(whole)
     if count > 1:
-        when = "once the pipeline is full" if timeline.name == "async" else "after the first"
+        when = "once the pipeline is full" if timeline.name == ASYNC else "after the first"
         what += f" for {count} steps, {units.seconds(steady)} each {when}"
     words = ["sums, optimizer and the runtime included"]
     hosts = plan.prediction.hosts

@@ -34,6 +34,7 @@ from fxpart.cli.trace_options import (
     check_traced,
     make_data_ended_error,
 )
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.weight_modes import MODES, weight_mode
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
 
 def _watching(plan: Plan, steps: int) -> dict[str, Any]:
     """Measure some predictions, where the plan's weights are predicted."""
-    predicts = plan.schedule == "async" and weight_mode(plan.weights).predicts
+    predicts = not SCHEDULES[plan.schedule].flushes and weight_mode(plan.weights).predicts
     return {"watch": max(1, steps // 20)} if predicts else {}
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
+from fxpart.schedule.weight_modes import FLUSH
+
 if TYPE_CHECKING:
     from fxpart.cli.schedule_source import ScheduleSource
     from fxpart.schedule.action import Schedule, StageEdge
@@ -63,13 +66,13 @@ def pace(
         return simulate(made, edges, forward, backward, transfer, sends=sends).step_seconds
 
     filled = -(-len(ranks) // every) + 1
-    steady = last("async", filled + _FULL) - last("async", filled)
-    return UpdateTimes(steady / _FULL, last("1f1b", 1))
+    steady = last(ASYNC, filled + _FULL) - last(ASYNC, filled)
+    return UpdateTimes(steady / _FULL, last(DEFAULT_SCHEDULE, 1))
 
 
 def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
     """The table for a machine: under "weights", and nothing where no mode is asked for."""
-    if source.weights in (None, "flush"):
+    if source.weights in (None, FLUSH):
         return {}
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
@@ -87,7 +90,7 @@ def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
 
 def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
     """The table for a person, under a line that says what it is of; nothing to say of a flush."""
-    if source.weights in (None, "flush"):
+    if source.weights in (None, FLUSH):
         return []
     from fxpart.report.table import table
     from fxpart.schedule.version_annotation import derive_version_counters

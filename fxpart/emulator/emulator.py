@@ -26,7 +26,7 @@ from fxpart.runtime import InProcess
 from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.schedule.versions import WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, WeightMode, weight_mode
 
 Progress = Callable[[int, float], object]  # updates so far, loss of the newest
 
@@ -77,7 +77,7 @@ class Emulator:
     def run(
         self,
         batches: Any,
-        weights: str | WeightMode = "spectrain",
+        weights: str | WeightMode = SPECTRAIN,
         optimizer: Any = "adamw",
         steps: int | None = 500,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -131,7 +131,7 @@ class Emulator:
 
         microbatches: of a minibatch, by default as compiled.
         """
-        mode = weight_mode("flush" if weights == SYNC else weights)
+        mode = weight_mode(FLUSH if weights == SYNC else weights)
         ahead = AsyncStageGraph.of(self.program.spec).ahead
         WeightVersionCounters(ahead, microbatches or self.microbatches).check(mode)
         return mode

@@ -16,6 +16,8 @@ from fxpart.plan.check_sharding import sharding
 from fxpart.plan.check_stages import Faults, edges, mesh, order, ranks, stages, ties
 from fxpart.plan.model import Certificate, Plan
 from fxpart.plan.number_ranges import shorten
+from fxpart.schedule.spec import SCHEDULES, list_schedules
+from fxpart.schedule.weight_modes import MODES
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
@@ -28,6 +30,9 @@ _FIX = "make the plan again with `fxpart plan`, or correct this place"
 def problems(plan: Plan) -> tuple[Problem, ...]:
     """Every FXP303 of the plan, at most MAX_PROBLEMS; of one with huge numbers only these."""
     found: list[Problem] = []
+    found += (Problem("FXP303", where, why, _FIX) for where, why in _names(plan))
+    if found:
+        return tuple(found)  # what follows reads their entries
     for check in _CHECKS:
         for where, why in check(plan):
             found.append(Problem("FXP303", where, why, _FIX))
@@ -43,6 +48,17 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
     for where, given in certificates.items():
         found += [Problem("FXP303", w, y, _FIX) for w, y in _certificate(given, where)]
     return tuple(found)
+
+
+def _names(plan: Plan) -> Faults:
+    """The schedule and the weight mode are known."""
+    spec = SCHEDULES.get(plan.schedule)
+    if spec is None or not spec.trains:
+        known = ", ".join(list_schedules(trains=True))
+        yield "schedule", f"Unknown schedule {short(plan.schedule)!a}. Known schedules: {known}."
+    if plan.weights not in MODES:
+        known = ", ".join(MODES)
+        yield "weights", f"Unknown weight mode {short(plan.weights)!a}. Known modes: {known}."
 
 
 def _numbers(plan: Plan) -> Faults:

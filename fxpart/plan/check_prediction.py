@@ -7,6 +7,7 @@ from collections import Counter
 from fxpart.cluster.model import CpuLoadImbalance
 from fxpart.plan.check_stages import Faults
 from fxpart.plan.model import Plan, RankPrediction
+from fxpart.schedule.spec import SCHEDULES
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement
@@ -85,7 +86,7 @@ def _uneven(given: CpuLoadImbalance, where: str) -> Faults:
 
 def streams(plan: Plan) -> bool:
     """Whether minibatches follow each other without a drain."""
-    return plan.schedule == "async"
+    return not SCHEDULES[plan.schedule].flushes
 
 
 def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fxpart.plan.check_stages import Faults
 from fxpart.plan.model import Plan
-from fxpart.schedule.weight_modes import MODES, QUEUED
-
-SCHEDULES = ("1f1b", "gpipe")  # by which it is bounded what copies keep
+from fxpart.schedule.spec import SCHEDULES
+from fxpart.schedule.weight_modes import MODES, list_queue_modes
 
 
 def queues(plan: Plan) -> Faults:
@@ -20,7 +19,7 @@ def queues(plan: Plan) -> Faults:
         known = {plan.staleness[copy] for copy in group if copy < len(plan.staleness)}
         if len(known) > 1:
             yield "staleness", f"the copies of stage {group[0]} have {sorted(known)}"
-    if plan.schedule not in SCHEDULES:
+    if not SCHEDULES[plan.schedule].supports_queues:
         yield "staleness", f"the schedule {plan.schedule} has no queues"
     if any(len(stage.ranks) != 1 for stage in plan.stages):
         yield "staleness", "there are stages of several ranks, which have no queues"
@@ -33,7 +32,7 @@ def queues(plan: Plan) -> Faults:
 def weights(plan: Plan) -> Faults:
     """Weights of an asynchronous plan, or of queues whose gradients may miss updates, or none."""
     if any(plan.staleness):
-        if plan.weights not in QUEUED:
-            yield "weights", f"{plan.weights} has no queues; one of {', '.join(QUEUED)}"
-    elif MODES[plan.weights].flush == (plan.schedule == "async"):
+        if not MODES[plan.weights].supports_queues:
+            yield "weights", f"{plan.weights} has no queues; one of {', '.join(list_queue_modes())}"
+    elif MODES[plan.weights].flush != SCHEDULES[plan.schedule].flushes:
         yield "weights", f"{plan.weights} does not go with the schedule {plan.schedule}"

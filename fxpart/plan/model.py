@@ -14,6 +14,7 @@ import msgspec
 from fxpart.cluster.model import Cluster, Device
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
+from fxpart.schedule.weight_modes import FLUSH
 
 __all__ = [
     "VERSION",
@@ -212,6 +213,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     a queue: by stage how many updates its gradients may miss, the same for all copies of one. 0: it
     waits for each update, as a group that sums its gradients does; above, it goes on with the next
     minibatches. Empty: copies take turns.
+    schedule: the name of an entry of :data:`fxpart.schedule.spec.SCHEDULES`.
     weights: which weights forwards and backwards read, a mode of
     :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async" or a
     staleness above 0, and with nothing else.
@@ -243,16 +245,11 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ties: tuple[PlanTiedParameter, ...]
     batch_size: int
     microbatches: int
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async"
-    ]
+    schedule: str
     actions: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16"] = "fp32"
     transfer_dtype: Literal["", "bfloat16"] = ""
-    weights: Literal[
-        "flush", "lookahead", "stash", "vertical", "2bw", "naive", "spectrain", "spectrain-v2",
-        "pipeoptim", "xpipe", "pipemare", "nadam-stash",
-    ] = "flush"  # fmt: skip
+    weights: str = FLUSH
     optimizer: str = "adamw"
     seed: int = 0
     prediction: Prediction

@@ -8,6 +8,8 @@ import msgspec
 
 from fxpart.plan.model import VERSION, Plan
 from fxpart.plan.number_ranges import FIELDS, PATTERN
+from fxpart.schedule.spec import list_schedules
+from fxpart.schedule.weight_modes import FLUSH, MODES
 
 _HOLDERS = {
     "devices": "Plan",
@@ -23,6 +25,9 @@ def schema() -> dict[str, Any]:
     (reference,), components = msgspec.json.schema_components([Plan], ref_template="#/$defs/{name}")
     for field in FIELDS:
         _runs(components[_HOLDERS[field]]["properties"][field.rpartition(".")[2]])
+    fields = components["Plan"]["properties"]
+    fields["schedule"] = {"enum": sorted(list_schedules(trains=True))}
+    fields["weights"] = {"enum": sorted(MODES), "default": FLUSH}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"fxpart plan, version {VERSION}",

@@ -16,6 +16,7 @@ from fxpart.planner.execution_mode import (
     mode_of,
 )
 from fxpart.planner.execution_mode import find_mode_problems as mode_faults
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, find_built, list_schedules
 from fxpart.schedule.weight_modes import MODES
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.parse import NUMBERS, SAME, WORDS, parse_constraints
@@ -40,16 +41,13 @@ ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
     "precision": (str, PRECISIONS),
     "transfer_dtype": (str, TRANSFER_DTYPES),
     "mode": (str, NAMES),
-    "weights": (str, tuple(MODES)),
+    "weights": (str, ()),  # a weight mode: the choices grow when users register one
     "staleness": (object, ()),
     "batch_coupling": (str, ("per-microbatch",)),
 }
 SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
 # Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
 WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
-# The schedules that this version's runtime knows; by the first two cuts are chosen.
-TRAINED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
-PIECES = ("interleaved", "breadth-first", "zb-v")  # with several virtual stages per rank
 DEGREES = ("dp", "tp", "ep")  # what a mesh decides, by its axes of these names
 
 
@@ -65,6 +63,7 @@ def find_constraint_problems(constraints: Constraints) -> list[Problem]:
             problems.append(Problem("FXP109", where, "it is not a constraint", fix))
             continue
         kind, choices = ALLOWED[key]
+        choices = tuple(MODES) if key == "weights" and value not in MODES else choices
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if key == "precision" and value not in choices:
             # The same words as capture's.
@@ -109,10 +108,10 @@ def _virtual_faults(constraints: Constraints) -> Iterator[Problem]:
     if not wanted or any("1" in wish.values for wish in wanted):
         return
     mode = mode_of(constraints)
-    words = str(as_synchronous(constraints).get("schedule", TRAINED[0])).split(",")
-    if mode in ("sync", "auto") and any(word.strip() in PIECES for word in words):
+    words = str(as_synchronous(constraints).get("schedule", DEFAULT_SCHEDULE)).split(",")
+    if mode in ("sync", "auto") and any(_is_virtual(word.strip()) for word in words):
         return
-    schedules = " or ".join(f"schedule={name}" for name in PIECES)
+    schedules = " or ".join(f"schedule={name}" for name in list_schedules(is_virtual=True))
     yield Problem(
         "FXP109",
         f"constraint virtual={constraints['virtual']!r}",
@@ -121,6 +120,11 @@ def _virtual_faults(constraints: Constraints) -> Iterator[Problem]:
         else f"schedule={','.join(words)} has one stage per rank",
         f"mode=sync with {schedules}",
     )
+
+
+def _is_virtual(name: str) -> bool:
+    spec = find_built(name)
+    return spec is not None and spec.is_virtual
 
 
 def _solver_faults(constraints: Constraints) -> Iterator[Problem]:
@@ -226,12 +230,13 @@ def match_capture_precision(
 
 def check_trainable(constraints: Constraints) -> None:
     """The schedules asked for can be run; FXP109 naming those that cannot."""
-    wanted = str(as_synchronous(constraints).get("schedule", TRAINED[0])).split(",")
-    wrong = [name.strip() for name in wanted if name.strip() not in TRAINED]
+    wanted = str(as_synchronous(constraints).get("schedule", DEFAULT_SCHEDULE)).split(",")
+    trained = (DEFAULT_SCHEDULE, *list_schedules(trains=True, flushes=True))
+    wrong = [name.strip() for name in wanted if name.strip() not in trained]
     if wrong:
         raise error(
             "FXP109",
             where=f"schedule={constraints['schedule']}",
             why=f"{wrong[0]} can be planned (fxpart plan --space all), but not trained yet",
-            fix=" or ".join(TRAINED),
+            fix=" or ".join(dict.fromkeys(trained)),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import fx
@@ -29,6 +29,8 @@ from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.schedule.host_contention import average_computing_stages
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms
+from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
@@ -39,7 +41,6 @@ from fxpart.solver.joint.problem import (
     JointProblem,
     JointSolution,
     ParallelOption,
-    ScheduleName,
     count_option_devices,
 )
 
@@ -103,21 +104,21 @@ def build_joint_problem(
         microbatches=microbatches,
         optimizer=request.optimizer,
         schedules=schedules,
-        weights=request.weights if ASYNC in schedules else "stash",
+        weights=request.weights if ASYNC in schedules else STASH,
         space=allowed,
         transfer_dtype=request.transfer_dtype,
     )
 
 
-def _schedules(request: PlanRequest, *, priced: bool) -> tuple[ScheduleName, ...]:
+def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     """Those to choose from. priced: those by which degrees are chosen, in the place of others."""
     given = request.constraints
     if request.mode == ASYNC:
-        return ("async",)
+        return (ASYNC,)
     kept = with_cut_schedules(as_synchronous(given)) if priced else as_synchronous(given)
-    words = [word.strip() for word in str(kept.get("schedule", "1f1b")).split(",")]
+    words = [word.strip() for word in str(kept.get("schedule", DEFAULT_SCHEDULE)).split(",")]
     words += [ASYNC] if request.mode == "auto" and not priced else []
-    return tuple(name for word in words for name in get_args(ScheduleName) if name == word)
+    return tuple(word for word in words if word in list_closed_forms())
 
 
 def _wished_levels(request: PlanRequest) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.execution_mode import ASYNC
 from fxpart.planner.families.asynchronous_pipeline import AsynchronousPlanner
 from fxpart.planner.families.schedule_selection import (
-    PLAIN,
     ScheduleSelector,
+    chooses_cuts,
     keep_cut_schedules,
     requested_schedules,
 )
@@ -125,7 +125,7 @@ def solve_exactly(
         return with_live_tensors(plan, problem, local, captured, sharing), parts
     made = _stages(problem, places, request)
     made, plan, parts = answer.compared(made)
-    if set(requested_schedules(request)) - set(PLAIN):
+    if not all(map(chooses_cuts, requested_schedules(request))):
         plan, parts = answer.arranged(problem, plan, parts)
     plan = with_process(plan, request.cost_model)
     if made.over or plan.virtual > 1:  # stages are no runs of blocks

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from fxpart.errors import error
 from fxpart.plan.model import Plan
+from fxpart.schedule.spec import list_closed_forms
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
@@ -20,7 +20,6 @@ from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
     JointSolution,
-    ScheduleName,
     count_option_devices,
 )
 from fxpart.solver.joint.what_if import with_devices, with_links, with_memory, with_microbatches
@@ -102,13 +101,13 @@ def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
     FXP109 for a schedule that has no closed form, which the problem could be solved by, and for
     copies of stages, which the problem does not know.
     """
-    schedule = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
-    if schedule is None:
+    schedule = plan.schedule
+    if schedule not in list_closed_forms():
         raise error(
             "FXP109",
             where=f"a plan of schedule {plan.schedule}",
             why="what would change is answered by closed forms, and it has none",
-            fix="plan with schedule=1f1b, gpipe, interleaved or zb-h1",
+            fix=f"plan with one of the schedules {', '.join(list_closed_forms())}",
         )
     if plan.replicas:
         raise error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel, OpSpec
-
-SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
 
 
 def price(
@@ -52,7 +51,7 @@ def price(
     batch_size: int,
     microbatches: int | None = None,
     optimizer: object = "adamw",
-    schedules: Sequence[str] = ("1f1b",),
+    schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
     min_stages: int = 1,
     max_stages: int | None = None,
     sharing: StageParallelism | None = None,
@@ -157,17 +156,18 @@ def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int
     return batch // sharing.rows if captured.symbolic else batch
 
 
-def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
+def _schedules(names: Sequence[str]) -> tuple[str, ...]:
     """The schedules of these names, in their order; FXP109 for others and for none."""
-    wrong = [name for name in names if name not in SCHEDULES]
+    known = list_schedules(chooses_cuts=True)
+    wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise error(
             "FXP109",
             where=f"schedules={tuple(names)!r}",
             why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
-            fix=f"some of {', '.join(SCHEDULES)}",
+            fix=f"some of {', '.join(known)}",
         )
-    return tuple(known for name in names for known in SCHEDULES if known == name)
+    return tuple(names)
 
 
 class _Pricer:

@@ -29,6 +29,7 @@ from fxpart.profiling.contention import MOST
 from fxpart.profiling.stage_benchmark import StageBenchmarkInput
 from fxpart.profiling.store import MeasurementEnvironment, Profile
 from fxpart.profiling.trial_selection import by_name
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
@@ -159,7 +160,7 @@ class ProfilingRun:
             optimizer=request.optimizer,
         )
         found = solve(problem, time_limit=_SOLVING, seed=request.seed)
-        whole = PartitionChoice(variant=0, schedule="1f1b", starts=(0,))
+        whole = PartitionChoice(variant=0, schedule=DEFAULT_SCHEDULE, starts=(0,))
         return problem, list(found.candidates) or [whole]
 
     def work(self, problem: PartitionProblem, choice: PartitionChoice) -> BenchmarkStages:

@@ -29,7 +29,6 @@ from fxpart.report.comparison import (
 )
 from fxpart.report.timeline import plan_timeline, tie_seconds
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.measured_timeline import (
     AGREE,
     CLIP,
@@ -41,6 +40,7 @@ from fxpart.schedule.measured_timeline import (
     MeasuredSpan,
     MeasuredTimeline,
 )
+from fxpart.schedule.spec import SCHEDULES, find_built
 from fxpart.schedule.timeline import Timeline
 
 # Computations of a schedule that is played through for the comparison; beyond, the plan's means do.
@@ -57,7 +57,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
     FXP109 where no recorded step has the plan's number of microbatches, and for an asynchronous
     plan, whose ranks have no step in common.
     """
-    if plan.schedule == "async":
+    if not SCHEDULES[plan.schedule].flushes:
         raise error(
             "FXP109",
             where=f"a recording of {plan.model.name}",
@@ -96,7 +96,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
 
 def predict_timeline(plan: Plan) -> Timeline | None:
     """The predicted timeline; None where the schedule has no simulation or is too long for one."""
-    if plan.schedule not in BUILDERS or 2 * len(plan.stages) * plan.microbatches > _PLAYED:
+    if find_built(plan.schedule) is None or 2 * len(plan.stages) * plan.microbatches > _PLAYED:
         return None
     return plan_timeline(plan)
 

@@ -25,6 +25,7 @@ from fxpart.report.explanation import (
     StepBottleneck,
     StepFigures,
 )
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
 _TRIED = (0, 1, 2)  # updates that all stages may miss, beside what the plan says
@@ -216,7 +217,7 @@ def _queues(plan: Plan) -> QueueFigures | None:
 
 def _asynchrony(plan: Plan) -> AsynchronyFigures | None:
     """What a stream gains and costs."""
-    if plan.schedule != "async":
+    if SCHEDULES[plan.schedule].flushes:
         return None
     given, m = plan.prediction, plan.microbatches
     seconds, flushed = given.simulated_seconds, given.flushed_seconds

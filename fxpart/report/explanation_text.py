@@ -19,6 +19,7 @@ from fxpart.report.explanation_builder import explanation
 from fxpart.report.replicas import copies_lines
 from fxpart.report.stage_tables import memory_table, stage_table, stream_table
 from fxpart.report.table import shortened, table
+from fxpart.schedule.weight_modes import FLUSH
 
 
 def explain(plan: Plan) -> str:
@@ -110,7 +111,7 @@ def crowded_words(found: Explanation) -> list[str]:
 def schedule(plan: Plan) -> str:
     """The schedule, and the pieces of each stage where there are several."""
     pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
-    weights = f" with weights {plan.weights}" if plan.weights != "flush" else ""
+    weights = f" with weights {plan.weights}" if plan.weights != FLUSH else ""
     queues = " from queues" if plan.staleness else ""
     return f"{plan.schedule}{pieces}{queues}{weights}"
 

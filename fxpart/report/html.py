@@ -32,8 +32,8 @@ from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
 from fxpart.report.timeline import plan_timeline, streams
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.measured_timeline import MeasuredTimeline
+from fxpart.schedule.spec import find_built
 
 # Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
@@ -136,7 +136,7 @@ def _measured(
 
 
 def _timeline(plan: Plan) -> str:
-    if plan.schedule not in BUILDERS:
+    if find_built(plan.schedule) is None:
         words = f"The schedule {plan.schedule} cannot be drawn yet."
         return f"<h2>Timeline</h2>\n<p>{words}</p>"
     whole = 2 * len(plan.stages) * plan.microbatches

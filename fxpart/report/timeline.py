@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import edges_of, plan_schedule, stage_of
-from fxpart.planner.prediction.steady_state import NAME as STREAM
 from fxpart.planner.prediction.steady_state import window
 from fxpart.planner.prediction.step_simulation import StageTimes, stage_times, steps_in_time
 from fxpart.schedule.multi_step import SimulatedSteps
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.timeline import Timeline
 
 _DRAWN = 3  # minibatches of a stream
@@ -25,7 +25,8 @@ def plan_timeline(plan: Plan, name: str | None = None, microbatches: int | None 
 
 def streams(plan: Plan, name: str | None = None) -> bool:
     """Whether the schedule, by default the plan's, goes on from minibatch to minibatch."""
-    return (plan.schedule if name is None else name) == STREAM
+    spec = SCHEDULES.get(plan.schedule if name is None else name)
+    return spec is not None and not spec.flushes
 
 
 def plan_steps(

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 from fxpart.errors import error
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.schedule.action import Schedule
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.text import to_text
 
 
@@ -29,7 +30,7 @@ class TrainerOptions:
     """
 
     microbatches: int
-    schedule: str | Schedule = "1f1b"
+    schedule: str | Schedule = DEFAULT_SCHEDULE
     clip_norm: float | None = None
     clip_value: float | None = None
     log_grad_norm: bool = False

@@ -7,6 +7,7 @@ from math import ceil
 
 import msgspec
 
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.microbatch_extrapolation import extrapolate_smaller_microbatches
 from fxpart.solver.objective import PartitionScorer
@@ -52,10 +53,10 @@ def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterato
     else:
         yield f"{format_byte_count(more, up=True)} more memory on each device"
     try:
-        if "1f1b" not in problem.schedules:
-            other = msgspec.structs.replace(problem, schedules=("1f1b",))
+        if DEFAULT_SCHEDULE not in problem.schedules:
+            other = msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
             if find_feasible_choice(other, deadline) is not None:
-                yield "the schedule 1f1b"
+                yield f"the schedule {DEFAULT_SCHEDULE}"
         alone = False
         if (stages := enough_stages(problem, deadline)) is not None:
             alone = True

@@ -20,7 +20,7 @@ from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.mode_selection import FLUSHED, select_weight_mode
+from fxpart.runtime.asynchronous.mode_selection import select_weight_mode
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
@@ -34,6 +34,7 @@ from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torc
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import local_device
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class _LocalPlacement:
             ranks=self.ranks,
             transport=transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan) if stream is None else FLUSHED,
+            schedule=as_given(self.plan) if stream is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             lanes=lanes,

@@ -79,7 +79,7 @@ def test_all_modes_but_those_that_cannot_be(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("target", "options", "status", "words"),
     [
-        ("mlp", ["--weights", "spektrain"], 2, "there is no weight mode of that name"),
+        ("mlp", ["--weights", "spektrain"], 2, "Unknown weight mode"),
         ("mlp", ["--weights", ","], 2, "no mode is given"),
         ("mlp", ["--weights", "sync,2bw"], 2, "4 microbatches or more"),
         ("mlp", ["--stages", "20"], 3, "at most 7 stages"),

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from built_schedules import BUILDERS
 from hand_stages import ADAMW, Whole, batch, branches, language
 from ranks import Pool
 from runtime_programs import Bits, Faulty, bits, make, train_placed
@@ -13,7 +14,6 @@ from runtime_programs import Bits, Faulty, bits, make, train_placed
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 RANKS = ((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 0, 0))

@@ -7,11 +7,11 @@ import re
 import textwrap
 
 import pytest
+from built_schedules import BUILDERS
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.builders import (
-    BUILDERS,
     asynchronous,
     breadth_first,
     forward_only,

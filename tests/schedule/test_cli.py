@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from built_schedules import BUILDERS
 from cli_calls import call
 from schedule_pages import PAGE, filled
 
 from fxpart.cli.schedule import command
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.draw import draw
 from fxpart.schedule.files import load
@@ -232,4 +232,4 @@ def test_versions_of_a_file_are_counted(capsys: Capsys, tmp_path: Path) -> None:
     _, err = call(capsys, "schedule", "show", *given[:5], "--every", "2", status=2)
     assert "give --weights too" in err
     _, err = call(capsys, "schedule", "show", "1f1b", *given[1:5], "--weights", "huh", status=2)
-    assert "there is no weight mode of that name" in err
+    assert "Unknown weight mode" in err

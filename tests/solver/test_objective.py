@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from built_schedules import BUILDERS
 from msgspec.structs import replace
 from partition_problems import random_problem
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.simulate import simulate
 from fxpart.solver.brute import choices

@@ -38,18 +38,6 @@ _SOURCES = {
     "pipemare": "PipeMare",
     "nadam-stash": "NAdam for asynchronous pipelines",
 }
-_BASES = {
-    "applied": "the newest",
-    "first stage": "the first stage's version",
-    "delayed": "one update before the newest",
-    "first microbatch": "as the minibatch's first microbatch",
-}
-_LOOKS = {
-    "none": "",
-    "staleness": ", s ahead",
-    "middle": ", s and up to K/2 ahead",
-    "depth": ", K-1 ahead",
-}
 
 
 def filled(text: str) -> str:
@@ -82,32 +70,14 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     for name, mode in MODES.items():
-        row = (f"`{name}`", forward(mode), backward(mode), held(mode), _SOURCES[name])
+        row = (
+            f"`{name}`", mode.forward_reads, mode.backward_reads, resident(mode), _SOURCES[name],
+        )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
-def forward(mode: WeightMode) -> str:
-    """The weights of the forward, in words."""
-    if mode.flush:
-        return "the newest" + (", as far ahead as SpecTrain" if mode.predicts else "")
-    return _BASES[mode.base] + _LOOKS[mode.look_forward]
-
-
-def backward(mode: WeightMode) -> str:
-    """The weights of the backward, in words."""
-    if mode.backward == "forward":
-        words = "the same"
-    elif mode.backward == "corrected":
-        words = "the newest - s δ"
-    else:
-        words = "the newest" + _LOOKS[mode.look_backward].replace("s and up", "up")
-    if mode.discount:
-        words += "; lr / s at first"
-    return words + ("; NAdam, β1 = .99" if mode.optimizer else "")
-
-
-def held(mode: WeightMode) -> str:
+def resident(mode: WeightMode) -> str:
     """Copies at each stage of a chain, with what a computation makes for itself."""
     if mode.flush and not mode.predicts:
         return " ".join("1" * STAGES)

@@ -14,6 +14,7 @@ from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.regions import Bytes
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json
+from fxpart.schedule.weight_modes import FLUSH
 
 Box = tuple[tuple[int, int], ...]
 
@@ -51,7 +52,7 @@ class CheckpointMetadata(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     plan: str = ""
     plan_text: str = ""
-    weights: str = "flush"
+    weights: str = FLUSH
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.passes import PREPARE
 from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, RowDependence, analyze, coupling_of
 from fxpart.plan.model import Equivalence, Plan
+from fxpart.schedule.spec import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -92,7 +93,7 @@ def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
 
     Warns (FXP114) where the objective is computed for each microbatch.
     """
-    if plan.schedule == "async" or any(plan.staleness):
+    if not SCHEDULES[plan.schedule].flushes or any(plan.staleness):
         return plan
     if found and plan.microbatches > 1:
         reasons = tuple(item.where for item in found)

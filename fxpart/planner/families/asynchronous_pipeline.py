@@ -23,6 +23,8 @@ from fxpart.planner.prediction.asynchronous_plan import (
 )
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, with_other_choice
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
+from fxpart.schedule.weight_modes import list_remedy_modes
 from fxpart.solver.asynchronous.dp import solve_async_pipeline
 from fxpart.solver.asynchronous.objective import AsyncPipelineEvaluation, AsyncPipelineScorer
 from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.objective import PartitionEvaluation
 
-_BY_COPIES = ("naive", "spectrain", "pipeoptim", "pipemare", "2bw", "stash")  # fewest copies first
 _LOOKED = 6  # answers that are compared by simulation
 _TIE = 0.01  # of a minibatch's time: less than that is no reason to miss more updates
 
@@ -135,7 +136,7 @@ class AsynchronousPlanner:
         status = status_of(objective, bound)
         assert status in ("optimal", "within gap", "best found"), "there is a choice"
         what = plan.certificate.over.replace(
-            "schedules 1f1b", f"schedule async with weights {self.request.weights}"
+            f"schedules {DEFAULT_SCHEDULE}", f"schedule {ASYNC} with weights {self.request.weights}"
         )
         return Certificate(
             status=status,
@@ -163,7 +164,7 @@ class AsynchronousPlanner:
                 Alternative(
                     stages=len(other.starts),
                     microbatches=self.problem.variants[other.variant].microbatches,
-                    schedule="async",
+                    schedule=ASYNC,
                     step_seconds=found.seconds,
                     why=slower(best.seconds, found.seconds),
                 )
@@ -172,7 +173,7 @@ class AsynchronousPlanner:
 
     def _unfit(self, given: AsyncPipelineProblem) -> FxpartError:
         """What is too full, and what would fit: other modes, or a pipeline that drains."""
-        for name in _BY_COPIES:
+        for name in list_remedy_modes():
             answer = solve_async_pipeline(self._given(name), time_limit=self.time_limit)
             if answer.choice is not None:
                 return too_full(

@@ -23,6 +23,7 @@ from fxpart.planner.prediction.queue_simulation import groups_of
 from fxpart.planner.search import PlanSearchResult
 from fxpart.pricing.device_limits import get_usable_bytes
 from fxpart.runtime.queues.replica_groups import compute_tied_bytes, explain_unsupported_ties
+from fxpart.schedule.weight_modes import FLUSH
 from fxpart.solver.portfolio import status_of
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _queued(found: PlanSearchResult, request: PlanRequest) -> Plan:
         cluster_hash=request.cluster.hash,
         constraints=dict(request.constraints),
         staleness=staleness,
-        weights=as_weights(request.weights) if any(staleness) else "flush",
+        weights=as_weights(request.weights) if any(staleness) else FLUSH,
         provenance={**plan.provenance, "mode": f"queue, as asked; {_QUEUED}"},
     )
 

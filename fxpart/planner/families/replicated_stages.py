@@ -35,6 +35,7 @@ from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
 from fxpart.pricing.replicated_problem import is_heterogeneous, mixed_problem
 from fxpart.runtime.gradients.stage_replicas import get_replica_rounds
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.parse import parse_constraints
 from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import PartitionChoice, Solution
@@ -85,7 +86,8 @@ def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
     """The plan with copies that is fastest by simulation; None where none fits, or none is asked
     for that could be better than equal stages."""
     request = front.request
-    if not set(keep_cut_schedules(requested_schedules(request))) & {"1f1b", "gpipe"}:
+    names = keep_cut_schedules(requested_schedules(request))
+    if not any(SCHEDULES[name].supports_replicas for name in names):
         return None
     problem, provenance = price(
         front.graph,
@@ -95,7 +97,7 @@ def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
         batch_size=front.captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=keep_cut_schedules(requested_schedules(request)),
+        schedules=tuple(name for name in names if SCHEDULES[name].supports_replicas),
         min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
         max_stages=request.stages[1],
         transfer_dtype=request.transfer_dtype,

@@ -17,7 +17,6 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
-from fxpart.planner.constraints import PIECES
 from fxpart.planner.execution_mode import ASYNC
 from fxpart.planner.families.virtual_stages import VirtualStageChoice
 from fxpart.planner.plan_builder import ShardingSummary
@@ -30,6 +29,7 @@ from fxpart.planner.prediction.schedule_search import with_searched_schedule
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make_unverified
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES, ScheduleSpec, find_built
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
@@ -38,9 +38,6 @@ from fxpart.solver.stage_graph.stage_partition import StagePartition
 if TYPE_CHECKING:
     from fxpart.codegen.generated_program import GeneratedProgram
     from fxpart.planner.request import PlanRequest
-
-PLAIN = ("1f1b", "gpipe")
-SAME_STAGES = ("zb-h1", "found")
 
 _SECONDS = 2.0  # for cutting one number of pieces
 _SEARCH = 5.0  # for an order of computations
@@ -52,13 +49,19 @@ MakeParts = Callable[..., "GeneratedProgram"]
 
 def requested_schedules(request: PlanRequest) -> tuple[str, ...]:
     """The schedules asked for, by default 1F1B."""
-    words = str(request.constraints.get("schedule", PLAIN[0])).split(",")
+    words = str(request.constraints.get("schedule", DEFAULT_SCHEDULE)).split(",")
     return tuple(word.strip() for word in words)
 
 
 def keep_cut_schedules(names: tuple[str, ...]) -> tuple[str, ...]:
     """Of these the schedules by which cuts are chosen; 1F1B where there is none."""
-    return tuple(name for name in names if name in PLAIN) or PLAIN[:1]
+    return tuple(name for name in names if chooses_cuts(name)) or (DEFAULT_SCHEDULE,)
+
+
+def chooses_cuts(name: str) -> bool:
+    """Whether cuts are chosen under the schedule, by its closed form."""
+    spec = find_built(name)
+    return spec is not None and spec.chooses_cuts
 
 
 def with_cut_schedules(
@@ -110,20 +113,22 @@ class ScheduleSelector:
     ) -> Iterator[tuple[Plan, GeneratedProgram]]:
         """Other orders for the stages that there are."""
         bound = work_bound(self.problem)
-        if "zb-h1" in names:
-            yield change_schedule(plan, "zb-h1", bound), parts
-        if "found" in names:
-            limit = min(self.time_limit, _SEARCH)
-            yield with_searched_schedule(plan, bound, limit, self.request.seed), parts
+        for name, spec in _in_table_order(names):
+            if spec.build is None:
+                limit = min(self.time_limit, _SEARCH)
+                yield with_searched_schedule(plan, bound, limit, self.request.seed), parts
+            elif not (spec.is_virtual or spec.chooses_cuts or not spec.flushes):
+                yield change_schedule(plan, name, bound), parts
 
     def _pieces(self, names: tuple[str, ...]) -> Iterator[tuple[Plan, GeneratedProgram]]:
         """For each wished schedule and number of ranks the best cut into pieces."""
         wish = self.request.constraints.get("virtual", 2)
         for name in names:
-            if name not in PIECES:
+            spec = SCHEDULES[name]
+            if not spec.is_virtual:
                 continue
             for ranks in self._counts():
-                turns = 2 if name == "zb-v" else int(wish)
+                turns = spec.count_turns(int(wish))
                 made = self._cut(name, ranks, turns)
                 if made is not None:
                     yield made
@@ -140,7 +145,7 @@ class ScheduleSelector:
 
     def _cut(self, name: str, ranks: int, turns: int) -> tuple[Plan, GeneratedProgram] | None:
         """The best plan of ``turns`` pieces on each of so many ranks; None where blocks lack."""
-        places = places_of(name, ranks, turns)
+        places = SCHEDULES[name].assign_ranks(ranks, turns)
         problem = in_pieces(self.problem, places)
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
@@ -189,16 +194,14 @@ class ScheduleSelector:
             where=f"schedule={','.join(names)}",
             why=f"the model can be cut into {cuts} pieces at most, on "
             f"{self.problem.min_stages} to {self.problem.max_stages} ranks",
-            fix="fewer stages or pieces, or schedule=1f1b; granularity=op cuts finer",
+            fix=f"fewer stages or pieces, or schedule={DEFAULT_SCHEDULE}; "
+            "granularity=op cuts finer",
         )
 
 
-def places_of(name: str, ranks: int, turns: int) -> tuple[int, ...]:
-    """By piece the rank that holds it: in turns, or forth and back in a V."""
-    there = tuple(range(ranks))
-    if name == "zb-v":
-        return there + there[::-1]
-    return there * turns
+def _in_table_order(names: tuple[str, ...]) -> list[tuple[str, ScheduleSpec]]:
+    """The requested schedules in the order of the table, so that ties do not depend on theirs."""
+    return [(name, spec) for name, spec in SCHEDULES.items() if name in names]
 
 
 def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionProblem:
@@ -222,7 +225,7 @@ def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionPr
     return msgspec.structs.replace(
         problem,
         devices=devices,
-        schedules=PLAIN[:1],
+        schedules=(DEFAULT_SCHEDULE,),
         min_stages=len(places),
         max_stages=len(places),
     )
@@ -269,5 +272,6 @@ def _unfit(plans: list[Plan]) -> FxpartError:
         where=f"schedule={plan.schedule}, stage {row.stage}",
         why=f"{row.tensors} bytes are needed with {row.in_flight} microbatches in flight, "
         f"{row.memory_limit} are there",
-        fix="schedule=1f1b keeps less in flight; or more microbatches, or more ranks",
+        fix=f"schedule={DEFAULT_SCHEDULE} keeps less in flight; or more microbatches, "
+        "or more ranks",
     )

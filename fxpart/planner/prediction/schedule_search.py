@@ -9,7 +9,8 @@ from fxpart.plan.prediction import RankPrediction
 from fxpart.plan.schedule import edges_of, stage_of
 from fxpart.planner.prediction.schedule_change import change_schedule
 from fxpart.planner.prediction.step_simulation import StageTimes
-from fxpart.schedule.plan_actions import NAME, format_plan_actions
+from fxpart.schedule.plan_actions import format_plan_actions
+from fxpart.schedule.spec import FOUND
 from fxpart.solver.order.problem import ScheduleProblem
 from fxpart.solver.order.search import search_schedule
 
@@ -41,7 +42,7 @@ def with_searched_schedule(plan: Plan, bound: float, time_limit: float, seed: in
         time_limit=time_limit,
         seed=seed,
     )
-    made = change_schedule(plan, NAME, bound, format_plan_actions(found.schedule))
+    made = change_schedule(plan, FOUND, bound, format_plan_actions(found.schedule))
     told = f"found by {found.solver}; {found.status} for these stages (gap {100 * found.gap:.1f} %)"
     return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": told})
 

@@ -21,6 +21,7 @@ from fxpart.schedule.host_contention import HostContention, build_host_contentio
 from fxpart.schedule.make import make
 from fxpart.schedule.multi_step import SimulatedSteps, simulate_steps
 from fxpart.schedule.simulation_tasks import StageCommunicationTime
+from fxpart.schedule.spec import SCHEDULES
 
 # Above this many actions (computations and transfers) a schedule is not simulated: 2 seconds each,
 # by the quick way where no host is crowded, and event by event where one is.
@@ -267,7 +268,7 @@ def step_in_time(
     actions = 2 * microbatches * (len(rows) + sum(1 + edge.backward for edge in edges))
     crowded = tuple(load for load in hosts if is_crowded(load))
     if isinstance(schedule, str):
-        if schedule not in fast_simulation.NAMES or actions > MOST_ACTIONS:
+        if SCHEDULES[schedule].warmup is None or actions > MOST_ACTIONS:
             return StepEstimate(closed, idle_share(rows, microbatches, closed), "closed form")
         name = schedule
         times = StageTimes.of(rows, edges)

@@ -8,9 +8,8 @@ from typing import Any
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.runtime.asynchronous.options import AsyncOptions
-from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
-
-FLUSHED = "1f1b"  # the schedule of what an asynchronous trainer does drained
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
+from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, weight_mode
 
 
 def select_weight_mode(
@@ -22,23 +21,25 @@ def select_weight_mode(
     "flush". options: the trainer's. FXP109 for those that only the other kind has, for unknown
     modes, and for plans with other schedules.
     """
-    planned = plan.weights if plan.schedule == "async" else "flush"
+    streams = not SCHEDULES[plan.schedule].flushes
+    planned = plan.weights if streams else FLUSH
     mode = weight_mode(planned if given is None else given)
     only = AsyncOptions.names(options)
-    if mode.name == "flush" and plan.schedule != "async":
+    if mode.name == FLUSH and not streams:
         if only:
             raise error(
                 "FXP109",
                 where=f"trainer({only[0]}=)",
                 why="only an asynchronous trainer has it",
-                fix=f'weight_mode="spectrain", or another of {", ".join(MODES)}',
+                fix=f'weight_mode="{SPECTRAIN}", or another of {", ".join(MODES)}',
             )
         return None
-    if plan.schedule not in ("async", FLUSHED):
+    if not SCHEDULES[plan.schedule].streams:
         raise error(
             "FXP109",
             where=f"weight_mode={mode.name}",
             why=f"the plan's schedule is {plan.schedule}",
-            fix='compile(..., mode="async"), or constraints={"schedule": "1f1b"}',
+            fix=f'compile(..., mode="{ASYNC}"), or '
+            f'constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}',
         )
     return mode

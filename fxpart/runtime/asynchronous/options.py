@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.stage_updater import CLIPS, Clip
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import SPECTRAIN, WeightMode, weight_mode
 
 
 def is_count(value: object) -> bool:
@@ -29,7 +29,7 @@ class AsyncOptions:
     of the learning rate has gone. watch: measure predictions every so many updates; 0: never.
     """
 
-    weights: str | WeightMode = "spectrain"
+    weights: str | WeightMode = SPECTRAIN
     clip: Clip = "stage"
     warm_up: int = 0
     guard: bool = True

@@ -8,6 +8,7 @@ import msgspec
 
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.weights import StageWeights
+from fxpart.schedule.weight_modes import PIPEOPTIM
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,6 @@ def describe_inaccurate_predictions(rhos: Sequence[float | None]) -> str:
     named = ", ".join(f"{stage} ({rho:.2f})" for stage, rho in beyond)
     return (
         f"predictions were further from the real weights than no prediction is on stage {named}: "
-        "they look too far ahead there; pipeoptim looks less far, and the rule decaying never "
+        f"they look too far ahead there; {PIPEOPTIM} looks less far, and the rule decaying never "
         "overshoots"
     )

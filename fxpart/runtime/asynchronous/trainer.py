@@ -54,8 +54,9 @@ from fxpart.runtime.transport.agreement import (
     merge_problems,
 )
 from fxpart.runtime.weights import StageCounters, StageWeights
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.versions import WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode
 
 
 class AsyncTrainer(AsyncTrainerBase):
@@ -179,7 +180,7 @@ class AsyncTrainer(AsyncTrainerBase):
         raise error(
             "FXP109", where="record()",
             why="a recording is of whole steps; a stream's minibatches end calls after they begin",
-            fix='record the same plan with weights="flush" and schedule="1f1b"',
+            fix=f'record the same plan with weights="{FLUSH}" and schedule="{DEFAULT_SCHEDULE}"',
         )  # fmt: skip
 
     @property

@@ -38,6 +38,7 @@ from fxpart.runtime.transport.agreement import (
     encode_problems,
     merge_problems,
 )
+from fxpart.schedule.weight_modes import FLUSH
 
 _LOOK = 0.02  # seconds between two looks at the folder
 _WORD = 1.0  # seconds after which ranks that wait for a save say so to each other
@@ -263,7 +264,7 @@ class Saver:
         files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
         written = manifest_merge.read_rank_manifests(partial, job.world)
         trainer = self._trainer
-        mode = trainer.weight_mode.name if isinstance(trainer, AsyncTrainerBase) else "flush"
+        mode = trainer.weight_mode.name if isinstance(trainer, AsyncTrainerBase) else FLUSH
         manifest = manifest_merge.merge(
             written, step=job.step, calls=job.calls, seed=trainer.seed,
             fingerprint=self._fingerprint,

@@ -16,6 +16,7 @@ from torch import nn
 from fxpart.compat import compile_counters, compiler_fault
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.schedule.spec import list_schedules
 
 DEFAULT = "inductor"
 
@@ -122,7 +123,8 @@ def _faults(
         found.append(Problem("FXP109", where, why, 'recompute="none"'))
     if splits:
         why = "the schedule does backwards in halves, and a compiled backward is one piece"
-        found.append(Problem("FXP109", where, why, "schedule 1f1b, gpipe or interleaved"))
+        whole = list_schedules(trains=True, flushes=True, splits_backward=False)
+        found.append(Problem("FXP109", where, why, f"schedule {' or '.join(whole)}"))
     return found
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.runtime.asynchronous.options import is_count
-from fxpart.schedule.weight_modes import QUEUED, WeightMode, weight_mode
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES
+from fxpart.schedule.weight_modes import STASH, WeightMode, list_queue_modes, weight_mode
 
 TURNS, QUEUE = "turns", "queue"
 
@@ -27,7 +28,7 @@ class QueueOptions:
 
     staleness: int | Sequence[int] = 0
     warm_up: int = 0
-    weights: str | WeightMode = "stash"
+    weights: str | WeightMode = STASH
     scheduler: Callable[..., Any] | None = None
     patience: float = 30.0
     mode: WeightMode = field(init=False)
@@ -43,8 +44,9 @@ class QueueOptions:
             wrong = f"staleness={self.staleness!r} is below 0, or no number of updates"
         elif not is_count(self.warm_up):
             wrong = f"warm_up={self.warm_up!r} is below 0, or no number of updates"
-        elif self.mode.name not in QUEUED:
-            wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(QUEUED)}"
+        elif self.mode.name not in list_queue_modes():
+            known = ", ".join(list_queue_modes())
+            wrong = f"weights={self.mode.name!r} has no queues; one of {known}"
         elif self.scheduler is not None and not callable(self.scheduler):
             wrong = "scheduler is a function of an optimizer: each copy makes its own"
         elif not isinstance(self.patience, (int, float)) or not self.patience > 0:
@@ -108,9 +110,9 @@ def is_queue_routed(
             why = "copies that take turns have no staleness to choose"
             raise error("FXP109", where="staleness=", why=why, fix='routing="queue"')
         return False
-    if plan.schedule not in ("1f1b", "gpipe"):
+    if not SCHEDULES[plan.schedule].supports_queues:
         why = f"the plan's schedule is {plan.schedule}, which nothing bounds what copies keep by"
-        fix = 'constraints={"schedule": "1f1b"}'
+        fix = f'constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}'
         raise error("FXP109", where="routing=queue", why=why, fix=fix)
     if plan.staleness:
         options.setdefault("staleness", tuple(plan.staleness[k] for k in plan.firsts))

@@ -41,7 +41,7 @@ from fxpart.schedule.queues.messages import (
     FailureReport,
     StopOrder,
 )
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 _AFTER = "go on from the last checkpoint, or saved weights"
 
@@ -213,7 +213,7 @@ class QueueTrainer(AsyncTrainerBase):
     @property
     def weight_mode(self) -> WeightMode:
         """Which weights a backward reads; with staleness 0 there is but one kind."""
-        return self.queue.mode if any(self.dealt) else weight_mode("flush")
+        return self.queue.mode if any(self.dealt) else weight_mode(FLUSH)
 
     def weights_of(self) -> Mapping[tuple[int, int], RestorableStageWeights]:
         """Of the copies of this process."""

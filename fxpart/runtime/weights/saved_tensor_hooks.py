@@ -16,6 +16,7 @@ import torch
 
 from fxpart.compat import get_write_count, view_base
 from fxpart.errors import FxpartError, error
+from fxpart.schedule.weight_modes import FLUSH
 
 
 class ParameterView(NamedTuple):
@@ -206,5 +207,5 @@ class SavedWeightHooks:
             where=self._where,
             why=f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in "
             "place after the forward had used it",
-            fix="do not write it in place, or train synchronously: weights='flush'",
+            fix=f"do not write it in place, or train synchronously: weights={FLUSH!r}",
         )

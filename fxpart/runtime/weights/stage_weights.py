@@ -41,7 +41,7 @@ from fxpart.runtime.weights.weight_update import (
     has_finite_gradients,
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.weight_modes import MODES, WeightMode, list_stream_modes
 
 
 class _MicrobatchInFlight:
@@ -429,5 +429,5 @@ def _compiled(mode: WeightMode) -> FxpartError:
         why="its backward makes activations again from the weights that it finds, which in this "
         "mode are not those of its forward",
         fix="leave the stage uncompiled, or a mode whose backward reads its forward's weights: "
-        "stash, 2bw, vertical, spectrain-v2, xpipe",
+        + ", ".join(n for n in list_stream_modes() if MODES[n].backward == "forward"),
     )

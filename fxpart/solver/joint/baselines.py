@@ -16,7 +16,7 @@ from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
 from fxpart.solver.joint.objective import degrees, step_seconds
 from fxpart.solver.joint.pipedream_rannc import pipedream, rannc
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces
 
 Starts = Callable[[int], tuple[int, ...] | None]  # the first block of each of so many stages
 
@@ -142,7 +142,7 @@ def _bound(tables: IntervalTables, group: Sequence[int], microbatches: int) -> f
     if not works or not room:
         return inf
     stages = min(room, problem.max_stages)
-    shares = {get_fill_fraction(s) for s in problem.schedules if s != "interleaved"} or {0.0}
+    shares = {get_fill_fraction(s) for s in problem.schedules if not has_pieces(s)} or {0.0}
     return min((microbatches - share) * total / stages + share * total for share in shares)
 
 
@@ -180,7 +180,7 @@ def _priced(
     limits = [problem.pools[problem.options[o].pool].memory for o in options]
     many = len(options)
     for schedule in problem.schedules:
-        if schedule != "interleaved" and all(
+        if not has_pieces(schedule) and all(
             costs[o].sizes.total(at, schedule, microbatches, many - k, many) <= limits[k]
             for k, (o, at) in enumerate(zip(options, where, strict=True))
         ):

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables, Mask
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
-from fxpart.solver.joint.schedule_costs import WHOLE
+from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.schedule_costs import has_pieces, needs_whole_depth
 
 _Ints = npt.NDArray[np.int64]
 _Group = dict[int, int]  # data degree -> option
@@ -76,8 +76,8 @@ def _least(tables: IntervalTables, group: _Group, microbatches: int, devices: in
     return max(microbatches - 1, 0) * float(best.sum()) / devices if best[0] < inf else inf
 
 
-def _known(problem: JointProblem) -> list[ScheduleName]:
-    return [schedule for schedule in problem.schedules if schedule != "interleaved"]
+def _known(problem: JointProblem) -> list[str]:
+    return [schedule for schedule in problem.schedules if not has_pieces(schedule)]
 
 
 def _replicas(problem: JointProblem, pool: int, mode: str) -> Iterator[_Group]:
@@ -147,9 +147,7 @@ def rannc(problem: JointProblem) -> JointChoice | None:
     return kept.choice
 
 
-def _search(
-    tables: IntervalTables, pool: int, schedule: ScheduleName, kept: _BestFeasibleChoice
-) -> None:
+def _search(tables: IntervalTables, pool: int, schedule: str, kept: _BestFeasibleChoice) -> None:
     """The first group of hosts and number of stages that has a split that fits."""
     problem = tables.problem
     there = problem.pools[pool]
@@ -190,7 +188,7 @@ class _Balance:
         tables: IntervalTables,
         group: _Group,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         place: tuple[int, int, int],
     ) -> None:
         """place: the pool, devices of a group of hosts, and how often the group is replicated."""
@@ -215,7 +213,7 @@ class _Balance:
         """The least number of stages, among those allowed, in which all blocks fit."""
         problem, n = self.tables.problem, len(self.tables.problem.blocks)
         every = range(problem.min_stages, min(self.devices, n, problem.max_stages) + 1)
-        if self.schedule not in WHOLE:
+        if not needs_whole_depth(self.schedule):
             return self._fewest(every)
         each = (self._fewest(range(stages, stages + 1)) for stages in every)
         return next((stages for stages in each if stages is not None), None)
@@ -272,7 +270,7 @@ class _Balance:
 
     def grown(self, stages: int) -> JointChoice | None:
         """The best split of all blocks into so many stages, no fewer than at the last call."""
-        if self.schedule in WHOLE:  # what fewer stages hold says nothing of this many
+        if needs_whole_depth(self.schedule):  # what fewer stages hold says nothing of this many
             self._begin()
         while len(self.steps) < stages:
             self.grow(stages)

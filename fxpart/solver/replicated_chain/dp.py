@@ -131,7 +131,7 @@ class _ReplicatedChainSearch:
         """Count a choice that the programme has found, if it fits in truth."""
         choice = ReplicatedChainChoice(
             variant=one.variant,
-            schedule=schedule,  # type: ignore[arg-type]
+            schedule=schedule,
             starts=tuple(int(self.tables.tables.firsts[u]) for u in found.units),
             counts=found.mixes,
         )

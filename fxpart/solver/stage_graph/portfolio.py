@@ -150,7 +150,7 @@ class _StageGraphPortfolio:
         self.record.add(
             StageGraphChoice(
                 variant=tables.index,
-                schedule=tables.schedule,  # type: ignore[arg-type]
+                schedule=tables.schedule,
                 stage_of=tuple(stage_of[b] for b in range(len(stage_of))),
             ),
             solver,

@@ -7,10 +7,11 @@ import time
 from dataclasses import replace
 
 import pytest
+from built_schedules import BUILDERS
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import ActionKind, StageEdge
-from fxpart.schedule.builders import BUILDERS, assign_loop_ranks, assign_v_ranks
+from fxpart.schedule.builders import assign_loop_ranks, assign_v_ranks
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.in_flight import activation_peak
 from fxpart.schedule.lower import lower

@@ -12,6 +12,7 @@ from fxpart.solver.joint.constraints.megatron_layout import compute_layout_start
 from fxpart.solver.joint.constraints.parse import OTHERWISE, PlanConstraint
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, ParallelOption, StagePin
+from fxpart.solver.joint.schedule_costs import has_pieces
 
 _DEGREES = ("dp", "tp", "ep", "zero", "recompute")  # in the order of objective.degrees
 
@@ -130,7 +131,7 @@ def _layout(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
             fix="move this boundary",
         )
     count = len(starts)
-    interleaved = "interleaved" in problem.schedules and problem.max_stages < count
+    interleaved = any(map(has_pieces, problem.schedules)) and problem.max_stages < count
     return msgspec.structs.replace(
         problem,
         cut_after=tuple(sorted({*problem.cut_after, *ends})),

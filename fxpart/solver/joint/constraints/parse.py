@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.schedule.spec import SCHEDULES, list_schedules
 
 Kind = Literal["fix", "forbid", "stage", "layout"]
 
 # What can be fixed or forbidden: words for it, and its plain value where there is one.
 NUMBERS = ("tp", "dp", "ep", "pp", "microbatches", "zero", "virtual")
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": (
-        "1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async",
-    ),
-    "recompute": ("none", "selective", "full"),
-}  # fmt: skip
+WORDS = ("schedule", "recompute")
+RECOMPUTE = ("none", "selective", "full")
 OTHERWISE: dict[str, str] = {
     "tp": "1", "dp": "1", "ep": "1", "pp": "1", "zero": "0", "recompute": "none",
 }  # fmt: skip
@@ -70,11 +67,11 @@ def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
         raise _wrong(kind, text, f"{key!r} is not a decision", f"one of {known}")
     if not equals and (kind == "fix" or key not in OTHERWISE):
         raise _wrong(kind, text, "there is no value", f"{key}=...")
-    words = WORDS.get(key)
     for one in values:
-        if words and one not in words:
-            raise _wrong(kind, text, f"{one!r} is not a choice", ", ".join(words))
-        if not words and (not _whole(one) or int(one) < (key != "zero") or len(one) > 9):
+        if key in WORDS and not _is_choice(key, one):
+            choices = list_schedules(trains=True) if key == "schedule" else RECOMPUTE
+            raise _wrong(kind, text, f"{one!r} is not a choice", ", ".join(choices))
+        if key not in WORDS and (not _whole(one) or int(one) < (key != "zero") or len(one) > 9):
             raise _wrong(kind, text, f"{one!r} is not a whole number", f"{key}=2")
     return PlanConstraint(kind, key, values)
 
@@ -111,6 +108,13 @@ def find_constraint_problems(constraints: Mapping[str, object]) -> list[Problem]
     except FxpartError as fault:
         return list(fault.problems)
     return []
+
+
+def _is_choice(key: str, value: str) -> bool:
+    if key != "schedule":
+        return value in RECOMPUTE
+    spec = SCHEDULES.get(value)
+    return spec is not None and spec.trains
 
 
 def _whole(text: str) -> bool:
