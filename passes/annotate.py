@@ -34,7 +34,7 @@ from .propagation.conflicts import conflicts
 class AnnotatePass:
     """Give the graph its mesh and each node a sharding, open but where a seed says more.
 
-    mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/annotations.md). aliases: JSON of
+    mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/parallelism.md). aliases: JSON of
     other names of parameters -> the name in the graph ("" for one that is not used). FXP111 lists
     all that is wrong with the seeds, FXP112 what contradicts.
     """

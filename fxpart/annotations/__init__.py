@@ -1,7 +1,7 @@
 """Annotations: what a user says of a model's sharding, and its completed form as a file.
 
 An annotation is a key and placements: ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``.
-See docs/annotations.md.
+See docs/parallelism.md.
 """
 
 from __future__ import annotations

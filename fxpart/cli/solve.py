@@ -64,7 +64,7 @@ def command(
     """Place the nodes of FILE on devices; say the largest load and what is proven of it.
 
     FILE: a max-load instance (JSON), Piper's profile (JSON), or a graph.txt of PipeDream's
-    profiler. `fxpart explain solve` says more. Ctrl-C ends the search with the best found so far.
+    profiler. Ctrl-C ends the search with the best found so far.
     """
     from fxpart.solver.maxload.explain import no_answer
     from fxpart.solver.maxload.formats import read_instance

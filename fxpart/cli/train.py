@@ -81,7 +81,7 @@ def command(
 
     With --nproc N, N processes are started; without it all ranks run in this one. With --run DIR,
     the run is saved there, and the same command goes on with it until it has --steps steps; ranks
-    that are lost start again, and --nproc may be MIN:MAX (fxpart/docs/surviving.md).
+    that are lost start again, and --nproc may be MIN:MAX (fxpart/docs/checkpoints_and_failures.md).
     Batches come from the Workload's data; without data, the example batch is repeated. With
     --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With

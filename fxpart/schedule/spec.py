@@ -235,45 +235,45 @@ def _check_spec(name: str, spec: Any) -> None:
 
 _SPECS = (
     ScheduleSpec(
-        name=GPIPE, order="all forwards, then all backwards", build=gpipe,
+        name=GPIPE, order="all forward passes, then all backward passes", build=gpipe,
         count_in_flight=_keep_all, fill=1.0, in_flight_form="all", warmup=_warm_up_all,
         supports_replicas=True, supports_queues=True,
     ),
     ScheduleSpec(
-        name=ONE_F_ONE_B, order="one forward, one backward: less in flight", build=one_f_one_b,
+        name=ONE_F_ONE_B, order="one forward, one backward; fewer in flight", build=one_f_one_b,
         count_in_flight=count_1f1b_in_flight, fill=1.0, in_flight_form="to end",
         warmup=_warm_up_depth, supports_replicas=True, supports_queues=True, streams=True,
     ),
     ScheduleSpec(
         name=INTERLEAVED,
-        order="1F1B over several stages a rank: a shorter bubble, more transfers",
+        order="1F1B over several stages per rank: shorter bubble, more transfers",
         build=interleaved, placement="loop", stages_per_rank=(2, math.inf), fill=1.0,
         in_flight_form="pieces",
     ),
     ScheduleSpec(
-        name=BREADTH_FIRST, order="GPipe over several stages a rank", build=breadth_first,
+        name=BREADTH_FIRST, order="GPipe over several stages per rank", build=breadth_first,
         stages_per_rank=(1, math.inf), count_in_flight=_keep_all, fill=1.0,
     ),
     ScheduleSpec(
-        name=ZB_H1, order="1F1B with backwards split in two: W fills the bubble", build=zb_h1,
+        name=ZB_H1, order="1F1B with split backward passes: W fills the bubble", build=zb_h1,
         fill=1.0 / 3.0, in_flight_form="depth", splits_backward=True,
     ),
     ScheduleSpec(
         name=ZB_V,
-        order="two stages a rank, there and back, backwards split: hardly a bubble", build=zb_v,
+        order="two stages per rank in a V, split backward passes: almost no bubble", build=zb_v,
         placement="V", stages_per_rank=(2, 2), splits_backward=True,
     ),
     ScheduleSpec(
-        name=FOUND, order="what a solver finds for the stages of a plan", build=None,
+        name=FOUND, order="searched by a solver for the stages of a plan", build=None,
         stages_per_rank=(1, math.inf), splits_backward=True,
     ),
     ScheduleSpec(
-        name=ASYNC, order="1F1B through many steps, never flushed: no bubble, stale weights",
+        name=ASYNC, order="1F1B without flushes: no bubble, stale weights",
         build=asynchronous, placement="one", count_in_flight=count_async_in_flight,
         in_flight_form="stream", flushes=False, streams=True,
     ),
     ScheduleSpec(
-        name=FORWARD, order="forwards alone, for evaluation", build=forward_only,
+        name=FORWARD, order="forward passes only, for evaluation", build=forward_only,
         count_in_flight=_keep_none, trains=False, supports_replicas=True,
     ),
 )  # fmt: skip
@@ -338,6 +338,6 @@ def get_in_flight_limits(schedule: Schedule) -> tuple[int, ...] | None:
 
 def document_rows() -> Iterator[str]:
     """Yield the table of the built-in schedules as the documents show it."""
-    yield "| name | order | stages a rank | supports |"
+    yield "| name | order | stages per rank | supports |"
     yield "|---|---|---|---|"
     yield from (SCHEDULES[name].row() for name in SCHEDULES.builtin)

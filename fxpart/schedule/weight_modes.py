@@ -70,16 +70,16 @@ class WeightMode:
 
 FLUSH, STASH, SPECTRAIN, PIPEOPTIM = "flush", "stash", "spectrain", "pipeoptim"
 
-_APPLIED = "what is applied by then"
-_TO_BACKWARD = "predicted, to its backward"
+_APPLIED = "the newest"
+_TO_BACKWARD = "predicted, s ahead"
 _MODES = (
     WeightMode(
         FLUSH, flush=True,
-        forward_reads="the latest; the pipeline drains first",
+        forward_reads="the newest, after a flush",
     ),
     WeightMode(
         "lookahead", flush=True, look_forward="middle",
-        forward_reads="as flush, predicted as far as spectrain does",
+        forward_reads="as flush, predicted as far as spectrain",
     ),
     WeightMode(
         STASH, supports_queues=True, remedy=6,
@@ -87,11 +87,11 @@ _MODES = (
     ),
     WeightMode(
         "vertical", base="first stage",
-        forward_reads="what the first stage read for the microbatch",
+        forward_reads="the version of the first stage",
     ),
     WeightMode(
         "2bw", base="delayed", remedy=5,
-        forward_reads="one update behind; at least K microbatches to an update",
+        forward_reads="one update before the newest",
         backward_reads="the same (PipeDream-2BW)",
     ),
     WeightMode(
@@ -100,8 +100,8 @@ _MODES = (
     ),
     WeightMode(
         SPECTRAIN, backward="applied", look_forward="middle", look_backward="middle", remedy=2,
-        forward_reads="predicted, for all stages to one moment",
-        backward_reads="predicted, to the same moment",
+        forward_reads="predicted, s and up to K/2 ahead",
+        backward_reads="predicted, up to K/2 ahead",
     ),
     WeightMode(
         "spectrain-v2", look_forward="staleness", supports_queues=True,
@@ -113,12 +113,12 @@ _MODES = (
     ),
     WeightMode(
         "xpipe", base="first microbatch", look_forward="staleness",
-        forward_reads="predicted by its minibatch's first microbatch",
+        forward_reads="predicted, as the first microbatch of its minibatch",
     ),
     WeightMode(
         "pipemare", backward="corrected", discount=True, remedy=4,
         forward_reads=f"{_APPLIED}, smaller learning rate",
-        backward_reads="corrected by the mean update",
+        backward_reads="the newest - s δ",
     ),
     WeightMode(
         "nadam-stash", optimizer="nadam",

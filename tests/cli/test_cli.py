@@ -17,6 +17,7 @@ import sample_plans
 from cli_calls import call, fresh
 
 from fxpart import cli
+from fxpart.cli.explain import RENAMED
 from fxpart.errors import CODES
 from fxpart.plan.model import Plan
 
@@ -152,11 +153,18 @@ def test_every_page_has_a_code() -> None:
 
 def test_explain_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "microbatch" in call(capsys, "explain", "glossary")[0]
-    assert "certificate" in call(capsys, "explain", "how_it_chooses")[0]
+    assert "certificate" in call(capsys, "explain", "understanding_a_plan")[0]
     found = json.loads(call(capsys, "explain", "FXP301", "--json")[0])
     assert found["exit_status"] == 2 and found["title"] == CODES["FXP301"][0]
     _, err = call(capsys, "explain", "FXP999", status=2)
     assert "FXP900" in err
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_explain_an_earlier_name_of_a_page(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = call(capsys, "explain", old)
+    assert err == f"The page '{old}' is now part of '{RENAMED[old]}'.\n"
+    assert out == call(capsys, "explain", RENAMED[old])[0] and out.startswith("# ")
 
 
 def test_validate(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,7 +177,7 @@ def test_other_precisions_are_refused(name: str) -> None:
 
 
 def test_the_page_shows_what_is_printed() -> None:
-    page = (Path(fxpart.__file__).parent / "docs" / "precision.md").read_text("utf-8")
+    page = (Path(fxpart.__file__).parent / "docs" / "converting_a_script.md").read_text("utf-8")
     with pytest.raises(FxpartError) as found:
         tiny(2, precision="fp16")
     assert "".join(f"    {line}\n" for line in str(found.value).splitlines()) in page

@@ -14,6 +14,7 @@ import pytest
 from asynchronous_pages import PAGE, filled, table
 
 from fxpart.cli import run
+from fxpart.schedule.weight_modes import MODES
 
 TARGETS = str(Path(__file__).parent.parent / "support" / "emulated_targets.py")
 SMALL = ["--stages", "3", "--steps", "12", "--lr", "0.1", "--momentum", "0.9"]
@@ -114,6 +115,7 @@ _NUMBER = re.compile(r"[+-]?\d+\.\d+")
 
 def test_the_page_has_the_table_of_modes() -> None:
     assert table() in PAGE.read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in table() for name in MODES)
 
 
 def test_the_page_shows_what_its_commands_print() -> None:

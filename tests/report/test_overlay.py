@@ -135,7 +135,7 @@ def test_the_output_in_the_documentation() -> None:
     real = wrong(wrong(plan, 1, "backward_seconds", 1.5), 0, "optimizer_seconds", 0.5)
     text = format_comparison(compare(plan, recorded(real, of=plan)))
     said = f"```console\n$ fxpart report plan.json --measured run.json\n{text}```\n"
-    page = (Path(fxpart.__file__).parent / "docs" / "reading_a_run.md").read_text("utf-8")
+    page = (Path(fxpart.__file__).parent / "docs" / "understanding_a_plan.md").read_text("utf-8")
     assert f"<!-- output: comparison -->\n{said}<!-- /output -->" in page, said
 
 

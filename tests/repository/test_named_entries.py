@@ -21,7 +21,10 @@ from fxpart.schedule.weight_modes import MODES
 from fxpart.solver.joint.schedule_costs import count_stage_in_flight
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "fxpart/docs/schedules.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / "fxpart/docs" / name).read_text(encoding="utf-8")
+    for name in ("schedules.md", "asynchronous_training.md")
+)
 # These are words of their own too: of a computation, of a message between ranks.
 ORDINARY = {FORWARD, FOUND}
 NAMES = [name for name in (*SCHEDULES.builtin, *MODES.builtin) if name not in ORDINARY]

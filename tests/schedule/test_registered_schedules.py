@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "eager-1f1b"
 CODE = re.search(
     r"```python\n(import fxpart\n.*?)```",
-    (ROOT / "fxpart/docs/schedules.md").read_text(encoding="utf-8"),
+    (ROOT / "fxpart/docs/custom_ops_and_passes.md").read_text(encoding="utf-8"),
     re.DOTALL,
 )
 DIFFS = read_diffs("fxpart/schedule/")

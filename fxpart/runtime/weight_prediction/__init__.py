@@ -2,7 +2,7 @@
 
 One rule per file; :func:`make_predictor` makes one for an optimizer. Also PipeMare's alternative
 (:class:`PipeMareCorrection`, :func:`discounted_lr`), and an optimizer for delayed gradients
-(:class:`SpikeCompensatedSGD`). See docs/prediction.md.
+(:class:`SpikeCompensatedSGD`). See docs/asynchronous_training.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables about unlike devices: clusters, and ranks under quotas. Imported by readme.py."""
+"""Tables about heterogeneous devices: clusters, ranks with quotas. Imported by readme.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MORE = 1.005  # of the best of one kind: what counts as faster
 
 
 def clusters(made: str) -> str:
-    """By model the simulated plan for all of a cluster beside the best for each kind alone."""
+    """By model, the simulated plan for a whole cluster and the best for each device type."""
     lines = [
-        "| model | clusters | slower than one kind | as fast | faster | by, at most"
-        " | fit no kind alone | one model of device used | planning, CPU s |",
+        "| model | clusters | slower than one type | as fast | faster | largest gain"
+        " | fit no type alone | use one type | planning, CPU s |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     found = read(CLUSTERS)["figures"]
@@ -36,10 +36,10 @@ def clusters(made: str) -> str:
 
 
 def queues(made: str) -> str:
-    """By copies and staleness the seconds of a minibatch, simulated and measured."""
+    """Seconds of a minibatch by replicas and staleness, simulated and measured."""
     lines = [
-        "| copies of each stage | staleness | simulated | measured | simulated by measured"
-        " | in turns, simulated |",
+        "| replicas of each stage | staleness | simulated | measured | ratio"
+        " | round-robin, simulated |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     rows = read("queued")["figures"]["rows"]
@@ -58,11 +58,11 @@ def queues(made: str) -> str:
     return "\n".join([*lines, "", words])
 
 
-def unlike(made: str) -> str:
-    """Of each cluster and model the chosen plan beside the best that treats its ranks alike."""
+def quotas(made: str) -> str:
+    """By cluster and model, the selected plan and the best homogeneous plan."""
     lines = [
-        "| model | ranks of one host, under quotas | chosen, predicted | measured"
-        " | over the best homogeneous plan, predicted | measured | that plan |",
+        "| model | ranks of one host, with CPU quotas | selected, predicted | measured"
+        " | gain over the best homogeneous plan, predicted | measured | that plan |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     found = read(NAME)["figures"]
@@ -73,15 +73,14 @@ def unlike(made: str) -> str:
         lines.append(
             f"| {row['model']} | {row['cluster']} | {1e3 * chosen['predicted']:.0f} ms"
             f" | {1e3 * chosen['measured']:.0f} ms | {predicted:.2f}"
-            f" | **{measured:.2f}** | {best}{', chosen' * (best in row['chosen_is'])} |"
+            f" | **{measured:.2f}** | {best}{', selected' * (best in row['chosen_is'])} |"
         )
     words = (
-        f"Of {found['ratios']} ratios of throughput over homogeneous plans"
-        f" {found['ratios_within_bound']} were predicted within 15 %; the median error of a ratio"
-        f" is {100 * found['ratio_median_error']:.0f} %, the worst"
-        f" {100 * found['ratio_worst_error']:.0f} %. Of steps it is"
-        f" {100 * found['step_median_error']:.0f} %, the worst"
-        f" {100 * found['step_worst_error']:.0f} %. Below 1: the planner chose a plan that is"
-        f" slower than one which treats the ranks alike. {made}"
+        f"{found['ratios_within_bound']} of {found['ratios']} throughput ratios were predicted"
+        f" within 15 %; median error {100 * found['ratio_median_error']:.0f} %, worst"
+        f" {100 * found['ratio_worst_error']:.0f} %. Errors of steps:"
+        f" {100 * found['step_median_error']:.0f} % and"
+        f" {100 * found['step_worst_error']:.0f} %. Below 1 the planner selected a plan that is"
+        f" slower than a homogeneous one. {made}"
     )
     return "\n".join([*lines, "", words])
