@@ -1,4 +1,4 @@
-"""The user's batch: checked against the program, all faults at once, then cut into microbatches."""
+"""Validate the user's batch against the program and split it into microbatches."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class MicrobatchSplit:
     """A batch in microbatches.
 
     inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
-    process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
-    of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
-    they were given; ``inputs`` are meta tensors then. repeats: per microbatch how often ``inputs``
-    have its rows (:mod:`fxpart.runtime.batch.row_repetition`). totals: numbers of the whole batch,
-    such as how many targets count, by the stage input that takes them; also in ``inputs``.
+    process has none). sizes: per microbatch the size of each symbol. rows: rows of each microbatch
+    along the batch dim. weights: rows divided by their sum. local: the rows of this mesh rank, if
+    only they were given; ``inputs`` are meta tensors then. repeats: how often the rows of each
+    microbatch are repeated in ``inputs`` (:mod:`fxpart.runtime.batch.row_repetition`). totals:
+    numbers of the whole batch, such as the number of valid targets, by the stage input that takes
+    them; also in ``inputs``.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
@@ -47,11 +48,11 @@ class MicrobatchSplit:
 
     @property
     def repeated(self) -> bool:
-        """Whether any rows are there more than once."""
+        """Return whether any rows are repeated."""
         return max(self.repeats) > 1
 
     def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
-        """Per microbatch the inputs of these names, on the device."""
+        """Return per microbatch the inputs of these names, on the device."""
         return [
             {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in names}
             for piece in self.inputs
@@ -60,10 +61,11 @@ class MicrobatchSplit:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a process was given of a batch.
+    """The part of a batch that a process was given.
 
-    tensors: by input name. shapes: dtype and shape that each has in the global batch. absent: names
-    of the inputs that it was not given, and does not need. local: ``tensors`` are this lane's rows.
+    tensors: by input name. shapes: dtype and shape of each input in the global batch. absent: names
+    of inputs that were not given and are not needed. local: ``tensors`` have only this mesh rank's
+    rows.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -73,7 +75,7 @@ class LocalBatch:
 
 
 class BatchReader:
-    """Reads batches for one program."""
+    """Reader of batches for one program."""
 
     def __init__(
         self,
@@ -82,11 +84,11 @@ class BatchReader:
         needed: frozenset[str] | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """spec: whose inputs, constants and symbols the batches must fit.
+        """Build a reader for the inputs, constants and symbols of ``spec``.
 
-        multiple: the rows of each microbatch are a multiple of it, where they may vary; they are
-        repeated where they are not. needed: the inputs that batches must have, by default all.
-        constants: of totals, as for :class:`~fxpart.runtime.batch.batch_totals.BatchTotals`.
+        multiple: the rows of each microbatch are a multiple of it, repeated if necessary, where the
+        batch dim is symbolic. needed: the inputs that batches must have, by default all. constants:
+        of totals, as for :class:`~fxpart.runtime.batch.batch_totals.BatchTotals`.
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
@@ -103,13 +105,13 @@ class BatchReader:
         self._dims = {i.name: [make_dim_function(entry) for entry in i.shape] for i in self._inputs}
 
     def read(self, batch: Any, microbatches: int) -> MicrobatchSplit:
-        """Check and cut a batch that has all that is needed, as :meth:`look` and :meth:`cut` do."""
+        """Validate and split a complete batch, as :meth:`look` and :meth:`cut` do."""
         return self.cut(self.look(batch), microbatches)
 
     def look(self, batch: Any) -> LocalBatch:
-        """What the batch holds; FXP105 with every input that is missing, unknown or not as it was.
+        """Return the tensors of the batch; FXP105 with every missing, unknown or wrong input.
 
-        Inputs that are not needed may be missing, or None.
+        Inputs that are not needed may be missing or None.
         """
         problems: list[Problem] = []
         tensors = self._find(batch, problems)
@@ -126,10 +128,10 @@ class BatchReader:
         microbatches: int,
         others: Mapping[str, Shape] | None = None,
     ) -> MicrobatchSplit:
-        """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
+        """Split into at most ``microbatches`` pieces, as even as torch.tensor_split makes them.
 
-        others: dtypes and shapes of inputs that other processes were given. Raises
-        FXP105 with every fault found: sizes that contradict each other, an empty batch.
+        others: dtypes and shapes of inputs that only other processes have. Raises FXP105 with every
+        problem found, such as contradictory sizes or an empty batch.
         """
         problems: list[Problem] = []
         known = {**(others or {}), **seen.shapes}
@@ -164,7 +166,7 @@ class BatchReader:
         )
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
-        """Some rank has every input that a size of the program is read from."""
+        """Check that some rank has every input that a symbol of the program is read from."""
         known = (
             {}
             if self.totals is not None
@@ -177,10 +179,11 @@ class BatchReader:
                 i.batch_dim is not None and i.name in tensors for i in self._inputs
             )
             if spec.name not in tensors and (sized or rows):
-                why = "no rank was given it, and sizes are read from it"
-                problems.append(_problem(spec.path, why, f"one rank has to: {_kind(spec)}"))
+                why = "no rank was given this input, and symbolic sizes are read from it"
+                fix = f"on at least one rank, {_kind(spec)}"
+                problems.append(_problem(spec.path, why, fix))
 
-    # -- what the batch holds ----------------------------------------------------------------
+    # -- find the inputs in the batch --------------------------------------------------------
 
     def _find(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
         leaves = dict(flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch))
@@ -203,18 +206,21 @@ class BatchReader:
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
-            spare = len(tensors) < len(self._inputs)  # a batch of parts need not tell constants
+            # A partial batch need not include the constants.
+            spare = len(tensors) < len(self._inputs)
             value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
             if type(value) is not type(fixed) or value != fixed:
                 why = "it is missing" if value is _MISSING else f"it is {_show(value)}"
-                fix = f"give {_show(fixed)} as at capture, or capture again for another value"
-                problems.append(_problem(path, f"{why}, and was {_show(fixed)} at capture", fix))
+                fix = f"pass {_show(fixed)} as at capture, or capture again for another value"
+                problems.append(_problem(path, f"{why}, but was {_show(fixed)} at capture", fix))
         for path, value in leaves.items():
             if value is not None:
                 known = ", ".join(_at(i.path) for i in self._inputs)
                 problems.append(
                     _problem(
-                        path, "the program has no such input", f"leave it out; inputs: {known}"
+                        path,
+                        "the program has no such input",
+                        f"remove it from the batch; the inputs are {known}",
                     )
                 )
         return tensors
@@ -228,12 +234,12 @@ class BatchReader:
             return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_shape(spec)}"
         return None
 
-    # -- where it is cut -----------------------------------------------------------------------
+    # -- split the batch ---------------------------------------------------------------------
 
     def _cut(
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-        """The pieces, and how many rows each has (1 each if nothing is cut)."""
+        """Return the pieces and the rows of each (one piece of 1 row if no input has a batch dim)."""
         here = [spec for spec in self._inputs if spec.name in tensors]
         cut = [spec for spec in here if spec.batch_dim is not None]
         if not cut:
@@ -266,9 +272,9 @@ class BatchReader:
         microbatches: int,
         problems: list[Problem],
     ) -> list[int]:
-        """Captured at a fixed microbatch size: as many pieces of that size as there are.
+        """Return the rows of each piece of a program captured at a fixed microbatch size.
 
-        A program of one microbatch takes its batch size only: its graph was not rewritten for
+        A program of one microbatch takes exactly its batch size: its graph was not rewritten for
         parts of a batch.
         """
         counts: set[int] = set()
@@ -281,8 +287,8 @@ class BatchReader:
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
                 fix = (
-                    f"give a multiple of {unit} (drop_last=True in a DataLoader drops a smaller "
-                    "last batch), or capture with a symbolic batch dim"
+                    f"pass a multiple of {unit} rows (drop_last=True in a DataLoader drops a "
+                    "smaller last batch), or capture with a symbolic batch dim"
                 )
                 problems.append(_problem(spec.path, why, fix))
             elif size > unit and microbatches == 1:
@@ -290,7 +296,7 @@ class BatchReader:
                     f"the program was captured at a fixed batch size of {unit} for one microbatch, "
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
-                fix = f"give batches of {unit}, or compile with microbatches=2 or more"
+                fix = f"pass batches of {unit}, or compile with microbatches=2 or more"
                 problems.append(_problem(spec.path, why, fix))
             else:
                 counts.add(size // unit)
@@ -309,7 +315,7 @@ class BatchReader:
         microbatches: int,
         problems: list[Problem],
     ) -> list[int]:
-        """A symbolic batch: even pieces, fewer if there are fewer rows."""
+        """Return even pieces of a symbolic batch; fewer pieces if there are fewer rows."""
         plain = [spec for spec in cut if str(_entry(spec)).isidentifier()] or cut
         sizes = {_size(spec, tensors) for spec in plain}
         if len(sizes) > 1:
@@ -317,9 +323,7 @@ class BatchReader:
             return []
         rows = sizes.pop()
         if rows == 0:
-            problems.append(
-                _problem(plain[0].path, "the batch is empty", "leave empty batches out")
-            )
+            problems.append(_problem(plain[0].path, "the batch is empty", "skip empty batches"))
             return []
         return list(split_rows(rows, self._multiple, microbatches))
 
@@ -329,7 +333,7 @@ class BatchReader:
         rows: list[int],
         problems: list[Problem],
     ) -> tuple[int, ...]:
-        """Repeat the rows of pieces that do not divide, in place; how often each has them then."""
+        """Repeat in place the rows of pieces that ``multiple`` does not divide; return the counts."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
         if not cut or any(isinstance(_entry(spec), int) for spec in cut):
             return (1,) * len(rows)
@@ -342,7 +346,7 @@ class BatchReader:
                 f"dim alone, and {self._multiple} ranks take equal parts of each microbatch"
             )
             fix = (
-                f"give a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
+                f"pass a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
                 "smaller last batch)"
             )
             problems.append(_problem(spec.path, why, fix))
@@ -354,7 +358,7 @@ class BatchReader:
         return repeats
 
     def _unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
-        """Inputs whose rows are not one dim of the size of the batch."""
+        """Yield inputs whose batch size is not exactly one dim of the shape."""
         symbols = {str(_entry(spec)) for spec in cut if str(_entry(spec)).isidentifier()}
         for spec in self._inputs:
             others = [e for at, e in enumerate(spec.shape) if at != spec.batch_dim]
@@ -365,7 +369,7 @@ class BatchReader:
     def _lengths(
         self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]
     ) -> list[int] | None:
-        """How long each piece of one input is: rows, or what its dim's expression makes of them."""
+        """Return the length of each piece of one input: rows, or its dim's expression of them."""
         assert spec.batch_dim is not None
         entry, size = _entry(spec), tensor.shape[spec.batch_dim]
         if isinstance(entry, int):
@@ -377,7 +381,9 @@ class BatchReader:
             lengths = [self._dims[spec.name][spec.batch_dim](dict.fromkeys(names, n)) for n in rows]
         if sum(lengths) != size:
             why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
-            problems.append(_problem(spec.path, why, "give every input the same number of rows"))
+            problems.append(
+                _problem(spec.path, why, "pass the same number of rows in every input")
+            )
             return None
         return lengths
 
@@ -386,7 +392,10 @@ class BatchReader:
     def _measure(
         self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
     ) -> list[Sizes]:
-        """Each microbatch's symbol sizes, checked against every dim; equal pieces once."""
+        """Return the symbol sizes of each microbatch, checked against every dim.
+
+        Pieces of equal sizes are checked once.
+        """
         known: dict[tuple[int, ...], Sizes] = {}
         found: list[Sizes] = []
         read = find_symbol_sources(self._symbols, self._inputs, pieces[0]) if pieces else {}
@@ -401,7 +410,7 @@ class BatchReader:
     def _check_dims(
         self, piece: dict[str, torch.Tensor], sizes: Sizes, problems: list[Problem]
     ) -> None:
-        missing = self._symbols.keys() - sizes.keys()  # of inputs that were not given
+        missing = self._symbols.keys() - sizes.keys()  # Symbols of inputs that were not given.
         for spec in self._inputs:
             if spec.name not in piece:
                 continue
@@ -419,17 +428,17 @@ class BatchReader:
                 entry = spec.shape[at]
                 same = "" if isinstance(entry, int) else f" ({entry}, as in other inputs)"
                 why = f"dim {at} is {actual[at]}, not {expected}{same}"
-                fix = "give sizes that agree" if same else "give that size, or capture again"
+                fix = "pass sizes that agree" if same else "pass that size, or capture again"
                 problem = _problem(spec.path, why, fix)
                 if problem not in problems:
                     problems.append(problem)
 
 
-_MISSING = object()  # a value that no batch holds
+_MISSING = object()  # Marks a path that the batch does not have.
 
 
 def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The tensors and plain values of a batch with the keys and positions that lead to them."""
+    """Yield the tensors and plain values of a batch with their paths of keys and indices."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten_batch(inner, (*path, key))
@@ -456,7 +465,7 @@ def _uneven(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> 
         "FXP105",
         "batch",
         f"its inputs differ in size along the batch dim: {sizes}",
-        "give every input the same number of rows",
+        "pass the same number of rows in every input",
     )
 
 
@@ -469,7 +478,7 @@ def _at(path: Path) -> str:
 
 
 def _kind(spec: InputSpec) -> str:
-    return f"give a {spec.dtype} tensor of shape {_shape(spec)}"
+    return f"pass a {spec.dtype} tensor of shape {_shape(spec)}"
 
 
 def _shape(spec: InputSpec) -> str:

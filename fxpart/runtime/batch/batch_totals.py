@@ -1,6 +1,7 @@
-"""Totals of a batch that its microbatches share: how many targets count, the sum of a mask.
+"""Totals over the whole batch, such as the number of valid targets or the sum of a mask.
 
-A loss that is a mean over such a number needs it for the whole batch before the first microbatch.
+A loss that is a mean over such a number needs its value for the whole batch before the first
+microbatch runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Value = Callable[["_BatchValues"], Any]
 
 
 class _BatchValues:
-    """The values of one batch: its tensors, sizes, and the results of the steps so far."""
+    """Values of one batch: tensors, sizes, and the results of the steps computed so far."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
         self.inputs, self.sizes = inputs, sizes
@@ -24,9 +25,9 @@ class _BatchValues:
 
 
 class BatchTotals:
-    """Computes the totals of a program's batches.
+    """Computation of the totals of a program's batches.
 
-    inputs: names of the inputs that it reads. names: what it gives to microbatches.
+    inputs: names of the inputs that it reads. names: names of the values it adds to microbatches.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class BatchTotals:
         symbols: Mapping[str, tuple[str, int]],
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """symbols: the input and dim that each symbol of a size is read from.
+        """Prepare the computation.
 
-        values: of constants that have changed since the program was compiled, by name; read each
-        time.
+        symbols: the input and dim that each symbol is read from. values: current values of
+        constants that have changed since compilation, by name; read at each call.
         """
         self.inputs = frozenset(spec.inputs)
         self.names = frozenset((*spec.names, *spec.shares))
@@ -56,7 +57,7 @@ class BatchTotals:
         self._results = [self._value(r) for r in spec.results]
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The totals by name; empty where this process does not have all that they need."""
+        """Return the totals by name; empty if this process lacks one of the inputs."""
         if any(n not in tensors or tensors[n].device.type == "meta" for n in self.inputs):
             return {}
         sizes = {s: tensors[n].shape[d] for s, (n, d) in self._symbols.items() if n in tensors}
@@ -71,7 +72,7 @@ class BatchTotals:
             }
 
     def shares(self, weight: float) -> dict[str, torch.Tensor]:
-        """The microbatch's share of the batch's rows, in each dtype that is needed."""
+        """Return the microbatch's share of the batch's rows, in each dtype that is needed."""
         return {
             name: torch.tensor(weight, dtype=getattr(torch, dtype))
             for name, dtype in self._spec.shares.items()
@@ -83,7 +84,7 @@ class BatchTotals:
         pieces: Sequence[dict[str, torch.Tensor]],
         weights: Sequence[float],
     ) -> dict[str, torch.Tensor]:
-        """Add totals and shares to the inputs of each microbatch; the totals by name."""
+        """Add totals and shares to the inputs of each microbatch; return the totals by name."""
         totals = self.of(tensors)
         for piece, weight in zip(pieces, weights, strict=True):
             piece.update(totals)
@@ -91,7 +92,7 @@ class BatchTotals:
         return totals
 
     def _value(self, written: Any) -> Value:
-        """A function of a batch's values that gives an argument."""
+        """Return a function that evaluates an argument from a batch's values."""
         if isinstance(written, (list, tuple)):
             items = [self._value(item) for item in written]
             return lambda frame: [item(frame) for item in items]
@@ -126,12 +127,12 @@ class BatchTotals:
 
 
 def _device(frame: _BatchValues) -> torch.device:
-    """Where the batch is."""
+    """Return the device of the batch."""
     return next((t.device for t in frame.inputs.values()), torch.device("cpu"))
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """``"aten.sum.default"`` as a function."""
+    """Return the function of a name such as ``"aten.sum.default"``."""
     if name == "getitem":
         return lambda values, index: values[index]
     space, packet, overload = name.split(".")
