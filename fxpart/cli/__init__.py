@@ -116,6 +116,6 @@ def run(arguments: list[str]) -> int:
     except Exception as fault:
         if show:
             traceback.print_exc()
-        output.note(f"fxpart found a fault of its own: {type(fault).__name__}: {fault}")
+        output.note(f"internal error of fxpart: {type(fault).__name__}: {fault}")
         output.note("`fxpart --traceback VERB ...` shows where; please report it")
         return EXIT_OURS

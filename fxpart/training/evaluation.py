@@ -1,4 +1,4 @@
-"""A program's stages in evaluation mode: captured again, on the same ranks, with the same state."""
+"""Stages in evaluation mode: captured again, on the same ranks, with shared state."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 def evaluation(
     program: Program, lanes: Sequence[MeshRank], constants: ModuleConstants | None = None
 ) -> list[MeshRank]:
-    """The program captured in evaluation mode, on the same stages and sharing their state.
+    """Build evaluation-mode stages on the same ranks that share the state of training.
 
-    lanes: of the training program, with the modules of this process. constants: where the copies
-    of constants are noted.
+    lanes: the training program's mesh ranks, with the modules of this process. constants: registers
+    the copies of constants.
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
@@ -60,7 +60,7 @@ def prediction(
     loss: bool,
     constants: ModuleConstants | None = None,
 ) -> tuple[list[MeshRank], Outputs]:
-    """The same with the user's outputs; loss: and with the loss."""
+    """Build evaluation-mode stages that return the user's outputs, with or without the loss."""
     assert program.captured.again is not None
     captured = program.captured.again(False)
     (node,) = captured.graph.graph.find_nodes(op="output")
@@ -72,8 +72,8 @@ def prediction(
     ]
     if not kept:
         raise error(
-            "FXP109", where="the model's output", why="it has no tensor but the loss",
-            fix="eval_step gives the loss",
+            "FXP109", where="the model's output", why="its only tensor is the loss",
+            fix="use eval_step, which returns the loss",
         )  # fmt: skip
     others = [_unbroadcast(value) for value in others]
     if not loss or captured.loss_kind == "mean-square":
@@ -89,15 +89,15 @@ def prediction(
 def _note(
     lanes: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
 ) -> None:
-    """Note the copies of constants in evaluation modules."""
+    """Register the copies of constants in evaluation modules."""
     if constants is not None:
         constants.extend(lanes, captured.state)
 
 
 def _unbroadcast(value: Any) -> Any:
-    """An output before a loss broadcast it to its own shape, which ties it to the targets.
+    """Return an output from before a loss broadcast it to the shape of the targets.
 
-    ``mse_loss`` and others do; torch.export then takes the result for the model's own output.
+    ``mse_loss`` and others do so, and torch.export takes the result for the model's own output.
     """
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         made: Any = value.args[0]
@@ -115,7 +115,7 @@ def _unbroadcast(value: Any) -> Any:
 def _in_evaluation(
     program: Program, captured: CapturedModel, lanes: Sequence[MeshRank], *, keep_outputs: bool
 ) -> list[MeshRank]:
-    """A model that was captured in evaluation mode, on the stages and lanes of training."""
+    """Place a model captured in evaluation mode on the stages and mesh ranks of training."""
     if captured.microbatch_size not in (None, captured.batch_size):
         assert captured.again is not None
         mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
@@ -145,7 +145,7 @@ def _in_evaluation(
 def _copied(
     plan: Plan, spec: ProgramSpec, stages: Sequence[StageGraph]
 ) -> tuple[ProgramSpec, Sequence[StageGraph]]:
-    """Stages with their copies, where the plan has any."""
+    """Return the stages with their replicas, if the plan has any."""
     if not plan.replicas:
         return spec, stages
     whole = replicate_stages(spec, get_replica_rounds(plan))
@@ -159,13 +159,13 @@ def _evaluated(
     stages: Sequence[StageGraph],
     lane: MeshRank,
 ) -> MeshRank:
-    """One lane's evaluation modules. training: the state of the program captured in training."""
+    """Build one mesh rank's evaluation modules. training: the state of the training capture."""
     part = make_state_slicer(spec, lane.index)
     made: dict[int, nn.Module] = {}
     for index, trained in lane.modules.items():
         stage = spec.stages[index]
         module = load_stage(emit(stages[index]), stage, device_of(trained))
-        # Constants are numbered in each capture: one name may be of two tensors.
+        # Each capture numbers constants anew, so one name may denote two tensors.
         held = {
             s.name: s.attribute
             for s in lane.spec.stages[index].state
@@ -184,7 +184,7 @@ def _evaluated(
 def _is_same(
     name: str, training: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether both captures have the same constant under the name."""
+    """Return whether both captures have the same constant under the name."""
     one, other = training.get(name), state.get(name)
     if one is None or other is None:
         return one is other
@@ -197,7 +197,7 @@ def _fill(
     state: Mapping[str, torch.Tensor],
     part: ShardSelector | None,
 ) -> None:
-    """State that only evaluation reads (constants, fixed buffers), copied from the model."""
+    """Copy state that only evaluation reads (constants, fixed buffers) from the model."""
     for item in missing:
         tensor = state[item.name] if part is None else part(item.name, state[item.name])
         if item.kind == "parameter":
@@ -205,13 +205,13 @@ def _fill(
                 "FXP201",
                 where=f"parameter {item.name}",
                 why="evaluation uses it on a stage where training does not",
-                fix="capture with the module's training and evaluation paths using the same layers",
+                fix="use the same layers in the training and evaluation paths of the module",
             )
         setattr(module, item.attribute, tensor.detach().to(device_of(module), copy=True))
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a stage module makes new tensors."""
+    """Return the device on which a stage module creates tensors."""
     device = module.device
     assert isinstance(device, torch.device)
     return device

@@ -239,7 +239,7 @@ class BatchReader:
     def _cut(
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-        """Return the pieces and the rows of each (one piece of 1 row if no input has a batch dim)."""
+        """Return the pieces and the rows of each (one of 1 row if no input has a batch dim)."""
         here = [spec for spec in self._inputs if spec.name in tensors]
         cut = [spec for spec in here if spec.batch_dim is not None]
         if not cut:
@@ -333,7 +333,7 @@ class BatchReader:
         rows: list[int],
         problems: list[Problem],
     ) -> tuple[int, ...]:
-        """Repeat in place the rows of pieces that ``multiple`` does not divide; return the counts."""
+        """Repeat in place rows of pieces that ``multiple`` does not divide; return the counts."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
         if not cut or any(isinstance(_entry(spec), int) for spec in cut):
             return (1,) * len(rows)
@@ -381,9 +381,7 @@ class BatchReader:
             lengths = [self._dims[spec.name][spec.batch_dim](dict.fromkeys(names, n)) for n in rows]
         if sum(lengths) != size:
             why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
-            problems.append(
-                _problem(spec.path, why, "pass the same number of rows in every input")
-            )
+            problems.append(_problem(spec.path, why, "pass the same number of rows in every input"))
             return None
         return lengths
 

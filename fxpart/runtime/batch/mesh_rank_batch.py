@@ -28,7 +28,7 @@ class GlobalBatchReader:
     def __init__(
         self, lanes: Sequence[MeshRank], constants: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """lanes: the mesh ranks of this process. constants: of totals, as for :class:`BatchTotals`."""
+        """lanes: this process's mesh ranks. constants: of totals, as for :class:`BatchTotals`."""
         self._spec = lanes[0].spec
         self.needed = find_needed_inputs(lanes)
         self._reader = BatchReader(self._spec, get_row_multiple(self._spec), self.needed, constants)
@@ -140,7 +140,7 @@ class GlobalBatchReader:
 
     @property
     def multiple(self) -> int:
-        """Return the number that the rows of each microbatch are a multiple of, after repetition."""
+        """The number that divides the rows of each microbatch, after repetition."""
         return get_row_multiple(self._spec)
 
     @property
@@ -218,7 +218,7 @@ class BatchSlicer:
     def _own(
         self, cut: MicrobatchSplit, shapes: Sequence[dict[str, torch.Tensor]]
     ) -> tuple[dict[str, torch.Tensor], ...]:
-        """Return the pieces of a batch that has only this mesh rank's rows, shaped as ``shapes``."""
+        """Return the pieces of a batch with only this mesh rank's rows, shaped as ``shapes``."""
         assert cut.local is not None
         found = [dict(piece) for piece in shapes]
         for name, tensor in cut.local.items():

@@ -1,7 +1,7 @@
-"""The interpreter of one rank's actions: a short list of prepared calls, run once per step.
+"""The interpreter of one rank's actions: a list of prepared calls, run once per step.
 
-A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of results,
-so that no other rank waits in vain, and the step ends with an error on every rank.
+If a stage fails, the rank continues its transfers with zeros instead of results, so that no other
+rank waits forever. The step then raises on every rank.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ __all__ = ["BackwardHooks", "Executor", "Instruction", "StageFailure", "StepInpu
 class Executor(RankInstructions):
     """Runs one rank of a lowered schedule.
 
-    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
-    stages produce, ``failure`` if a stage raised, ``busy``: nanoseconds of computation, as the
-    host saw them.
+    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for this rank's stages,
+    ``failure`` if a stage raised, ``busy``: nanoseconds of computation as seen by the host.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class Executor(RankInstructions):
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
-        """modules: the rank's own stage modules by stage index.
+        """modules: the rank's stage modules by stage index.
 
-        on_failure: called when a stage has raised. around: called around backwards.
-        threads: the stage's other lanes are in this process: one that is missed has failed there,
-        and no connection is lost. recompute: stages that do not keep their activations. events:
-        where actions are noted; None: nowhere that outlives this.
+        on_failure: called when a stage has raised. around: hooks around backwards. threads: the
+        other mesh ranks of the stage are in this process, so a missing peer has failed there and no
+        connection is lost. recompute: stages that do not store their activations. events: the
+        recorder of actions; None: a private one.
         """
         super().__init__(
             spec, modules, schedule, rank, transport, device,
@@ -76,9 +75,9 @@ class Executor(RankInstructions):
         self._instructions = self._prepared
         self._marks = [self._first_mark(each) for each in self._prepared]
         self._computes = [each.action.kind.is_compute for each in self._prepared]
-        # While the ranks compare their batches, one that waits for nobody may begin; but not where
-        # a forward leaves traces (buffers), lest a refused batch leave some, nor where it meets
-        # other ranks in a collective, at which one that makes another call would never arrive.
+        # A rank that waits for no peer may start while the ranks compare their batches. Exceptions:
+        # a forward that changes buffers, because a rejected batch must not change any, and a
+        # forward with collectives, because a rank that makes another call would never join.
         self._alone = int(
             bool(self._instructions)
             and self._instructions[0].action.kind is ActionKind.F
@@ -88,15 +87,15 @@ class Executor(RankInstructions):
         )
 
     def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:
-        """From the next step on run what ``around`` makes of each instruction; None: as before."""
+        """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
         self._instructions = self._prepared if around is None else list(map(around, self._prepared))
 
     def run(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[None]:
-        """Execute one step; yields whenever a message is not there yet (in-process only).
+        """Execute one step; yield whenever a message has not arrived (in-process only).
 
-        gate: returns once all ranks are known to run the same step, or raises; nothing is sent or
-        received before. Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is
-        kept in ``failure`` instead.
+        gate: returns once all ranks have agreed to run the same step, or raises; nothing is sent or
+        received before. Raises FXP503 or FXP504 if a transfer fails. A failure of the own stage is
+        stored in ``failure``.
         """
         self._feed = feed
         self.losses, self.outputs, self.failure = {}, {}, None
@@ -128,13 +127,13 @@ class Executor(RankInstructions):
         self.position = len(self._instructions)
 
     def _late_ties(self) -> Iterator[None]:
-        """Sums of shared parameters whose parts may arrive only now."""
+        """Complete gradients of tied parameters whose last parts arrive after all actions."""
         for inbox, index, _ in self._late:
             while not inbox.ready(index):
                 yield
         if self._late:
             peer = self._late[0][0].source
-            self.events.put("sums of shared parameters", "wait", peer=peer)
+            self.events.put("tied gradients", "wait", peer=peer)
         try:
             if self.failure is None:
                 self._ties.conclude()
@@ -144,7 +143,7 @@ class Executor(RankInstructions):
             raise self._lost(self._instructions[-1], cause) from cause
 
     def _first_mark(self, instruction: Instruction) -> Mark | None:
-        """What is noted before an action is done; a receive is only posted, and waits later."""
+        """Return the event before an action; a receive has none, as it is only posted."""
         action = instruction.action
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return None
@@ -159,7 +158,7 @@ class Executor(RankInstructions):
         )  # fmt: skip
 
     def _execute(self, instruction: Instruction) -> None:
-        """Do it, or after a failure only what other ranks wait for."""
+        """Run the instruction; after a failure, only the transfers that other ranks wait for."""
         if self.failure is None:
             try:
                 instruction.do()
@@ -176,19 +175,21 @@ class Executor(RankInstructions):
         instruction.drain()
 
     def finish(self) -> None:
-        """Wait for the last sends; call it when all ranks are known to have received."""
+        """Wait for the last sends; call it when all ranks have received their messages."""
         while self._sending:
             self._transport.wait(self._sending.popleft())
         self._ties.finish()
 
     def waiting(self) -> str:
-        """The action that has not been done, for a message."""
+        """Return the action that has not run, for a message."""
         return str(self._instructions[self.position].action)
 
     def _lost(
         self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:
-        """The error of a failed transfer: what this rank did, and for whom it waited."""
+        """Return the error of a failed transfer: the action of this rank and the peers it waited
+        for.
+        """
         self.lost = True
         action = instruction.action
         peers = {inbox.source for inbox, *_ in instruction.awaits}

@@ -1,6 +1,7 @@
-"""One rank's actions, prepared: everything that can be known before a step is worked out here.
+"""Preparation of one rank's actions.
 
-Which tensors cross, what each action reads, and when a microbatch's tensors are dropped.
+Everything known before a step is computed here: the tensors of each message, the values that each
+action reads, and when a microbatch's tensors are freed.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from fxpart.runtime.gradients.tied_parameters import TiedGradientReducer
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
 from fxpart.schedule.action import Action, ActionKind, Schedule
 
-# Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
+# Maximum number of sends in flight; bounds the memory of sent tensors.
 WINDOW = 4
-_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # what adds to a stage's gradients
-_ENDS = (ActionKind.B, ActionKind.I)  # what gives a microbatch's tensors up
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # Actions that add to a stage's gradients.
+_ENDS = (ActionKind.B, ActionKind.I)  # Actions that free a microbatch's tensors.
 
 
 class RankInstructions:
-    """The instructions of one rank, and what they share.
+    """The instructions of one rank, and their shared state.
 
-    losses, outputs (by name): per microbatch, for what this rank's stages produce. halves: by
-    stage, what splits its backwards. began: when the newest action had all that it needs, in
+    losses, outputs (by name): per microbatch, for this rank's stages. halves: by stage, the
+    splitter of its backwards. began: when the inputs of the newest action were complete, in
     monotonic nanoseconds.
     """
 
@@ -89,7 +90,7 @@ class RankInstructions:
         self._cells: dict[tuple[int, int], StageMicrobatch] = {}
         self._rests: dict[tuple[int, int], WeightBackward | None] = {}
         self._sending: deque[Any] = deque()
-        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # of what is sent
+        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # Of sent tensors.
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
@@ -129,7 +130,7 @@ class RankInstructions:
         return done
 
     def _outlasts(self, forward: Action, actions: Sequence[Action]) -> bool:
-        """Whether a stage of this rank takes a forward's values after the backward only."""
+        """Return whether a stage of this rank reads a forward's outputs only after its backward."""
         if not self._train:
             return False
         own = [(a.stage, a.kind) for a in actions if a.microbatch == forward.microbatch]
@@ -138,12 +139,12 @@ class RankInstructions:
         return bool(ends) and any(k in users and kind is ActionKind.F for k, kind in own[ends[0] :])
 
     def _here(self, stage: int, microbatch: int) -> bool:
-        """Whether this rank runs a microbatch on a stage."""
+        """Return whether this rank runs a microbatch on a stage."""
         return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
 
     def _touches(self, action: Action) -> list[tuple[int, int]]:
-        """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
-        if action.kind is ActionKind.W:  # what it needs is kept apart
+        """Return the (stage, microbatch) pairs that an action may read: own and local peers'."""
+        if action.kind is ActionKind.W:  # Its inputs are stored separately.
             return []
         table, found = self._tables[action.stage], [action.stage]
         if action.kind is ActionKind.F:
@@ -153,7 +154,7 @@ class RankInstructions:
         return [(stage, action.microbatch) for stage in found]
 
     def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
-        """The same, and what nothing reads after it is dropped."""
+        """Return the instruction with the tensors dropped that no later action reads."""
         inner, cells = instruction.do, self._cells
 
         def do() -> None:
@@ -164,7 +165,7 @@ class RankInstructions:
         return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
 
     def _spent(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
-        """By position the cells whose outputs nothing reads after it; where stages recompute."""
+        """Return by position the pairs whose outputs are not read later, for recomputed stages."""
         last: dict[tuple[int, int], int] = {}
         for index, action in enumerate(actions):
             if action.kind is ActionKind.F:
@@ -178,7 +179,7 @@ class RankInstructions:
         return found
 
     def _shedding(self, instruction: Instruction, spent: list[tuple[int, int]]) -> Instruction:
-        """The same, and outputs that nothing reads after it are dropped."""
+        """Return the instruction with the outputs dropped that no later action reads."""
         inner, cells = instruction.do, self._cells
 
         def do() -> None:
@@ -189,13 +190,14 @@ class RankInstructions:
         return replace(instruction, do=do)
 
     def _begins(self, action: Action) -> Mark:
-        """That an action has what it needs."""
+        """Return the event that an action has all its inputs."""
         return self.events.mark(str(action), stage=action.stage, microbatch=action.microbatch)
 
     def _waits(self, action: Action, arrivals: Sequence[Arrival]) -> list[Mark | None]:
-        """For each arrival that the action waits for its sender; None: as for the one before.
+        """Return for each arrival the event of waiting for its sender; None if it equals the
+        previous.
 
-        None for the first, too: the executor says that before the action is looked at.
+        The first is None, too: the executor writes it before the action.
         """
         marks: list[Mark | None] = []
         for at, (inbox, *_) in enumerate(arrivals):
@@ -209,7 +211,7 @@ class RankInstructions:
         )
 
     def _prepare_receive(self, action: Action) -> Instruction:
-        """A receive is posted here at the latest; the computation that needs it waits for it."""
+        """Prepare a receive: it is posted here at the latest, and awaited by its computation."""
         post = self._routes.posting(action) or _nothing
         return Instruction(action, (), post, post)
 
@@ -255,7 +257,9 @@ class RankInstructions:
         stage, microbatch, ties = action.stage, action.microbatch, self._ties
         table, cells = self._tables[stage], self._cells
         tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
-        if not (table.trains or tied):  # an owner without gradients of its own collects others'
+        if not (
+            table.trains or tied
+        ):  # An owner without own gradients still collects those of other stages.
             return Instruction(action, (), _nothing, _nothing)
         arrivals = self._routes.arrivals(ActionKind.SEND_B, stage, microbatch, table.consumers)
         own = [
@@ -361,9 +365,9 @@ class RankInstructions:
         value: torch.Tensor,
         fresh: dict[tuple[int, ValueEdge], Order],
     ) -> list[torch.Tensor]:
-        """What is sent of a value: itself, contiguous, and before its link's first its order.
+        """Return the tensors to send for a value, preceded by its dim order the first time.
 
-        fresh: takes an order that is to be sent.
+        fresh: receives an order that is to be sent.
         """
         if not has_several_orders(link.shape):
             return [value.contiguous()]
@@ -376,7 +380,7 @@ class RankInstructions:
 
 
 def _nothing() -> None:
-    """A transfer without tensors, or a backward without gradients."""
+    """Do nothing: a transfer without tensors, or a backward without gradients."""
 
 
 def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
@@ -391,6 +395,6 @@ def _misshapen(link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]) 
     return error(
         "FXP900",
         where=f"value {link.name} from stage {link.source} to stage {link.target}",
-        why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {expected} was compiled",
+        why=f"it is {value.dtype} {tuple(value.shape)}, not {link.dtype} {expected} as compiled",
         fix="",
     )

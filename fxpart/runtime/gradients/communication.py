@@ -1,4 +1,4 @@
-"""What gradients need between the last backward and the update: ties shared, or all gathered."""
+"""Communication of gradients between the last backward and the update."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxpart.runtime.transport.interface import STATE
 
 
 def send_tied_gradients(state: ModelState, held: OptimizerShards) -> None:
-    """Give every copy of a shared parameter the owner's gradient, which is the sum of all.
+    """Send the owner's total gradient of each tied parameter to its other copies.
 
-    The sums themselves are made during the backward passes
-    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each lane sends within its own pipeline.
+    The sums are computed during the backward passes
+    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each mesh rank sends within its own pipeline.
     """
     for name, entry in find_tied_entries(state):
         if name in held.rows:
@@ -25,7 +25,7 @@ def send_tied_gradients(state: ModelState, held: OptimizerShards) -> None:
 
 
 def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
-    """The trainable entries that several stages hold, sorted by name."""
+    """Return the trainable entries that several stages own, sorted by name."""
     return sorted(
         (name, entry)
         for name, entry in state.entries.items()
@@ -43,7 +43,7 @@ def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane
     if owner in copies:
         total = _gradient(held.of(copies[owner]))
         for stage in others:
-            # In one process a message is the tensor itself, and copies must not share memory.
+            # Within a process a message is the tensor itself, and copies must not share memory.
             rank = state.rank(stage, lane)
             if rank == home:
                 held.of(copies[stage]).grad = total.clone()
@@ -61,10 +61,10 @@ def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane
 def gather_gradients(
     state: ModelState, held: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Whole gradients by name on every process, where there are any.
+    """Return whole gradients by name on every process, if there are any.
 
-    own: per lane of this process the owners' gradients, in parts as the lane or its optimizer has
-    them.
+    own: per mesh rank of this process the owners' gradients, sharded as in the mesh rank or in its
+    optimizer.
     """
     names = [name for name, entry in state.entries.items() if entry.trainable]
     found: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
@@ -74,7 +74,7 @@ def gather_gradients(
             found[name][lane] = gradient
             if tuple(gradient.shape) != state.entries[name].pieces.local_shape(lane):
                 flat[name] = held.axis(name)
-    # 1: there is one; 3: each lane's optimizer has a piece of it
+    # 1: a gradient exists; 3: each mesh rank's optimizer has a shard of it.
     message = bytes(bool(found[name]) + 2 * (name in flat) for name in names)
     rows = state.transport.exchange_bytes(message)
     there = {name: max(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
