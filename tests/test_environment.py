@@ -62,7 +62,7 @@ def test_every_fault_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_beyond_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, RANK="4")
-    with pytest.raises(FxpartError, match="not below WORLD_SIZE=4"):
+    with pytest.raises(FxpartError, match="not less than WORLD_SIZE=4"):
         launch()
 
 

@@ -257,9 +257,8 @@ class RankInstructions:
         stage, microbatch, ties = action.stage, action.microbatch, self._ties
         table, cells = self._tables[stage], self._cells
         tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
-        if not (
-            table.trains or tied
-        ):  # An owner without own gradients still collects those of other stages.
+        # An owner without own gradients still collects those of other stages.
+        if not (table.trains or tied):
             return Instruction(action, (), _nothing, _nothing)
         arrivals = self._routes.arrivals(ActionKind.SEND_B, stage, microbatch, table.consumers)
         own = [

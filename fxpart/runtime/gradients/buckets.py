@@ -9,9 +9,8 @@ import torch
 
 from fxpart.runtime.gradients import reduce_scatter
 
-FIRST = (
-    1 << 20
-)  # Size of the first bucket in bytes; small, so that communication starts early, as in DDP.
+# Bytes of the first bucket; small, so that communication starts early, as in PyTorch's DDP.
+FIRST = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,9 +30,8 @@ from fxpart.schedule.action import list_group_stages
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
 
-_UNDER_WAY = (
-    1  # Buckets in flight per stage while the next is packed; each holds a copy of its gradients.
-)
+# Buckets in flight per stage while the next is packed; each holds a copy of its gradients.
+_UNDER_WAY = 1
 
 
 def replicate_stages(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
@@ -165,9 +164,7 @@ def _sum_group(
         rank = state.rank(holder, 0)
         others.append(rank)
         mine = _held_by(held, entries, holder) if rank in transport.local else []
-        if (
-            mine and id(mine[0]) not in seen
-        ):  # Otherwise they are the same tensors, on the owner's rank.
+        if mine and id(mine[0]) not in seen:  # Otherwise they are the owner's tensors.
             sending.append((rank, mine))
     known = own or (sending[0][1] if sending else [])
     sends: deque[Any] = deque()

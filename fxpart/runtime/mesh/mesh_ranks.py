@@ -113,9 +113,7 @@ class MeshRankThreads:
         }
         try:
             wait(running.values())
-        except (
-            BaseException
-        ) as cause:  # Ctrl-C: the mesh ranks must not continue without their caller.
+        except BaseException as cause:  # Ctrl-C: stop the mesh ranks, too.
             for lane in tasks:
                 self._leave(lane, cause)
             wait(running.values())

@@ -188,9 +188,8 @@ class RankRecorder:
         self._rank = rank
         self.device = device
         self.begun = self.last = 0
-        self._meets = (
-            False  # Whether collectives are recorded now: within a computation, outermost only.
-        )
+        # Whether collectives are recorded now: within a computation, outermost only.
+        self._meets = False
 
     def now(self) -> int:
         """Return the time after synchronizing the device."""

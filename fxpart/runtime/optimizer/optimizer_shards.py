@@ -1,10 +1,10 @@
-"""What the optimizer holds of each parameter: all that its lane has, or the lane's piece of that.
+"""Optimizer shards (ZeRO): the part of each parameter that a rank's optimizer owns.
 
-ZeRO-1 and -2 (Rajbhandari et al., SC 2020): lanes that hold equal copies of a parameter need not
-all keep its optimizer state. Each lane of ``zero_axis`` updates one piece and gives it to the
-others. The pieces are equal ranges of the flat parameter: each lane keeps 1/n of every tensor to
-the element, whatever its shape, and a piece is a view, so that it costs no memory. The optimizer is
-made with the parameters themselves, so groups that look at shapes stay right.
+ZeRO-1 and -2 (Rajbhandari et al., SC 2020): mesh ranks with equal copies of a parameter share its
+optimizer state. Each mesh rank along ``zero_axis`` updates one shard and sends it to the others.
+The shards are equal ranges of the flat parameter: each mesh rank owns 1/n of every tensor, to the
+element, whatever its shape. A shard is a view and costs no memory. The optimizer is created with
+the parameters themselves, so groups that depend on shapes are correct.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along
 
 
 class OptimizerShards:
-    """The optimizer's tensors of this process, and the sums of gradients that lead to them.
+    """The optimizer's tensors of this process, and the gradient reductions into them.
 
-    Calls with a lane are made by all lanes at once.
+    Methods with a mesh rank are called by all mesh ranks at once.
     """
 
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared_rows: bool = True
     ) -> None:
-        """meshes: None where the program is not sharded.
+        """meshes: None if the program is not sharded.
 
-        shared_rows: whether sparse gradients of tables that several stages hold stay sparse.
+        shared_rows: whether sparse gradients of embedding tables that several stages share stay
+        sparse.
         """
         self._state = state
         self._meshes = meshes
@@ -63,29 +64,29 @@ class OptimizerShards:
                     mesh = meshes.of(stage, lane.index)
                     self._scatters[stage, lane.index] = GradientReduceScatter(mesh, self._axis)
         self._sums = self._make_sums()
-        self.closing = False  # an update follows the step that runs: its sums may start
+        self.closing = False  # An update follows the current step, so its reductions may start.
         if self.zero == 2:
             self._send_early()
 
     def axis(self, name: str) -> str:
-        """The axis along which what a lane holds of a parameter is cut for the optimizer, or "".
+        """Return the mesh axis along which a parameter is sharded for the optimizer, or "".
 
-        A parameter that is a single number without dims is not worth it: every lane updates it.
+        A scalar without dims is not sharded: every mesh rank updates it.
         """
         entry = self._state.entries[name]
         cut = entry.trainable and entry.pieces.shape and self._axis not in entry.pieces.axes
         return self._axis if cut else ""
 
     def pieces(self, name: str) -> ShardLayout:
-        """How the parameter lies over the optimizers of the lanes."""
+        """Return how the parameter is sharded over the optimizers of the mesh ranks."""
         return shard_along_axis(self._state.entries[name].pieces, self.axis(name))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the optimizer has in a parameter's place."""
+        """Return the optimizer's tensor for a parameter."""
         return self._pieces.get(id(parameter), parameter)
 
     def cut(self) -> list[str]:
-        """Parameters of which an optimizer of this process holds a part only."""
+        """Return parameters of which an optimizer of this process owns only a part."""
         return [
             name
             for name, entry in self._state.entries.items()
@@ -93,7 +94,7 @@ class OptimizerShards:
         ]
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the lanes' pieces, and what state it has already cut as they are."""
+        """Replace the optimizer's parameters by their shards, and slice existing state."""
         if not self._pieces:
             return
         for group in optimizer.param_groups:
@@ -115,7 +116,7 @@ class OptimizerShards:
     # -- gradients ------------------------------------------------------------------------------
 
     def around(self, lane: int) -> BackwardHooks | None:
-        """What is done around the backwards of a lane's stages; None: nothing."""
+        """Return the hooks around the backwards of a mesh rank's stages, None if there are none."""
         if self.zero != 2 and not self._sums:
             return None
         return BackwardHooks(
@@ -134,13 +135,15 @@ class OptimizerShards:
             sums.rest()
 
     def _skip(self, lane: int, stage: int) -> None:
-        """After a failure lanes of other processes wait; those of this one are told otherwise."""
+        """After a failure, release mesh ranks in other processes; local ones are aborted
+        separately.
+        """
         assert self._meshes is not None
         if self.closing and (stage, lane) in self._sums and not self._meshes.threads:
             self._sums[stage, lane].skip()
 
     def conclude(self, lane: MeshRank) -> None:
-        """After a failure that all ranks know of: let what is under way arrive, and drop it."""
+        """After a failure that all ranks know of, complete and discard pending reductions."""
         if self._meshes is not None and self._meshes.threads:
             return
         for stage in sorted(lane.modules):
@@ -148,19 +151,19 @@ class OptimizerShards:
                 self._sums[stage, lane.index].finish()
 
     def after_backward(self, lane: int, stage: int) -> None:
-        """ZeRO-2: keep this lane's pieces of the gradients that a backward has left.
+        """ZeRO-2: keep this mesh rank's shards of the gradients that a backward has computed.
 
-        Most have been sent while it ran; the sums of ties are complete only now.
+        Most are sent during the backward; tied gradients are complete only now.
         """
         self._scatter(lane, stage, list(self._owned(lane, stage)))
 
     def collect(self, lane: MeshRank) -> None:
-        """ZeRO-2: the same for what came at the end of a step, which are late sums of ties."""
+        """ZeRO-2: the same for late tied gradients at the end of a step."""
         for stage in sorted(lane.modules):
             self.after_backward(lane.index, stage)
 
     def reset(self) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
         for sums in self._sums.values():
             sums.reset()
         if self._meshes is not None:
@@ -172,7 +175,7 @@ class OptimizerShards:
             parameter.grad = self.of(parameter).grad = None
 
     def finish(self, lane: MeshRank) -> None:
-        """Make the sums over lanes that all gradients of the owners still need."""
+        """Complete the reductions over mesh ranks of all gradients of the owners."""
         for stage in sorted(lane.modules):
             mine = list(self._owned(lane.index, stage))
             done = self._finish_sums(lane.index, stage)
@@ -189,7 +192,7 @@ class OptimizerShards:
             self._sum(lane.index, stage, summed)
 
     def share_rows(self) -> None:
-        """Sparse gradients: to all that hold a table, and of each what its lane updates."""
+        """Exchange sparse gradients between owners of a table, and keep those to update here."""
         self.rows.share()
         if self._pieces:
             self.rows.settle(self._range)
@@ -197,7 +200,7 @@ class OptimizerShards:
     def _range(
         self, name: str, entry: StateEntry, lane: int, parameter: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """What the optimizer has in a parameter's place, and the range of the flat one it is."""
+        """Return the optimizer's tensor for a parameter, and its range of the flat parameter."""
         size = parameter.numel()
         held = self.of(parameter)
         if held is parameter:
@@ -211,11 +214,11 @@ class OptimizerShards:
         summed: bool,
         rows: Mapping[tuple[str, int], SparseGradientParts | None],
     ) -> dict[str, torch.Tensor]:
-        """Copies of the owners' gradients as they are, or will be, after :meth:`finish`, by name.
+        """Return copies of the owners' gradients as after :meth:`finish`, by name.
 
-        summed: whether they have been finished. rows: sparse gradients that several stages have a
-        part of, by name and lane. They are cut as the optimizer's tensors are where those have the
-        gradient already; sparse ones are given as plain tensors.
+        summed: whether finish was called. rows: sparse gradients that several stages contribute to,
+        by name and mesh rank. A gradient is sharded if the optimizer's tensor has it already;
+        sparse gradients are returned dense.
         """
         found: dict[str, torch.Tensor] = {}
         for stage in sorted(lane.modules):
@@ -236,7 +239,7 @@ class OptimizerShards:
         return found
 
     def spread(self, lane: MeshRank) -> None:
-        """After the optimizer's step: every lane's pieces to the others."""
+        """After the optimizer's step, all-gather the shards of every mesh rank."""
         if not self._pieces or self._meshes is None:
             return
         for stage in sorted(lane.modules):
@@ -254,7 +257,7 @@ class OptimizerShards:
             )
 
     def _finish_sums(self, lane: int, stage: int) -> set[int]:
-        """Wait for the stage's early sums; the parameters that they were for, by identity."""
+        """Wait for the stage's early reductions; return the ids of their parameters."""
         sums = self._sums.get((stage, lane))
         if sums is None:
             return set()
@@ -262,7 +265,9 @@ class OptimizerShards:
         return sums.parameters
 
     def _make_sums(self) -> dict[tuple[int, int], StageGradientReducer]:
-        """By stage and lane the sums of gradients that do not wait for other stages'."""
+        """Create by stage and mesh rank the reducers of gradients that no other stage contributes
+        to.
+        """
         found: dict[tuple[int, int], StageGradientReducer] = {}
         queues: dict[int, ReductionQueue] = {}
         for lane in self._state.lanes:
@@ -277,7 +282,7 @@ class OptimizerShards:
         return found
 
     def _terms(self, lane: MeshRank, stage: int) -> Iterator[PartialGradient]:
-        """The stage's own sums, in reverse order of use; equal on all lanes but for shapes."""
+        """Yield the stage's own reductions in reverse order of use; equal on all mesh ranks."""
         spec = lane.spec.stages[stage]
         if self._meshes is None or not has_backward(lane.spec, spec):
             return
@@ -291,7 +296,8 @@ class OptimizerShards:
                 continue
             parameter = entry.copies[stage, lane.index]
             held, cut = self.of(parameter), self.axis(state.name)
-            # Under ZeRO-2 each backward sends its own; what is equal on the axis is cut at the end.
+            # Under ZeRO-2 each backward sends its own; gradients equal along the axis are sliced at
+            # the end.
             if not cut or (self.zero == 1 and cut in axes):
                 yield PartialGradient(
                     parameter, held, axes, cut, entry.pieces.most * parameter.itemsize
@@ -303,24 +309,24 @@ class OptimizerShards:
                 yield name, entry, entry.copies[stage, lane]
 
     def _rest(self, name: str, entry: StateEntry) -> tuple[str, ...]:
-        """The axes over which a gradient is still a sum where the optimizer's tensor has it."""
+        """Return the axes over which the gradient of the optimizer's tensor is still partial."""
         return tuple(axis for axis in entry.partial if axis != self.axis(name))
 
     def _scatter(
         self, lane: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
     ) -> None:
-        """Move gradients from parameters to the lane's pieces of them."""
+        """Move gradients from parameters to the mesh rank's shards."""
         if self._meshes is None or not self._pieces:
             return
         scatter = self._scatters[stage, lane]
-        scatter.finish()  # what a backward has given it, whose gradients may not be there twice
+        scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
         for name, entry, parameter in mine:
             held = self.of(parameter)
             if parameter.grad is None or held is parameter or name in self.rows:
                 continue
             if self._axis in entry.partial:
                 scatter.add(parameter, held)
-            else:  # equal on all lanes of the axis: a part is enough
+            else:  # Equal on all mesh ranks of the axis: a slice is enough.
                 line = get_dense_gradient(parameter).reshape(-1)
                 pieces = shard_along_axis(entry.pieces, self._axis)
                 piece = line[slice(*pieces.range(lane, len(line)))].clone()
@@ -329,7 +335,7 @@ class OptimizerShards:
         scatter.finish()
 
     def _send_early(self) -> None:
-        """ZeRO-2: a gradient is on its way as soon as a backward has made it."""
+        """ZeRO-2: send a gradient as soon as a backward has computed it."""
         for name, entry in self._state.entries.items():
             if not self.axis(name) or len(entry.stages) > 1 or self._axis not in entry.partial:
                 continue
@@ -345,7 +351,7 @@ class OptimizerShards:
         stage: int,
         gradients: dict[str, tuple[tuple[str, ...], torch.Tensor]],
     ) -> None:
-        """Sum gradients in place, those over the same axes in the same buckets."""
+        """All-reduce gradients in place, in buckets of the same axes."""
         if self._meshes is None:
             return
         groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
@@ -358,7 +364,7 @@ class OptimizerShards:
 
 
 def _piece(entry: StateEntry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
-    """A view of the lane's piece; the parameter is made contiguous first."""
+    """Return a view of the mesh rank's shard; make the parameter contiguous first."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
     line = parameter.data.view(-1)

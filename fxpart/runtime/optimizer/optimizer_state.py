@@ -1,4 +1,4 @@
-"""Optimizer state by original parameter name: gathered from all ranks, and taken in again."""
+"""Optimizer state by original parameter name: gathered from all ranks, and loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxpart.runtime.transport.interface import Transport
 class _StateValue(msgspec.Struct, frozen=True):
     """One value of one parameter's state: a tensor's dtype and shape, or a plain value.
 
-    part: it has a number for each number that the lane's optimizer holds of the parameter.
+    part: it has one element per element of the parameter in the mesh rank's optimizer.
     """
 
     name: str
@@ -34,7 +34,7 @@ class _StateValue(msgspec.Struct, frozen=True):
 
 
 class _LocalOptimizerState(msgspec.Struct, frozen=True):
-    """What one process has: slots in order, options of each group, parameter names per group."""
+    """One process's state: values, options of each group, parameter names per group."""
 
     slots: tuple[_StateValue, ...]
     options: tuple[dict[str, Any], ...]
@@ -44,10 +44,10 @@ class _LocalOptimizerState(msgspec.Struct, frozen=True):
 def gather_optimizer_state(
     state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer, *, first_only: bool
 ) -> dict[str, Any]:
-    """``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
+    """Return ``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
 
-    The same on every rank, or on rank 0 only (elsewhere empty). A tie's state is its owner's.
-    Tensors are whole, whatever each lane's optimizer holds of them.
+    It is the same on every rank, or only on rank 0 (else empty). The state of a tied parameter is
+    its owner's. Tensors are whole, independent of sharding.
     """
     transport = state.transport
     report, tensors = _report(state, held, optimizer)
@@ -76,7 +76,7 @@ def gather_optimizer_state(
 
 
 def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
-    """One view of all: the same groups with everybody's parameters, and all state."""
+    """Return one view of all: the same groups with all parameters, and all state."""
     first, *others = optimizers.values()
     if not others:
         return first
@@ -98,18 +98,18 @@ def plan_state_load(
     given: Mapping[str, Any],
     groups: Sequence[ParameterGroup] = (),
 ) -> Callable[[], None]:
-    """What puts gathered state back; FXP110 before it for parameters that it does not hold.
+    """Return a function that loads gathered state; FXP110 now for missing parameters.
 
-    groups: those of the whole model by name, where it was given any. A group of which this process
-    has no parameter takes its options by the names of others' parameters, or by its number.
+    groups: of the whole model by name, if the user passed any. A group without parameters in this
+    process takes its options by the names of other processes' parameters, or by its index.
     """
     place = {name: group for group in given["param_groups"] for name in group["params"]}
     wanted_names = [n for g in groups for n in g.names] if groups else list(state.trainable())
     missing = [name for name in wanted_names if name not in place]
     if missing:
-        fix = "give the optimizer state of the same model"
+        fix = "pass the optimizer state of the same model"
         raise FxpartError(
-            Problem("FXP110", name, "the optimizer state does not hold it", fix) for name in missing
+            Problem("FXP110", name, "the optimizer state does not have it", fix) for name in missing
         )
     holders = {
         id(held.of(tensor)): (name, lane)
@@ -147,7 +147,7 @@ def find_source_group(
     groups: Sequence[ParameterGroup],
     place: Mapping[str, Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """The given group that stands for one of the optimizer's, as far as names do not tell it."""
+    """Return the given group for one of the optimizer's groups without local parameters."""
     names = groups[index].names if groups else ()
     if names:
         return place[names[0]]
@@ -157,7 +157,7 @@ def find_source_group(
 def _report(
     state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer
 ) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
-    """What this process's optimizer holds for the parameters that it owns, each element once."""
+    """Return the state of the parameters that this process owns, each element once."""
     owned = {
         id(held.of(tensor)): (name, lane)
         for name, entry in state.entries.items()
@@ -175,7 +175,8 @@ def _report(
             first = lane == held.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    value = value.to_dense() if value.is_sparse else value  # momentum of rows
+                    # Momentum of sparse rows.
+                    value = value.to_dense() if value.is_sparse else value
                     shape = tuple(value.shape)
                     part = bool(shape) and shape == tuple(parameter.shape)
                     if part or first:
@@ -203,7 +204,7 @@ def _spread(
 
 
 def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
-    """The groups of all processes merged by position, parameters in the model's order."""
+    """Merge the groups of all processes by index, parameters in the model's order."""
     place = {name: index for index, name in enumerate(state.entries)}
     merged: list[dict[str, Any]] = []
     for report in reports:
@@ -218,24 +219,24 @@ def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict
 
 
 def _mine(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
-    """A copy of what the lane's optimizer keeps of one value."""
+    """Return a copy of the mesh rank's part of one value."""
     if value.dim() and tuple(value.shape) == pieces.shape:
         value = pieces.part(value, lane)
     return value.clone()
 
 
-_TENSOR = "tensor"  # in a message: an option that is one, or holds some
+_TENSOR = "tensor"  # Marks an option that is a tensor in a message.
 
 
 def _told(value: Any) -> Any:
-    """An option as plain data: a learning rate may be a tensor, and betas a tuple of them."""
+    """Convert an option to plain data; a learning rate may be a tensor, betas a tuple of them."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR: [str(value.dtype)[6:], value.detach().cpu().tolist()]}
     return [_told(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def _heard(value: Any) -> Any:
-    """The option again; a tensor is of the CPU, as torch's checkpoints have it."""
+    """Convert an option from plain data; tensors are on the CPU, as in torch's checkpoints."""
     if isinstance(value, dict) and set(value) == {_TENSOR}:
         dtype, numbers = value[_TENSOR]
         return torch.tensor(numbers, dtype=torch_dtype(dtype))
@@ -243,9 +244,9 @@ def _heard(value: Any) -> Any:
 
 
 def convert_option(current: Any, value: Any) -> Any:
-    """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
+    """Convert an option to the type that the optimizer uses: JSON turns tuples into lists."""
     if isinstance(current, torch.Tensor):
-        # A copy: several groups, or what the state was taken from, would share it.
+        # Copy it: several groups, or the source of the state, could share it.
         made = torch.as_tensor(value, dtype=current.dtype, device=current.device)
         return made.detach().clone()
     if isinstance(current, tuple) and isinstance(value, (list, tuple)):

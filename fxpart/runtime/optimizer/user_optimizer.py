@@ -1,4 +1,4 @@
-"""An optimizer instance of the user's: its groups, its parameters and its state, by name."""
+"""The user's optimizer instance: groups, parameters and state by name."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Locate = Callable[[torch.Tensor], tuple[str, Callable[[torch.Tensor], torch.Tens
 
 
 class UserOptimizer:
-    """An optimizer instance, and which parameters of the model it has.
+    """An optimizer instance, and the names of its parameters in the model.
 
-    instance: the user's own. names: for each of its groups the names of its parameters, in order.
-    A call with pairs (name, parameter) makes one of the same class, groups and state over them,
-    which is what ``named`` says.
+    instance: the user's. names: for each of its groups the names of its parameters, in order.
+    Calling it with pairs (name, parameter) creates an optimizer of the same class, groups and state
+    over them, as ``named`` indicates.
     """
 
     named = True
@@ -43,11 +43,12 @@ class UserOptimizer:
         *,
         followed: bool = True,
     ) -> None:
-        """model: the model's parameters, those of a loss module included, by name.
+        """Map the instance's parameters to names of the model.
 
-        followed: whether calls of the instance are to be those of the trainer while that lives.
-        Raises FXP115 for an instance over other parameters, with a parameter twice, with hooks, or
-        with a step or an optimizer of its own inside, which no copy would repeat.
+        model: the model's parameters by name, including those of a loss module. followed: whether
+        calls of the instance are redirected to the trainer while it is open. Raises FXP115 for an
+        instance over other parameters, with a parameter twice, with hooks, or with its own step or
+        an inner optimizer, which a copy would not repeat.
         """
         self.instance = instance
         self.followed = followed
@@ -63,16 +64,16 @@ class UserOptimizer:
         if foreign:
             raise _refused(
                 self.kind,
-                f"{foreign} of its {len(every)} parameters are not the model's",
-                "make it from model.parameters() of the model that is compiled (not of a copy), "
-                "or give its class",
+                f"{foreign} of its {len(every)} parameters do not belong to the model",
+                "create it from model.parameters() of the compiled model (not of a copy), or pass "
+                "its class",
             )
         self.names = tuple(tuple(str(name) for name in mine) for mine in found)
         twice = sorted({str(name) for name in every if every.count(name) > 1})
         if twice:
             raise _refused(
                 self.kind,
-                f"it has {', '.join(twice[:3])} twice, and each step would update it twice",
+                f"it has {', '.join(twice[:3])} twice, so each step would update it twice",
                 "list each parameter once, in one group",
             )
         own = (p for group in instance.param_groups for p in group["params"])
@@ -80,7 +81,7 @@ class UserOptimizer:
         self._check_step()
 
     def groups(self, trainable: Iterable[str]) -> tuple[ParameterGroup, ...]:
-        """Its groups with the names of those parameters that are trained; the options as now."""
+        """Return its groups with the names of trained parameters, and its current options."""
         wanted = set(trainable)
         return tuple(
             ParameterGroup(
@@ -97,11 +98,11 @@ class UserOptimizer:
         empty = torch.nn.Parameter(torch.empty(0))
         try:
             return optimizer_over(self.instance, members, empty)
-        except Exception as cause:  # what the attributes of a user's class raise
+        except Exception as cause:  # Attributes of a user's class may raise any exception.
             raise _refused(
                 self.kind,
-                f"a copy for each rank cannot be made: {type(cause).__name__}: {cause}",
-                "give its class, or a function of parameters, instead of the instance",
+                f"it cannot be copied for each rank: {type(cause).__name__}: {cause}",
+                "pass its class, or a function of parameters, instead of the instance",
             ) from cause
 
     def over_named(self, mine: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
@@ -124,7 +125,7 @@ class UserOptimizer:
     def fill(
         self, state: ModelState, held: OptimizerShards, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Give the optimizers of this process their parts of the instance's state."""
+        """Copy the instance's state into the optimizers of this process."""
         places: dict[int, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, entry in state.entries.items():
             if not entry.trainable:
@@ -140,7 +141,7 @@ class UserOptimizer:
             self._fill(optimizer, lambda p: places.get(id(p)))
 
     def describe(self) -> str:
-        """Its state in text, for ranks to compare; the options are compared beside it."""
+        """Return its state as text for comparison between ranks; options are compared separately."""
         made = hashlib.blake2b(digest_size=8)
         own = self._own
         for name in sorted(own):
@@ -149,7 +150,7 @@ class UserOptimizer:
                 made.update(f"{name} {key} {checksum(value) if tensor else value!r}".encode())
         return f"of {[len(names) for names in self.names]} state {made.hexdigest()}"
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
     def _fill(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
         own = self._own
@@ -174,7 +175,7 @@ class UserOptimizer:
         parameter: torch.Tensor,
         part: Callable[[torch.Tensor], torch.Tensor],
     ) -> Any:
-        """One value of a parameter's state for a tensor that holds a part of it."""
+        """Return one value of a parameter's state for a tensor that is a part of it."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         own = self._own[name]
@@ -184,9 +185,9 @@ class UserOptimizer:
         elif cut and value.numel() > 1:
             raise _refused(
                 self.kind,
-                f"its state {key!r} of {name} has the shape {list(value.shape)}, and the plan "
+                f"its state {key!r} of {name} has the shape {list(value.shape)}, but the plan "
                 "divides the parameter",
-                "shard neither this parameter nor the optimizer's state, or give the class",
+                "shard neither this parameter nor the optimizer state, or pass the class",
             )
         made = value.detach().clone()
         if value.dim() and made.dtype == own.dtype:
@@ -197,23 +198,23 @@ class UserOptimizer:
         inner = [k for k, v in vars(self.instance).items() if _is_optimizer(v)]
         why = ""
         if has_step_hooks(self.instance):
-            why = "hooks are registered on its step, which look at the whole model"
+            why = "hooks are registered on its step, which would see only one rank's parameters"
         elif not steps_as_its_class(self.instance) and not is_followed(self.instance):
-            why = "its step was replaced in the instance"
+            why = "its step method was replaced in the instance"
         elif inner:
             why = f"its attribute {inner[0]!r} is another optimizer"
         if why:
-            raise _refused(self.kind, why, "give a plain instance, its class, or a function")
+            raise _refused(self.kind, why, "pass a plain instance, its class, or a function")
 
 
 def is_followed(instance: torch.optim.Optimizer) -> bool:
-    """Whether a trainer has replaced the instance's step."""
+    """Return whether a trainer has replaced the instance's step."""
     step = getattr(vars(instance).get("step"), "__func__", None)
     return bool(getattr(step, "of_trainer", False))
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step cannot be called without a closure (LBFGS, SAM)."""
+    """Return whether its step cannot be called without a closure (LBFGS, SAM)."""
     parameters = list(inspect.signature(step_of(type(optimizer))).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
