@@ -1,4 +1,4 @@
-"""What a trainer is made of, put together and compared between the ranks before anything runs."""
+"""Construction of a trainer's parts, compared between the ranks before anything runs."""
 
 from __future__ import annotations
 
@@ -75,20 +75,19 @@ Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence
 
 
 class TrainerBase(EntryPoints):
-    """The parts of a trainer, which its own methods and those of its bases share.
+    """The parts of a trainer, shared by its classes.
 
-    options: what it was given. optimizer: shows this process's optimizers to schedulers and users
-    (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update the
-    weights, by the first stage and lane of each. watch: of the user's module, where there is one;
-    frozen: parameters that were frozen in it since the trainer was made.
-    events: what this process did last, in memory until it is given a file.
-    pace: how long each rank computes, and whether one has become slow.
-    ambient: the modes of torch that the program was compiled under.
-    asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
-    of tables that several stages hold stay sparse. flows: stages do not wait for each other between
-    steps. repeats: the same once more gives the same bits, where the device's operations do.
-    guard: called before each batch is read; raises where a constant of the program has changed.
-    divisors: weights of targets that losses are divided by.
+    options: the given options. optimizer: represents this process's optimizers for schedulers and
+    users (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update
+    the weights, by the first stage and mesh rank of each. watch: of the user's module, if there is
+    one. frozen: parameters that were frozen in it since the trainer was created. events: recent
+    activities of this process, in memory until a file is assigned. pace: computation times of all
+    ranks, to detect slow ones. ambient: torch modes under which the program was compiled. asks:
+    requests of all processes. shared_rows: whether sparse gradients of embedding tables that
+    several stages share stay sparse. flows: asynchronous pipeline: stages do not wait for each
+    other between steps. repeats: repeated training is bitwise identical, if the device's operations
+    are. guard: called before each batch is read; raises if a constant of the program has changed.
+    divisors: buffers whose sums divide losses.
     """
 
     watch: ModuleWatch | None = None
@@ -114,22 +113,23 @@ class TrainerBase(EntryPoints):
         lanes: Sequence[MeshRank] | None = None,
         **options: Any,
     ) -> None:
-        """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+        """Build the trainer's parts.
 
-        lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
-        ``modules`` is not looked at); ranks: of each stage, the rank of each lane, or that of the
-        first where the others follow it.
+        modules: the stage modules of this process, by stage; ignored if ``lanes`` is given. ranks:
+        the rank of each stage, or of each stage and mesh rank; an int denotes consecutive ranks.
+        lanes: this process's mesh ranks of a sharded program, whose ``spec`` is that of any mesh
+        rank.
 
         optimizer: see :func:`~fxpart.runtime.optimizer.factory.make_optimizer`; None to compute
-        gradients only. groups: its parameter groups by name, see
-        :func:`~fxpart.runtime.optimizer.parameter_groups.assign_groups`. evaluation: gives the
-        program and modules (or the lanes) for ``eval_step`` when it is first called; they share the
-        state of ``modules``. prediction: gives the lanes for ``predict`` and what they return; its
-        argument says whether with the loss, too. devices: per local rank, by default where its
-        parameters are. unused: state that no stage needs, for ``state_dict``. options: the fields
-        of :class:`~fxpart.runtime.trainer_options.TrainerOptions`.
+        only gradients. groups: parameter groups by name, see
+        :func:`~fxpart.runtime.optimizer.parameter_groups.assign_groups`. evaluation: returns the
+        program and modules (or mesh ranks) of ``eval_step`` at its first call; they share the state
+        of ``modules``. prediction: returns the mesh ranks and outputs of ``predict``; its argument
+        is whether to compute the loss, too. devices: per local rank, by default those of its
+        parameters. unused: state that no stage needs, for ``state_dict``. options: the fields of
+        :class:`~fxpart.runtime.trainer_options.TrainerOptions`.
 
-        Raises FXP501 on every rank where they were not given the same.
+        Raises FXP501 on every rank if the arguments differ between ranks.
         """
         self.spec = spec
         self.options = TrainerOptions.of(options)
@@ -169,50 +169,50 @@ class TrainerBase(EntryPoints):
         self._engine = self._make_engine(self._lanes, schedule, around=self._held.around)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
         self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
-        self._accumulation = GradientAccumulation()  # batches since the last update
-        self._copied = 0  # how often constants were copied from the module
-        self._stale = False  # gradients are those that the last update used, ties summed
+        self._accumulation = GradientAccumulation()  # Batches since the last update.
+        self._copied = 0  # How often constants were copied from the module.
+        self._stale = False  # Gradients are those of the last update, reduced.
         self._groups: tuple[ParameterGroup, ...] = ()
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
         self.optimizer = self._prepare_optimizers(optimizer, groups)
 
     @property
     def microbatches(self) -> int:
-        """Into how many a batch is cut."""
+        """The number of microbatches of a batch."""
         return self.options.microbatches
 
     @property
     def seed(self) -> int:
-        """What seeds the random ops."""
+        """The seed of random ops."""
         return self.spec.seed if self.options.seed is None else self.options.seed
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where one process holds them all."""
+        """This process's rank; 0 if one process runs all ranks."""
         return self._transport.local[0]
 
     @property
     def transport(self) -> Transport:
-        """What moves tensors and messages between the ranks."""
+        """The transport between the ranks."""
         return self._transport
 
     @cached_property
     def needs(self) -> BatchRequirements:
-        """What this process needs of each batch: names, rows, and a sampler for a DataLoader."""
+        """Requirements of each batch in this process: names, rows, and a DataLoader's sampler."""
         return BatchRequirements.of(self._lanes, self._feed.needed, self.microbatches)
 
     @property
     def compiled(self) -> StageCompilation | None:
-        """What torch.compile made of this process's stages until now; None where none is."""
+        """The result of torch.compile on this process's stages so far; None if not enabled."""
         return None if self._compiler is None else self._compiler.found()
 
     @property
     def pinned(self) -> CpuAffinity:
-        """The cores of this process, or why it has none of its own."""
+        """The cores of this process, or why it is not pinned."""
         return self._pinned
 
     def close(self) -> None:
-        """Give back the transport's resources; the trainer cannot be used after it."""
+        """Release the transport's resources; the trainer cannot be used afterwards."""
         self.events.put(LEFT, "end")
         if self.optimizer is not None:
             self.optimizer.closed = True
@@ -222,10 +222,10 @@ class TrainerBase(EntryPoints):
         self._transport.close()
         self._pinned.restore()
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
     def _compile(self, splits: bool) -> StageCompiler | None:
-        """Have the stages compiled, where that is asked for; every rank or none."""
+        """Compile the stages if requested; on all ranks or none."""
         wanted = self.options.compile_stages
         if not get_compile_backend(wanted):
             return None
@@ -252,7 +252,7 @@ class TrainerBase(EntryPoints):
         ]
 
     def _each_lane(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
-        """``do`` for every lane of this process, at the same time."""
+        """Run ``do`` for all mesh ranks of this process concurrently."""
         try:
             return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
         finally:
@@ -260,7 +260,7 @@ class TrainerBase(EntryPoints):
                 self._meshes.recover()
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
-        """The optimizer of this process, with the same groups on every rank."""
+        """Create the optimizer of this process, with the same groups on every rank."""
 
         def make() -> tuple[torch.optim.Optimizer, str]:
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
@@ -276,7 +276,7 @@ class TrainerBase(EntryPoints):
         return made
 
     def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
-        """Make the optimizers, check that division changes nothing, give them their state."""
+        """Create the optimizers, check that they can be divided, and copy the user's state."""
         if given is None:
             return None
         self._make_optimizer(given, groups)
@@ -304,14 +304,14 @@ class TrainerBase(EntryPoints):
         return self._facade(user)
 
     def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
-        """What shows the optimizers; user: the instance that was given."""
+        """Create the facade of the optimizers; user: the user's instance."""
         return OptimizerFacade(
             self, list(self.optimizers.values()), self._members(), user,
             withheld=self._withheld(), final=self._transport.ranks == 1,
         )  # fmt: skip
 
     def _by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
-        """One optimizer for each rank of this process, as under torchrun."""
+        """Create one optimizer for each rank of this process, as under torchrun."""
         sets: dict[int, list[torch.Tensor]] = {}
         places: dict[int, Place] = {}
         for entry in self._state.entries.values():
@@ -324,7 +324,7 @@ class TrainerBase(EntryPoints):
         )
 
     def _members(self) -> list[list[torch.Tensor]]:
-        """Of each group the parameters of this process, each name once, in the model's order."""
+        """Return by group the parameters of this process, each name once, in the model's order."""
         groups = [
             {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
             for index in range(len(next(iter(self.optimizers.values())).param_groups))
@@ -338,30 +338,31 @@ class TrainerBase(EntryPoints):
         return found
 
     def _withheld(self) -> str:
-        """Why users may not read the optimizer's parameters; "" where they may."""
+        """Return why users may not read the optimizer's parameters, "" if they may."""
         cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
         if not cut:
             return ""
         shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-        return f"a rank has a part of {shown} only, which is not what a user expects to see"
+        return f"a rank has only a part of {shown}, which users would not expect"
 
     def step_by_hand(self) -> None:
-        """Refused, FXP115."""
+        """Raise FXP115."""
         raise error(
             "FXP115", where="optimizer.step()",
-            why="this trainer updates by itself, after each minibatch",
+            why="this trainer updates automatically after each minibatch",
             fix="leave the call out",
         )  # fmt: skip
 
     def zero_grad(self) -> None:
-        """Nothing: every minibatch ends with an update, and gradients start from zero."""
+        """Do nothing: every minibatch ends with an update, and gradients start from zero."""
 
     def _reconcile(self) -> str:
-        """Let count what the user has changed; text of it, for ranks to compare.
+        """Apply the user's changes; return them as text for comparison between ranks.
 
-        Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
-        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`,
-        and for constants that the loss is divided by.
+        They are options of groups, weights of this process's parameters, and ``requires_grad`` of
+        the module. Raises FXP109 and FXP113 as
+        :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`, and for constants that divide
+        the loss.
         """
         count = 0 if self.guard is None else self.guard()
         if count != self._copied:
@@ -388,7 +389,7 @@ class TrainerBase(EntryPoints):
         return text
 
     def _freeze(self, frozen: frozenset[str]) -> None:
-        """Parameters of the user's module were frozen, or trained again."""
+        """Freeze parameters as in the user's module, or train them again."""
         if self.flows or self._accumulation.batches:
             raise error(
                 "FXP109",
@@ -447,7 +448,7 @@ class TrainerBase(EntryPoints):
         return read
 
     def _check_training_rows(self, read: BatchAgreement) -> None:
-        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        """Raise FXP114 if rows of a training batch must be repeated but must not be."""
         check_repetition(self._transport, self._source, read)
 
     def _evaluator(self) -> tuple[BatchSource, PipelineEngine]:
@@ -487,18 +488,18 @@ class TrainerBase(EntryPoints):
 def _no_evaluation(call: str) -> FxpartError:
     return error(
         "FXP109", where=call, why="the trainer has no evaluation program",
-        fix="a trainer of the model itself has one; one of an exported program has not",
+        fix="use a trainer of the model itself; one of an exported program cannot evaluate",
     )  # fmt: skip
 
 
 def _nobody(lane: int, cause: BaseException | str) -> None:
-    """A single lane: nobody waits for it."""
+    """Do nothing: with a single mesh rank no other waits."""
 
 
 def _devices(
     lanes: Sequence[MeshRank], ranks: Ranks, transport: Transport
 ) -> dict[int, torch.device]:
-    """Where each local rank's state is; the CPU for a rank without state."""
+    """Return the device of each local rank's state; the CPU for a rank without state."""
     found = dict.fromkeys(transport.local, torch.device("cpu"))
     for lane in lanes:
         for stage, module in lane.modules.items():

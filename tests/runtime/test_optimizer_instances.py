@@ -204,7 +204,7 @@ def with_own_step(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (other_model, "6 of its 6 parameters are not the model's"),
+        (other_model, "6 of its 6 parameters do not belong to the model"),
         (partly_others, "1 of its 7 parameters"),
         (twice, "0.weight twice"),
         (hooked, "hooks"),

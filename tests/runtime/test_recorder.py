@@ -234,7 +234,7 @@ def test_a_failed_step_is_left_out() -> None:
 def test_one_at_once_and_read_after() -> None:
     trainer = make(language((4,)), InProcess(1))
     with trainer.record() as recorder:
-        with pytest.raises(FxpartError, match="under way"), trainer.record():
+        with pytest.raises(FxpartError, match="in progress"), trainer.record():
             pass
         with pytest.raises(FxpartError, match="has not ended"):
             _ = recorder.recording

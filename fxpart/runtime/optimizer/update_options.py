@@ -119,7 +119,7 @@ class UpdateOptions:
         return found
 
     def reload(self, update: int) -> None:
-        """Reset after options were loaded into the stages' optimizers; ``update`` is the next one."""
+        """Reset after options were loaded into the stages' optimizers. update: the next one."""
         self.source.reload()
         self._seen = copy_options(self.source)
         self._first += len(self._changes)

@@ -141,7 +141,7 @@ class UserOptimizer:
             self._fill(optimizer, lambda p: places.get(id(p)))
 
     def describe(self) -> str:
-        """Return its state as text for comparison between ranks; options are compared separately."""
+        """Return its state as text for ranks to compare; options are compared separately."""
         made = hashlib.blake2b(digest_size=8)
         own = self._own
         for name in sorted(own):

@@ -1,9 +1,9 @@
-"""Trained weights as one Hugging Face safetensors checkpoint, a tensor at a time.
+"""Export of trained weights as a Hugging Face safetensors checkpoint, tensor by tensor.
 
-model.safetensors                   or, where it would be too large,
+model.safetensors                   or, if it would be too large,
 model-00001-of-00002.safetensors    its shards, and
-model.safetensors.index.json        which of them holds which tensor
-config.json                         of a transformers model: from_pretrained reads the folder
+model.safetensors.index.json        the shard of each tensor
+config.json                         of a transformers model, for from_pretrained
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _ExportedTensor:
-    """A tensor that the checkpoint will hold."""
+    """A tensor of the checkpoint."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class _ExportedTensor:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -57,11 +57,10 @@ def save_pretrained(
     config: str,
     shard_bytes: int,
 ) -> tuple[Path, ...]:
-    """Write the checkpoint of
-    :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_pretrained`.
+    """Write the checkpoint of :meth:`.stateful_trainer.StatefulTrainer.save_pretrained`.
 
-    Rank 0 gets tensor after tensor from their owners and writes each before the next one comes.
-    unused: state that no stage holds. config: the text of config.json, empty for none.
+    Rank 0 receives one tensor at a time from its owners and writes it before the next. unused:
+    state that no stage owns. config: the text of config.json, empty for none.
     """
     kept = [
         _ExportedTensor(name, torch_dtype(entry.spec.dtype), entry.pieces.shape)
@@ -98,7 +97,7 @@ def save_pretrained(
 
 
 def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_ExportedTensor]]:
-    """The tensors of each file, in order; a tensor above the limit has a file of its own."""
+    """Return the tensors of each file, in order; a tensor above the limit gets its own file."""
     groups: list[list[_ExportedTensor]] = [[]]
     size = 0
     for each in kept:
@@ -126,7 +125,7 @@ def _files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list
 def _tensors(
     state: ModelState, unused: Mapping[str, torch.Tensor], members: Sequence[_ExportedTensor]
 ) -> Iterator[torch.Tensor | None]:
-    """The tensors in order on rank 0, None elsewhere; every rank goes through all of them."""
+    """Yield the tensors in order on rank 0, None elsewhere; every rank must iterate over all."""
     for each in members:
         if each.name in unused:
             yield unused[each.name]
@@ -141,7 +140,7 @@ def _write(
     tensors: Iterator[torch.Tensor | None],
     failed: list[OSError],
 ) -> None:
-    """One file; after a fault the tensors still come, since other ranks send them."""
+    """Write one file; after an error, still receive the tensors that other ranks send."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for each in members:
@@ -155,7 +154,7 @@ def _write(
     with _opened(path, failed) as file:
         _put(file, len(text).to_bytes(8, "little") + text, failed)
         for tensor in tensors:
-            assert tensor is not None, "rank 0 gets every tensor"
+            assert tensor is not None, "rank 0 receives every tensor"
             if tensor.numel():
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 raw: Any = flat.view(torch.uint8).numpy()
@@ -164,7 +163,7 @@ def _write(
 
 @contextmanager
 def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
-    """A new file's descriptor, -1 where there can be none; it is on the disk after."""
+    """Open a new file, -1 if that fails; sync it to disk at the end."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except OSError as cause:
@@ -181,7 +180,7 @@ def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
 
 
 def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
-    """All of the bytes, or the fault in the list; nothing after a fault."""
+    """Write all bytes, or add the error to the list; do nothing after an error."""
     rest = memoryview(data)
     try:
         while rest and not failed:
@@ -191,10 +190,10 @@ def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
 
 
 def _begin(target: Path) -> Path:
-    """A fresh folder beside the target."""
+    """Create a temporary folder beside the target."""
     try:
         if target.exists() and not target.is_dir():
-            raise FileExistsError("it is a file")
+            raise FileExistsError("it is not a folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         fresh.chmod(0o755)
@@ -210,7 +209,7 @@ def _end(
     config: str,
     failed: Sequence[OSError],
 ) -> bool:
-    """Index and configuration, then the fresh folder takes the target's name."""
+    """Write index and configuration, and rename the temporary folder to the target."""
     try:
         if failed:
             raise failed[0]
@@ -231,7 +230,7 @@ def _end(
 
 
 def _take_place(target: Path, fresh: Path) -> None:
-    """A folder that was there keeps what is no weight (a tokenizer, say)."""
+    """Replace the target; keep its files that are not weights, such as a tokenizer."""
     if not target.exists():
         fresh.rename(target)
         return

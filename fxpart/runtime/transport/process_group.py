@@ -1,4 +1,4 @@
-"""From torchrun's environment to a transport, with the right number of ranks or a clear error."""
+"""Create a transport from torchrun's environment, and check the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fxpart.runtime.transport.in_process import InProcess
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.runtime.transport.rendezvous import join_rendezvous
 
-_LETTING_GO = 0.1  # seconds
-_BEGINNING = 60.0  # seconds at least that the ranks may take to meet
+_LETTING_GO = 0.1  # Seconds.
+_BEGINNING = 60.0  # Minimum seconds in which the ranks may connect.
 
 
 def connect(
@@ -34,17 +34,17 @@ def connect(
     shared_memory: bool = True,
     predicted: float = 0.0,
 ) -> ProcessGroupTransport | InProcess:
-    """The transport for a plan of ``ranks`` ranks.
+    """Return the transport for a plan of ``ranks`` ranks.
 
-    Outside of torchrun all ranks run in this process. Under torchrun (or with a default process
-    group that exists already) this process is one rank; FXP502 on every rank where the number of
-    processes is another one than the plan's, FXP516 where not all of them come. device: "cpu" or
-    "cuda". timeout: seconds that any wait between ranks may take; None: by the steps' times
-    (:mod:`fxpart.runtime.transport.deadline`). shared_memory: whether CPU ranks of one machine may
-    share memory; without it they send over gloo. predicted: seconds of a step, 0 if unknown.
+    Outside torchrun all ranks run in this process. Under torchrun (or with an existing default
+    process group) this process is one rank. FXP502 on every rank if the number of processes differs
+    from the plan's, FXP516 if some do not connect. device: "cpu" or "cuda". timeout: maximum
+    seconds of any wait between ranks; None: derived from step times
+    (:mod:`fxpart.runtime.transport.deadline`). shared_memory: whether CPU ranks of one host may use
+    shared memory instead of gloo. predicted: step time in seconds, 0 if unknown.
 
-    Where a launcher supervises the job, the ranks watch each other
-    (:mod:`fxpart.runtime.heartbeat`), and none outlives its launcher.
+    If a launcher supervises the job, the ranks monitor each other
+    (:mod:`fxpart.runtime.heartbeat`), and end with their launcher.
     """
     deadline = Deadline(timeout, predicted)
     if dist.is_available() and dist.is_initialized():
@@ -64,7 +64,7 @@ def connect(
         raise error(
             "FXP602",
             where="torch.distributed",
-            why="this build of torch has none",
+            why="this build of torch does not include it",
             fix="run without torchrun, or install a torch with torch.distributed",
         )
     keep_freed_memory()
@@ -77,7 +77,7 @@ def connect(
 
 
 def local_device(device: str = "cpu") -> torch.device:
-    """The device of this process: the CPU, or the GPU numbered by LOCAL_RANK."""
+    """Return the device of this process: the CPU, or the GPU with index LOCAL_RANK."""
     if device != "cuda":
         return torch.device(device)
     found = launch()
@@ -85,12 +85,12 @@ def local_device(device: str = "cpu") -> torch.device:
 
 
 def _join(found: Launch, device: str, deadline: Deadline) -> None:
-    """Make the default process group from what torchrun said."""
+    """Create the default process group from torchrun's environment."""
     if found.one_machine:
         bind_to_loopback()
     if found.supervised:
         die_with_parent()
-    # Processes begin more apart than steps do: imports, slow disks, one that prepares the data.
+    # Start times differ more than steps do: imports, slow disks, a process that prepares data.
     backend, timeout = "gloo", max(deadline.seconds, _BEGINNING)
     if device == "cuda":
         torch.cuda.set_device(found.local_rank)
@@ -109,24 +109,24 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
             world_size=found.world,
             timeout=timedelta(seconds=timeout),
         )
-        # A group that is left to the interpreter's end now and then aborts the process.
+        # A group that still exists at interpreter exit sometimes aborts the process.
         atexit.register(_leave)
     except (RuntimeError, ValueError) as cause:
         raise heartbeat.diagnose_failed_wait("connecting the ranks", None) or error(
             "FXP602",
             where=f"rank {found.rank} of {found.world}, {found.address}:{found.port}",
-            why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
-            fix="see that every process was started and that the address can be reached",
+            why=f"the processes cannot connect: {str(cause).splitlines()[0]}",
+            fix="check that every process was started and that the address is reachable",
         ) from cause
     _of_watch.add(dist.group.WORLD)
 
 
-# The process groups that have had a watch; not kept alive, as one that is left would abort the end.
+# Monitored process groups; weak references, as a group that outlives the process aborts it.
 _of_watch: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
-    """The ranks of a process group that the user made watch each other, if a launcher does."""
+    """Monitor the ranks of the user's process group if a launcher supervises the job."""
     try:
         found = launch()
     except FxpartError:
@@ -145,17 +145,17 @@ def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
 
 
 def _wake(made: ProcessGroupTransport) -> None:
-    """Its waits end when a rank is lost."""
+    """Wake the transport's waits when a rank is lost."""
     found = heartbeat.get_monitor()
     if found is not None:
         found.wakes(made.wake)
 
 
 def _leave() -> None:
-    """Give up the default process group, if the user has not done so.
+    """Destroy the default process group at exit, if the user has not done so.
 
-    gloo's threads let go of the last tensors a little after a wait for them has ended, and need the
-    interpreter for it: one that has begun to end by then would abort the process.
+    gloo's threads release the last tensors shortly after a wait has ended, and need the interpreter
+    for it: releasing them during interpreter exit would abort the process.
     """
     if dist.is_initialized():
         time.sleep(_LETTING_GO)
@@ -163,7 +163,7 @@ def _leave() -> None:
 
 
 def _on_one_machine() -> bool:
-    """Whether torchrun says so of a process group that the user made; unknown counts as no."""
+    """Return whether torchrun reports one host for the user's process group; unknown is False."""
     try:
         found = launch()
     except FxpartError:
@@ -177,5 +177,5 @@ def _check(world: int, ranks: int) -> None:
             "FXP502",
             where=f"{world} processes",
             why=f"the plan is for {ranks} ranks",
-            fix=f"torchrun --nproc-per-node {ranks} ..., or plan for {world} ranks",
+            fix=f"start torchrun --nproc-per-node {ranks} ..., or plan for {world} ranks",
         )

@@ -1,7 +1,7 @@
-"""Move a tensor from one mesh and layout to another over a transport, the overlaps only.
+"""Reshard a tensor between meshes and placements over a transport.
 
-All receives are posted and all sends started before anything is waited for: no order of ranks can
-block another. What one rank gives another travels as one message.
+Only overlaps are sent. All receives are posted and all sends started before any wait, so no order
+of ranks can deadlock. Each pair of ranks exchanges at most one message.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def reshard(
     devices: Mapping[int, torch.device] | torch.device | None = None,
     channel: int = STATE,
 ) -> dict[int, torch.Tensor]:
-    """What this process's ranks hold of a tensor afterwards, by rank.
+    """Return the resulting local tensors of this process's ranks, by rank.
 
-    tensors: by rank, what they hold before. shape, dtype: of the whole tensor. source, target: the
-    meshes, placements and the transport's rank of each lane. devices: of the results; None: CPU.
-    Every rank of both meshes calls this at the same time; a rank of neither need not. FXP503 or
-    FXP504 where another rank does not come or is lost, FXP900 for a tensor of the wrong shape.
+    tensors: by rank, the current local tensors. shape, dtype: of the whole tensor. source, target:
+    meshes, placements and the transport's rank of each mesh rank. devices: of the results; None:
+    CPU. Every rank of both meshes calls this at the same time; other ranks need not. FXP503 or
+    FXP504 if another rank is late or lost, FXP900 for a tensor of the wrong shape.
     """
     pieces = _plan(tuple(shape), source, target)
     local = set(transport.local)
@@ -69,11 +69,13 @@ def reshard(
         for handle in sent:
             transport.wait(handle)
     except (TransferTimeoutError, PeerLostError) as cause:
-        raise make_lost_peer_error(transport.local[0], "a move to another mesh", cause) from cause
+        raise make_lost_peer_error(
+            transport.local[0], "resharding to another mesh", cause
+        ) from cause
     results = {}
     for lane in range(target.mesh.size):
         if (rank := target.rank(lane)) in local:
-            # Pieces fill a lane's tensor; one without any holds the zeros of a sum.
+            # Pieces fill a mesh rank's tensor; one without pieces is zero in a partial sum.
             make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
             size = local_shape(shape, target.placements, target.mesh, lane)
             results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
@@ -88,7 +90,7 @@ def _check(
     local: set[int],
     dtype: torch.dtype,
 ) -> None:
-    """Every local rank of the source has its part."""
+    """Check the local tensors of the source ranks."""
     for lane in range(source.mesh.size):
         rank = source.rank(lane)
         if rank not in local:
@@ -99,13 +101,13 @@ def _check(
             given = "nothing" if held is None else f"{tuple(held.shape)} of {held.dtype}"
             raise error(
                 "FXP900",
-                where=f"a move to another mesh, rank {rank}",
-                why=f"its part is {want} of {dtype} and {given} was given",
+                where=f"resharding, rank {rank}",
+                why=f"its part is {want} of {dtype}, but {given} was given",
             )
 
 
 def _packed(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
-    """The pieces one after another, 1-D; no copy where they lie so already."""
+    """Return the pieces concatenated, 1-D; without a copy if they are contiguous."""
     tensor = tensor.detach()
     if len(pieces) == 1:
         return _box(tensor, pieces[0].read).reshape(-1).contiguous()
@@ -120,7 +122,7 @@ def _fill(
     source: TransferEndpoint,
     target: TransferEndpoint,
 ) -> None:
-    """Put and add the pieces in the plan's order, so that a sum is the same on every run."""
+    """Copy and add the pieces in the plan's order, so that sums are reproducible."""
     at = dict.fromkeys(arrived, 0)
     for piece in pieces:
         pair = giver, taker = source.rank(piece.source), target.rank(piece.target)
@@ -140,7 +142,7 @@ def _fill(
 
 
 def _box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
-    """A part of a tensor as a view."""
+    """Return a part of a tensor as a view."""
     for dim, (start, stop) in enumerate(slices):
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor
