@@ -148,7 +148,7 @@ def compile(
     if chosen is not None:
         require(chosen, f"plan for {chosen.model.name}")
         check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
-        _settled(front, chosen.microbatches, chosen)
+        _resolve_microbatches(front, chosen.microbatches, chosen)
         if not (
             is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
         ):
@@ -206,7 +206,7 @@ def propose(
         check,
     )  # fmt: skip
     checked = front.compare()
-    microbatches = _settled(front, microbatches)
+    microbatches = _resolve_microbatches(front, microbatches)
     problem, provenance = build_joint_problem(
         front.graph, front.captured, front.request, microbatches, SearchSpace()
     )
@@ -313,10 +313,15 @@ class Program:
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
-        said = {**self.annotations, **given_annotations(request)}
+        annotations = {**self.annotations, **given_annotations(request)}
         request = with_model_profile(request, self.plan.model)
         front = PreparedModel(
-            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+            request,
+            self.captured,
+            self.prepared,
+            self.plan.model,
+            annotations,
+            lambda: self.plan.check,
         )
         return _solve(front, microbatches)
 
@@ -435,7 +440,7 @@ class Program:
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
-def _settled(
+def _resolve_microbatches(
     front: PreparedModel, microbatches: int | None, plan: Plan | None = None
 ) -> int | None:
     """Return the microbatch count that row couplings allow; FXP114 for another count."""

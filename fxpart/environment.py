@@ -58,16 +58,18 @@ def launch() -> Launch | None:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    problems = [_fault(name, "it is not set") for name in _NEEDED if name not in os.environ]
+    problems = [_make_problem(name, "it is not set") for name in _NEEDED if name not in os.environ]
     numbers: dict[str, int] = {}
     for name, fallback in _NUMBERS:
         text = os.environ.get(name, os.environ.get(fallback, "0"))
         if text.isascii() and text.isdigit():
             numbers[name] = int(text)
         else:
-            problems.append(_fault(name, f"{text!r} is not a number"))
+            problems.append(_make_problem(name, f"{text!r} is not a number"))
     if not problems and numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        problems.append(_fault("RANK", f"it is not less than WORLD_SIZE={numbers['WORLD_SIZE']}"))
+        problems.append(
+            _make_problem("RANK", f"it is not less than WORLD_SIZE={numbers['WORLD_SIZE']}")
+        )
     if problems:
         raise FxpartError(problems)
     return Launch(
@@ -96,7 +98,7 @@ _NUMBERS = (
 )
 
 
-def _fault(name: str, why: str) -> Problem:
+def _make_problem(name: str, why: str) -> Problem:
     return Problem(
         "FXP602",
         f"environment variable {name}",

@@ -120,7 +120,7 @@ class Problem:
     def __post_init__(self) -> None:
         """Make the texts printable and encodable."""
         for name in ("where", "why", "fix"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, _make_printable(getattr(self, name)))
 
     def __str__(self) -> str:
         title = CODES[self.code][0]
@@ -142,7 +142,9 @@ class FxpartError(Exception):
 
         If there are too many, the first are kept and a last one reports the number of the others.
         """
-        self.problems = (problems,) if isinstance(problems, Problem) else _first(tuple(problems))
+        self.problems = (
+            (problems,) if isinstance(problems, Problem) else _limit_problems(tuple(problems))
+        )
         assert self.problems, "an FxpartError needs a problem"
         assert all(p.code in CODES for p in self.problems), "unknown error code"
         super().__init__("\n".join(str(p) for p in self.problems))
@@ -167,7 +169,7 @@ def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
     return FxpartError(Problem(code, where, why, fix))
 
 
-def _plain(text: str) -> str:
+def _make_printable(text: str) -> str:
     if len(text) > LONGEST:
         half = LONGEST // 2
         left_out = f"\n... {len(text) - 2 * half} characters left out ...\n"
@@ -176,7 +178,7 @@ def _plain(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _first(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+def _limit_problems(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
     """Return the problems to keep, and one that reports the number of the others."""
     sizes = [len(problem.where) + len(problem.why) + len(problem.fix) for problem in problems]
     if len(problems) <= MOST_PROBLEMS and sum(sizes) <= _MOST_TEXT:

@@ -99,11 +99,11 @@ class JsonLines(Callback):
             return
         if event.kind == "start":
             self._open("a" if event.step else "w")
-        told: dict[str, Any] = {"event": event.kind, "step": event.step, "epoch": event.epoch}
-        told |= {"values": dict(event.values)} if event.values else {}
-        told |= {"why": event.why} if event.why else {}
-        told |= {"error": str(event.error)} if event.error is not None else {}
-        self._write(told)
+        record: dict[str, Any] = {"event": event.kind, "step": event.step, "epoch": event.epoch}
+        record |= {"values": dict(event.values)} if event.values else {}
+        record |= {"why": event.why} if event.why else {}
+        record |= {"error": str(event.error)} if event.error is not None else {}
+        self._write(record)
         if event.kind in ("failure", "end") and self._file is not None:
             self._file.close()
             self._file = None
@@ -116,9 +116,9 @@ class JsonLines(Callback):
                 "FXP603", where=str(self._path), why=str(cause), fix="choose a writable path"
             ) from cause
 
-    def _write(self, told: Mapping[str, Any]) -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({k: _plain(v) for k, v in told.items()}) + "\n")
+            self._file.write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
             self._file.flush()
 
 
@@ -178,7 +178,7 @@ class EarlyStopping:
         self.best, self.worse = state["best"], state["worse"]
 
 
-Told = Callback | Callable[[StepInfo], object]
+AnyCallback = Callback | Callable[[StepInfo], object]
 
 
 def _plain(value: Any) -> Any:

@@ -61,16 +61,16 @@ class PipelineEngine:
         *,
         schedule: str | Schedule,
         meshes: MeshCommunicators | None = None,
-        crew: MeshRankThreads | None = None,
-        around: Callable[[int], BackwardHooks | None] | None = None,
+        threads: MeshRankThreads | None = None,
+        hooks: Callable[[int], BackwardHooks | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
         """lanes: this process's mesh ranks. ranks: of each stage and mesh rank.
 
-        meshes: communicators of the mesh ranks. crew: their threads. around: returns per mesh rank
-        the hooks around backwards. recompute: by stage, the recompute mode. events: the recorder of
-        actions.
+        meshes: communicators of the mesh ranks. threads: their threads. hooks: returns per mesh
+        rank the hooks around backwards. recompute: by stage, the recompute mode. events: the
+        recorder of actions.
         """
         self.spec = lanes[0].spec
         self._lanes = tuple(lanes)
@@ -79,8 +79,8 @@ class PipelineEngine:
         self._devices = devices
         self._schedule = schedule
         self._meshes = meshes
-        self._crew = crew or MeshRankThreads([lane.index for lane in lanes], self._leave)
-        self._around = around
+        self._threads = threads or MeshRankThreads([lane.index for lane in lanes], self._leave)
+        self._hooks = hooks
         self._recompute = dict(recompute or {})
         self._events = FlightRecorder(transport.local[0], 64) if events is None else events
         self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
@@ -114,8 +114,8 @@ class PipelineEngine:
             executor.wrap(None)
             return
         ranks = get_pipeline_ranks(self._ranks, lane.index)
-        around = self._recorder.pen(executor.rank).around
-        executor.wrap(partial(around, target=ranks.__getitem__))
+        hooks = self._recorder.get_rank_recorder(executor.rank).measure
+        executor.wrap(partial(hooks, target=ranks.__getitem__))
 
     def run(
         self,
@@ -136,14 +136,14 @@ class PipelineEngine:
         lanes = self._get(len(cuts[0].rows), train, keep_outputs)
         executors = [executor for lane in lanes for executor in lane]
         if self._recorder is not None:
-            self._recorder.ran()
+            self._recorder.record_batch_read()
         try:
             drives = {
-                lane.index: partial(self._drive, mine, cut, keys, gate, factor)
+                lane.index: partial(self._run_mesh_rank, mine, cut, keys, gate, factor)
                 for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
             }
-            self._crew.together(drives)
-            return self._conclude(executors, cuts[0])
+            self._threads.run_all(drives)
+            return self._exchange_results(executors, cuts[0])
         except FxpartError as cause:
             if any(executor.lost for executor in executors):
                 self.broken = cause.problems[0].why
@@ -196,7 +196,7 @@ class PipelineEngine:
         ranks = get_pipeline_ranks(self._ranks, lane.index)
         name = self._schedule if train else "forward"
         schedule = resolve_schedule(name, lane.spec, ranks, microbatches, self._transport.ranks)
-        around = None if self._around is None else self._around(lane.index)
+        hooks = None if self._hooks is None else self._hooks(lane.index)
         return [
             Executor(
                 lane.spec,
@@ -209,7 +209,7 @@ class PipelineEngine:
                 keep_outputs=keep_outputs,
                 on_failure=partial(self._leave, lane.index),
                 threads=self._meshes is not None and self._meshes.threads,
-                around=around,
+                hooks=hooks,
                 recompute=self._recompute,
                 events=self._events,
             )
@@ -217,7 +217,7 @@ class PipelineEngine:
             if rank in ranks
         ]
 
-    def _drive(
+    def _run_mesh_rank(
         self,
         executors: list[Executor],
         cut: MicrobatchSplit,
@@ -227,7 +227,8 @@ class PipelineEngine:
     ) -> None:
         """Step the local ranks of one mesh rank alternately until all are done."""
         runs = {
-            e: e.run(self._feed(e.rank, cut, keys, factor), self._gate(e, gate)) for e in executors
+            e: e.run(self._feed(e.rank, cut, keys, factor), self._record_gate(e, gate))
+            for e in executors
         }
         stuck = run_cooperatively(runs, lambda executor: executor.position)
         if stuck:
@@ -235,14 +236,14 @@ class PipelineEngine:
             where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
             raise error("FXP901", where=where, why="no rank can make progress", fix="")
 
-    def _gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
-        def noted() -> None:
+    def _record_gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
+        def recorded_gate() -> None:
             self._events.write(self._agrees)
             gate()
 
         if self._recorder is None:
-            return noted
-        return self._recorder.timed(AGREE, noted, [executor.rank])
+            return recorded_gate
+        return self._recorder.timed(AGREE, recorded_gate, [executor.rank])
 
     def _feed(
         self, rank: int, cut: MicrobatchSplit, keys: Sequence[int], factor: float
@@ -250,7 +251,7 @@ class PipelineEngine:
         inputs = cut.taken(self._used[rank], self._devices[rank])
         return StepInput(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
-    def _conclude(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
+    def _exchange_results(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
         """Exchange the loss and failures between all processes."""
         failures = [e.failure for e in executors if e.failure is not None]
         # Mesh ranks that were only aborted add no information.
@@ -274,7 +275,7 @@ class PipelineEngine:
             outputs[name] = {**outputs.get(name, {}), **found}
         if not self._losses:
             return PipelineResult(None, outputs)
-        return PipelineResult(self._spread(loss, rows), outputs)
+        return PipelineResult(self._share_loss(loss, rows), outputs)
 
     def _weighted_loss(
         self, executors: list[Executor], cut: MicrobatchSplit
@@ -289,7 +290,7 @@ class PipelineEngine:
                 break
         return total
 
-    def _spread(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:
+    def _share_loss(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:
         """Return the loss on every process: from float64 bits on CPUs, by broadcast on GPUs."""
         if loss is not None and len(rows) == 1:
             return loss

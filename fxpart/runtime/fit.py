@@ -13,7 +13,7 @@ import torch
 
 from fxpart.errors import error
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
-from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
+from fxpart.runtime.callbacks import AnyCallback, EarlyStopping, Event, Kind, StepInfo
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
@@ -40,7 +40,7 @@ class FitOptions:
     metrics: Mapping[str, Any] | None = None
     scheduler: Any = None
     scheduler_every: str = "step"
-    callbacks: Sequence[Told] = ()
+    callbacks: Sequence[AnyCallback] = ()
     early_stopping: EarlyStopping | None = None
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
@@ -113,16 +113,16 @@ class FitLoop:
         """Run to the end; report a failure to the callbacks and raise it on every rank."""
         try:
             agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
-            self.scheduler = self._made(self.run.scheduler)
+            self.scheduler = self._make_scheduler(self.run.scheduler)
             if self._kept is not None:
                 self._kept.begin()
-            self._tell("start")
+            self._notify("start")
             self._last = time.perf_counter()
-            self.trainer.pace.listeners.append(self._tell_of_slow)
+            self.trainer.pace.listeners.append(self._notify_straggler)
             why = self._loop()
             if self._kept is not None:
                 self._kept.end(why)
-            self._tell("end", why=why)
+            self._notify("end", why=why)
             # Raises a callback's failure on another rank.
             agree(self.transport, "the end of fit", lambda: (True, why))
         except BaseException as cause:
@@ -131,7 +131,7 @@ class FitLoop:
             self._report(cause)
             raise
         finally:
-            self.trainer.pace.forget(self._tell_of_slow)
+            self.trainer.pace.forget(self._notify_straggler)
             if self._kept is not None:
                 self._kept.close()
         return FitResult(self.step, self.position.epoch, why, self.loss, self.values)
@@ -145,10 +145,10 @@ class FitLoop:
         if self._kept is not None and self._kept.resumed:
             if run.early_stopping is not None and run.early_stopping.over:
                 return "early stopping"
-            if why := self._over():
+            if why := self._find_end():
                 return why
         while True:
-            for group in self._groups(self._each()):
+            for group in self._groups(self._iterate_epoch()):
                 self._update(group)
                 if run.every and self.step % run.every == 0 and self._evaluate():
                     return "early stopping"
@@ -163,11 +163,11 @@ class FitLoop:
                 self._schedule()
             if run.evaluate is not None and not run.every and self._evaluate():
                 return "early stopping"
-            self._tell("epoch")
-            if why := self._over():
+            self._notify("epoch")
+            if why := self._find_end():
                 return why
 
-    def _over(self) -> str:
+    def _find_end(self) -> str:
         """Return why there is no further epoch; "" if there is one."""
         run, epoch = self.run, self.position.epoch
         if run.steps is not None and self.step >= run.steps:
@@ -177,7 +177,7 @@ class FitLoop:
         once = (run.steps is None and run.epochs is None) or iter_once(self._batches)
         return "data" if epoch and once else ""
 
-    def _each(self) -> Iterator[Any]:
+    def _iterate_epoch(self) -> Iterator[Any]:
         """Return the batches of an epoch."""
         return iterate_batches(self.transport, self.position)
 
@@ -210,8 +210,8 @@ class FitLoop:
             total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
             weights += trainer.last_weight
         self.loss, self.step = total / weights, self.step + 1
-        self._used(group, rows)
-        lr = self._rates()
+        self._record_used(group, rows)
+        lr = self._get_learning_rates()
         if self.run.scheduler_every == "step":
             self._schedule()
         now = time.perf_counter()
@@ -226,17 +226,17 @@ class FitLoop:
             what = f"callback {_name(callback)}.on_step after step {self.step}"
             self.guarded(what, partial(tell, info))
 
-    def _used(self, group: list[Any], rows: int) -> None:
+    def _record_used(self, group: list[Any], rows: int) -> None:
         """Record that an update with known loss has used these batches."""
-        self._write(self._done(group, rows), self.loss)
+        self._write_ledger(self._describe_update(group, rows), self.loss)
         self.position.used += len(group)
 
-    def _write(self, done: CompletedUpdate, loss: float) -> None:
+    def _write_ledger(self, done: CompletedUpdate, loss: float) -> None:
         """Write a line of the ledger."""
         if self._kept is not None:
             self.guarded("the run's ledger", partial(self._kept.updated, done, loss))
 
-    def _done(self, group: list[Any], rows: int) -> CompletedUpdate:
+    def _describe_update(self, group: list[Any], rows: int) -> CompletedUpdate:
         """Return the ledger's description of the update with these batches."""
         position, digest = self.position, "" if self._kept is None else self._kept.digest(group)
         return CompletedUpdate(self.step, position.epoch, position.used, len(group), rows, digest)
@@ -247,11 +247,11 @@ class FitLoop:
         self.values = self.trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(next(iter(self.values.values())))
-        self._tell("evaluation", values=self.values)
+        self._notify("evaluation", values=self.values)
         self._last = time.perf_counter()
         return run.early_stopping is not None and run.early_stopping.stop(self.values)
 
-    def _made(self, given: Any) -> Any:
+    def _make_scheduler(self, given: Any) -> Any:
         """Return the scheduler, or create it by the user's function of the optimizer."""
         if given is None:
             return None
@@ -278,14 +278,14 @@ class FitLoop:
         if self.scheduler is not None and not isinstance(self.scheduler, plateau):
             self.guarded("the scheduler", self.scheduler.step)
 
-    def _rates(self) -> tuple[float, ...]:
+    def _get_learning_rates(self) -> tuple[float, ...]:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
-    def _tell_of_slow(self, found: Straggler) -> None:
-        self._tell("slow", why=str(found))
+    def _notify_straggler(self, found: Straggler) -> None:
+        self._notify("slow", why=str(found))
 
-    def _tell(self, kind: Kind, **more: Any) -> None:
+    def _notify(self, kind: Kind, **more: Any) -> None:
         event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)
         for callback in self.run.callbacks:
             tell = getattr(callback, "on_event", None)

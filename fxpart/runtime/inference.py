@@ -40,7 +40,7 @@ class Inference(StatefulTrainer):
         output without a batch dim that differs between microbatches.
         """
         reading, result, outputs = self._outputs(batch, local, loss=False)
-        return self._collect(reading, result, outputs, first_only=first_only)
+        return self._build_outputs(reading, result, outputs, first_only=first_only)
 
     def evaluate(
         self,
@@ -68,7 +68,7 @@ class Inference(StatefulTrainer):
                 tally.add_loss(loss, rows)
                 continue
             reading, result, outputs = self._outputs(batch, local, loss=True)
-            found = self._collect(reading, result, outputs, first_only=True)
+            found = self._build_outputs(reading, result, outputs, first_only=True)
             rows = sum(reading.cut.rows)
             if result.loss is not None:
                 tally.add_loss(result.loss, rows)
@@ -77,7 +77,7 @@ class Inference(StatefulTrainer):
                 call_user_function(
                     self._transport, "a metric", partial(tally.add, found, batch, rows)
                 )
-        return self._tell(tally, first)
+        return self._share_values(tally, first)
 
     # -- internals --------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Inference(StatefulTrainer):
         check_repetition(self._transport, source, read)
         return read, run(read.cut), outputs
 
-    def _whole(
+    def _gather_whole_outputs(
         self, cut: MicrobatchSplit, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> dict[str, torch.Tensor] | None:
         """Return whole outputs by name, without repeated rows."""
@@ -126,13 +126,13 @@ class Inference(StatefulTrainer):
             self._transport, outputs, parts, cut.rows, device, first_only=first_only
         )
 
-    def _collect(
+    def _build_outputs(
         self, reading: BatchAgreement, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> Any:
-        found = self._whole(reading.cut, result, outputs, first_only=first_only)
+        found = self._gather_whole_outputs(reading.cut, result, outputs, first_only=first_only)
         return None if found is None else outputs.build(found)
 
-    def _tell(self, tally: _Tally, first: bool) -> dict[str, float]:
+    def _share_values(self, tally: _Tally, first: bool) -> dict[str, float]:
         """Return rank 0's values on every rank."""
         if not tally.rows:
             fix = "pass at least one batch"
@@ -143,7 +143,7 @@ class Inference(StatefulTrainer):
         numbers: dict[str, float] = {}
         if first:
             numbers = call_user_function(self._transport, "a metric", tally.numbers)
-        self._together("metrics")
+        self._agree_on_call("metrics")
         with convert_transport_errors(self._transport, "sharing metrics"):
             raws = self._transport.exchange_bytes(msgspec.json.encode(numbers))
         return {**found, **msgspec.json.decode(raws[0], type=dict[str, float])}
@@ -172,7 +172,7 @@ class _Tally:
     def add(self, outputs: Any, batch: Any, rows: int) -> None:
         """Add one batch to the metrics."""
         for name, metric in self.metrics.items():
-            if _sums_itself(metric):
+            if _accumulates(metric):
                 metric.update(outputs, batch)
             else:
                 self._sums[name] += float(metric(outputs, batch)) * rows
@@ -180,10 +180,10 @@ class _Tally:
     def numbers(self) -> dict[str, float]:
         """Return the result of each metric."""
         return {
-            name: float(metric.compute()) if _sums_itself(metric) else self._sums[name] / self.rows
+            name: float(metric.compute()) if _accumulates(metric) else self._sums[name] / self.rows
             for name, metric in self.metrics.items()
         }
 
 
-def _sums_itself(metric: Any) -> bool:
+def _accumulates(metric: Any) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")

@@ -49,7 +49,7 @@ class StatefulTrainer(TrainerBase):
         """
         if self._has_whole_model and not first_only and not sharded:
             return self._note_returned(self._own_state_dict(trainable_only))
-        self._together(f"state_dict {first_only} {sharded} {trainable_only}")
+        self._agree_on_call(f"state_dict {first_only} {sharded} {trainable_only}")
         wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
         if sharded:
@@ -78,7 +78,7 @@ class StatefulTrainer(TrainerBase):
         every = set(range(self._transport.ranks))
         sharding = self.spec.sharding
         return (
-            not self.flows
+            not self.is_asynchronous
             and (sharding is None or not sharding.zero)
             and all(
                 len(entry.pieces.sources) == 1
@@ -115,7 +115,7 @@ class StatefulTrainer(TrainerBase):
         files in it that are not weights are kept. Every rank must call it. FXP603 on every rank if
         it cannot be written.
         """
-        self._together("save_pretrained")
+        self._agree_on_call("save_pretrained")
         return save_pretrained(
             self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
         )
@@ -148,7 +148,7 @@ class StatefulTrainer(TrainerBase):
 
     def settle(self) -> None:
         """Finish minibatches in flight, before the whole model is read; collective."""
-        self._reconcile()
+        self._apply_user_changes()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Load parameters and buffers by original name; FXP110 on every rank if they do not match.
@@ -174,11 +174,11 @@ class StatefulTrainer(TrainerBase):
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
-        self._together(f"optimizer_state_dict {first_only}")
+        self._agree_on_call(f"optimizer_state_dict {first_only}")
         with convert_transport_errors(self._transport, "gathering optimizer state"):
             optimizers = merge_optimizers(self.optimizers)
             return gather_optimizer_state(
-                self._state, self._held, optimizers, first_only=first_only
+                self._state, self._shards, optimizers, first_only=first_only
             )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,7 +188,7 @@ class StatefulTrainer(TrainerBase):
 
         def plan() -> tuple[list[Callable[[], None]], str]:
             found = [
-                plan_state_load(self._state, self._held, each, state, self._groups)
+                plan_state_load(self._state, self._shards, each, state, self._groups)
                 for each in self.optimizers.values()
             ]
             return found, " ".join(sorted(state["state"]))
@@ -204,20 +204,24 @@ class StatefulTrainer(TrainerBase):
         first batch's weight (see :meth:`Trainer.backward`); an update divides them by the sum of
         these weights.
         """
-        self._together("gradients")
+        self._agree_on_call("gradients")
         whole = (
-            nullcontext() if self._stale else reduce_gradients_temporarily(self._state, self._held)
+            nullcontext()
+            if self._stale
+            else reduce_gradients_temporarily(self._state, self._shards)
         )
         with convert_transport_errors(self._transport, "gathering gradients"), whole:
-            rows = {} if self._stale else self._held.rows.sums()
-            own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
-            return gather_gradients(self._state, self._held, own)
+            rows = {} if self._stale else self._shards.rows.sums()
+            own = self._run_on_mesh_ranks(
+                partial(self._shards.current, summed=self._stale, rows=rows)
+            )
+            return gather_gradients(self._state, self._shards, own)
 
-    def _together(self, call: str) -> None:
+    def _agree_on_call(self, call: str) -> None:
         """Check that every rank makes the same call, or raise an error on all ranks."""
         agree(
             self._transport, "the trainer call",
-            lambda: (True, f"{call}{self._reconcile()}"),
+            lambda: (True, f"{call}{self._apply_user_changes()}"),
         )  # fmt: skip
         if self.optimizer is not None:
             self.optimizer.changed = ""

@@ -90,7 +90,7 @@ class TorchModes:
         ]
         if problems:
             raise FxpartError(problems)
-        return self._apart(kind)
+        return self._disable_modes(kind)
 
     def _is_plain(self) -> bool:
         return (
@@ -101,7 +101,7 @@ class TorchModes:
             and not has_modes()
         )
 
-    def _apart(self, kind: TrainerCallKind) -> ExitStack:
+    def _disable_modes(self, kind: TrainerCallKind) -> ExitStack:
         """Disable autocast and inference mode, and enable gradients except for evaluation."""
         stack = ExitStack()
         for device in self.autocast_devices:
@@ -114,35 +114,35 @@ class TorchModes:
         return stack
 
 
-def _autocast(ambient: TorchModes) -> str:
+def _find_autocast(ambient: TorchModes) -> str:
     for device in ambient.autocast_devices:
         if torch.is_autocast_enabled(device):
             active = torch.get_autocast_dtype(device)
             if active is not _AUTOCAST.get(ambient.precision):
                 return (
-                    f'torch.autocast("{device}", dtype={_short(active)}) is active, but the '
+                    f'torch.autocast("{device}", dtype={_format_dtype(active)}) is active, but the '
                     f'program has precision="{ambient.precision}"'
                 )
     return ""
 
 
-def _no_gradients(ambient: TorchModes) -> str:
+def _find_disabled_gradients(ambient: TorchModes) -> str:
     if torch.is_inference_mode_enabled():
         return "torch.inference_mode is active, which disables gradients"
     return "" if torch.is_grad_enabled() else "torch.no_grad is active, which disables gradients"
 
 
-def _default_dtype(ambient: TorchModes) -> str:
+def _find_default_dtype(ambient: TorchModes) -> str:
     now = torch.get_default_dtype()
     if now is ambient.dtype:
         return ""
     return (
-        f"the default dtype is {_short(now)}, but was {_short(ambient.dtype)} when the program "
-        "was compiled"
+        f"the default dtype is {_format_dtype(now)}, but was "
+        f"{_format_dtype(ambient.dtype)} when the program was compiled"
     )
 
 
-def _default_device(ambient: TorchModes) -> str:
+def _find_default_device(ambient: TorchModes) -> str:
     for mode in active_modes():
         device = default_device_of(mode)
         if device is not None and device.type != "cpu":
@@ -150,7 +150,7 @@ def _default_device(ambient: TorchModes) -> str:
     return ""
 
 
-def _users_mode(ambient: TorchModes) -> str:
+def _find_user_mode(ambient: TorchModes) -> str:
     for mode in active_modes():
         kind = type(mode)
         if default_device_of(mode) is None and not kind.__module__.startswith("fxpart."):
@@ -158,18 +158,18 @@ def _users_mode(ambient: TorchModes) -> str:
     return ""
 
 
-def _users_mode_at_capture(ambient: TorchModes) -> str:
+def _find_user_mode_at_capture(ambient: TorchModes) -> str:
     fakes = ("FakeTensorMode",)  # Of a model that was created under it.
     if all(type(mode).__name__ in fakes for mode in active_modes()):
         return ""
-    return _users_mode(ambient)
+    return _find_user_mode(ambient)
 
 
-def _saved_tensor_hooks(ambient: TorchModes) -> str:
+def _find_saved_tensor_hooks(ambient: TorchModes) -> str:
     return "hooks on saved tensors are active" if has_saved_tensor_hooks() else ""
 
 
-def _short(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -191,28 +191,28 @@ _LEAVE = "leave the mode before the call"
 _MODULES_FIX = "call train() and eval() before the program is compiled, or undo the change"
 MODES = (
     TorchMode(
-        "torch.autocast", _autocast, _COMPUTES | {TrainerCallKind.COMPILE},
+        "torch.autocast", _find_autocast, _COMPUTES | {TrainerCallKind.COMPILE},
         'compile with precision="bf16" for autocast in bfloat16, and leave the autocast region',
     ),
     TorchMode(
-        "torch.no_grad and torch.inference_mode", _no_gradients,
+        "torch.no_grad and torch.inference_mode", _find_disabled_gradients,
         frozenset({TrainerCallKind.TRAIN}), _LEAVE,
     ),
     TorchMode(
-        "torch.set_default_dtype", _default_dtype, _COMPUTES,
+        "torch.set_default_dtype", _find_default_dtype, _COMPUTES,
         "compile and train under the same default dtype",
     ),
     TorchMode(
-        "torch.set_default_device", _default_device, _COMPUTES | {TrainerCallKind.COMPILE},
+        "torch.set_default_device", _find_default_device, _COMPUTES | {TrainerCallKind.COMPILE},
         "keep the default device, and pass device= to factory functions",
     ),
-    TorchMode("TorchFunctionMode and TorchDispatchMode", _users_mode, _COMPUTES, _LEAVE),
+    TorchMode("TorchFunctionMode and TorchDispatchMode", _find_user_mode, _COMPUTES, _LEAVE),
     TorchMode(
-        "TorchFunctionMode and TorchDispatchMode", _users_mode_at_capture,
+        "TorchFunctionMode and TorchDispatchMode", _find_user_mode_at_capture,
         frozenset({TrainerCallKind.COMPILE}), _LEAVE,
     ),
     TorchMode(
-        "torch.autograd.graph.saved_tensors_hooks", _saved_tensor_hooks,
+        "torch.autograd.graph.saved_tensors_hooks", _find_saved_tensor_hooks,
         frozenset({TrainerCallKind.COMPILE, TrainerCallKind.TRAIN}), _LEAVE,
     ),
 )  # fmt: skip
@@ -243,9 +243,9 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
         model = given.get("model")
         if isinstance(model, nn.Module):
             _check_tensors(model)
-            _warn_of_evaluation_mode(model)
+            _warn_about_evaluation_mode(model)
         ambient = TorchModes(
-            precision=_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
+            precision=_get_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
         )
         with disable_torch_modes(ambient, TrainerCallKind.COMPILE, f"fxpart.{function.__name__}"):
             return function(*args, **kwargs)
@@ -253,7 +253,7 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _precision(given: dict[str, Any]) -> str:
+def _get_precision(given: dict[str, Any]) -> str:
     if "self" in given:
         return str(given["self"].captured.precision)
     plan = given.get("plan")
@@ -276,7 +276,7 @@ def _check_tensors(model: nn.Module) -> None:
                 )
 
 
-def _warn_of_evaluation_mode(model: nn.Module) -> None:
+def _warn_about_evaluation_mode(model: nn.Module) -> None:
     """Warn about a model in evaluation mode, as ``from_pretrained`` returns it."""
     if not model.training and any(isinstance(module, _BY_MODE) for module in model.modules()):
         warnings.warn(

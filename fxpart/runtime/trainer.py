@@ -47,7 +47,7 @@ class Trainer(Inference):
         self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
-        self._doing = tuple(do for _, do in self._phases)
+        self._phase_calls = tuple(do for _, do in self._phases)
         mark = self.events.mark
         self._reads, self._over = mark(READ), mark(STEP, "end")
 
@@ -100,18 +100,18 @@ class Trainer(Inference):
             keys = self._keys(read.cut)
             weight = read.weight
             factor = self._accumulation.factor(weight)
-            self._held.closing = closing
+            self._shards.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
-            if self._held.zero == 2 and self.spec.ties:
+            if self._shards.zero == 2 and self.spec.ties:
                 with convert_transport_errors(self._transport, "sharing gradients"):
-                    self._each_lane(self._held.collect)
+                    self._run_on_mesh_ranks(self._shards.collect)
         except BaseException:
             if read.confirmed:
                 self._conclude()
                 self.zero_grad()
             raise
         finally:
-            self._held.closing = False
+            self._shards.closing = False
         self.pace.note(self.updates + 1, self._engine.busy)
         self.calls += 1
         self.last_rows, self.last_weight = sum(read.cut.rows), weight
@@ -139,7 +139,7 @@ class Trainer(Inference):
                 fix="pass one: program.trainer(optimizer=torch.optim.AdamW)",
             )
         if self._accumulation.batches:
-            self._together("update")
+            self._agree_on_call("update")
             self._update()
 
     def _update(self) -> None:
@@ -147,7 +147,7 @@ class Trainer(Inference):
         assert self.optimizer is not None, "an update needs an optimizer"
         self.optimizer.check_gradients()
         self.optimizer.apply()
-        for do in self._doing:
+        for do in self._phase_calls:
             do()
         self._stale = True
         self._accumulation.reset()
@@ -159,10 +159,10 @@ class Trainer(Inference):
 
     def _conclude(self) -> None:
         """After a failed step, complete pending reductions on all ranks."""
-        if self._held.closing and self._engine.broken is None:
+        if self._shards.closing and self._engine.broken is None:
             try:
                 with convert_transport_errors(self._transport, "sharing gradients"):
-                    self._each_lane(self._held.conclude)
+                    self._run_on_mesh_ranks(self._shards.conclude)
             except FxpartError as cause:
                 self._engine.broken = cause.problems[0].why
 
@@ -179,7 +179,7 @@ class Trainer(Inference):
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
-        self._held.reset()
+        self._shards.reset()
         self._stale = False
         self._accumulation.reset()
 
@@ -237,40 +237,44 @@ class Trainer(Inference):
         self._recorder = recorder
         self._engine.record(recorder)
         if self._meshes is not None:
-            self._meshes.watch(None if recorder is None else lambda r: recorder.pen(r).meeting)
-        self._doing = tuple(
+            self._meshes.watch(
+                None
+                if recorder is None
+                else lambda r: recorder.get_rank_recorder(r).measure_collective
+            )
+        self._phase_calls = tuple(
             do if recorder is None else recorder.timed(name, do) for name, do in self._phases
         )
 
     def _update_phases(self) -> tuple[Phase, ...]:
         phases: tuple[Phase, ...] = (
-            (SUMS, lambda: self._gradients(lambda: self._each_lane(self._held.finish))),
-            (TIES, lambda: self._gradients(self._share)),
+            (SUMS, lambda: self._gradients(lambda: self._run_on_mesh_ranks(self._shards.finish))),
+            (TIES, lambda: self._gradients(self._send_gradients)),
             (CLIP, self._clip),
             (OPTIMIZER, self._optimize),
-            (SPREAD, self._spread),
+            (SPREAD, self._gather_parameters),
         )
-        return tuple((name, self._noted(name, do)) for name, do in phases)
+        return tuple((name, self._record_start(name, do)) for name, do in phases)
 
-    def _noted(self, name: str, do: Callable[[], None]) -> Callable[[], None]:
+    def _record_start(self, name: str, do: Callable[[], None]) -> Callable[[], None]:
         """Return a phase that first records its start; ranks wait for each other in all but one."""
         alone = name == OPTIMIZER
         mark = self.events.mark(name) if alone else self.events.mark(name, "wait", peer=ALL)
 
-        def noted() -> None:
+        def recorded() -> None:
             self.events.write(mark)
             do()
 
-        return noted
+        return recorded
 
-    def _share(self) -> None:
-        self._held.share_rows()
-        reduce_replica_gradients(self._state, self._held)
-        send_tied_gradients(self._state, self._held)
+    def _send_gradients(self) -> None:
+        self._shards.share_rows()
+        reduce_replica_gradients(self._state, self._shards)
+        send_tied_gradients(self._state, self._shards)
         for name in self.frozen:
             for parameter in self._state.entries[name].copies.values():
-                parameter.grad = self._held.of(parameter).grad = None
-                self._held.rows.drop(parameter)
+                parameter.grad = self._shards.of(parameter).grad = None
+                self._shards.rows.drop(parameter)
 
     def _gradients(self, do: Callable[[], object]) -> None:
         with convert_transport_errors(self._transport, "sharing gradients"):
@@ -280,19 +284,19 @@ class Trainer(Inference):
         """Average over the accumulated batches, then clip."""
         options = self.options
         if self._accumulation.batches > 1 and self._accumulation.total:
-            divide_gradients(self._state, self._held, self._accumulation.total)
+            divide_gradients(self._state, self._shards, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
             with convert_transport_errors(self._transport, "sharing gradients"):
-                norms = compute_gradient_norms(self._state, self._held)
+                norms = compute_gradient_norms(self._state, self._shards)
             self.last_grad_norm = norms.total
             self.last_group_norms = {
                 group.label(index): norms.of(group.names)
                 for index, group in enumerate(self._groups)
             }
             if options.clip_norm is not None:
-                clip_gradient_norm(self._state, self._held, norms.total, options.clip_norm)
+                clip_gradient_norm(self._state, self._shards, norms.total, options.clip_norm)
         if options.clip_value is not None:
-            clip_gradient_value(self._state, self._held, options.clip_value)
+            clip_gradient_value(self._state, self._shards, options.clip_value)
 
     def _optimize(self) -> None:
         try:
@@ -304,6 +308,6 @@ class Trainer(Inference):
                 self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
             raise
 
-    def _spread(self) -> None:
+    def _gather_parameters(self) -> None:
         with convert_transport_errors(self._transport, "sharing parameters"):
-            self._each_lane(self._held.spread)
+            self._run_on_mesh_ranks(self._shards.spread)

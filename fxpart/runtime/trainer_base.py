@@ -82,18 +82,18 @@ class TrainerBase(EntryPoints):
     the weights, by the first stage and mesh rank of each. watch: of the user's module, if there is
     one. frozen: parameters that were frozen in it since the trainer was created. events: recent
     activities of this process, in memory until a file is assigned. pace: computation times of all
-    ranks, to detect slow ones. ambient: torch modes under which the program was compiled. asks:
+    ranks, to detect slow ones. ambient: torch modes under which the program was compiled. request:
     requests of all processes. shared_rows: whether sparse gradients of embedding tables that
-    several stages share stay sparse. flows: asynchronous pipeline: stages do not wait for each
-    other between steps. repeats: repeated training is bitwise identical, if the device's operations
-    are. guard: called before each batch is read; raises if a constant of the program has changed.
-    divisors: buffers whose sums divide losses.
+    several stages share stay sparse. is_asynchronous: stages do not wait for
+    each other between steps. repeats: repeated training is bitwise identical, if the device's
+    operations are. guard: called before each batch is read; raises if a constant of the program has
+    changed. divisors: buffers whose sums divide losses.
     """
 
     watch: ModuleWatch | None = None
     frozen: frozenset[str] = frozenset()
     shared_rows = True
-    flows = False
+    is_asynchronous = False
     repeats = True
     guard: Callable[[], int] | None = None
 
@@ -139,7 +139,7 @@ class TrainerBase(EntryPoints):
         self._transport = transport
         self.events = FlightRecorder(transport.local[0])
         self.pace = StragglerDetector(self._ranks, warns=0 in transport.local)
-        self.asks = RankRequest(alone=len(transport.local) == transport.ranks)
+        self.request = RankRequest(alone=len(transport.local) == transport.ranks)
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
@@ -155,18 +155,18 @@ class TrainerBase(EntryPoints):
             self._meshes = MeshCommunicators(
                 get_stage_mesh(spec), self._lanes, self._ranks, transport, sums
             )
-        leave = _nobody if self._meshes is None else self._meshes.leave
-        self._crew = MeshRankThreads([lane.index for lane in self._lanes], leave)
+        leave = _ignore_end if self._meshes is None else self._meshes.leave
+        self._threads = MeshRankThreads([lane.index for lane in self._lanes], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
         self._compiler = self._compile(splits)
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
-        self._held = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
+        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
         self.divisors = LossDivisors(spec, self._state, self._unused)
         self._feed = GlobalBatchReader(self._lanes, self.divisors.values)
         self._source = BatchSource(self._feed, self.microbatches)
-        self._engine = self._make_engine(self._lanes, schedule, around=self._held.around)
+        self._engine = self._make_engine(self._lanes, schedule, hooks=self._shards.hooks)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
         self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
         self._accumulation = GradientAccumulation()  # Batches since the last update.
@@ -216,7 +216,7 @@ class TrainerBase(EntryPoints):
         self.events.put(LEFT, "end")
         if self.optimizer is not None:
             self.optimizer.closed = True
-        self._crew.close()
+        self._threads.close()
         if self._meshes is not None:
             self._meshes.close()
         self._transport.close()
@@ -251,10 +251,10 @@ class TrainerBase(EntryPoints):
             for key, count in zip(keys, cut.repeats, strict=True)
         ]
 
-    def _each_lane(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
+    def _run_on_mesh_ranks(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
         """Run ``do`` for all mesh ranks of this process concurrently."""
         try:
-            return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
+            return self._threads.run_all({lane.index: partial(do, lane) for lane in self._lanes})
         finally:
             if self._meshes is not None:
                 self._meshes.recover()
@@ -267,7 +267,7 @@ class TrainerBase(EntryPoints):
             mine = self._state.parameters()
             own_groups, names = make_local_groups(self._groups, mine), [name for name, _ in mine]
             made = make_optimizer(given, [p for _, p in mine], own_groups, names)
-            check_optimizer_support(made, self._state, self._held.rows)
+            check_optimizer_support(made, self._state, self._shards.rows)
             text = " ".join(",".join(group.names) for group in self._groups)
             return made, f"{describe_groups(made)} {text}"
 
@@ -281,36 +281,36 @@ class TrainerBase(EntryPoints):
             return None
         self._make_optimizer(given, groups)
         state, alone = self._state, len(self._transport.local) == self._transport.ranks
-        division = get_optimizer_division(state, self._held, by_stage=self.flows)
+        division = get_optimizer_division(state, self._shards, by_stage=self.is_asynchronous)
         names = {id(p): name for name, p in state.parameters()}
         user = given if isinstance(given, UserOptimizer) else None
 
         def check() -> tuple[bool, str]:
             each = self.optimizers.values()
-            for one in () if self.flows else each:
+            for one in () if self.is_asynchronous else each:
                 check_step_hooks(one, division)
             apart = [check_division(one, division, names) for one in each]
             return all(apart), "" if user is None or alone else user.describe()
 
         apart = agree(self._transport, "the optimizer", check)
-        if not apart and division.copies and not self.flows:
+        if not apart and division.copies and not self.is_asynchronous:
             (made,) = self.optimizers.values()
-            self.optimizers = self._by_rank(made)
-        if not self.flows:
+            self.optimizers = self._split_by_rank(made)
+        if not self.is_asynchronous:
             for each in self.optimizers.values():
-                self._held.install(each)
+                self._shards.install(each)
         if user is not None:
-            user.fill(state, self._held, self.optimizers.values())
-        return self._facade(user)
+            user.fill(state, self._shards, self.optimizers.values())
+        return self._make_facade(user)
 
-    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+    def _make_facade(self, user: UserOptimizer | None) -> OptimizerFacade:
         """Create the facade of the optimizers; user: the user's instance."""
         return OptimizerFacade(
-            self, list(self.optimizers.values()), self._members(), user,
+            self, list(self.optimizers.values()), self._list_group_parameters(), user,
             withheld=self._withheld(), final=self._transport.ranks == 1,
         )  # fmt: skip
 
-    def _by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
+    def _split_by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
         """Create one optimizer for each rank of this process, as under torchrun."""
         sets: dict[int, list[torch.Tensor]] = {}
         places: dict[int, Place] = {}
@@ -323,7 +323,7 @@ class TrainerBase(EntryPoints):
             zip((places[r] for r in sets), split_optimizer(made, list(sets.values())), strict=True)
         )
 
-    def _members(self) -> list[list[torch.Tensor]]:
+    def _list_group_parameters(self) -> list[list[torch.Tensor]]:
         """Return by group the parameters of this process, each name once, in the model's order."""
         groups = [
             {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
@@ -333,7 +333,7 @@ class TrainerBase(EntryPoints):
         for entry in self._state.entries.values():
             first = entry.first() if entry.trainable else None
             for ids, mine in zip(groups, found, strict=True):
-                if first is not None and id(self._held.of(first)) in ids:
+                if first is not None and id(self._shards.of(first)) in ids:
                     mine.append(first)
         return found
 
@@ -356,7 +356,7 @@ class TrainerBase(EntryPoints):
     def zero_grad(self) -> None:
         """Do nothing: every minibatch ends with an update, and gradients start from zero."""
 
-    def _reconcile(self) -> str:
+    def _apply_user_changes(self) -> str:
         """Apply the user's changes; return them as text for comparison between ranks.
 
         They are options of groups, weights of this process's parameters, and ``requires_grad`` of
@@ -375,7 +375,7 @@ class TrainerBase(EntryPoints):
                 self._freeze(frozen)
             text += f" frozen {sorted(frozen)}" if frozen else ""
         facade = self.optimizer
-        if facade is None or self.flows:
+        if facade is None or self.is_asynchronous:
             return text
         if facade.touched:
             with torch.no_grad():
@@ -390,12 +390,12 @@ class TrainerBase(EntryPoints):
 
     def _freeze(self, frozen: frozenset[str]) -> None:
         """Freeze parameters as in the user's module, or train them again."""
-        if self.flows or self._accumulation.batches:
+        if self.is_asynchronous or self._accumulation.batches:
             raise error(
                 "FXP109",
                 where=f"parameter {min(frozen ^ self.frozen)}",
                 why="its requires_grad was changed while minibatches were in flight"
-                if self.flows
+                if self.is_asynchronous
                 else "its requires_grad was changed between a backward and its update",
                 fix="change it after an update of a synchronous trainer, or compile again",
             )
@@ -405,7 +405,7 @@ class TrainerBase(EntryPoints):
         self,
         lanes: Sequence[MeshRank],
         schedule: str | Schedule,
-        around: Callable[[int], BackwardHooks | None] | None = None,
+        hooks: Callable[[int], BackwardHooks | None] | None = None,
     ) -> PipelineEngine:
         return PipelineEngine(
             lanes,
@@ -414,8 +414,8 @@ class TrainerBase(EntryPoints):
             self._devices,
             schedule=schedule,
             meshes=self._meshes,
-            crew=self._crew,
-            around=around,
+            threads=self._threads,
+            hooks=hooks,
             recompute=self.options.recomputes(len(self.spec.stages)),
             events=self.events,
         )
@@ -436,12 +436,12 @@ class TrainerBase(EntryPoints):
             mode += describe_process_modes()
         refusal = None
         try:
-            mode += self._reconcile()
+            mode += self._apply_user_changes()
         except FxpartError as cause:
             refusal = cause
         read = BatchAgreement(
             self._transport, source, batch, mode,
-            local=local, asks=self.asks, refusal=refusal, weighed=weighed,
+            local=local, request=self.request, refusal=refusal, weighed=weighed,
         )  # fmt: skip
         if self.optimizer is not None:
             self.optimizer.changed = ""
@@ -492,7 +492,7 @@ def _no_evaluation(call: str) -> FxpartError:
     )  # fmt: skip
 
 
-def _nobody(lane: int, cause: BaseException | str) -> None:
+def _ignore_end(lane: int, cause: BaseException | str) -> None:
     """Do nothing: with a single mesh rank no other waits."""
 
 

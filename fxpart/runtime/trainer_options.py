@@ -45,14 +45,14 @@ class TrainerOptions:
         for name in given:
             if name not in known:
                 fix = f"use one of {', '.join(known)}"
-                raise _wrong(name, "there is no such option", fix)
+                raise _make_error(name, "there is no such option", fix)
         made = cls(**given)
         for name in ("clip_norm", "clip_value"):
             largest = getattr(made, name)
             if largest is not None and not largest > 0:
-                raise _wrong(f"{name}={largest}", "it is not positive", "leave it out")
+                raise _make_error(f"{name}={largest}", "it is not positive", "leave it out")
         if made.clip_norm is not None and made.clip_value is not None:
-            raise _wrong("clip_norm, clip_value", "both are given", "pass only one of them")
+            raise _make_error("clip_norm, clip_value", "both are given", "pass only one of them")
         made.recomputes(0)
         return made
 
@@ -63,7 +63,9 @@ class TrainerOptions:
         for mode in (*wanted.values(), given) if isinstance(given, str) else wanted.values():
             if mode not in get_args(Mode):
                 modes = ", ".join(get_args(Mode))
-                raise _wrong(f"recompute={mode!r}", "there is no such mode", f"use one of {modes}")
+                raise _make_error(
+                    f"recompute={mode!r}", "there is no such mode", f"use one of {modes}"
+                )
         return {k: cast(Mode, mode) for k, mode in wanted.items() if mode != "none"}
 
     def describe(self) -> str:
@@ -79,5 +81,5 @@ class TrainerOptions:
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
 
-def _wrong(where: str, why: str, fix: str) -> Exception:
+def _make_error(where: str, why: str, fix: str) -> Exception:
     return error("FXP109", where=where, why=why, fix=fix)

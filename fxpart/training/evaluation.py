@@ -49,8 +49,8 @@ def evaluation(
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
-    found = _in_evaluation(program, captured, lanes, keep_outputs=False)
-    _note(found, captured, constants)
+    found = _place_on_training_stages(program, captured, lanes, keep_outputs=False)
+    _register_constants(found, captured, constants)
     return found
 
 
@@ -75,18 +75,18 @@ def prediction(
             "FXP109", where="the model's output", why="its only tensor is the loss",
             fix="use eval_step, which returns the loss",
         )  # fmt: skip
-    others = [_unbroadcast(value) for value in others]
+    others = [_undo_broadcast(value) for value in others]
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
-    found = _in_evaluation(program, captured, lanes, keep_outputs=True)
-    _note(found, captured, constants)
+    found = _place_on_training_stages(program, captured, lanes, keep_outputs=True)
+    _register_constants(found, captured, constants)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
 
 
-def _note(
+def _register_constants(
     lanes: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
 ) -> None:
     """Register the copies of constants in evaluation modules."""
@@ -94,7 +94,7 @@ def _note(
         constants.extend(lanes, captured.state)
 
 
-def _unbroadcast(value: Any) -> Any:
+def _undo_broadcast(value: Any) -> Any:
     """Return an output from before a loss broadcast it to the shape of the targets.
 
     ``mse_loss`` and others do so, and torch.export takes the result for the model's own output.
@@ -112,7 +112,7 @@ def _unbroadcast(value: Any) -> Any:
     return value
 
 
-def _in_evaluation(
+def _place_on_training_stages(
     program: Program, captured: CapturedModel, lanes: Sequence[MeshRank], *, keep_outputs: bool
 ) -> list[MeshRank]:
     """Place a model captured in evaluation mode on the stages and mesh ranks of training."""
@@ -127,7 +127,9 @@ def _in_evaluation(
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
+        return [
+            _build_mesh_rank(captured, trained, *_replicate(plan, *made), lane) for lane in lanes
+        ]
     like = program.lanes.sharded.like(graph, captured)
     sharded = divide_sharded_graph(
         replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
@@ -138,11 +140,11 @@ def _in_evaluation(
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        found.append(_evaluated(captured, trained, *made, lane))
+        found.append(_build_mesh_rank(captured, trained, *made, lane))
     return found
 
 
-def _copied(
+def _replicate(
     plan: Plan, spec: ProgramSpec, stages: Sequence[StageGraph]
 ) -> tuple[ProgramSpec, Sequence[StageGraph]]:
     """Return the stages with their replicas, if the plan has any."""
@@ -152,7 +154,7 @@ def _copied(
     return whole, [stages[get_original_stage(whole, k)] for k in range(len(whole.stages))]
 
 
-def _evaluated(
+def _build_mesh_rank(
     captured: CapturedModel,
     training: Mapping[str, torch.Tensor],
     spec: ProgramSpec,
@@ -166,22 +168,22 @@ def _evaluated(
         stage = spec.stages[index]
         module = load_stage(emit(stages[index]), stage, device_of(trained))
         # Each capture numbers constants anew, so one name may denote two tensors.
-        held = {
+        attributes = {
             s.name: s.attribute
             for s in lane.spec.stages[index].state
-            if s.kind != "constant" or _is_same(s.name, training, captured.state)
+            if s.kind != "constant" or _is_same_constant(s.name, training, captured.state)
         }
-        missing = [s for s in stage.state if s.name not in held]
+        missing = [s for s in stage.state if s.name not in attributes]
         if missing:
-            _fill(module, missing, captured.state, part)
+            _copy_missing_state(module, missing, captured.state, part)
         for state in stage.state:
-            if state.name in held:
-                setattr(module, state.attribute, getattr(trained, held[state.name]))
+            if state.name in attributes:
+                setattr(module, state.attribute, getattr(trained, attributes[state.name]))
         made[index] = module
     return MeshRank(lane.index, spec, made)
 
 
-def _is_same(
+def _is_same_constant(
     name: str, training: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
 ) -> bool:
     """Return whether both captures have the same constant under the name."""
@@ -191,7 +193,7 @@ def _is_same(
     return storage_identity(one) == storage_identity(other)
 
 
-def _fill(
+def _copy_missing_state(
     module: nn.Module,
     missing: list[StateSpec],
     state: Mapping[str, torch.Tensor],

@@ -54,7 +54,7 @@ def make_trainer(
 
     weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
     """
-    kind = "cuda" if _is_of_gpus(program.plan) else "cpu"
+    kind = "cuda" if _has_gpu_ranks(program.plan) else "cpu"
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
     with (
@@ -86,11 +86,11 @@ def _make_trainer(
     plan, spec = program.plan, program.spec
     queue = is_queue_routed(plan, weight_mode, options)
     options["stream"] = None if queue else select_weight_mode(plan, weight_mode, options)
-    given = _given_now(program, optimizer)
-    places = _LocalPlacement.of(plan, spec, timeout)
+    given = _refresh_optimizer(program, optimizer)
+    placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    lanes = places.load(program.lane)
+    lanes = placement.load(program.lane)
 
     def fill() -> tuple[dict[str, torch.Tensor], str]:
         for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
@@ -99,14 +99,14 @@ def _make_trainer(
                 strict=weights is not None and strict,
                 part=make_state_slicer(lane.spec, lane.index),
             )  # fmt: skip
-        return _unused(program, weights), ""
+        return _get_unused_state(program, weights), ""
 
-    unused = agree(places.transport, "the weights", fill)
+    unused = agree(placement.transport, "the weights", fill)
     if weights is None:
         used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
-        check_same_weights(places.transport, state, used)
+        check_same_weights(placement.transport, state, used)
     copies = ModuleConstants.of(lanes, state)
-    made = places.trainer(
+    made = placement.trainer(
         lanes,
         queue=queue,
         optimizer=given,
@@ -125,10 +125,10 @@ def _make_trainer(
         # together.
         update = copies.update if type(made) is Trainer else None
         made.guard = lambda: guard(update)
-    return _of_plan(made, plan)
+    return _attach_plan(made, plan)
 
 
-def _given_now(program: Program, optimizer: Any) -> Any:
+def _refresh_optimizer(program: Program, optimizer: Any) -> Any:
     """Read the module's current tensors, and return the optimizer over them."""
     from fxpart.capture.live_state import live_parameters, refresh_state
 
@@ -176,7 +176,7 @@ class _LocalPlacement:
         """Connect the ranks."""
         size = get_stage_mesh(spec).size
         ranks = build_rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
-        kind = "cuda" if _wants_gpu(plan) else "cpu"
+        kind = "cuda" if _check_gpus(plan) else "cpu"
         step = plan.prediction.step_seconds
         transport = connect(plan.world, device=kind, timeout=timeout, predicted=step)
         made = cls(plan, ranks, size, kind, transport)
@@ -202,7 +202,7 @@ class _LocalPlacement:
         own = gpu_of(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
         if 0 <= own < torch.cuda.device_count():
             return torch.device("cuda", own)
-        return _device(self.kind, rank, self.transport.local)
+        return _select_device(self.kind, rank, self.transport.local)
 
     def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[MeshRank]:
         """Return this process's mesh ranks with empty modules; programs: of each mesh rank."""
@@ -283,8 +283,8 @@ def load_trainer(
     """
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
-    places = _LocalPlacement.of(plan, spec, timeout)
-    lanes = places.load(exported.lane)
+    placement = _LocalPlacement.of(plan, spec, timeout)
+    lanes = placement.load(exported.lane)
 
     def fill() -> tuple[None, str]:
         for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
@@ -294,7 +294,7 @@ def load_trainer(
             )  # fmt: skip
         return None, ""
 
-    agree(places.transport, "the weights", fill)
+    agree(placement.transport, "the weights", fill)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise error(
             "FXP115",
@@ -305,12 +305,12 @@ def load_trainer(
         )
     options["queue"] = is_queue_routed(plan, None, options)
     options["stream"] = None if options["queue"] else select_weight_mode(plan, None, options)
-    made = _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
-    made.ambient = TorchModes(precision=plan.precision, device=places.kind)
+    made = _attach_plan(placement.trainer(lanes, optimizer=optimizer, **options), plan)
+    made.ambient = TorchModes(precision=plan.precision, device=placement.kind)
     return made
 
 
-def _of_plan(
+def _attach_plan(
     made: Trainer | AsyncTrainer | QueueTrainer, plan: Plan
 ) -> Trainer | AsyncTrainer | QueueTrainer:
     """Store in the trainer what its checkpoints record about the plan."""
@@ -319,9 +319,9 @@ def _of_plan(
     return made
 
 
-def _wants_gpu(plan: Plan) -> bool:
+def _check_gpus(plan: Plan) -> bool:
     """Return whether the plan's ranks are GPUs; FXP602 if they are and this machine has none."""
-    if not _is_of_gpus(plan):
+    if not _has_gpu_ranks(plan):
         return False
     if not torch.cuda.is_available():
         raise error(
@@ -333,18 +333,18 @@ def _wants_gpu(plan: Plan) -> bool:
     return True
 
 
-def _is_of_gpus(plan: Plan) -> bool:
+def _has_gpu_ranks(plan: Plan) -> bool:
     return any(plan.device(rank).kind == "gpu" for rank in range(plan.world))
 
 
-def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:
+def _select_device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:
     """Return the rank's device: LOCAL_RANK under torchrun, round-robin over GPUs otherwise."""
     if kind == "cpu" or len(local) == 1:
         return local_device(kind)
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _unused(program: Program, weights: Any) -> dict[str, torch.Tensor]:
+def _get_unused_state(program: Program, weights: Any) -> dict[str, torch.Tensor]:
     """Return the state of the model that no stage needs, so that a state dict is complete."""
     captured = program.captured
     held = {s.name for stage in program.spec.stages for s in stage.state}

@@ -95,7 +95,7 @@ def test_a_stage_that_fails(schedule: str, what: str) -> None:
     assert {n: v for n, v in before.items() if "running" not in n}.items() <= after.items()
     assert not parts.gradients()
     (executors,) = next(iter(parts._engine._executors.values()))
-    assert not any(executor._cells or executor._rests for executor in executors)
+    assert not any(executor._cells or executor._weight_backwards for executor in executors)
     parts.step(batch())
 
 
@@ -103,7 +103,7 @@ def test_nothing_outlives_a_step() -> None:
     parts = placed("zb-v", (0, 1, 1, 0))
     parts.step(batch())
     (executors,) = next(iter(parts._engine._executors.values()))
-    assert not any(executor._cells or executor._rests for executor in executors)
+    assert not any(executor._cells or executor._weight_backwards for executor in executors)
 
 
 @pytest.mark.slow

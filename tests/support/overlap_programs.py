@@ -77,7 +77,7 @@ def order(mesh: str, options: dict[str, Any], size: int) -> list[dict[int, list[
     made = make(mesh, options, size)
     found: list[dict[int, list[Any]]] = []
     start = StageGradientReducer._start
-    places = {id(each): place for place, each in made._held._sums.items()}
+    places = {id(each): place for place, each in made._shards._reducers.items()}
 
     def note(self: StageGradientReducer, bucket: Any) -> None:
         stage, lane = places[id(self)]

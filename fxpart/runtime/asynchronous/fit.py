@@ -76,7 +76,7 @@ class AsyncFit(FitLoop):
 
     def _loop(self) -> str:
         self._anneal()
-        listener = partial(self._tell, "fallback")
+        listener = partial(self._notify, "fallback")
         self._stream.listeners.append(lambda text: listener(why=text))
         try:
             why = super()._loop()
@@ -85,7 +85,7 @@ class AsyncFit(FitLoop):
             self._stream.listeners.pop()
         return why
 
-    def _each(self) -> Iterator[Any]:
+    def _iterate_epoch(self) -> Iterator[Any]:
         """The batches; the pipeline is empty where they end, so that ranks can be compared."""
         source = self.guarded("the batches", lambda: iter(self.position))
         while True:
@@ -99,13 +99,13 @@ class AsyncFit(FitLoop):
             agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def _update(self, group: list[Any]) -> None:
-        (batch,), rates = group, self._rates()
+        (batch,), rates = group, self._get_learning_rates()
         if batch is _NONE:
             call = self._stream.again()
         else:
             call = self._stream.feed(batch, local=self.run.local)
         self.step += 1
-        done = self._done([] if batch is _NONE else group, self._stream.last_rows)
+        done = self._describe_update([] if batch is _NONE else group, self._stream.last_rows)
         self._rows[call] = done, rates
         self.position.used += 1
         for known, loss in self._stream.taken():
@@ -124,7 +124,7 @@ class AsyncFit(FitLoop):
         done, rates = self._rows.pop(call)
         now, norm = time.perf_counter(), self._stream.last_grad_norm
         self.loss = loss
-        self._write(done, loss)
+        self._write_ledger(done, loss)
         info = StepInfo(
             done.step, done.epoch, loss, rates, None if norm is None else float(norm),
             done.rows, now - self._last, self._stream.rank,

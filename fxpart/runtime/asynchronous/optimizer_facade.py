@@ -48,7 +48,7 @@ class StageOptimizerFacade(OptimizerFacade):
     def _touch(self) -> None:
         """Parameters are read: FXP115 while minibatches are in flight."""
         super()._touch()
-        trainer: Any = self._of()
+        trainer: Any = self._get_trainer()
         trainer.touch()
 
 

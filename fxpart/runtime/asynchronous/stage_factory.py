@@ -70,13 +70,13 @@ def build(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageG
                 options.clip_norm, stream.clip, options.clip_value, part / max(total, 1)
             )
             updates[place] = StageUpdater(
-                MeshRank(lane.index, lane.spec, {stage: module}), trainer._held, weights[place],
+                MeshRank(lane.index, lane.spec, {stage: module}), trainer._shards, weights[place],
                 [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
             )  # fmt: skip
     stages = AsyncStageGroup(
         trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
         trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
-        crew=trainer._crew, recompute=options.recomputes(len(trainer.spec.stages)),
+        crew=trainer._threads, recompute=options.recomputes(len(trainer.spec.stages)),
         events=trainer.events,
     )  # fmt: skip
     return weights, stages

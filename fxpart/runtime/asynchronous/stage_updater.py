@@ -57,12 +57,12 @@ class StageUpdater:
         order. norms: compute them in any case.
         """
         self._lane = lane
-        self._held = held
+        self._shards = held
         self._weights = weights
         self._parameters = list(parameters)
         self._clipping = clipping
         self._norms = norms or clipping.norm is not None
-        self._around = held.around(lane.index)
+        self._around = held.hooks(lane.index)
         self.square = 0.0
         self.known: float | None = None
         self.skipped = self.waits = False
@@ -70,7 +70,7 @@ class StageUpdater:
     def begins(self, *, last: bool) -> None:
         """A backward begins; last: of its minibatch, so that sums over lanes may start in it."""
         if last and self._around is not None and not self.waits:
-            self._held.closing = True
+            self._shards.closing = True
             for stage in self._lane.modules:
                 self._around.last(stage)
 
@@ -80,7 +80,7 @@ class StageUpdater:
             return
         if halted:
             self._clear()
-        self._held.finish(self._lane)
+        self._shards.finish(self._lane)
         if not halted:
             self._clip()
             self.step()
@@ -125,4 +125,4 @@ class StageUpdater:
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-            self._held.rows.drop(parameter)
+            self._shards.rows.drop(parameter)

@@ -224,7 +224,7 @@ class AsyncTrainer(AsyncTrainerBase):
     def report(self) -> tuple[StageReport, ...]:
         """Of all stages: staleness, copies, predictions. Drains; every rank must call it."""
         self._settle()
-        self._together("report")
+        self._agree_on_call("report")
         mine = [
             StageReport.of(stage, self.staleness[stage], weights)
             for (stage, lane), weights in self._weights.items()
@@ -265,7 +265,7 @@ class AsyncTrainer(AsyncTrainerBase):
         """
         if self._streaming:
             try:
-                self._reconcile()
+                self._apply_user_changes()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
                     return self._feed.cut(seen, self.microbatches, self._others)
@@ -313,13 +313,13 @@ class AsyncTrainer(AsyncTrainerBase):
     def _update_together(self) -> None:
         """After a drained minibatch: the update of a synchronous trainer."""
         with convert_transport_errors(self._transport, "sharing gradients"):
-            self._each_lane(self._held.finish)
-            norms = compute_gradient_norms(self._state, self._held)
+            self._run_on_mesh_ranks(self._shards.finish)
+            norms = compute_gradient_norms(self._state, self._shards)
         self.last_grad_norm = norms.total
         if self.options.clip_norm is not None:
-            clip_gradient_norm(self._state, self._held, norms.total, self.options.clip_norm)
+            clip_gradient_norm(self._state, self._shards, norms.total, self.options.clip_norm)
         if self.options.clip_value is not None:
-            clip_gradient_value(self._state, self._held, self.options.clip_value)
+            clip_gradient_value(self._state, self._shards, self.options.clip_value)
         for update in self._stages.updates.values():
             update.step()
 
@@ -367,7 +367,7 @@ class AsyncTrainer(AsyncTrainerBase):
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
             made = make_stage_optimizers(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            check_stage_optimizers(made, self._state, self._held)
+            check_stage_optimizers(made, self._state, self._shards)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
@@ -387,7 +387,9 @@ class AsyncTrainer(AsyncTrainerBase):
             self.calls - self._first if ended else None,
         )  # fmt: skip
         with convert_transport_errors(self._transport, "telling the other ranks"):
-            word = build_call_status(self._stages, cut, self.asks.mine, self.update_options.digest)
+            word = build_call_status(
+                self._stages, cut, self.request.mine, self.update_options.digest
+            )
             self._words.say(call, word, expected)
 
     def _hear(self, *, drained: bool = False) -> None:
@@ -400,7 +402,7 @@ class AsyncTrainer(AsyncTrainerBase):
             self._fail(drained=drained)
         if any(word.failed for word in words):
             self._fail(drained=drained)
-        self.asks.hear([word.asks for word in words])
+        self.request.store([word.asks for word in words])
         for rank, (word, counted) in enumerate(zip(words, expected, strict=True)):
             assert word.halted or word.counts == counted, (
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) are "

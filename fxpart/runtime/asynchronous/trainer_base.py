@@ -46,7 +46,7 @@ class AsyncTrainerBase(Inference):
     _losses: deque[tuple[int, torch.Tensor]]  # that are known and were not taken, by call
     # They travel with every microbatch, before anybody knows how many rows they will have.
     shared_rows = False
-    flows = True
+    is_asynchronous = True
 
     @abstractmethod
     def _settle(self) -> None:
@@ -130,10 +130,10 @@ class AsyncTrainerBase(Inference):
         """As ever, after a drain."""
         assert self.optimizer is not None, "there is no optimizer"
         self._settle()
-        self._together(f"optimizer_state_dict {first_only}")
+        self._agree_on_call(f"optimizer_state_dict {first_only}")
         with convert_transport_errors(self._transport, "gathering optimizer state"):
             return gather_stage_optimizer_state(
-                self._state, self._held, self.optimizers, first_only=first_only
+                self._state, self._shards, self.optimizers, first_only=first_only
             )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class AsyncTrainerBase(Inference):
         self._settle()
 
         def plan() -> tuple[list[Callable[[], None]], str]:
-            loads = plan_loads(self._state, self._held, self.optimizers, state, self._groups)
+            loads = plan_loads(self._state, self._shards, self.optimizers, state, self._groups)
             return loads, " ".join(sorted(state["state"]))
 
         for load in agree(self._transport, "the optimizer state", plan):
@@ -165,7 +165,7 @@ class AsyncTrainerBase(Inference):
         if self.in_flight:
             raise in_flight_error()
 
-    def _facade(self, user: UserOptimizer | None) -> StageOptimizerFacade:
+    def _make_facade(self, user: UserOptimizer | None) -> StageOptimizerFacade:
         first = next(iter(self.optimizers.values()))
         members = [
             [p for each in self.optimizers.values() for p in each.param_groups[index]["params"]]

@@ -51,13 +51,13 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         mode: str,
         *,
         local: bool = False,
-        asks: RankRequest | None = None,
+        request: RankRequest | None = None,
         refusal: FxpartError | None = None,
         weighed: bool = False,
     ) -> None:
         """Read the batch and start the comparison with the other ranks.
 
-        mode: description of what the batch is used for; it must be the same on every rank. asks:
+        mode: description of what the batch is used for; it must be the same on every rank. request:
         this process's request to all ranks, sent with the comparison; the requests of all ranks are
         stored in it. refusal: why this process cannot take the batch; raised on every rank.
         weighed: whether :attr:`weight` is needed. Raises FXP105 on every rank if the batch of any
@@ -65,13 +65,13 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         """
         self._source = source
         self._mode = mode
-        self._asks = RankRequest(alone=False) if asks is None else asks
+        self._request = RankRequest(alone=False) if request is None else request
         self._cut: MicrobatchSplit | None = None
         self._others: Mapping[str, Shape] = {}
         self._weight: float | None = None
-        self._weighed = weighed and source.feed.weighs
+        self._weighed = weighed and source.feed.has_batch_weight
 
-        def look() -> tuple[LocalBatch, str]:
+        def read_local() -> tuple[LocalBatch, str]:
             if refusal is not None:
                 raise refusal
             seen = source.feed.look(batch, local=local)
@@ -81,7 +81,7 @@ class BatchAgreement(RankAgreement[LocalBatch]):
                 self._cut = source.feed.cut(seen, source.microbatches)
             return seen, _text(self._mode, seen.shapes)
 
-        super().__init__(transport, "the batches", look)
+        super().__init__(transport, "the batches", read_local)
 
     @property
     def cut(self) -> MicrobatchSplit:
@@ -118,13 +118,13 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         shapes = digest(msgspec.json.encode(seen.shapes).decode())
         return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
 
-    def _aside(self) -> list[int]:
+    def _make_extra_integers(self) -> list[int]:
         bits = 0 if self._weight is None else float_to_bits(self._weight)
-        return [self._asks.mine, bits]
+        return [self._request.mine, bits]
 
     def _compare(self, rows: list[list[int]]) -> None:
-        *others, asks, weights = zip(*rows, strict=True)
-        self._asks.hear(asks)
+        *others, request, weights = zip(*rows, strict=True)
+        self._request.store(request)
         if self._weighed and self._weight is None:
             self._weight = next((bits_to_float(bits) for bits in weights if bits), 0.0)
         rows = [list(row) for row in zip(*others, strict=True)]
@@ -134,19 +134,19 @@ class BatchAgreement(RankAgreement[LocalBatch]):
             return
         key = tuple((row[2],) for row in rows)
         if key not in self._source.known:
-            self._source.known[key] = self._put_together()
+            self._source.known[key] = self._combine_inputs()
         self._others = self._source.known[key]
 
-    def _put_together(self) -> Mapping[str, Shape]:
+    def _combine_inputs(self) -> Mapping[str, Shape]:
         """Combine the inputs of all ranks; FXP501 if two ranks differ in one input."""
         shapes = self.value.shapes
         raws = self._transport.exchange_bytes(msgspec.json.encode(shapes))
-        told = [msgspec.json.decode(raw, type=dict[str, Shape]) for raw in raws]
+        reports = [msgspec.json.decode(raw, type=dict[str, Shape]) for raw in raws]
         found: dict[str, Shape] = {}
-        for mine in told:
+        for mine in reports:
             for name, shape in mine.items():
                 if found.setdefault(name, shape) != shape:
-                    self._refuse(_text(self._mode, shapes))
+                    self._raise_difference(_text(self._mode, shapes))
         return found
 
 

@@ -49,13 +49,13 @@ def announce_exception(transport: Transport, what: str, cause: Exception) -> Fxp
     else:
         own = FxpartError(make_exception_problem(transport.local[0], what, cause))
 
-    def tell() -> tuple[bool, str]:
+    def report() -> tuple[bool, str]:
         raise own
 
     try:
-        agree(transport, what, tell)
-    except FxpartError as told:
-        return told
+        agree(transport, what, report)
+    except FxpartError as reported:
+        return reported
     raise AssertionError("the agreement raises the reported problem")
 
 

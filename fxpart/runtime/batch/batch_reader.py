@@ -114,7 +114,7 @@ class BatchReader:
         Inputs that are not needed may be missing or None.
         """
         problems: list[Problem] = []
-        tensors = self._find(batch, problems)
+        tensors = self._find_tensors(batch, problems)
         if problems:
             raise FxpartError(problems)
         shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
@@ -145,13 +145,13 @@ class BatchReader:
         self._check_sources(tensors, problems)
         if problems:
             raise FxpartError(problems)
-        pieces, rows = self._cut(tensors, microbatches, problems)
+        pieces, rows = self._split(tensors, microbatches, problems)
         if problems:
             raise FxpartError(problems)
         repeats = self._repeat(pieces, rows, problems)
         if problems:
             raise FxpartError(problems)
-        sizes = self._measure(pieces, problems)
+        sizes = self._measure_symbols(pieces, problems)
         if problems:
             raise FxpartError(problems)
         total = sum(rows)
@@ -180,12 +180,12 @@ class BatchReader:
             )
             if spec.name not in tensors and (sized or rows):
                 why = "no rank was given this input, and symbolic sizes are read from it"
-                fix = f"on at least one rank, {_kind(spec)}"
-                problems.append(_problem(spec.path, why, fix))
+                fix = f"on at least one rank, {_describe_input(spec)}"
+                problems.append(_make_problem(spec.path, why, fix))
 
     # -- find the inputs in the batch --------------------------------------------------------
 
-    def _find(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
+    def _find_tensors(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
         leaves = dict(flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch))
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._inputs:
@@ -197,12 +197,12 @@ class BatchReader:
                 for path in inner:
                     del leaves[path]
                 why = "it is a list or dict, not a tensor" if inner else "it is missing"
-                problems.append(_problem(spec.path, why, _kind(spec)))
+                problems.append(_make_problem(spec.path, why, _describe_input(spec)))
                 continue
             value = leaves.pop(spec.path)
-            fault = self._fault(spec, value)
+            fault = self._find_fault(spec, value)
             if fault:
-                problems.append(_problem(spec.path, fault, _kind(spec)))
+                problems.append(_make_problem(spec.path, fault, _describe_input(spec)))
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
@@ -210,14 +210,18 @@ class BatchReader:
             spare = len(tensors) < len(self._inputs)
             value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
             if type(value) is not type(fixed) or value != fixed:
-                why = "it is missing" if value is _MISSING else f"it is {_show(value)}"
-                fix = f"pass {_show(fixed)} as at capture, or capture again for another value"
-                problems.append(_problem(path, f"{why}, but was {_show(fixed)} at capture", fix))
+                why = "it is missing" if value is _MISSING else f"it is {_format_value(value)}"
+                fix = (
+                    f"pass {_format_value(fixed)} as at capture, or capture again for another value"
+                )
+                problems.append(
+                    _make_problem(path, f"{why}, but was {_format_value(fixed)} at capture", fix)
+                )
         for path, value in leaves.items():
             if value is not None:
-                known = ", ".join(_at(i.path) for i in self._inputs)
+                known = ", ".join(_format_path(i.path) for i in self._inputs)
                 problems.append(
-                    _problem(
+                    _make_problem(
                         path,
                         "the program has no such input",
                         f"remove it from the batch; the inputs are {known}",
@@ -225,18 +229,18 @@ class BatchReader:
                 )
         return tensors
 
-    def _fault(self, spec: InputSpec, value: Any) -> str | None:
+    def _find_fault(self, spec: InputSpec, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
-            return f"it is {_show(value)}, not a tensor"
+            return f"it is {_format_value(value)}, not a tensor"
         if value.dtype != self._dtypes[spec.name]:
             return f"its dtype is {str(value.dtype)[6:]}, not {spec.dtype}"
         if value.dim() != len(spec.shape):
-            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_shape(spec)}"
+            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_format_shape(spec)}"
         return None
 
     # -- split the batch ---------------------------------------------------------------------
 
-    def _cut(
+    def _split(
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
         """Return the pieces and the rows of each (one of 1 row if no input has a batch dim)."""
@@ -244,11 +248,11 @@ class BatchReader:
         cut = [spec for spec in here if spec.batch_dim is not None]
         if not cut:
             return [tensors], [1]
-        fixed = [spec for spec in cut if isinstance(_entry(spec), int)]
+        fixed = [spec for spec in cut if isinstance(_get_batch_entry(spec), int)]
         if fixed:
-            rows = self._fixed_rows(fixed, tensors, microbatches, problems)
+            rows = self._count_fixed_rows(fixed, tensors, microbatches, problems)
         else:
-            rows = self._even_rows(cut, tensors, microbatches, problems)
+            rows = self._count_even_rows(cut, tensors, microbatches, problems)
         if problems:
             return [], []
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in rows]
@@ -257,7 +261,7 @@ class BatchReader:
             if spec.batch_dim is None:
                 parts: Sequence[torch.Tensor] = [tensor] * len(rows)
             else:
-                lengths = self._lengths(spec, tensor, rows, problems)
+                lengths = self._compute_lengths(spec, tensor, rows, problems)
                 if lengths is None:
                     continue
                 parts = torch.split(tensor, lengths, spec.batch_dim)
@@ -265,7 +269,7 @@ class BatchReader:
                 piece[spec.name] = part
         return pieces, rows
 
-    def _fixed_rows(
+    def _count_fixed_rows(
         self,
         fixed: list[InputSpec],
         tensors: dict[str, torch.Tensor],
@@ -279,7 +283,7 @@ class BatchReader:
         """
         counts: set[int] = set()
         for spec in fixed:
-            unit, size = _entry(spec), _size(spec, tensors)
+            unit, size = _get_batch_entry(spec), _size(spec, tensors)
             assert isinstance(unit, int)
             if unit == 0 or size == 0 or size % unit:
                 why = (
@@ -290,25 +294,25 @@ class BatchReader:
                     f"pass a multiple of {unit} rows (drop_last=True in a DataLoader drops a "
                     "smaller last batch), or capture with a symbolic batch dim"
                 )
-                problems.append(_problem(spec.path, why, fix))
+                problems.append(_make_problem(spec.path, why, fix))
             elif size > unit and microbatches == 1:
                 why = (
                     f"the program was captured at a fixed batch size of {unit} for one microbatch, "
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
                 fix = f"pass batches of {unit}, or compile with microbatches=2 or more"
-                problems.append(_problem(spec.path, why, fix))
+                problems.append(_make_problem(spec.path, why, fix))
             else:
                 counts.add(size // unit)
         if len(counts) > 1:
-            problems.append(_uneven(fixed, tensors))
+            problems.append(_make_size_problem(fixed, tensors))
         if problems:
             return []
-        unit = _entry(fixed[0])
+        unit = _get_batch_entry(fixed[0])
         assert isinstance(unit, int)
         return [unit] * counts.pop()
 
-    def _even_rows(
+    def _count_even_rows(
         self,
         cut: list[InputSpec],
         tensors: dict[str, torch.Tensor],
@@ -316,14 +320,16 @@ class BatchReader:
         problems: list[Problem],
     ) -> list[int]:
         """Return even pieces of a symbolic batch; fewer pieces if there are fewer rows."""
-        plain = [spec for spec in cut if str(_entry(spec)).isidentifier()] or cut
+        plain = [spec for spec in cut if str(_get_batch_entry(spec)).isidentifier()] or cut
         sizes = {_size(spec, tensors) for spec in plain}
         if len(sizes) > 1:
-            problems.append(_uneven(plain, tensors))
+            problems.append(_make_size_problem(plain, tensors))
             return []
         rows = sizes.pop()
         if rows == 0:
-            problems.append(_problem(plain[0].path, "the batch is empty", "skip empty batches"))
+            problems.append(
+                _make_problem(plain[0].path, "the batch is empty", "skip empty batches")
+            )
             return []
         return list(split_rows(rows, self._multiple, microbatches))
 
@@ -335,21 +341,21 @@ class BatchReader:
     ) -> tuple[int, ...]:
         """Repeat in place rows of pieces that ``multiple`` does not divide; return the counts."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
-        if not cut or any(isinstance(_entry(spec), int) for spec in cut):
+        if not cut or any(isinstance(_get_batch_entry(spec), int) for spec in cut):
             return (1,) * len(rows)
         repeats = tuple(count_repeats(m, self._multiple) for m in rows)
         if max(repeats) == 1:
             return repeats
-        for spec in self._unrepeatable(cut):
+        for spec in self._find_unrepeatable(cut):
             why = (
-                f"its shape {_shape(spec)} does not have the {sum(rows)} rows of the batch in one "
-                f"dim alone, and {self._multiple} ranks take equal parts of each microbatch"
+                f"its shape {_format_shape(spec)} does not have the {sum(rows)} rows of the batch "
+                f"in one dim alone, and {self._multiple} ranks take equal parts of each microbatch"
             )
             fix = (
                 f"pass a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
                 "smaller last batch)"
             )
-            problems.append(_problem(spec.path, why, fix))
+            problems.append(_make_problem(spec.path, why, fix))
         for piece, count in zip(pieces, repeats, strict=True):
             for spec in cut if count > 1 and not problems else ():
                 if spec.name in piece:
@@ -357,21 +363,25 @@ class BatchReader:
                     piece[spec.name] = repeat_rows(piece[spec.name], count, spec.batch_dim)
         return repeats
 
-    def _unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
+    def _find_unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
         """Yield inputs whose batch size is not exactly one dim of the shape."""
-        symbols = {str(_entry(spec)) for spec in cut if str(_entry(spec)).isidentifier()}
+        symbols = {
+            str(_get_batch_entry(spec))
+            for spec in cut
+            if str(_get_batch_entry(spec)).isidentifier()
+        }
         for spec in self._inputs:
             others = [e for at, e in enumerate(spec.shape) if at != spec.batch_dim]
             words = {word for e in others for word in re.findall(r"\w+", str(e))}
-            if words & symbols or (spec in cut and str(_entry(spec)) not in symbols):
+            if words & symbols or (spec in cut and str(_get_batch_entry(spec)) not in symbols):
                 yield spec
 
-    def _lengths(
+    def _compute_lengths(
         self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]
     ) -> list[int] | None:
         """Return the length of each piece of one input: rows, or its dim's expression of them."""
         assert spec.batch_dim is not None
-        entry, size = _entry(spec), tensor.shape[spec.batch_dim]
+        entry, size = _get_batch_entry(spec), tensor.shape[spec.batch_dim]
         if isinstance(entry, int):
             return [entry] * len(rows)
         if entry.isidentifier():
@@ -381,13 +391,15 @@ class BatchReader:
             lengths = [self._dims[spec.name][spec.batch_dim](dict.fromkeys(names, n)) for n in rows]
         if sum(lengths) != size:
             why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
-            problems.append(_problem(spec.path, why, "pass the same number of rows in every input"))
+            problems.append(
+                _make_problem(spec.path, why, "pass the same number of rows in every input")
+            )
             return None
         return lengths
 
     # -- symbols --------------------------------------------------------------------------------
 
-    def _measure(
+    def _measure_symbols(
         self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
     ) -> list[Sizes]:
         """Return the symbol sizes of each microbatch, checked against every dim.
@@ -427,7 +439,7 @@ class BatchReader:
                 same = "" if isinstance(entry, int) else f" ({entry}, as in other inputs)"
                 why = f"dim {at} is {actual[at]}, not {expected}{same}"
                 fix = "pass sizes that agree" if same else "pass that size, or capture again"
-                problem = _problem(spec.path, why, fix)
+                problem = _make_problem(spec.path, why, fix)
                 if problem not in problems:
                     problems.append(problem)
 
@@ -447,7 +459,7 @@ def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _entry(spec: InputSpec) -> int | str:
+def _get_batch_entry(spec: InputSpec) -> int | str:
     assert spec.batch_dim is not None
     return spec.shape[spec.batch_dim]
 
@@ -457,8 +469,8 @@ def _size(spec: InputSpec, tensors: Mapping[str, torch.Tensor]) -> int:
     return tensors[spec.name].shape[spec.batch_dim]
 
 
-def _uneven(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
-    sizes = ", ".join(f"{_at(s.path)} {_size(s, tensors)}" for s in specs)
+def _make_size_problem(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
+    sizes = ", ".join(f"{_format_path(s.path)} {_size(s, tensors)}" for s in specs)
     return Problem(
         "FXP105",
         "batch",
@@ -467,22 +479,22 @@ def _uneven(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> 
     )
 
 
-def _problem(path: Path, why: str, fix: str) -> Problem:
-    return Problem("FXP105", _at(path), why, fix)
+def _make_problem(path: Path, why: str, fix: str) -> Problem:
+    return Problem("FXP105", _format_path(path), why, fix)
 
 
-def _at(path: Path) -> str:
+def _format_path(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
-def _kind(spec: InputSpec) -> str:
-    return f"pass a {spec.dtype} tensor of shape {_shape(spec)}"
+def _describe_input(spec: InputSpec) -> str:
+    return f"pass a {spec.dtype} tensor of shape {_format_shape(spec)}"
 
 
-def _shape(spec: InputSpec) -> str:
+def _format_shape(spec: InputSpec) -> str:
     return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
     return text[:60] or f"a {type(value).__name__}"

@@ -82,15 +82,15 @@ class BatchRequirements:
 
     def select(self, batch: Any) -> Any:
         """Return the batch with None in place of inputs that are not needed."""
-        return self._only(batch, ())
+        return self._select(batch, ())
 
-    def _only(self, value: Any, path: Path) -> Any:
+    def _select(self, value: Any, path: Path) -> Any:
         if path in self.paths:
             return value
         if isinstance(value, Mapping):
-            return {key: self._only(inner, (*path, key)) for key, inner in value.items()}
+            return {key: self._select(inner, (*path, key)) for key, inner in value.items()}
         if isinstance(value, (tuple, list)):
-            return tuple(self._only(inner, (*path, at)) for at, inner in enumerate(value))
+            return tuple(self._select(inner, (*path, at)) for at, inner in enumerate(value))
         bare = isinstance(value, torch.Tensor) and path == () and (0,) not in self.paths
         return None if bare or (path and isinstance(value, torch.Tensor)) else value
 
@@ -112,26 +112,26 @@ class BatchRowSampler:
     """
 
     def __init__(
-        self, needs: BatchRequirements, size: int, batch_size: int, shuffle: bool, seed: int
+        self, requirements: BatchRequirements, size: int, batch_size: int, shuffle: bool, seed: int
     ) -> None:
         """Build the sampler; see :meth:`BatchRequirements.sampler`.
 
         FXP109 if the ranks cannot divide ``batch_size``.
         """
-        if batch_size < 1 or batch_size % needs.multiple:
+        if batch_size < 1 or batch_size % requirements.multiple:
             raise error(
                 "FXP109", where=f"batch_size={batch_size}",
-                why=f"{needs.multiple} ranks take equal parts of each batch",
-                fix=f"use a multiple of {needs.multiple}",
+                why=f"{requirements.multiple} ranks take equal parts of each batch",
+                fix=f"use a multiple of {requirements.multiple}",
             )  # fmt: skip
         self.epoch = 0
-        self._needs, self._size, self._batch = needs, size, batch_size
+        self._requirements, self._size, self._batch = requirements, size, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._rows: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return self._size // self._batch + bool(self._last())
+        return self._size // self._batch + bool(self._count_last_rows())
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of each batch."""
@@ -141,12 +141,12 @@ class BatchRowSampler:
             order = torch.randperm(self._size, generator=generator)
         for start in range(0, len(self) * self._batch, self._batch):
             whole = start + self._batch <= self._size
-            count = self._batch if whole else self._last()
+            count = self._batch if whole else self._count_last_rows()
             if count not in self._rows:
-                self._rows[count] = self._needs.rows(count)
+                self._rows[count] = self._requirements.rows(count)
             yield [int(order[start + row]) for row in self._rows[count]]
 
-    def _last(self) -> int:
+    def _count_last_rows(self) -> int:
         """Return the rows of the smaller last batch."""
         left = self._size % self._batch
-        return left - left % self._needs.multiple
+        return left - left % self._requirements.multiple

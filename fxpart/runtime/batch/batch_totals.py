@@ -48,26 +48,26 @@ class BatchTotals:
         self._constants: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._steps = [
             (
-                _operation(step.target),
-                [self._value(a) for a in step.args],
-                {k: self._value(v) for k, v in step.kwargs.items()},
+                _find_operation(step.target),
+                [self._compile_argument(a) for a in step.args],
+                {k: self._compile_argument(v) for k, v in step.kwargs.items()},
             )
             for step in spec.steps
         ]
-        self._results = [self._value(r) for r in spec.results]
+        self._results = [self._compile_argument(r) for r in spec.results]
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the totals by name; empty if this process lacks one of the inputs."""
         if any(n not in tensors or tensors[n].device.type == "meta" for n in self.inputs):
             return {}
         sizes = {s: tensors[n].shape[d] for s, (n, d) in self._symbols.items() if n in tensors}
-        frame = _BatchValues(tensors, sizes)
+        batch = _BatchValues(tensors, sizes)
         with torch.no_grad():
             for target, args, kwargs in self._steps:
-                given = {k: v(frame) for k, v in kwargs.items()}
-                frame.values.append(target(*(a(frame) for a in args), **given))
+                given = {k: v(batch) for k, v in kwargs.items()}
+                batch.values.append(target(*(a(batch) for a in args), **given))
             return {
-                name: result(frame)
+                name: result(batch)
                 for name, result in zip(self._spec.names, self._results, strict=True)
             }
 
@@ -91,32 +91,32 @@ class BatchTotals:
             piece.update(self.shares(weight))
         return totals
 
-    def _value(self, written: Any) -> Value:
+    def _compile_argument(self, written: Any) -> Value:
         """Return a function that evaluates an argument from a batch's values."""
         if isinstance(written, (list, tuple)):
-            items = [self._value(item) for item in written]
-            return lambda frame: [item(frame) for item in items]
+            items = [self._compile_argument(item) for item in written]
+            return lambda batch: [item(batch) for item in items]
         if not isinstance(written, dict):
-            return lambda frame: written
+            return lambda batch: written
         ((kind, what),) = written.items()
         match kind:
             case "input":
-                return lambda frame: frame.inputs[what]
+                return lambda batch: batch.inputs[what]
             case "value":
-                return lambda frame: frame.values[what]
+                return lambda batch: batch.values[what]
             case "size":
-                return lambda frame: dim_value(what, frame.sizes)
+                return lambda batch: dim_value(what, batch.sizes)
             case "constant":
-                return lambda frame: self._constant(what, frame)
+                return lambda batch: self._constant(what, batch)
             case "torch":
-                return lambda frame: getattr(torch, what)
+                return lambda batch: getattr(torch, what)
             case "device":
-                return _device
+                return _get_device
         number = float(what)
-        return lambda frame: number
+        return lambda batch: number
 
-    def _constant(self, name: str, frame: _BatchValues) -> torch.Tensor:
-        device = _device(frame)
+    def _constant(self, name: str, batch: _BatchValues) -> torch.Tensor:
+        device = _get_device(batch)
         if name in self._values:
             return self._values[name].to(device)
         if (name, device) not in self._constants:
@@ -126,12 +126,12 @@ class BatchTotals:
         return self._constants[name, device]
 
 
-def _device(frame: _BatchValues) -> torch.device:
+def _get_device(batch: _BatchValues) -> torch.device:
     """Return the device of the batch."""
-    return next((t.device for t in frame.inputs.values()), torch.device("cpu"))
+    return next((t.device for t in batch.inputs.values()), torch.device("cpu"))
 
 
-def _operation(name: str) -> Callable[..., Any]:
+def _find_operation(name: str) -> Callable[..., Any]:
     """Return the function of a name such as ``"aten.sum.default"``."""
     if name == "getitem":
         return lambda values, index: values[index]

@@ -42,8 +42,8 @@ class LossDivisors:
             for name, constant in () if given is None else given.constants.items():
                 dtype = getattr(torch, constant.dtype)
                 self._compiled[name] = torch.tensor(constant.values, dtype=dtype)
-        held = [item for stage in spec.stages for item in stage.state]
-        self._numbered = {item.name for item in held if item.kind == "constant"}
+        state_items = [item for stage in spec.stages for item in stage.state]
+        self._numbered = {item.name for item in state_items if item.kind == "constant"}
 
     def watch(self, state: Mapping[str, torch.Tensor]) -> None:
         """Record the module's own tensors, by name, and their current values."""
@@ -54,22 +54,22 @@ class LossDivisors:
         """Read the values from the ranks that own them; call it on every rank after a load."""
         if not self._compiled:
             return
-        told = {n: (str(t.dtype)[6:], t.tolist()) for n, t in self._held().items()}
-        raws = self._state.transport.exchange_bytes(msgspec.json.encode(told))
+        reports = {n: (str(t.dtype)[6:], t.tolist()) for n, t in self._local_values().items()}
+        raws = self._state.transport.exchange_bytes(msgspec.json.encode(reports))
         found: dict[str, torch.Tensor] = {}
         for raw in raws:
             for name, (dtype, values) in msgspec.json.decode(raw).items():
                 found.setdefault(name, torch.tensor(values, dtype=getattr(torch, dtype)))
-        self._take(found)
+        self._update_values(found)
 
     def renew_here(self) -> None:
         """Read the values after a change of the module that every rank has made."""
         now = {name: tensor.detach().cpu() for name, tensor in self.live.items()}
         changed = {n: t.clone() for n, t in now.items() if not torch.equal(t, self._seen[n])}
         self._seen |= changed
-        self._take({**changed, **self._held()})
+        self._update_values({**changed, **self._local_values()})
 
-    def _held(self) -> dict[str, torch.Tensor]:
+    def _local_values(self) -> dict[str, torch.Tensor]:
         """Return the divisors that this process has as whole tensors."""
         found = {}
         for name, compiled in self._compiled.items():
@@ -79,7 +79,7 @@ class LossDivisors:
                 found[name] = tensor
         return found
 
-    def _take(self, found: Mapping[str, torch.Tensor]) -> None:
+    def _update_values(self, found: Mapping[str, torch.Tensor]) -> None:
         """Store changed values; FXP113 for a lifted constant, which each capture numbers anew."""
         problems = []
         for name, tensor in found.items():

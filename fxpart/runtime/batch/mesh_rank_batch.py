@@ -71,7 +71,7 @@ class GlobalBatchReader:
         return LocalBatch(seen.tensors, whole, seen.absent, local=True)
 
     @property
-    def weighs(self) -> bool:
+    def has_batch_weight(self) -> bool:
         """Return whether the weight of a batch in a mean over batches is not its rows."""
         return self._weight is not None
 
@@ -146,11 +146,11 @@ class GlobalBatchReader:
     @property
     def row_axes(self) -> frozenset[str]:
         """Return the mesh axes along which the rows of any input are sharded."""
-        mesh, held = get_stage_mesh(self._spec), get_input_placements(self._spec)
+        mesh, placements = get_stage_mesh(self._spec), get_input_placements(self._spec)
         return frozenset(
             axis
             for given in get_global_inputs(self._spec)
-            for axis, placement in zip(mesh.names, held[given.name], strict=False)
+            for axis, placement in zip(mesh.names, placements[given.name], strict=False)
             if isinstance(placement, Shard) and placement.dim == given.batch_dim
         )
 
@@ -170,11 +170,12 @@ class BatchSlicer:
         self._mesh = get_stage_mesh(spec)
         self._dims = {given.name: given.batch_dim for given in get_global_inputs(spec)}
         self._placements = get_input_placements(spec)
-        self._across = {
+        self._unsharded_rows = {
             name: tuple(
-                None if isinstance(p, Shard) and p.dim == self._dims[name] else p for p in held
+                None if isinstance(p, Shard) and p.dim == self._dims[name] else p
+                for p in placements
             )
-            for name, held in self._placements.items()
+            for name, placements in self._placements.items()
         }
         self._known: dict[tuple[str, tuple[int, ...], bool], ShardLayout] = {}
 
@@ -185,21 +186,25 @@ class BatchSlicer:
         return tuple(
             at[axis]
             for axis in range(len(at))
-            if any(self._placements[n][axis] != self._across[n][axis] for n in self._dims)
+            if any(self._placements[n][axis] != self._unsharded_rows[n][axis] for n in self._dims)
         )
 
     def rows(self, name: str, count: int) -> torch.Tensor:
         """Return which of ``count`` rows of an input belong to this mesh rank."""
-        held = tuple(
+        placements = tuple(
             p and Shard(0, outer=p.outer) if isinstance(p, Shard) and p != q else None
-            for p, q in zip(self._placements[name], self._across[name], strict=True)
+            for p, q in zip(self._placements[name], self._unsharded_rows[name], strict=True)
         )
-        return ShardLayout((count,), held, self._mesh).part(torch.arange(count), self._lane)
+        return ShardLayout((count,), placements, self._mesh).part(torch.arange(count), self._lane)
 
     def read(self, cut: MicrobatchSplit) -> MicrobatchSplit:
         """Return the same microbatches with this mesh rank's parts and their symbol sizes."""
         if self._whole:
-            return cut if cut.local is None else replace(cut, inputs=self._own(cut, cut.inputs))
+            return (
+                cut
+                if cut.local is None
+                else replace(cut, inputs=self._slice_local_rows(cut, cut.inputs))
+            )
         inputs = tuple(
             {
                 name: self._pieces(name, t.shape).part(t, self._lane) if name in self._dims else t
@@ -212,10 +217,10 @@ class BatchSlicer:
             {symbol: piece[name].shape[dim] for symbol, (name, dim) in read.items()}
             for piece in inputs
         )
-        inputs = inputs if cut.local is None else self._own(cut, inputs)
+        inputs = inputs if cut.local is None else self._slice_local_rows(cut, inputs)
         return MicrobatchSplit(inputs, sizes, cut.rows, cut.weights, cut.repeats, totals=cut.totals)
 
-    def _own(
+    def _slice_local_rows(
         self, cut: MicrobatchSplit, shapes: Sequence[dict[str, torch.Tensor]]
     ) -> tuple[dict[str, torch.Tensor], ...]:
         """Return the pieces of a batch with only this mesh rank's rows, shaped as ``shapes``."""
@@ -235,8 +240,8 @@ class BatchSlicer:
         """across: the rows are already those of this mesh rank."""
         key = (name, tuple(shape), across)
         if key not in self._known:
-            held = (self._across if across else self._placements)[name]
-            self._known[key] = ShardLayout(key[1], held, self._mesh)
+            placements = (self._unsharded_rows if across else self._placements)[name]
+            self._known[key] = ShardLayout(key[1], placements, self._mesh)
         return self._known[key]
 
 
@@ -263,11 +268,11 @@ def get_global_inputs(spec: ProgramSpec) -> tuple[InputSpec, ...]:
 
 def count_row_parts(spec: ProgramSpec) -> dict[str, int]:
     """Return the number of equal parts of each input's rows."""
-    mesh, held = get_stage_mesh(spec), get_input_placements(spec)
+    mesh, placements = get_stage_mesh(spec), get_input_placements(spec)
     return {
         given.name: 1
         if given.batch_dim is None
-        else count_dim_parts(mesh, held[given.name], given.batch_dim)
+        else count_dim_parts(mesh, placements[given.name], given.batch_dim)
         for given in get_global_inputs(spec)
     }
 
@@ -308,11 +313,11 @@ def find_uneven_dims(spec: ProgramSpec, cut: MicrobatchSplit) -> list[Problem]:
             for piece in cut.inputs:
                 size = piece[given.name].shape[dim] if given.name in piece else 0
                 if size % parts:
-                    found[_uneven(given, dim, size, parts, spec.sharding.mesh)] = None
+                    found[_make_uneven_problem(given, dim, size, parts, spec.sharding.mesh)] = None
     return list(found)
 
 
-def _uneven(given: InputSpec, dim: int, size: int, parts: int, mesh: str) -> Problem:
+def _make_uneven_problem(given: InputSpec, dim: int, size: int, parts: int, mesh: str) -> Problem:
     return Problem(
         "FXP105",
         "batch" + "".join(f"[{key!r}]" for key in given.path),

@@ -65,16 +65,18 @@ def gather_outputs(
     """
     mine: dict[tuple[int, int], torch.Tensor] = {}
 
-    def put() -> tuple[bool, str]:
+    def join() -> tuple[bool, str]:
         for index, spec in enumerate(outputs.specs):
-            held = dict(parts.get(spec.value, {}))
-            if len(held) == len(rows):
-                mine[index, -1] = join_microbatches(spec, [held[m] for m in sorted(held)], rows)
+            pieces_here = dict(parts.get(spec.value, {}))
+            if len(pieces_here) == len(rows):
+                mine[index, -1] = join_microbatches(
+                    spec, [pieces_here[m] for m in sorted(pieces_here)], rows
+                )
             else:  # Replicas of a stage share the microbatches.
-                mine.update({(index, m): tensor for m, tensor in held.items()})
+                mine.update({(index, m): tensor for m, tensor in pieces_here.items()})
         return True, "outputs"
 
-    agree(transport, "the outputs", put)
+    agree(transport, "the outputs", join)
     with convert_transport_errors(transport, "gathering outputs"):
         found = _exchange(transport, mine, device, first_only=first_only)
     if first_only and 0 not in transport.local:
@@ -125,8 +127,8 @@ def _exchange(
     first_only: bool,
 ) -> dict[tuple[int, int], torch.Tensor]:
     """Return every tensor that any process has, from the first process that has it."""
-    told = [_LocalOutput(*key, str(t.dtype)[6:], tuple(t.shape)) for key, t in mine.items()]
-    raws = transport.exchange_bytes(msgspec.json.encode(told))
+    reports = [_LocalOutput(*key, str(t.dtype)[6:], tuple(t.shape)) for key, t in mine.items()]
+    raws = transport.exchange_bytes(msgspec.json.encode(reports))
     found: dict[tuple[int, int], torch.Tensor] = {}
     alone = len(raws) == 1
     for process, raw in enumerate(raws):
@@ -139,11 +141,13 @@ def _exchange(
                 tensor = mine[key].to(device).contiguous()
             else:
                 tensor = torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device)
-            found[key] = tensor if alone else _bring(transport, tensor, process, first_only)
+            found[key] = tensor if alone else _transfer(transport, tensor, process, first_only)
     return found
 
 
-def _bring(transport: Transport, tensor: torch.Tensor, root: int, first_only: bool) -> torch.Tensor:
+def _transfer(
+    transport: Transport, tensor: torch.Tensor, root: int, first_only: bool
+) -> torch.Tensor:
     """Return the tensor of process ``root`` on every rank or on rank 0."""
     if not first_only:
         return transport.broadcast(tensor, root)

@@ -36,7 +36,7 @@ def optimizers(trainer: TrainerBase) -> Sequence[torch.optim.Optimizer]:
 
 def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
     """By identity of the optimizers' tensors."""
-    state, held = trainer._state, trainer._held
+    state, held = trainer._state, trainer._shards
     found: dict[int, OptimizerTensor] = {}
     for name, entry in state.entries.items():
         if not entry.trainable:

@@ -49,21 +49,21 @@ class Executor(RankInstructions):
         train: bool,
         keep_outputs: bool = False,
         on_failure: Callable[[BaseException], None] | None = None,
-        around: BackwardHooks | None = None,
+        hooks: BackwardHooks | None = None,
         threads: bool = False,
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
         """modules: the rank's stage modules by stage index.
 
-        on_failure: called when a stage has raised. around: hooks around backwards. threads: the
+        on_failure: called when a stage has raised. hooks: hooks around backwards. threads: the
         other mesh ranks of the stage are in this process, so a missing peer has failed there and no
         connection is lost. recompute: stages that do not store their activations. events: the
         recorder of actions; None: a private one.
         """
         super().__init__(
             spec, modules, schedule, rank, transport, device,
-            train=train, keep_outputs=keep_outputs, around=around, recompute=recompute,
+            train=train, keep_outputs=keep_outputs, hooks=hooks, recompute=recompute,
             events=events,
         )  # fmt: skip
         self._on_failure = on_failure
@@ -73,7 +73,7 @@ class Executor(RankInstructions):
         self.lost = False
         self.busy = 0
         self._instructions = self._prepared
-        self._marks = [self._first_mark(each) for each in self._prepared]
+        self._marks = [self._make_first_mark(each) for each in self._prepared]
         self._computes = [each.action.kind.is_compute for each in self._prepared]
         # A rank that waits for no peer may start while the ranks compare their batches. Exceptions:
         # a forward that changes buffers, because a rejected batch must not change any, and a
@@ -86,9 +86,9 @@ class Executor(RankInstructions):
             and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
         )
 
-    def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:
+    def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
         """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
-        self._instructions = self._prepared if around is None else list(map(around, self._prepared))
+        self._instructions = self._prepared if hooks is None else list(map(hooks, self._prepared))
 
     def run(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[None]:
         """Execute one step; yield whenever a message has not arrived (in-process only).
@@ -100,7 +100,7 @@ class Executor(RankInstructions):
         self._feed = feed
         self.losses, self.outputs, self.failure = {}, {}, None
         self._cells.clear()
-        self._rests.clear()
+        self._weight_backwards.clear()
         self.busy, write, marks, computes = 0, self.events.write, self._marks, self._computes
         for position, instruction in enumerate(self._instructions):
             self.position = position
@@ -118,39 +118,39 @@ class Executor(RankInstructions):
             try:
                 self._execute(instruction)
             except (TransferTimeoutError, PeerLostError) as cause:
-                raise self._lost(instruction, cause) from cause
+                raise self._make_lost_error(instruction, cause) from cause
             if computes[position]:
                 self.busy += monotonic_ns() - self.began
         if len(self._instructions) <= self._alone:
             gate()
-        yield from self._late_ties()
+        yield from self._complete_tied_gradients()
         self.position = len(self._instructions)
 
-    def _late_ties(self) -> Iterator[None]:
+    def _complete_tied_gradients(self) -> Iterator[None]:
         """Complete gradients of tied parameters whose last parts arrive after all actions."""
-        for inbox, index, _ in self._late:
+        for inbox, index, _ in self._late_arrivals:
             while not inbox.ready(index):
                 yield
-        if self._late:
-            peer = self._late[0][0].source
+        if self._late_arrivals:
+            peer = self._late_arrivals[0][0].source
             self.events.put("tied gradients", "wait", peer=peer)
         try:
             if self.failure is None:
                 self._ties.conclude()
-            for inbox, index, _ in self._late:
+            for inbox, index, _ in self._late_arrivals:
                 inbox.drop(index)
         except (TransferTimeoutError, PeerLostError) as cause:
-            raise self._lost(self._instructions[-1], cause) from cause
+            raise self._make_lost_error(self._instructions[-1], cause) from cause
 
-    def _first_mark(self, instruction: Instruction) -> Mark | None:
+    def _make_first_mark(self, instruction: Instruction) -> Mark | None:
         """Return the event before an action; a receive has none, as it is only posted."""
         action = instruction.action
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return None
         if instruction.awaits:
-            return self._waits_for(action, instruction.awaits[0][0].source)
+            return self._make_wait_mark(action, instruction.awaits[0][0].source)
         if action.kind.is_compute:
-            return self._begins(action)
+            return self._make_start_mark(action)
         assert action.peer is not None
         return self.events.mark(
             str(action), "send", stage=action.stage, microbatch=action.microbatch,
@@ -169,7 +169,7 @@ class Executor(RankInstructions):
                 self.failure = StageFailure(self.rank, instruction.action, cause)
                 self.events.put(str(instruction.action), "failed", stage=instruction.action.stage)
                 self._cells.clear()
-                self._rests.clear()
+                self._weight_backwards.clear()
                 if self._on_failure is not None:
                     self._on_failure(cause)
         instruction.drain()
@@ -184,7 +184,7 @@ class Executor(RankInstructions):
         """Return the action that has not run, for a message."""
         return str(self._instructions[self.position].action)
 
-    def _lost(
+    def _make_lost_error(
         self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:
         """Return the error of a failed transfer: the action of this rank and the peers it waited

@@ -75,20 +75,20 @@ class BackwardHooks:
 
 
 def add_backward_hooks(
-    instruction: Instruction, around: BackwardHooks, *, ends: bool
+    instruction: Instruction, hooks: BackwardHooks, *, ends: bool
 ) -> Instruction:
     """Return a backward with hooks; ends: it is the stage's last one of the step."""
     inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
 
     def do() -> None:
         if ends:
-            around.last(stage)
+            hooks.last(stage)
         inner()
-        around.after(stage)
+        hooks.after(stage)
 
     def drain() -> None:
         empty()
         if ends:
-            around.skip(stage)
+            hooks.skip(stage)
 
     return replace(instruction, do=do, drain=drain)

@@ -51,7 +51,7 @@ class ReceiveQueue:
         self.source = source
         self.channel = channel
         self._transport = transport
-        self._ends = (source, target, channel)
+        self._route = (source, target, channel)
         self._device = device
         self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
         self._plan = [
@@ -59,21 +59,23 @@ class ReceiveQueue:
             for m in messages
         ]
         # Original dtypes of each message's tensors, if it is sent in another dtype.
-        self._wanted = [
+        self._original_dtypes = [
             [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
             for m in messages
         ]
         self._links = [m.links for m in messages]
         self._orders: dict[ValueEdge, Order] | None = {} if orders else None
         self._announced: set[ValueEdge] = set()
-        self._heads: dict[int, list[tuple[ValueEdge, Any]]] = {}  # By message: orders in flight.
+        self._pending_orders: dict[
+            int, list[tuple[ValueEdge, Any]]
+        ] = {}  # By message: orders in flight.
         self._handles: list[list[Any] | None] = []
         self._sizes: Sequence[Sizes] = ()
 
     def begin(self, sizes: Sequence[Sizes]) -> None:
         """Start a step and post the first receives. sizes: symbol sizes per microbatch."""
         self._sizes = sizes
-        self._handles, self._heads = [], {}
+        self._handles, self._pending_orders = [], {}
         self.ensure(AHEAD)
 
     def ensure(self, count: int) -> None:
@@ -87,7 +89,7 @@ class ReceiveQueue:
             for link, (of, dtype) in zip(self._links[index], tensors, strict=True):
                 if self._orders is not None:
                     self._post_order(index, link)
-                posted.append(post(*self._ends, of(sizes), dtype, self._device))
+                posted.append(post(*self._route, of(sizes), dtype, self._device))
             handles.append(posted)
 
     def _post_order(self, index: int, link: ValueEdge) -> None:
@@ -95,8 +97,8 @@ class ReceiveQueue:
         if link not in self._announced and has_several_orders(link.shape):
             self._announced.add(link)
             shape = (len(link.shape),)
-            handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
-            self._heads.setdefault(index, []).append((link, handle))
+            handle = self._transport.post(*self._route, shape, torch.int64, self._device)
+            self._pending_orders.setdefault(index, []).append((link, handle))
 
     def ready(self, index: int) -> bool:
         """Return whether message ``index`` can be taken without waiting."""
@@ -105,7 +107,7 @@ class ReceiveQueue:
         handles = self._handles[index]
         if handles is None:
             return True
-        heads = [handle for _, handle in self._heads.get(index, ())]
+        heads = [handle for _, handle in self._pending_orders.get(index, ())]
         return all(map(self._transport.ready, (*heads, *handles)))
 
     def take(self, index: int) -> list[torch.Tensor]:
@@ -124,14 +126,14 @@ class ReceiveQueue:
             ]
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
-        wanted = self._wanted[index]
+        wanted = self._original_dtypes[index]
         if wanted is not None:
             tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
         return tensors
 
     def _read_orders(self, index: int) -> None:
         """Store the orders that arrive with a message."""
-        for link, handle in self._heads.pop(index, ()):
+        for link, handle in self._pending_orders.pop(index, ()):
             assert self._orders is not None, "orders were posted"
             self._orders[link] = tuple(self._transport.wait(handle).tolist())
 

@@ -122,10 +122,10 @@ class _RecomputedFunction:
         with hooks, record.products or nullcontext():
             found = self.run(key, *inputs)
         if first:
-            self._learn(record, watched, inputs, found)
+            self._analyze_first_call(record, watched, inputs, found)
         return found
 
-    def _learn(
+    def _analyze_first_call(
         self,
         record: _RecomputedCall,
         watched: list[torch.Tensor],
@@ -134,7 +134,9 @@ class _RecomputedFunction:
     ) -> None:
         """Find out what the first call changed; it has copied everything that it could change."""
         kept = [*self.stage.module.parameters(), *watched, *inputs, *outputs]
-        self.again = bool(_storages(record.saved) - _storages(kept)) or _exchanges(self.run)
+        self.again = bool(
+            _get_storage_ids(record.saved) - _get_storage_ids(kept)
+        ) or _has_collectives(self.run)
         record.saved.clear()
         pairs = list(zip(watched, record.buffers, strict=True))
         changed = [not torch.equal(buffer, old) for buffer, old in pairs]
@@ -220,12 +222,12 @@ class _RecomputedCall:
                 raise _StopRecomputationError
 
         self.piece.stage.times += 1
-        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _never)
+        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _forbid_unpack)
         kept = nullcontext() if self.products is None else self.products.again()
         reading: AbstractContextManager[Any] = nullcontext()
         if weights is not None:
             reading = weights.forward_weights()
-        with reading as pack, torch.enable_grad(), self._as_before(), kept, hooks:
+        with reading as pack, torch.enable_grad(), self._restore_buffers(), kept, hooks:
             try:
                 self.piece.run(self._key, *self._arguments())
             except _StopRecomputationError:
@@ -256,7 +258,7 @@ class _RecomputedCall:
                 yield value
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def _restore_buffers(self) -> Iterator[None]:
         """Restore the buffers of this call; restore the current ones afterwards."""
         written = self.piece.written or []
         now = [buffer.detach().clone() for buffer in written]
@@ -270,13 +272,13 @@ class _RecomputedCall:
                 buffer.data.copy_(value)
 
 
-def _exchanges(piece: Call) -> bool:
+def _has_collectives(piece: Call) -> bool:
     """Return whether its code calls collectives."""
     code = getattr(inspect.unwrap(getattr(piece, "forward", piece)), "__code__", None)
     return code is None or "collectives" in code.co_names
 
 
-def _storages(values: Iterable[Any]) -> set[int]:
+def _get_storage_ids(values: Iterable[Any]) -> set[int]:
     """Return the ids of the tensors' storages while they live; of a sparse tensor its own."""
     found = set()
     for value in values:
@@ -290,5 +292,5 @@ class _StopRecomputationError(Exception):
     """Raised when all saved tensors are recomputed, so the remaining ops need not run."""
 
 
-def _never(packed: object) -> NoReturn:
+def _forbid_unpack(packed: object) -> NoReturn:
     raise AssertionError("a recomputed forward has no backward of its own")

@@ -122,7 +122,7 @@ class BackwardSplitter:
         roots = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors]
         nodes, shape = _walk(roots, {id(leaf) for leaf in leaves})
         if self._plan is None or shape != self._shape:
-            self._plan = self._look(nodes, shape)
+            self._plan = self._analyze(nodes, shape)
             self._shape = shape
         plan = self._plan
         if not plan.late:
@@ -130,16 +130,16 @@ class BackwardSplitter:
             return None
         goals = (*leaves, *plan.early)
         if self._recompute is None:
-            return _first(plan, nodes, roots, gradients, goals)
+            return _run_first_half(plan, nodes, roots, gradients, goals)
         self._recompute.unpacked = []
         try:
-            return _first(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
+            return _run_first_half(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
         finally:
             self._recompute.unpacked = None
 
-    def _look(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
+    def _analyze(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
         """Analyze a graph of this shape."""
-        if any(_compiled(node) for node in nodes):  # torch frees at once what such a node holds.
+        if any(_is_compiled(node) for node in nodes):  # torch frees at once what such a node holds.
             plan = _BackwardSplit((), (), (), "compiled by torch.compile")
         else:
             plan = _BackwardGraphAnalysis(nodes, shape, self._tied).plan()
@@ -180,11 +180,11 @@ def _walk(roots: Sequence[GradientEdge], leaves: set[int]) -> tuple[list[Any], W
     return nodes, shape
 
 
-def _compiled(node: Any) -> bool:
+def _is_compiled(node: Any) -> bool:
     return own_backward(node) is not None and node.name().startswith("CompiledFunction")
 
 
-def _first(
+def _run_first_half(
     plan: _BackwardSplit,
     nodes: list[Any],
     roots: Sequence[GradientEdge],
@@ -198,11 +198,17 @@ def _first(
     if goals:
         for late in plan.late:
             if late.node is not None:
-                hooks.append(nodes[late.node].register_prehook(_keeper(arrived, late.node)))
+                hooks.append(
+                    nodes[late.node].register_prehook(_make_store_hook(arrived, late.node))
+                )
                 if unpacked is not None:
-                    hooks.append(nodes[late.node].register_hook(_forgetter(unpacked)))
+                    hooks.append(nodes[late.node].register_hook(_make_forget_hook(unpacked)))
         for place, slots in plan.released:
-            release = _releaser(nodes[place], slots) if unpacked is None else _emptier(unpacked)
+            release = (
+                _make_release_hook(nodes[place], slots)
+                if unpacked is None
+                else _make_empty_hook(unpacked)
+            )
             hooks.append(nodes[place].register_hook(release))
         try:
             torch.autograd.backward(roots, gradients, retain_graph=True, inputs=goals)
@@ -225,21 +231,23 @@ def _first(
     return WeightBackward(runs)
 
 
-def _keeper(arrived: dict[int, tuple[torch.Tensor | None, ...]], at: int) -> Callable[..., None]:
+def _make_store_hook(
+    arrived: dict[int, tuple[torch.Tensor | None, ...]], at: int
+) -> Callable[..., None]:
     def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
         arrived[at] = gradients
 
     return keep
 
 
-def _releaser(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
+def _make_release_hook(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
     def release(inputs: object, outputs: object) -> None:
         release_saved(node, slots)
 
     return release
 
 
-def _emptier(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+def _make_empty_hook(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     def empty(inputs: object, outputs: object) -> None:
         for slot in unpacked:
             slot.value = None
@@ -248,7 +256,7 @@ def _emptier(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     return empty
 
 
-def _forgetter(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+def _make_forget_hook(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     def forget(inputs: object, outputs: object) -> None:
         unpacked.clear()
 
@@ -265,65 +273,77 @@ class _BackwardGraphAnalysis:
             node.variable if kind is not None and not edges and hasattr(node, "variable") else None
             for node, (kind, edges) in zip(nodes, shape, strict=False)
         ]
-        self._order = _below_first(shape)
+        self._order = _sort_below_first(shape)
         # Per node: whether an input (or an early parameter) is below it, and which other
         # parameters.
-        self._goal = [False] * (len(nodes) + 1)
-        self._under = [0] * (len(nodes) + 1)
+        self._reaches_goal = [False] * (len(nodes) + 1)
+        self._parameters_below = [0] * (len(nodes) + 1)
         for at in self._order:
             kind, edges = shape[at]
             parameter = self._parameters[at] if at < self._end else None
             if not edges and at < self._end:
-                self._goal[at] = hasattr(nodes[at], "variable") and (kind is None or kind in tied)
-            self._under[at] = 1 << at if parameter is not None and not self._goal[at] else 0
+                self._reaches_goal[at] = hasattr(nodes[at], "variable") and (
+                    kind is None or kind in tied
+                )
+            self._parameters_below[at] = (
+                1 << at if parameter is not None and not self._reaches_goal[at] else 0
+            )
             for below, _, _ in edges:  # type: ignore[misc]
-                self._goal[at] |= self._goal[below]
-                self._under[at] |= self._under[below]
+                self._reaches_goal[at] |= self._reaches_goal[below]
+                self._parameters_below[at] |= self._parameters_below[below]
 
     def plan(self) -> _BackwardSplit:
         """Return the split."""
-        fronts = self._fronts()
-        early = self._early(fronts)
+        fronts = self._find_fronts()
+        early = self._find_early(fronts)
         late = []
         for at, slots in fronts.items():
             under = 0
             for _, below in slots:
-                under |= self._under[below] if not self._under[below] & early else 0
+                under |= (
+                    self._parameters_below[below]
+                    if not self._parameters_below[below] & early
+                    else 0
+                )
             if under:
                 parameters = tuple(self._tensors(under))
-                starts = tuple(slot for slot, below in slots if not self._under[below] & early)
+                starts = tuple(
+                    slot for slot, below in slots if not self._parameters_below[below] & early
+                )
                 late.append(_DeferredProduct(None if at == self._end else at, starts, parameters))
-        forced = [p for at, p in enumerate(self._parameters) if p is not None and self._goal[at]]
+        forced = [
+            p for at, p in enumerate(self._parameters) if p is not None and self._reaches_goal[at]
+        ]
         before = (*forced, *self._tensors(early))
         if not late:
             return _BackwardSplit(before, (), (), "no product can be deferred")
-        return _BackwardSplit(before, tuple(late), self._released(fronts, early))
+        return _BackwardSplit(before, tuple(late), self._find_released(fronts, early))
 
-    def _fronts(self) -> dict[int, list[tuple[int, int]]]:
+    def _find_fronts(self) -> dict[int, list[tuple[int, int]]]:
         """Return where paths to inputs and to parameters only separate: per node (slot, node
         below).
         """
         found: dict[int, list[tuple[int, int]]] = {}
         for at in reversed(self._order):
-            if at != self._end and not self._goal[at]:
+            if at != self._end and not self._reaches_goal[at]:
                 continue
             for below, slot, _ in self._shape[at][1]:  # type: ignore[misc]
-                if not self._goal[below] and self._under[below]:
+                if not self._reaches_goal[below] and self._parameters_below[below]:
                     found.setdefault(at, []).append((slot, below))
         return found
 
-    def _early(self, fronts: dict[int, list[tuple[int, int]]]) -> int:
+    def _find_early(self, fronts: dict[int, list[tuple[int, int]]]) -> int:
         """Return parameters whose gradients the first half computes although none is an input's."""
         once = early = 0
         for at, slots in fronts.items():
             under = 0
             for _, below in slots:
-                under |= self._under[below]
+                under |= self._parameters_below[below]
             early |= once & under
             once |= under
             if at != self._end and not self._is_product(at):
                 early |= under
-        masks = [self._under[below] for slots in fronts.values() for _, below in slots]
+        masks = [self._parameters_below[below] for slots in fronts.values() for _, below in slots]
         grown = -1
         while grown != early:  # A parameter that shares a path with an early one is early too.
             grown = early
@@ -335,20 +355,20 @@ class _BackwardGraphAnalysis:
         name = self._nodes[at].name()
         return name.rstrip("0123456789").removesuffix("Backward") in PRODUCTS
 
-    def _released(
+    def _find_released(
         self, fronts: dict[int, list[tuple[int, int]]], early: int
     ) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Return nodes that save tensors and are not run by the second half."""
         again = {
             at
             for at, slots in fronts.items()
-            if any(not self._under[below] & early for _, below in slots)
+            if any(not self._parameters_below[below] & early for _, below in slots)
         }
         waiting = [
             below
             for slots in fronts.values()
             for _, below in slots
-            if not self._under[below] & early
+            if not self._parameters_below[below] & early
         ]
         while waiting:
             at = waiting.pop()
@@ -362,7 +382,7 @@ class _BackwardGraphAnalysis:
         return [p for at, p in enumerate(self._parameters) if p is not None and bits >> at & 1]
 
 
-def _below_first(shape: Walk) -> list[int]:
+def _sort_below_first(shape: Walk) -> list[int]:
     """Return all indices, each after those below it; the roots are last."""
     found: list[int] = []
     state = [0] * len(shape)

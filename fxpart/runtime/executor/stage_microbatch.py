@@ -20,11 +20,19 @@ class StageMicrobatch:
 
     inputs: as received; leaves of autograd if their gradient is sent back. outputs: of the stage
     module. relayed: inputs as used by this stage, at which gradients of later users of the same
-    value enter. gradients: by input position, after :meth:`backward`. outlasts: whether a stage of
-    this rank reads outputs after the backward, as a stage that returns no gradient may.
+    value enter. gradients: by input position, after :meth:`backward`. outlives_backward: whether a
+    stage of this rank reads outputs after the backward, as a stage that returns no gradient may.
     """
 
-    __slots__ = ("_edges", "gradients", "inputs", "outlasts", "outputs", "relayed", "table")
+    __slots__ = (
+        "_edges",
+        "gradients",
+        "inputs",
+        "outlives_backward",
+        "outputs",
+        "relayed",
+        "table",
+    )
 
     def __init__(self, table: StageSignature) -> None:
         """table: the signature of the stage."""
@@ -33,7 +41,7 @@ class StageMicrobatch:
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.relayed: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        self.outlasts = False
+        self.outlives_backward = False
         self._edges: tuple[GradientEdge | None, ...] | None = None
 
     def forward(self, key: int, *, train: bool) -> None:
@@ -58,7 +66,7 @@ class StageMicrobatch:
         """Return the tensor that a link carries: an output, or the gradient of an input."""
         return self.outputs[link.output] if forward else self.gradients[link.input]
 
-    def shed(self) -> None:
+    def drop_outputs(self) -> None:
         """Drop the outputs, which are not read again; keep their edges in the graph."""
         loss = self.table.loss
         self._edges = tuple(
@@ -100,7 +108,7 @@ class StageMicrobatch:
                 self.gradients[position] = torch.zeros_like(leaf)
             elif position not in self.gradients:  # It was set, not accumulated.
                 self.gradients[position] = leaf.grad
-        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlasts else ()
+        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlives_backward else ()
         self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
 
 

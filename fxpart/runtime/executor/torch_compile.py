@@ -45,10 +45,10 @@ class StageCompiler:
         """Return graphs and breaks in this process since the start."""
         now = compile_counters()
         breaks: dict[str, int] = {}
-        for why, count in _since(now, self.before, "graph_break").items():
+        for why, count in _subtract_counters(now, self.before, "graph_break").items():
             first = why.strip().partition("\n")[0]  # torch appends hints for its own users.
             breaks[first] = breaks.get(first, 0) + count
-        graphs = _since(now, self.before, "stats").get("unique_graphs", 0)
+        graphs = _subtract_counters(now, self.before, "stats").get("unique_graphs", 0)
         return StageCompilation(self.backend, graphs, breaks)
 
 
@@ -75,7 +75,7 @@ def compile_stages(
     backend = get_compile_backend(wanted)
     if not backend:
         return None
-    if problems := list(_faults(backend, lanes, recompute, splits)):
+    if problems := list(_find_problems(backend, lanes, recompute, splits)):
         raise FxpartError(problems)
     kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
     fault = compiler_fault(backend, kind)
@@ -104,7 +104,7 @@ def _compile(module: nn.Module, backend: str) -> None:
     module.compile(backend=backend)
 
 
-def _faults(
+def _find_problems(
     backend: str, lanes: Sequence[MeshRank], recompute: Mapping[int, Any], splits: bool
 ) -> list[Problem]:
     """Return why these stages cannot be compiled."""
@@ -127,7 +127,7 @@ def _faults(
     return found
 
 
-def _since(
+def _subtract_counters(
     now: Mapping[str, Mapping[str, int]], before: Mapping[str, Mapping[str, int]], kind: str
 ) -> dict[str, int]:
     old = before.get(kind, {})

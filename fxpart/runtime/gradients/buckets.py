@@ -61,20 +61,22 @@ def make_buckets(terms: Sequence[PartialGradient]) -> list[GradientBucket]:
         group = open_.setdefault(key, [])
         limit = reduce_scatter.BUCKET if done else min(FIRST, reduce_scatter.BUCKET)
         if group and sum(each.bytes for each in group) + term.bytes > limit:
-            done.append(_bucket(group))
+            done.append(_make_bucket(group))
             group = open_[key] = []
         group.append(term)
-    done += [_bucket(group) for group in open_.values()]
-    return _flagged(done, terms)
+    done += [_make_bucket(group) for group in open_.values()]
+    return _add_flags(done, terms)
 
 
-def _bucket(terms: Sequence[PartialGradient]) -> GradientBucket:
+def _make_bucket(terms: Sequence[PartialGradient]) -> GradientBucket:
     first = terms[0]
     axes = (first.scattered,) if first.scattered else first.axes
     return GradientBucket(axes, first.scattered, tuple(terms))
 
 
-def _flagged(done: list[GradientBucket], terms: Sequence[PartialGradient]) -> list[GradientBucket]:
+def _add_flags(
+    done: list[GradientBucket], terms: Sequence[PartialGradient]
+) -> list[GradientBucket]:
     """Add the flags to the last bucket; flags of other axes become buckets of their own."""
     groups: dict[tuple[str, ...], list[PartialGradient]] = {}
     for term in terms:

@@ -11,17 +11,17 @@ from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
 
 
-def send_tied_gradients(state: ModelState, held: OptimizerShards) -> None:
+def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
     """Send the owner's total gradient of each tied parameter to its other copies.
 
     The sums are computed during the backward passes
     (:mod:`fxpart.runtime.gradients.tied_parameters`). Each mesh rank sends within its own pipeline.
     """
     for name, entry in find_tied_entries(state):
-        if name in held.rows:
+        if name in shards.rows:
             continue
         for lane in state.lanes:
-            _share_tie(state, held, entry, lane.index)
+            _send_tied_gradient(state, shards, entry, lane.index)
 
 
 def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
@@ -33,7 +33,9 @@ def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
     )
 
 
-def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane: int) -> None:
+def _send_tied_gradient(
+    state: ModelState, shards: OptimizerShards, entry: StateEntry, lane: int
+) -> None:
     transport, owner = state.transport, entry.spec.owner
     home = state.rank(owner, lane)
     copies = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
@@ -41,25 +43,25 @@ def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane
     others = [s for s in sorted(entry.stages, reverse=True) if s != owner and s not in shared]
     sends = []
     if owner in copies:
-        total = _gradient(held.of(copies[owner]))
+        total = _gradient(shards.of(copies[owner]))
         for stage in others:
             # Within a process a message is the tensor itself, and copies must not share memory.
             rank = state.rank(stage, lane)
             if rank == home:
-                held.of(copies[stage]).grad = total.clone()
+                shards.of(copies[stage]).grad = total.clone()
                 continue
             message = total.clone() if rank in transport.local else total.contiguous()
             sends.append(transport.send(home, rank, STATE, message))
     for stage in others:
         if stage in copies and state.rank(stage, lane) != home:
-            copy = held.of(copies[stage])
+            copy = shards.of(copies[stage])
             copy.grad = transport.wait(_post(state, home, state.rank(stage, lane), copy))
     for handle in sends:
         transport.wait(handle)
 
 
 def gather_gradients(
-    state: ModelState, held: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
+    state: ModelState, shards: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """Return whole gradients by name on every process, if there are any.
 
@@ -73,13 +75,13 @@ def gather_gradients(
         for name, gradient in gradients.items():
             found[name][lane] = gradient
             if tuple(gradient.shape) != state.entries[name].pieces.local_shape(lane):
-                flat[name] = held.axis(name)
+                flat[name] = shards.axis(name)
     # 1: a gradient exists; 3: each mesh rank's optimizer has a shard of it.
     message = bytes(bool(found[name]) + 2 * (name in flat) for name in names)
     rows = state.transport.exchange_bytes(message)
     there = {name: max(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
     wanted = {name: found[name] for name in names if there[name]}
-    cut = {name: held.axis(name) for name in wanted if there[name] == 3}
+    cut = {name: shards.axis(name) for name in wanted if there[name] == 3}
     return state.gather(wanted, flat=cut)
 
 

@@ -74,7 +74,7 @@ class StageGradientReducer:
         self._expected = [0] * len(self._terms)
         self.armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._begin()
+        self._reset_counts()
 
     @property
     def parameters(self) -> set[int]:
@@ -85,7 +85,7 @@ class StageGradientReducer:
         """Start buckets as they become final during the last backward before an update."""
         self.armed = True
         self._hooks = [
-            term.parameter.register_post_accumulate_grad_hook(self._counter(index))
+            term.parameter.register_post_accumulate_grad_hook(self._make_count_hook(index))
             for index, term in enumerate(self._terms)
         ]
 
@@ -110,26 +110,26 @@ class StageGradientReducer:
         """Start the remaining buckets and wait for all; the gradients are then reduced."""
         self.rest()
         self._queue.finish()
-        self._begin()
+        self._reset_counts()
 
     def reset(self) -> None:
         """Discard started reductions."""
         self._disarm()
         self._queue.clear()
-        self._begin()
+        self._reset_counts()
 
-    def _begin(self) -> None:
+    def _reset_counts(self) -> None:
         self._next = 0
         self._seen = [0] * len(self._terms)
         self._waiting = [len(bucket.terms) for bucket in self._buckets]
-        self._absent: list[PartialGradient] = []
+        self._missing: list[PartialGradient] = []
 
     def _disarm(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.armed = [], False
 
-    def _counter(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _make_count_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         at = self._bucket_of[index]
 
         def count(parameter: torch.Tensor) -> None:
@@ -138,7 +138,7 @@ class StageGradientReducer:
                 self._waiting[at] -= 1
                 self._advance()
             elif self._seen[index] == self._expected[index] + 1 > 1:
-                self._again(index, at)
+                self._handle_extra_addition(index, at)
 
         return count
 
@@ -150,7 +150,7 @@ class StageGradientReducer:
                 return
             self._start(bucket)
 
-    def _again(self, index: int, at: int) -> None:
+    def _handle_extra_addition(self, index: int, at: int) -> None:
         """Handle more additions to a gradient than in the previous step: it is final at the end."""
         if at < self._next:
             raise error(
@@ -166,23 +166,23 @@ class StageGradientReducer:
         self._next += 1
         with torch.no_grad():
             if bucket.scattered:
-                lines = [self._line(term) for term in bucket.terms]
+                lines = [self._flatten_gradient(term) for term in bucket.terms]
                 self._queue.add(self._start_scatter(bucket, lines))
             else:
                 self._queue.add(self._start_sum(bucket))
 
-    def _line(self, term: PartialGradient) -> torch.Tensor:
+    def _flatten_gradient(self, term: PartialGradient) -> torch.Tensor:
         """Return the gradient as a flat tensor; zeros if there is none."""
         if term.parameter.grad is None:
-            self._absent.append(term)
+            self._missing.append(term)
             return torch.zeros_like(term.parameter, memory_format=torch.contiguous_format).view(-1)
         return get_dense_gradient(term.parameter).reshape(-1)
 
     def _start_sum(self, bucket: GradientBucket) -> Callable[[], None]:
-        lines = [self._line(term) for term in bucket.terms]
-        layouts = [_layout(term.parameter.grad) for term in bucket.terms]
+        lines = [self._flatten_gradient(term) for term in bucket.terms]
+        layouts = [_get_strides(term.parameter.grad) for term in bucket.terms]
         if bucket.flags:
-            absent = {id(term) for term in self._absent}
+            absent = {id(term) for term in self._missing}
             there = [0.0 if id(term) in absent else 1.0 for term in bucket.flags]
             # Keep the dtype of the bucket: torch.cat would convert all gradients to a wider one.
             like = (bucket.terms or bucket.flags)[0].parameter
@@ -198,10 +198,10 @@ class StageGradientReducer:
             for term, layout in zip(bucket.terms, layouts, strict=True):
                 count = term.parameter.numel()
                 total = found.narrow(0, at, count).view(term.parameter.shape)
-                term.parameter.grad = total if layout is None else _laid(total, layout)
+                term.parameter.grad = total if layout is None else _apply_strides(total, layout)
                 at += count
-            if bucket.flags and self._absent:
-                self._drop(bucket.flags, found[at:])
+            if bucket.flags and self._missing:
+                self._remove_absent(bucket.flags, found[at:])
 
         return end
 
@@ -219,21 +219,21 @@ class StageGradientReducer:
 
         return end
 
-    def _drop(self, terms: Sequence[PartialGradient], there: torch.Tensor) -> None:
+    def _remove_absent(self, terms: Sequence[PartialGradient], there: torch.Tensor) -> None:
         """Remove gradients that no mesh rank has: an optimizer skips such a parameter."""
         for term, lanes in zip(terms, there.tolist(), strict=True):
             if not lanes:
                 term.parameter.grad = term.held.grad = None
 
 
-def _layout(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
+def _get_strides(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
     """Return the strides of a gradient that is not contiguous."""
     if gradient is None or gradient.is_sparse or gradient.is_contiguous():
         return None
     return gradient.stride()
 
 
-def _laid(total: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _apply_strides(total: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return the same values with these strides, so that norms sum them in the same order."""
     like = torch.empty_strided(total.shape, strides, dtype=total.dtype, device=total.device)
     return like.copy_(total)

@@ -103,7 +103,7 @@ def get_replica_rounds(plan: Plan) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def reduce_replica_gradients(state: ModelState, held: OptimizerShards) -> None:
+def reduce_replica_gradients(state: ModelState, shards: OptimizerShards) -> None:
     """Sum the gradients of replicas (and of parameters tied to replicated stages) at the owners.
 
     Each stage sends its common parameters' gradients to the owner in buckets of 25 MiB (or of one
@@ -114,21 +114,23 @@ def reduce_replica_gradients(state: ModelState, held: OptimizerShards) -> None:
     spec = state.lanes[0].spec
     if not spec.replicas:
         return
-    for (owner, holders), entries in _groups(state, held).items():
-        _sum_group(state, held, owner, holders, entries)
+    for (owner, stages), entries in _group_by_owner(state, shards).items():
+        _sum_group(state, shards, owner, stages, entries)
 
 
 @contextmanager
-def reduce_gradients_temporarily(state: ModelState, held: OptimizerShards) -> Iterator[None]:
+def reduce_gradients_temporarily(state: ModelState, shards: OptimizerShards) -> Iterator[None]:
     """Reduce as :func:`reduce_replica_gradients` does, and undo it at the end.
 
     Used while gradient accumulation continues.
     """
     spec = state.lanes[0].spec
-    entries = [e for group in _groups(state, held).values() for e in group if spec.replicas]
-    mine = [held.of(copy) for entry in entries for copy in entry.copies.values()]
+    entries = [
+        e for group in _group_by_owner(state, shards).values() for e in group if spec.replicas
+    ]
+    mine = [shards.of(copy) for entry in entries for copy in entry.copies.values()]
     before = [None if p.grad is None else p.grad.clone() for p in mine]
-    reduce_replica_gradients(state, held)
+    reduce_replica_gradients(state, shards)
     try:
         yield
     finally:
@@ -136,34 +138,34 @@ def reduce_gradients_temporarily(state: ModelState, held: OptimizerShards) -> It
             parameter.grad = gradient
 
 
-def _groups(
-    state: ModelState, held: OptimizerShards
+def _group_by_owner(
+    state: ModelState, shards: OptimizerShards
 ) -> dict[tuple[int, tuple[int, ...]], list[StateEntry]]:
     """Return parameters by owner and stages, in the model's order, equal on every rank."""
     found: dict[tuple[int, tuple[int, ...]], list[StateEntry]] = {}
     for name, entry in state.entries.items():
-        if entry.trainable and len(entry.stages) > 1 and name not in held.rows:
+        if entry.trainable and len(entry.stages) > 1 and name not in shards.rows:
             found.setdefault((entry.spec.owner, entry.stages), []).append(entry)
     return found
 
 
 def _sum_group(
     state: ModelState,
-    held: OptimizerShards,
+    shards: OptimizerShards,
     owner: int,
-    holders: tuple[int, ...],
+    stages: tuple[int, ...],
     entries: list[StateEntry],
 ) -> None:
     """Sum in buckets, so that few gradients of a rank exist twice."""
     transport, home = state.transport, state.rank(owner, 0)
-    own = _held_by(held, entries, owner)
+    own = _get_stage_parameters(shards, entries, owner)
     others, sending, seen = [], [], {id(parameter) for parameter in own}
-    for holder in sorted(holders):
-        if holder == owner or (own and _shared(state, entries[0], owner, holder)):
+    for stage in sorted(stages):
+        if stage == owner or (own and _is_same_tensor(state, entries[0], owner, stage)):
             continue
-        rank = state.rank(holder, 0)
+        rank = state.rank(stage, 0)
         others.append(rank)
-        mine = _held_by(held, entries, holder) if rank in transport.local else []
+        mine = _get_stage_parameters(shards, entries, stage) if rank in transport.local else []
         if mine and id(mine[0]) not in seen:  # Otherwise they are the owner's tensors.
             sending.append((rank, mine))
     known = own or (sending[0][1] if sending else [])
@@ -184,14 +186,16 @@ def _sum_group(
         transport.wait(handle)
 
 
-def _held_by(held: OptimizerShards, entries: list[StateEntry], stage: int) -> list[torch.Tensor]:
+def _get_stage_parameters(
+    shards: OptimizerShards, entries: list[StateEntry], stage: int
+) -> list[torch.Tensor]:
     """Return the stage's parameters, if the stage is in this process."""
-    return [held.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
+    return [shards.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
 
 
-def _shared(state: ModelState, entry: StateEntry, owner: int, holder: int) -> bool:
+def _is_same_tensor(state: ModelState, entry: StateEntry, owner: int, stage: int) -> bool:
     """Return whether two stages of one rank use the same tensor."""
-    mine, theirs = entry.copies.get((owner, 0)), entry.copies.get((holder, 0))
+    mine, theirs = entry.copies.get((owner, 0)), entry.copies.get((stage, 0))
     return mine is not None and mine is theirs
 
 

@@ -57,43 +57,43 @@ def find_tied_parameters(
         return ()
     names: dict[str, dict[int, str]] = {}
     found: dict[str, TiedParameterRoutes] = {}
-    reached = find_backward_predecessors(spec)
+    predecessors = find_backward_predecessors(spec)
     for stage in spec.stages:
         for state in stage.state:
             if state.name in spec.ties and state.requires_grad and (sparse or not state.sparse):
-                held = names.setdefault(state.name, {})
-                held[stage.index] = state.attribute
+                attributes = names.setdefault(state.name, {})
+                attributes[stage.index] = state.attribute
                 dtype = torch_dtype(state.dtype)  # Partial sums are never rounded for the transfer.
                 link = ValueEdge(state.name, 0, 0, 0, 0, dtype, tuple(state.shape), True, dtype)
                 active = [
                     s
-                    for s in sorted(held)
+                    for s in sorted(attributes)
                     if s == state.owner or has_backward(spec, spec.stages[s])
                 ]
                 routes = {
-                    later: before if later in reached[before] else state.owner
+                    later: before if later in predecessors[before] else state.owner
                     for before, later in pairwise(active)
                 }
-                found[state.name] = TiedParameterRoutes(link, state.owner, routes, held)
+                found[state.name] = TiedParameterRoutes(link, state.owner, routes, attributes)
     return tuple(found[name] for name in sorted(found))
 
 
 def find_backward_predecessors(spec: ProgramSpec) -> dict[int, set[int]]:
     """Return per stage the stages whose backward always precedes its own."""
-    reached: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
+    predecessors: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
     for edge in sorted(find_stage_edges(spec), key=lambda e: e.source, reverse=True):
         if edge.backward:
-            reached[edge.source] |= {edge.target} | reached[edge.target]
-    return reached
+            predecessors[edge.source] |= {edge.target} | predecessors[edge.target]
+    return predecessors
 
 
 def is_tied_gradient_order_exact(spec: ProgramSpec) -> bool:
     """Return whether every tied gradient is summed in the order of a single process."""
     if spec.replicas:
         return False
-    reached = find_backward_predecessors(spec)
+    predecessors = find_backward_predecessors(spec)
     return all(
-        source in reached[target] and list(item.routes.values()).count(target) == 1
+        source in predecessors[target] and list(item.routes.values()).count(target) == 1
         for item in find_tied_parameters(spec)
         for source, target in item.routes.items()
     )
@@ -118,7 +118,7 @@ class TiedGradientReducer:
         self._stage_rank = schedule.stage_rank
         # Sparse gradients are combined at the end of a step (fxpart.runtime.embedding_tables).
         self._shared = find_tied_parameters(spec, sparse=False)
-        self._reached = find_backward_predecessors(spec)
+        self._predecessors = find_backward_predecessors(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
             (item.link.name, stage): attrgetter(name)(modules[stage])
             for item in self._shared
@@ -130,15 +130,15 @@ class TiedGradientReducer:
         self._totals: dict[str, torch.Tensor | None] = {}
         self._sending: deque[object] = deque()
         self._late_routes = any(
-            source not in self._reached[target]
+            source not in self._predecessors[target]
             for item in self._shared
             for source, target in item.routes.items()
         )
         self._inboxes: list[ReceiveQueue] = []
-        self._arrivals = self._make_inboxes(schedule)
-        self._window = self._lag(schedule) if self._shared else 0
+        self._arrivals = self._make_receive_queues(schedule)
+        self._window = self._compute_window(schedule) if self._shared else 0
 
-    def _make_inboxes(self, schedule: Schedule) -> dict[Key, Arrival]:
+    def _make_receive_queues(self, schedule: Schedule) -> dict[Key, Arrival]:
         """Create the receive queues; return per message its arrival, in the order of the sends."""
         where: dict[Key, Arrival] = {}
         for source, actions in enumerate(schedule.ranks):
@@ -148,7 +148,7 @@ class TiedGradientReducer:
                 ((action.stage, target, action.microbatch), tuple(item.link for item in items))
                 for action in actions
                 if action.kind in (ActionKind.B, ActionKind.I)
-                for target, items in self._sent(action.stage).items()
+                for target, items in self._find_targets(action.stage).items()
                 if self._stage_rank[target] == self._rank
             ]
             if mine:
@@ -160,15 +160,15 @@ class TiedGradientReducer:
                 where |= {key: (inbox, i, links) for i, (key, links) in enumerate(mine)}
         return where
 
-    def _lag(self, schedule: Schedule) -> int:
+    def _compute_window(self, schedule: Schedule) -> int:
         """Return how many messages of this rank may be in flight so that waiting cannot deadlock.
 
         In one valid order of the whole schedule, it is the maximum number of messages between the
         oldest that has not been received and the newest. More are never needed, and each uses
         memory.
         """
-        into = {s: list(self._sources(s, late=False)) for s in range(schedule.stages)}
-        out = {s: self._sent(s) for s in range(schedule.stages)}
+        into = {s: list(self._find_sources(s, late=False)) for s in range(schedule.stages)}
+        out = {s: self._find_targets(s) for s in range(schedule.stages)}
         untaken: dict[Key, int] = {}  # In the order of the sends, with the number of the first.
         count, most = 0, 1
         for action in execute(schedule.ranks, schedule.stage_rank).order:
@@ -185,7 +185,7 @@ class TiedGradientReducer:
                     most = max(most, count - next(iter(untaken.values())))
         return most
 
-    def _sent(self, stage: int) -> dict[int, list[TiedParameterRoutes]]:
+    def _find_targets(self, stage: int) -> dict[int, list[TiedParameterRoutes]]:
         """Return what a stage sends after a backward, by receiving stage in ascending order."""
         found: dict[int, list[TiedParameterRoutes]] = {}
         for item in self._shared:
@@ -193,19 +193,19 @@ class TiedGradientReducer:
                 found.setdefault(item.routes[stage], []).append(item)
         return dict(sorted(found.items()))
 
-    def _sources(self, stage: int, *, late: bool) -> dict[int, list[str]]:
+    def _find_sources(self, stage: int, *, late: bool) -> dict[int, list[str]]:
         """Return the stages that send sums to a stage, later ones first, with the names sent."""
         found: dict[int, list[str]] = {}
         for item in self._shared:
             for source, target in item.routes.items():
-                if target == stage and (source not in self._reached[stage]) == late:
+                if target == stage and (source not in self._predecessors[stage]) == late:
                     found.setdefault(source, []).append(item.link.name)
         return dict(sorted(found.items(), reverse=True))
 
     def involves(self, stage: int) -> bool:
         """Return whether the stage takes part in the reduction of a tied gradient."""
-        sources = {**self._sources(stage, late=False), **self._sources(stage, late=True)}
-        return bool(sources or self._sent(stage))
+        sources = {**self._find_sources(stage, late=False), **self._find_sources(stage, late=True)}
+        return bool(sources or self._find_targets(stage))
 
     def copies(self, stage: int) -> list[torch.Tensor]:
         """Return the stage's copies of tied parameters."""
@@ -213,7 +213,7 @@ class TiedGradientReducer:
 
     def arrivals(self, stage: int, microbatch: int, *, late: bool = False) -> tuple[Arrival, ...]:
         """Return messages of other ranks that a backward or (``late``) the step's end awaits."""
-        keys = [(source, stage, microbatch) for source in self._sources(stage, late=late)]
+        keys = [(source, stage, microbatch) for source in self._find_sources(stage, late=late)]
         return tuple(self._arrivals[key] for key in keys if key in self._arrivals)
 
     def begin(self, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -225,21 +225,23 @@ class TiedGradientReducer:
 
     def before(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return sums of later stages as roots of the stage's backward: (parameter, gradient)."""
-        for items in self._sent(stage).values():
+        for items in self._find_targets(stage).values():
             for item in items:
                 self._copies[item.link.name, stage].grad = None
         for name in self._late_names(stage):
             copy = self._copies[name, stage]
             self._totals[name], copy.grad = copy.grad, None
-        entering = self._take(stage, microbatch, late=False)
+        entering = self._receive_sums(stage, microbatch, late=False)
         return [(self._copies[name, stage], gradient) for name, gradient in entering.items()]
 
     def after(self, stage: int, microbatch: int) -> None:
         """Send the stage's sums; store the owner's separately if late sums are outstanding."""
-        for target, items in self._sent(stage).items():
+        for target, items in self._find_targets(stage).items():
             for item in items:
                 copy = self._copies[item.link.name, stage]
-                self._give(item.link.name, (stage, target, microbatch), _dense(copy))
+                self._send_sum(
+                    item.link.name, (stage, target, microbatch), _get_dense_gradient(copy)
+                )
                 copy.grad = None
         names = self._late_names(stage)
         if names:
@@ -251,10 +253,10 @@ class TiedGradientReducer:
 
     def skip(self, stage: int, microbatch: int) -> None:
         """After a failure, send zeros, so that no stage waits forever."""
-        for target, items in self._sent(stage).items():
+        for target, items in self._find_targets(stage).items():
             for item in items:
                 zeros = torch.zeros_like(self._copies[item.link.name, stage])
-                self._give(item.link.name, (stage, target, microbatch), zeros)
+                self._send_sum(item.link.name, (stage, target, microbatch), zeros)
 
     def late(self) -> list[tuple[int, int]]:
         """Return the (stage, microbatch) pairs whose sums wait for the end of the step."""
@@ -263,7 +265,7 @@ class TiedGradientReducer:
     def conclude(self) -> None:
         """Add the late sums, microbatch by microbatch."""
         for stage, microbatch, parts in self._waiting:
-            found = self._take(stage, microbatch, late=True)
+            found = self._receive_sums(stage, microbatch, late=True)
             for name, own in parts.items():
                 total = found[name] if own is None else found[name] + own
                 copy = self._copies[name, stage]
@@ -279,10 +281,10 @@ class TiedGradientReducer:
             self._transport.wait(self._sending.popleft())
 
     def _late_names(self, stage: int) -> list[str]:
-        late = self._sources(stage, late=True)
+        late = self._find_sources(stage, late=True)
         return sorted({name for names in late.values() for name in names})
 
-    def _give(self, name: str, key: Key, gradient: torch.Tensor) -> None:
+    def _send_sum(self, name: str, key: Key, gradient: torch.Tensor) -> None:
         target = self._stage_rank[key[1]]
         if target == self._rank:
             self._local[name, key] = gradient
@@ -293,10 +295,10 @@ class TiedGradientReducer:
             message = gradient.contiguous()
             self._sending.append(self._transport.send(self._rank, target, STATE, message))
 
-    def _take(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
+    def _receive_sums(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
         """Return the sums sent to a stage, by name; several of one name are added, later first."""
         found: dict[str, torch.Tensor] = {}
-        for source, names in self._sources(stage, late=late).items():
+        for source, names in self._find_sources(stage, late=late).items():
             key = (source, stage, microbatch)
             if key in self._arrivals:
                 inbox, place, links = self._arrivals[key]
@@ -308,7 +310,7 @@ class TiedGradientReducer:
         return found
 
 
-def _dense(copy: torch.Tensor) -> torch.Tensor:
+def _get_dense_gradient(copy: torch.Tensor) -> torch.Tensor:
     """Return the dense gradient of a copy; zeros if it has none."""
     if copy.grad is None:
         return torch.zeros_like(copy)

@@ -42,7 +42,7 @@ def split_cores(cores: Sequence[LogicalCpu], ranks: int) -> tuple[tuple[int, ...
     each = len(units) // ranks if ranks > 0 else 0
     if not each:
         return ()
-    groups = _by_node(units, each, ranks, {c.cpu: c.node for c in cores})
+    groups = _group_by_node(units, each, ranks, {c.cpu: c.node for c in cores})
     depth = max(map(len, units))
     return tuple(
         tuple(unit[level] for level in range(depth) for unit in group if level < len(unit))
@@ -50,7 +50,7 @@ def split_cores(cores: Sequence[LogicalCpu], ranks: int) -> tuple[tuple[int, ...
     )
 
 
-def _by_node(
+def _group_by_node(
     units: list[list[int]], each: int, ranks: int, node: dict[int, int]
 ) -> list[list[list[int]]]:
     """Return groups of ``each`` units within nodes if there are enough, else consecutive ones."""
@@ -147,14 +147,14 @@ def pin_rank(wanted: bool | str, transport: Transport) -> CpuAffinity:
 
 def _set_affinity(cpus: Sequence[int]) -> None:
     """Set the affinity of all existing threads; each was started with its own."""
-    for thread in _threads():
+    for thread in _list_threads():
         try:
             os.sched_setaffinity(thread, cpus)
         except ProcessLookupError:  # It has ended in the meantime.
             continue
 
 
-def _threads() -> list[int]:
+def _list_threads() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:

@@ -45,60 +45,65 @@ class MeshCommunicators:
         self._ranks = ranks
         self.threads = len(transport.local) == transport.ranks
         self._hubs: list[InProcessHub] = []
-        self._sum_hubs: list[InProcessHub] = []
-        self._ends: dict[tuple[int, int], Communicator] = {}
-        self._sums: dict[tuple[int, int], Communicator] = {}
+        self._reduction_hubs: list[InProcessHub] = []
+        self._communicators: dict[tuple[int, int], Communicator] = {}
+        self._reduction_communicators: dict[tuple[int, int], Communicator] = {}
         if self.threads:
-            self._hubs, self._ends = _hubs(mesh, len(ranks))
+            self._hubs, self._communicators = _hubs(mesh, len(ranks))
             if sums:
-                self._sum_hubs, self._sums = _hubs(mesh, len(ranks))
+                self._reduction_hubs, self._reduction_communicators = _hubs(mesh, len(ranks))
         else:
-            self._ends = _groups(mesh, ranks, transport)
+            self._communicators = _make_group_communicators(mesh, ranks, transport)
             if sums:
-                self._sums = _groups(mesh, ranks, transport, sums)
-        for place, end in self._sums.items():
-            end.counts = self._ends[place].counts
+                self._reduction_communicators = _make_group_communicators(
+                    mesh, ranks, transport, sums
+                )
+        for place, end in self._reduction_communicators.items():
+            end.counts = self._communicators[place].counts
         for lane in lanes:
             self.attach(lane.index, lane.modules)
 
     def sums(self, stage: int, lane: int) -> Communicator:
         """Return the communicator for gradient reduction, independent of other collectives."""
-        return self._sums[stage, lane]
+        return self._reduction_communicators[stage, lane]
 
     def of(self, stage: int, lane: int) -> Communicator:
         """Return the communicator of a mesh rank at a stage."""
-        return self._ends[stage, lane]
+        return self._communicators[stage, lane]
 
     def attach(self, lane: int, modules: Mapping[int, nn.Module]) -> None:
         """Set the communicators of stage modules, as ``module.mesh``."""
         for stage, module in modules.items():
-            vars(module)["mesh"] = self._ends[stage, lane]
+            vars(module)["mesh"] = self._communicators[stage, lane]
 
     def watch(self, around: Callable[[int], Callable[[str, Start], Start]] | None) -> None:
         """Start every rank's collectives through ``around(rank)``; None: undo."""
-        for (stage, lane), end in self._ends.items():
+        for (stage, lane), end in self._communicators.items():
             end.watch(None if around is None else around(self._ranks[stage][lane]))
 
     def leave(self, lane: int, cause: BaseException | str) -> None:
         """Report that a mesh rank has ended or failed, so that no thread waits for it."""
-        for hub in (*self._hubs, *self._sum_hubs):
+        for hub in (*self._hubs, *self._reduction_hubs):
             hub.abort(lane, cause)
 
     def recover(self) -> None:
         """Reset after all mesh ranks of this process have ended their tasks."""
         for hub in self._hubs:
             hub.reset()
-        for hub in self._sum_hubs:
+        for hub in self._reduction_hubs:
             hub.revive()
 
     def forget(self) -> None:
         """Discard started gradient reductions of this process, after a failure."""
-        for hub in self._sum_hubs:
+        for hub in self._reduction_hubs:
             hub.reset()
 
     def close(self) -> None:
         """Release the process groups; no method may be called afterwards."""
-        for end in {id(e): e for e in (*self._ends.values(), *self._sums.values())}.values():
+        for end in {
+            id(e): e
+            for e in (*self._communicators.values(), *self._reduction_communicators.values())
+        }.values():
             if isinstance(end, GroupCommunicator):
                 end.close()
 
@@ -111,21 +116,21 @@ def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
     return found
 
 
-Ends = dict[tuple[int, int], Communicator]
+CommunicatorTable = dict[tuple[int, int], Communicator]
 
 
-def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], Ends]:
+def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], CommunicatorTable]:
     """Create a hub per stage for mesh ranks in one process, and the communicators."""
     hubs = [InProcessHub(mesh) for _ in range(stages)]
     return hubs, {(s, end.lane): end for s, hub in enumerate(hubs) for end in hub.communicators}
 
 
-def _groups(
+def _make_group_communicators(
     mesh: Mesh,
     ranks: Ranks,
     transport: Transport,
     axes: Collection[tuple[str, ...]] | None = None,
-) -> Ends:
+) -> CommunicatorTable:
     """Create communicators of this process's rank; stages on the same ranks share one."""
     rows = list(dict.fromkeys(ranks))
     made = make_groups(mesh, rows, transport.timeout, axes)

@@ -97,7 +97,7 @@ class MeshRankThreads:
         self._leave = leave
         self._pool = None if len(lanes) == 1 else ThreadPoolExecutor(len(lanes), "lane")
 
-    def together(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+    def run_all(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
         """Run the tasks of all mesh ranks concurrently, since they wait for each other.
 
         If any raises, the first exception is raised after all have ended.

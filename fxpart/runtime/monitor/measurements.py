@@ -90,7 +90,7 @@ def merge_measurements(
 
     recording: complete except for spans, clocks and memory.
     """
-    aligned = [_aligned(message) for message in messages]
+    aligned = [_align(message) for message in messages]
     raw = [span for message in aligned for span in message.spans]
     begin = min((span[4] for span in raw if span[2] == "whole"), default=0)
     whole = {(rank, step) for rank, step, lane, *_ in raw if lane == "whole"}
@@ -103,7 +103,7 @@ def merge_measurements(
         )
 
     found = [span(*each) for each in raw if each[:2] in whole]
-    for rank, target, step, name, start, end, exact in _transfers(aligned):
+    for rank, target, step, name, start, end, exact in _find_transfers(aligned):
         if (rank, step) in whole:
             found.append(span(rank, step, "send", name, start, end, exact))
             other = str(get_transfer_partner(parse(name)))
@@ -122,7 +122,7 @@ def merge_measurements(
     )
 
 
-def _aligned(message: MeasurementMessage) -> MeasurementMessage:
+def _align(message: MeasurementMessage) -> MeasurementMessage:
     """Return the message with times of rank 0's clock."""
     off = message.offset
     if not off:
@@ -137,7 +137,7 @@ def _aligned(message: MeasurementMessage) -> MeasurementMessage:
     )
 
 
-def _transfers(
+def _find_transfers(
     messages: Sequence[MeasurementMessage],
 ) -> list[tuple[int, int, int, str, int, int, bool]]:
     """Return each transfer from issue to arrival: sender, receiver, step, send, times, exact.
@@ -159,12 +159,12 @@ def _transfers(
             connections.setdefault((step, rank, target), []).append((name, start, done, exact))
     found = []
     for (step, rank, target), sends in connections.items():
-        for name, start, end, exact in _in_order(sends):
+        for name, start, end, exact in _order_sends(sends):
             found.append((rank, target, step, name, start, end, exact))
     return found
 
 
-def _in_order(
+def _order_sends(
     sends: Iterable[tuple[str, int, int, bool]],
 ) -> list[tuple[str, int, int, bool]]:
     ordered = sorted(sends, key=lambda send: send[1])

@@ -59,7 +59,7 @@ class MemoryFootprint:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
         else:
-            self._exact = _forget_peak()
+            self._exact = _reset_peak()
             self._baseline = read_resident_bytes()
         if self._live is not None:
             self._live.start()
@@ -141,15 +141,15 @@ class LiveTensorCounter(TorchDispatchMode):
 
 def read_resident_bytes() -> int:
     """Return the resident bytes of this process, including shared libraries."""
-    return _status("VmRSS") or _usage()
+    return _read_status("VmRSS") or _read_peak_usage()
 
 
 def read_peak_bytes() -> int:
     """Return the peak resident bytes of this process since the last reset."""
-    return _status("VmHWM") or _usage()
+    return _read_status("VmHWM") or _read_peak_usage()
 
 
-def _forget_peak() -> bool:
+def _reset_peak() -> bool:
     """Reset the kernel's peak to the current resident set; return whether it was possible."""
     try:
         _CLEAR.write_text(_RESET)
@@ -158,7 +158,7 @@ def _forget_peak() -> bool:
     return True
 
 
-def _status(name: str) -> int:
+def _read_status(name: str) -> int:
     """Return a field of Linux' process status in bytes, 0 if there is none."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
@@ -168,7 +168,7 @@ def _status(name: str) -> int:
     return 1024 * int(found[0]) if found else 0
 
 
-def _usage() -> int:
+def _read_peak_usage() -> int:
     """Return the peak resident set from getrusage: kibibytes, on macOS bytes."""
     unit = 1 if os.uname().sysname == "Darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -65,29 +65,31 @@ class Recorder:
         self._ranks = ranks
         self._schedule = schedule
         self._microbatches = microbatches
-        self._pens = {rank: RankRecorder(self, rank, devices[rank]) for rank in transport.local}
+        self._rank_recorders = {
+            rank: RankRecorder(self, rank, devices[rank]) for rank in transport.local
+        }
         self._footprint = MemoryFootprint(devices[transport.local[0]])
         self._baseline = 0 if devices[transport.local[0]].type == "cuda" else baseline
-        self._shown: MeasuredTimeline | None = None
-        self.settles = len(transport.local) != transport.ranks
+        self._merged: MeasuredTimeline | None = None
+        self._waits_for_messages = len(transport.local) != transport.ranks
         self.gathered = LocalMeasurements()
         self.step = -1
 
     @property
     def recording(self) -> MeasuredTimeline:
         """The steps of all ranks; FXP109 before the recording has ended."""
-        if self._shown is None:
+        if self._merged is None:
             raise error(
                 "FXP109",
                 where="recorder.recording",
                 why="the recording has not ended, or a step failed during it",
                 fix="read it after the with block",
             )
-        return self._shown
+        return self._merged
 
-    def pen(self, rank: int) -> RankRecorder:
+    def get_rank_recorder(self, rank: int) -> RankRecorder:
         """Return the recorder of a local rank."""
-        return self._pens[rank]
+        return self._rank_recorders[rank]
 
     @contextmanager
     def during(self, attach: Callable[[Recorder | None], None]) -> Iterator[Recorder]:
@@ -107,33 +109,36 @@ class Recorder:
 
     def begin(self, step: int) -> None:
         """Start a step, before its batch is read."""
-        if any((rank, step) not in self.gathered.whole for rank in self._pens):
+        if any((rank, step) not in self.gathered.whole for rank in self._rank_recorders):
             self.gathered.forget(step)  # A failed step had the same number.
         self.step = step
-        for pen in self._pens.values():
-            pen.begin()
+        for rank_recorder in self._rank_recorders.values():
+            rank_recorder.begin()
 
     def end(self) -> None:
         """End the step; called again after its update."""
-        for rank, pen in self._pens.items():
-            self.gathered.whole[rank, self.step] = pen.begun, pen.now()
+        for rank, rank_recorder in self._rank_recorders.items():
+            self.gathered.whole[rank, self.step] = rank_recorder.begun, rank_recorder.now()
 
-    def ran(self) -> None:
+    def record_batch_read(self) -> None:
         """Record that the batch has been read and split."""
-        for pen in self._pens.values():
-            pen.phase(READ, pen.begun)
+        for rank_recorder in self._rank_recorders.values():
+            rank_recorder.phase(READ, rank_recorder.begun)
 
     def timed(
         self, name: str, call: Callable[..., T], ranks: Sequence[int] | None = None
     ) -> Callable[..., T]:
         """Return the call, measured as a phase of these local ranks (None: of all)."""
-        pens = [self._pens[rank] for rank in (self._transport.local if ranks is None else ranks)]
+        rank_recorders = [
+            self._rank_recorders[rank]
+            for rank in (self._transport.local if ranks is None else ranks)
+        ]
 
         def run(*arguments: Any) -> T:
-            starts = [pen.now() for pen in pens]
+            starts = [rank_recorder.now() for rank_recorder in rank_recorders]
             result = call(*arguments)
-            for pen, start in zip(pens, starts, strict=True):
-                pen.phase(name, start)
+            for rank_recorder, start in zip(rank_recorders, starts, strict=True):
+                rank_recorder.phase(name, start)
             return result
 
         return run
@@ -141,7 +146,9 @@ class Recorder:
     def _finish(self) -> None:
         """Gather the measurements; every rank calls it at the same point."""
         memory = self._memory()
-        own = measure_clock_offset(self._transport) if self.settles else ClockOffset(0, 0)
+        own = (
+            measure_clock_offset(self._transport) if self._waits_for_messages else ClockOffset(0, 0)
+        )
         message = MeasurementMessage.of(self.gathered, own.nanoseconds, own.within, memory)
         parts = self._transport.exchange_bytes(msgspec.json.encode(message))
         messages = [msgspec.json.decode(part, type=MeasurementMessage) for part in parts]
@@ -152,7 +159,7 @@ class Recorder:
             spans=(),
             setting=self._setting(len(parts)),
         )
-        self._shown = merge_measurements(recording, messages)
+        self._merged = merge_measurements(recording, messages)
 
     def _memory(self) -> list[MeasuredMemory]:
         found, local = self._footprint.peaks(), self._transport.local
@@ -175,7 +182,11 @@ class Recorder:
             "processes": str(processes),
             "threads": str(torch.get_num_threads()),
             "torch": str(torch.__version__),
-            "devices": ", ".join(dict.fromkeys(pen.device.type for pen in self._pens.values())),
+            "devices": ", ".join(
+                dict.fromkeys(
+                    rank_recorder.device.type for rank_recorder in self._rank_recorders.values()
+                )
+            ),
         }
 
 
@@ -189,7 +200,7 @@ class RankRecorder:
         self.device = device
         self.begun = self.last = 0
         # Whether collectives are recorded now: within a computation, outermost only.
-        self._meets = False
+        self._in_computation = False
 
     def now(self) -> int:
         """Return the time after synchronizing the device."""
@@ -206,64 +217,64 @@ class RankRecorder:
         self.last = self.now()
         self._write("step", name, start)
 
-    def around(self, instruction: Instruction, target: Callable[[int], int]) -> Instruction:
+    def measure(self, instruction: Instruction, target: Callable[[int], int]) -> Instruction:
         """Return the instruction, measured. target: the rank of another stage, same mesh rank."""
         if instruction.action.kind.is_compute:
-            return replace(instruction, do=self._computing(instruction))
-        if instruction.action.peer is not None and _sends(instruction.action):
+            return replace(instruction, do=self._measure_computation(instruction))
+        if instruction.action.peer is not None and _is_send(instruction.action):
             peer = target(instruction.action.peer)
-            return replace(instruction, do=self._sending(instruction, peer))
+            return replace(instruction, do=self._measure_send(instruction, peer))
         return instruction  # A receive is only posted.
 
-    def _computing(self, instruction: Instruction) -> Callable[[], None]:
+    def _measure_computation(self, instruction: Instruction) -> Callable[[], None]:
         inner, awaits, name = instruction.do, instruction.awaits, str(instruction.action)
         microbatch = instruction.action.microbatch
 
         def do() -> None:
-            if self._recorder.settles:
-                self._settle(awaits, microbatch)
+            if self._recorder._waits_for_messages:
+                self._wait_for_messages(awaits, microbatch)
             start = self.now()
             if awaits:
                 self._recorder.gathered.add(
                     self._rank, self._recorder.step, "wait", name, self.last, start
                 )
-            self._meets = True
+            self._in_computation = True
             try:
                 inner()
             finally:
-                self._meets = False
+                self._in_computation = False
             self.last = self.now()
             self._write("compute", name, start)
 
         return do
 
-    def meeting(self, kind: str, start: Start) -> Start:
+    def measure_collective(self, kind: str, start: Start) -> Start:
         """Return the start of a collective, measured if its rank computes nothing else."""
 
         def begin(*arguments: Any) -> CollectiveHandle:
-            if not self._meets:  # Gradient reductions are phases of their own.
+            if not self._in_computation:  # Gradient reductions are phases of their own.
                 return start(*arguments)
-            before, self._meets = self.now(), False
+            before, self._in_computation = self.now(), False
             try:
                 handle = start(*arguments)
             finally:
-                self._meets = True
-            self.met(kind, before)
+                self._in_computation = True
+            self.record_collective(kind, before)
             return CollectiveWait(handle, kind, self)
 
         return begin
 
     @property
-    def meets(self) -> bool:
+    def in_computation(self) -> bool:
         """Whether a collective is part of a computation now."""
-        return self._meets
+        return self._in_computation
 
-    def met(self, kind: str, before: int) -> None:
+    def record_collective(self, kind: str, before: int) -> None:
         """Record that the rank was in a collective until now."""
         gathered, step = self._recorder.gathered, self._recorder.step
         gathered.add(self._rank, step, "collective", kind, before, self.now())
 
-    def _settle(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
+    def _wait_for_messages(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
         """Wait for the messages as taking them would, and record each arrival."""
         for inbox, index, _ in awaits:
             before = self.now()
@@ -275,7 +286,7 @@ class RankRecorder:
                 arrival = MessageArrival(self._recorder.step, *key, there, exact)
                 self._recorder.gathered.arrivals.append(arrival)
 
-    def _sending(self, instruction: Instruction, peer: int) -> Callable[[], None]:
+    def _measure_send(self, instruction: Instruction, peer: int) -> Callable[[], None]:
         inner, name = instruction.do, str(instruction.action)
 
         def do() -> None:
@@ -298,17 +309,17 @@ class CollectiveWait:
 
     inner: CollectiveHandle
     kind: str
-    pen: RankRecorder
+    rank_recorder: RankRecorder
 
     def wait(self) -> torch.Tensor:
         """Wait, and return the collective's result."""
-        if not self.pen.meets:
+        if not self.rank_recorder.in_computation:
             return self.inner.wait()
-        before = self.pen.now()
+        before = self.rank_recorder.now()
         result = self.inner.wait()
-        self.pen.met(self.kind, before)
+        self.rank_recorder.record_collective(self.kind, before)
         return result
 
 
-def _sends(action: Action) -> bool:
+def _is_send(action: Action) -> bool:
     return action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)

@@ -48,15 +48,15 @@ class Straggler:
     over: bool = False
 
     def __str__(self) -> str:
-        who, now = f"rank {self.rank} (stage {self.stage})", _time(self.seconds)
+        who, now = f"rank {self.rank} (stage {self.stage})", _format_seconds(self.seconds)
         if self.over:
             return f"{who} is no longer slow at step {self.step}: {now} of computation per step"
-        planned = "" if self.planned is None else f", {_time(self.planned)} by the plan"
+        planned = "" if self.planned is None else f", {_format_seconds(self.planned)} by the plan"
         low, high = self.others
         return (
             f"{who} is {self.times:.1f} times slower than {self.by} at step {self.step}: {now} of "
-            f"computation per step (median of {self.steps}); {_time(self.before)} before{planned};"
-            f" the other ranks take {low:.2f} to {high:.2f} times their earlier time"
+            f"computation per step (median of {self.steps}); {_format_seconds(self.before)} before"
+            f"{planned}; the other ranks take {low:.2f} to {high:.2f} times their earlier time"
         )
 
 
@@ -97,7 +97,7 @@ class StragglerDetector:
             return
         self._rows.append(busy)
         if len(self._rows) == self._rows.maxlen and self._seen % EVERY == 0:
-            for found in self._look(step):
+            for found in self._find_changes(step):
                 for listener in self.listeners:
                     listener(found)
 
@@ -116,11 +116,11 @@ class StragglerDetector:
             return {}
         return {rank: median(row[rank] for row in self._rows) / 1e9 for rank in self._stage}
 
-    def _look(self, step: int) -> list[Straggler]:
+    def _find_changes(self, step: int) -> list[Straggler]:
         now = self.seconds()
         self.past = self.past or now
-        past = self._beside(self.past)
-        planned = self._beside(self._planned) if self._planned else {}
+        past = self._compare_with_others(self.past)
+        planned = self._compare_with_others(self._planned) if self._planned else {}
         times = {rank: seconds / self.past[rank] for rank, seconds in now.items()}
         found = []
         for rank, (least, usual) in past.items():
@@ -143,7 +143,7 @@ class StragglerDetector:
             self.past[rank] = min(now[rank], self.past[rank])
         return found
 
-    def _beside(self, base: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    def _compare_with_others(self, base: Mapping[int, float]) -> dict[int, tuple[float, float]]:
         """Return by rank its multiple of ``base`` relative to the other ranks.
 
         The first value is exceeded by three of four steps, the second is the median.
@@ -161,6 +161,6 @@ def _warn(found: Straggler) -> None:
     warnings.warn(str(found), stacklevel=6)
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     """Format a duration."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -122,17 +122,17 @@ def check_division(
         return True
     mine = {names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
     cut = {name: take for name, take in division.cut.items() if name in mine}
-    if cut and (why := _differs(optimizer, names, cut)):
-        raise _parts(kind, list(cut), why)
+    if cut and (why := _find_difference(optimizer, names, cut)):
+        raise _make_parts_error(kind, list(cut), why)
     if needs_closure(optimizer):
         fix = "use an optimizer whose step() needs no closure, such as torch.optim.AdamW"
         why = "its step needs a closure that recomputes the loss, which a trainer does not provide"
-        raise _refused(kind, why, fix)
+        raise _make_error(kind, why, fix)
     if not (division.between or division.copies) or not mine:
         return True
-    why = _differs(optimizer, names, None)
+    why = _find_difference(optimizer, names, None)
     if why and division.between:
-        raise _refused(
+        raise _make_error(
             kind,
             "the update of a parameter depends on other parameters, which are on other ranks of "
             f"the plan: {why}",
@@ -148,7 +148,7 @@ def check_step_hooks(optimizer: torch.optim.Optimizer, division: OptimizerDivisi
     divided = division.between or division.copies or division.cut
     for one in each if divided else ():
         if has_step_hooks(one):
-            raise _refused(
+            raise _make_error(
                 type(one).__name__,
                 "it has step hooks, but each rank steps an optimizer of its own tensors",
                 "use clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
@@ -198,18 +198,18 @@ def get_optimizer_division(
 # -- the comparison ---------------------------------------------------------------------------
 
 
-def _differs(
+def _find_difference(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, ParameterSplit] | None
 ) -> str:
     """Step small parameters whole and in parts; return how they differ, "" if they do not.
 
     cut: splits of parameters by name; None: each part has whole parameters.
     """
-    real = _representatives(optimizer, names, cut)
+    real = _select_parameters(optimizer, names, cut)
     # Float64 distinguishes the smallest update from rounding.
     wide = {torch.float32: torch.float64}
     failed = ""
-    with _random_state_kept():
+    with _preserve_random_state():
         for dtypes, ahead in ((wide, _AHEAD), (wide, 0), ({}, _AHEAD), ({}, 0)):
             try:
                 starts = _TrialParameters(real, names, cut, dtypes)
@@ -241,9 +241,9 @@ class _TrialParameters:
             self.groups.append([])
             for p in group:
                 # Half of them start at zero, as biases do; without splits, each part needs some.
-                copies = 2 if cut is not None or math.prod(_small_shape(p.shape)) > _MANY else 4
+                copies = 2 if cut is not None or math.prod(_shrink_shape(p.shape)) > _MANY else 4
                 self.groups[-1] += [
-                    (p, _small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
+                    (p, _make_small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
                 ]
         self.flat = [pair for group in self.groups for pair in group]
         self.cuts = [None if cut is None else cut[names[id(p)]] for p, _ in self.flat]
@@ -254,7 +254,7 @@ class _TrialParameters:
             default=0,
         )
 
-    def taken(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
+    def select_part(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
         """Return a part of each tensor; without splits, every second tensor."""
         return [
             ([value] if at % 2 == part else []) if cut is None else cut(value)[part : part + 1]
@@ -270,7 +270,7 @@ class _TrialParameters:
                 scale * (1 + 2 * (at % 2))
             )
             drawn.append(made.to(p.device, p.dtype))
-        for mine in self.taken(drawn, step % max(self.parts, 1)):
+        for mine in self.select_part(drawn, step % max(self.parts, 1)):
             for each in mine:
                 each.mul_(_UNEVEN)
         return drawn
@@ -283,13 +283,13 @@ class _TrialOptimizer:
         self, optimizer: torch.optim.Optimizer, starts: _TrialParameters, part: int | None
     ) -> None:
         self._starts, self._part = starts, part
-        self._held = [
+        self._parameters = [
             [torch.nn.Parameter(t.clone(memory_format=torch.contiguous_format)) for t in mine]
-            for mine in self._mine([p for _, p in starts.flat])
+            for mine in self._select_part([p for _, p in starts.flat])
         ]
         members: Members = []
         state: dict[torch.Tensor, dict[Any, Any]] = {}
-        held = iter(self._held)
+        held = iter(self._parameters)
         cuts = iter(starts.cuts)
         for group in starts.groups:
             members.append([])
@@ -300,7 +300,8 @@ class _TrialOptimizer:
                     if kept:
                         take = None if part is None else cut
                         state[q] = {
-                            k: _corner(v, real, small, take, part or 0) for k, v in kept.items()
+                            k: _slice_state(v, real, small, take, part or 0)
+                            for k, v in kept.items()
                         }
         self._made = optimizer_over(optimizer, members, torch.nn.Parameter(torch.empty(0)))
         self._made.state.update(state)
@@ -311,15 +312,15 @@ class _TrialOptimizer:
 
     def step(self, gradients: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Step with this part of the gradients, and write the new parameters into values."""
-        for mine, given in zip(self._held, self._mine(gradients), strict=True):
+        for mine, given in zip(self._parameters, self._select_part(gradients), strict=True):
             for q, g in zip(mine, given, strict=True):
                 q.grad = g.clone(memory_format=torch.contiguous_format)
         self._made.step()
-        for mine, given in zip(self._held, self._mine(values), strict=True):
+        for mine, given in zip(self._parameters, self._select_part(values), strict=True):
             for q, t in zip(mine, given, strict=True):
                 t.copy_(q.detach().nan_to_num())
 
-    def counted(self) -> dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]]:
+    def find_numbers(self) -> dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]]:
         """Return every number in groups, state and attributes, with its location."""
         found: dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]] = {}
         made = self._made
@@ -332,16 +333,16 @@ class _TrialOptimizer:
                         found[id(place), key] = place, key, float(value)
         return found
 
-    def count_on(self, before: Mapping[tuple[int, Any], Any], by: int) -> None:
+    def advance_counters(self, before: Mapping[tuple[int, Any], Any], by: int) -> None:
         """Add ``by`` to each number that has grown by one since ``before``."""
-        for at, (place, key, value) in self.counted().items():
+        for at, (place, key, value) in self.find_numbers().items():
             if at in before and value - before[at][2] == 1.0:
                 place[key] += by  # In place if it is a tensor.
 
-    def _mine(self, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def _select_part(self, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if self._part is None:
             return [[value] for value in values]
-        return self._starts.taken(values, self._part)
+        return self._starts.select_part(values, self._part)
 
 
 def _compare(
@@ -351,13 +352,13 @@ def _compare(
     late: Sequence[float],
     ahead: int,
 ) -> str:
-    """Compare the steps on whole tensors and on parts; see :func:`_differs`.
+    """Compare the steps on whole tensors and on parts; see :func:`_find_difference`.
 
     early, late: scales of gradients. ahead: number of steps to skip between them.
     """
     if not starts.flat:
         return ""
-    with _whole_error():
+    with _convert_errors():
         one = _TrialOptimizer(optimizer, starts, None)
     copies = [one, *(_TrialOptimizer(optimizer, starts, part) for part in range(starts.parts))]
     whole, parts = ([p.clone() for _, p in starts.flat] for _ in range(2))
@@ -365,9 +366,9 @@ def _compare(
     for step, scale in enumerate((*early, *late)):
         gradients = starts.gradients(step, scale)
         count_on = bool(late and ahead) and step == len(early) - 1
-        before = [copy.counted() for copy in copies] if count_on else []
+        before = [copy.find_numbers() for copy in copies] if count_on else []
         old = [(a.clone(), b.clone()) for a, b in zip(whole, parts, strict=True)]
-        with _whole_error():
+        with _convert_errors():
             one.step(gradients, whole)
         try:
             for part in copies[1:]:
@@ -375,17 +376,17 @@ def _compare(
         except Exception as cause:
             return f"its step on parts fails: {type(cause).__name__}: {cause}"
         for a, b, (a_old, b_old) in zip(whole, parts, old, strict=True):
-            if why := _apart(a, b, a_old, b_old):
+            if why := _describe_difference(a, b, a_old, b_old):
                 return why
             still = still and torch.equal(a, a_old)
         for copy, was in zip(copies, before, strict=False):
-            copy.count_on(was, ahead)
+            copy.advance_counters(was, ahead)
     if still and late:
         return "its steps do not change small tensors, so it cannot be checked"
     return ""
 
 
-def _apart(
+def _describe_difference(
     one: torch.Tensor, other: torch.Tensor, one_old: torch.Tensor, other_old: torch.Tensor
 ) -> str:
     """Return how a step has changed a tensor and its parts differently, "" if it has not."""
@@ -400,14 +401,14 @@ def _apart(
 
 
 @contextmanager
-def _whole_error() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     try:
         yield
     except Exception as cause:  # User code may raise any exception.
         raise _UndividedOptimizerError(f"{type(cause).__name__}: {cause}") from cause
 
 
-def _representatives(
+def _select_parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, ParameterSplit] | None
 ) -> list[list[torch.Tensor]]:
     """Return for each group one parameter per dtype, number of dims and split."""
@@ -418,13 +419,13 @@ def _representatives(
             name = names.get(id(p))
             if name is not None and p.numel() and (cut is None or name in cut):
                 kind = (p.dim(), p.dtype, None if cut is None else cut[name])
-                kinds.setdefault(kind, {}).setdefault(_small_shape(p.shape), p)
+                kinds.setdefault(kind, {}).setdefault(_shrink_shape(p.shape), p)
         most = 1 if cut is None else _SHAPES
-        found.append([p for shapes in kinds.values() for p in _telling(shapes, most)])
+        found.append([p for shapes in kinds.values() for p in _select_shapes(shapes, most)])
     return found
 
 
-def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
+def _select_shapes(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
     """Return at most ``most`` of the largest, tallest and widest shapes."""
     if len(shapes) <= most:
         return list(shapes.values())
@@ -433,7 +434,7 @@ def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[
     return [shapes[shape] for shape in list(kept)[:most]]
 
 
-def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def _shrink_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape with as many dims, reduced to a size that is fast to step."""
     largest = sorted(range(len(shape)), key=lambda d: -shape[d])[:2]
     most = dict(zip(largest, _LARGEST, strict=False))
@@ -442,15 +443,15 @@ def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, most.get(dim, _OTHER)) for dim, size in enumerate(shape))
 
 
-def _small(
+def _make_small(
     like: torch.Tensor, make: torch.Generator, dtypes: Mapping[torch.dtype, torch.dtype]
 ) -> torch.Tensor:
     """Return a tensor with as many dims on the same device."""
-    made = torch.randn(_small_shape(like.shape), generator=make, dtype=torch.float32)
+    made = torch.randn(_shrink_shape(like.shape), generator=make, dtype=torch.float32)
     return made.to(like.device, dtypes.get(like.dtype, like.dtype))
 
 
-def _corner(
+def _slice_state(
     value: Any, real: torch.Tensor, small: torch.Tensor, take: ParameterSplit | None, number: int
 ) -> Any:
     """Return one value of a real parameter's state, for a small one."""
@@ -464,7 +465,7 @@ def _corner(
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Disable gradients, and restore the random state afterwards."""
     state = torch.get_rng_state()
     try:
@@ -474,7 +475,7 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _parts(kind: str, cut: list[str], why: str) -> FxpartError:
+def _make_parts_error(kind: str, cut: list[str], why: str) -> FxpartError:
     shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
     return error(
         "FXP109",
@@ -486,5 +487,5 @@ def _parts(kind: str, cut: list[str], why: str) -> FxpartError:
     )
 
 
-def _refused(kind: str, why: str, fix: str) -> FxpartError:
+def _make_error(kind: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"optimizer {kind}", why=why, fix=fix)

@@ -109,7 +109,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         ]
         replace_step(self, OptimizerFacade._step)
         if user is not None and user.followed:
-            _follow(user.instance, self)
+            _redirect_calls(user.instance, self)
 
     def __repr__(self) -> str:
         """Return the class of the optimizer, and the options of each group."""
@@ -119,7 +119,7 @@ class OptimizerFacade(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[FacadeGroup]:  # type: ignore[override]
         """The groups, including options set in the user's instance."""
-        self._pull()
+        self._read_user_options()
         return self._groups
 
     @property
@@ -136,22 +136,22 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def apply(self) -> None:
         """Set options from here or from the user's instance in every optimizer."""
-        self._pull()
+        self._read_user_options()
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
-            found = _changes(group, seen)
+            found = _find_changes(group, seen)
             if not found:
                 continue
             for optimizer in self._optimizers:
                 _set(optimizer.param_groups[index], found)
             seen.update(_options(found))
-            plain = {key: _plain(value) for key, value in found.items()}
+            plain = {key: _convert_to_plain(value) for key, value in found.items()}
             self.changed += f" group {index} {plain}"
 
     def stepped(self) -> None:
         """After an update, show the options that the optimizer has set itself."""
         own = self._optimizers[0].param_groups
         for group, mine, seen in zip(self._groups, own, self._seen, strict=True):
-            if found := _changes(mine, seen):
+            if found := _find_changes(mine, seen):
                 _set(group, found)
                 seen.update(_options(found))
         mark_stepped(self)
@@ -161,11 +161,11 @@ class OptimizerFacade(torch.optim.Optimizer):
     def reload(self) -> None:
         """After a load, show the optimizers' options, also in the user's instance."""
         for group, mine in zip(self._groups, self._optimizers[0].param_groups, strict=True):
-            _set(group, _changes(mine, group))
+            _set(group, _find_changes(mine, group))
         self._seen = [_options(group) for group in self._groups]
         theirs = [] if self._user is None else self._user.param_groups
         for group, known in zip(self._groups, theirs, strict=False):
-            _set(known, _changes(group, known))
+            _set(known, _find_changes(group, known))
         self._user_seen = [_options(group) for group in theirs]
 
     def is_of(self, optimizer: object) -> bool:
@@ -174,49 +174,49 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
-        self._of().zero_grad()
+        self._get_trainer().zero_grad()
 
     def _step(self, closure: Callable[[], float] | None = None) -> None:
         """Update with the gradients of :meth:`~fxpart.runtime.trainer.Trainer.backward`."""
         if closure is not None:
             fix = "call step() without arguments"
-            raise _refused("step(closure)", "a trainer computes the loss itself", fix)
-        self._of().step_by_hand()
+            raise _make_error("step(closure)", "a trainer computes the loss itself", fix)
+        self._get_trainer().step_by_hand()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise FXP115."""
-        raise _refused(
+        raise _make_error(
             "add_param_group()", "the parameters of each group are already divided between ranks",
             "add all groups before the trainer is created",
         )  # fmt: skip
 
     def state_dict(self) -> NoReturn:
         """Raise FXP115: the state would be that of this process alone."""
-        raise _refused(
+        raise _make_error(
             "state_dict()", "this process has only a part of the state",
             "use trainer.optimizer_state_dict() or trainer.save_checkpoint()",
         )  # fmt: skip
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
         """Raise FXP115."""
-        raise _refused(
+        raise _make_error(
             "load_state_dict()", "this process has only a part of the state",
             "use trainer.load_optimizer_state_dict() or trainer.load_checkpoint()",
         )  # fmt: skip
 
-    def _no_hook(self, *_: Any, **__: Any) -> NoReturn:
-        raise _refused(
+    def _reject_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise _make_error(
             "hooks of the optimizer's step", "each rank steps only its own parameters",
             "use a callback of fit, or call your function around trainer.step()",
         )  # fmt: skip
 
-    register_step_pre_hook = register_step_post_hook = _no_hook
-    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hook
-    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hook
+    register_step_pre_hook = register_step_post_hook = _reject_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _reject_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _reject_hook
 
     # -- internals --------------------------------------------------------------------------------
 
-    def _pull(self) -> None:
+    def _read_user_options(self) -> None:
         """Read options set in the user's instance."""
         if self._user is None:
             return
@@ -224,7 +224,7 @@ class OptimizerFacade(torch.optim.Optimizer):
             self.add_param_group({})
         groups = self._user.param_groups
         for group, theirs, seen in zip(self._groups, groups, self._user_seen, strict=True):
-            found = _changes(theirs, seen)
+            found = _find_changes(theirs, seen)
             if found:
                 _set(group, found)
                 seen.update(_options(found))
@@ -233,16 +233,16 @@ class OptimizerFacade(torch.optim.Optimizer):
         groups = [] if self._user is None else self._user.param_groups
         return [len(group["params"]) for group in groups]
 
-    def _of(self) -> FacadeOwner:
+    def _get_trainer(self) -> FacadeOwner:
         trainer = self._trainer()
         if trainer is None or self.closed:
-            raise _refused("a call", "its trainer is closed", "create another trainer")
+            raise _make_error("a call", "its trainer is closed", "create another trainer")
         return trainer
 
     def _touch(self) -> None:
         if self._withheld:
             fix = "change trainer.state_dict(), and pass it to trainer.load_state_dict()"
-            raise _refused('param_groups["params"]', self._withheld, fix)
+            raise _make_error('param_groups["params"]', self._withheld, fix)
         if not self.touched:
             self.touched = True
             self.note_gradients()
@@ -261,7 +261,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         for p, gradient, version in self._gradients:
             now = p.grad
             if now is not gradient or (now is not None and now._version != version):
-                raise _refused(
+                raise _make_error(
                     "gradients", "they were changed before the ranks have reduced them",
                     "use clip_norm= or clip_value= of trainer(), or a smaller learning rate",
                 )  # fmt: skip
@@ -293,7 +293,7 @@ def check_scheduler(scheduler: object, optimizer: OptimizerFacade | None) -> Non
         )
 
 
-def _follow(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
+def _redirect_calls(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
     """Redirect calls of the user's instance to the facade while its trainer is open."""
     found = weakref.ref(facade)
 
@@ -323,7 +323,7 @@ def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _changes(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+def _find_changes(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that differ from ``seen``."""
     found: dict[str, Any] = {}
     for key, value in group.items():
@@ -357,9 +357,9 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         group[key] = _copy(value)
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _refused(where: str, why: str, fix: str) -> FxpartError:
+def _make_error(where: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"trainer.optimizer, {where}", why=why, fix=fix)

@@ -45,9 +45,9 @@ def make_optimizer(
         ])  # fmt: skip
     mine: list[Any] = list(groups or parameters)
     if isinstance(given, torch.optim.Optimizer):
-        return _again(given, mine or [nn.Parameter(torch.empty(0))])
+        return _make_from_instance(given, mine or [nn.Parameter(torch.empty(0))])
     factory = choose(given).make if isinstance(given, str) else given
-    made = _called(factory, mine) if callable(factory) else None
+    made = _call_factory(factory, mine) if callable(factory) else None
     if not isinstance(made, torch.optim.Optimizer):
         what = f"{given!r} is not an optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
@@ -100,10 +100,12 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
-def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
+def _make_from_instance(
+    given: torch.optim.Optimizer, parameters: list[Any]
+) -> torch.optim.Optimizer:
     """Create an optimizer of the same class with the instance's current options."""
     if len(given.param_groups) != 1:
-        raise _not_again(
+        raise _make_instance_error(
             given, f"it has {len(given.param_groups)} parameter groups, whose assignment of "
             "parameters cannot be copied"
         )  # fmt: skip
@@ -113,14 +115,14 @@ def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.O
     try:
         return type(given)(parameters, **options)
     except (TypeError, ValueError) as cause:
-        raise _not_again(given, str(cause)) from cause
+        raise _make_instance_error(given, str(cause)) from cause
 
 
-def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
+def _make_instance_error(given: torch.optim.Optimizer, why: str) -> FxpartError:
     return error("FXP109", where=f"optimizer {type(given).__name__}", why=why, fix=_FIX)
 
 
-def _called(factory: Any, mine: list[Any]) -> Any:
+def _call_factory(factory: Any, mine: list[Any]) -> Any:
     """Call the factory with a rank's parameters, which may be too few for it.
 
     torch rejects an empty list, Muon accepts only matrices, and a function that selects parameters

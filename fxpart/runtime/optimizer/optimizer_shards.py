@@ -51,19 +51,19 @@ class OptimizerShards:
         sharding = state.lanes[0].spec.sharding
         self.zero = 0 if sharding is None or meshes is None else sharding.zero
         self._axis = sharding.zero_axis if sharding is not None and self.zero else ""
-        self._pieces: dict[int, nn.Parameter] = {}
+        self._shards: dict[int, nn.Parameter] = {}
         for name, entry in state.entries.items():
             if self.axis(name):
                 for (_, at), copy in entry.copies.items():
-                    self._pieces.setdefault(id(copy), _piece(entry, at, self._axis, copy))
+                    self._shards.setdefault(id(copy), _make_shard(entry, at, self._axis, copy))
         self.rows = SparseGradients(state, meshes, shared=shared_rows)
         self._scatters: dict[tuple[int, int], GradientReduceScatter] = {}
-        if meshes is not None and self._pieces:
+        if meshes is not None and self._shards:
             for lane in state.lanes:
                 for stage in lane.modules:
                     mesh = meshes.of(stage, lane.index)
                     self._scatters[stage, lane.index] = GradientReduceScatter(mesh, self._axis)
-        self._sums = self._make_sums()
+        self._reducers = self._make_reducers()
         self.closing = False  # An update follows the current step, so its reductions may start.
         if self.zero == 2:
             self._send_early()
@@ -83,7 +83,7 @@ class OptimizerShards:
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the optimizer's tensor for a parameter."""
-        return self._pieces.get(id(parameter), parameter)
+        return self._shards.get(id(parameter), parameter)
 
     def cut(self) -> list[str]:
         """Return parameters of which an optimizer of this process owns only a part."""
@@ -95,67 +95,69 @@ class OptimizerShards:
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's parameters by their shards, and slice existing state."""
-        if not self._pieces:
+        if not self._shards:
             return
         for group in optimizer.param_groups:
-            group["params"] = [self._take_over(optimizer, p) for p in group["params"]]
+            group["params"] = [self._replace_parameter(optimizer, p) for p in group["params"]]
 
-    def _take_over(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        held = self.of(parameter)
-        if held is not parameter and parameter in optimizer.state:
-            start = held.storage_offset() - parameter.storage_offset()
+    def _replace_parameter(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> torch.Tensor:
+        shard = self.of(parameter)
+        if shard is not parameter and parameter in optimizer.state:
+            start = shard.storage_offset() - parameter.storage_offset()
             shape = parameter.shape
-            optimizer.state[held] = {
-                key: value.reshape(-1)[start : start + held.numel()].clone()
+            optimizer.state[shard] = {
+                key: value.reshape(-1)[start : start + shard.numel()].clone()
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape
                 else value
                 for key, value in optimizer.state.pop(parameter).items()
             }
-        return held
+        return shard
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def around(self, lane: int) -> BackwardHooks | None:
+    def hooks(self, lane: int) -> BackwardHooks | None:
         """Return the hooks around the backwards of a mesh rank's stages, None if there are none."""
-        if self.zero != 2 and not self._sums:
+        if self.zero != 2 and not self._reducers:
             return None
         return BackwardHooks(
             partial(self._last, lane), partial(self._after, lane), partial(self._skip, lane)
         )
 
     def _last(self, lane: int, stage: int) -> None:
-        if self.closing and (stage, lane) in self._sums:
-            self._sums[stage, lane].arm()
+        if self.closing and (stage, lane) in self._reducers:
+            self._reducers[stage, lane].arm()
 
     def _after(self, lane: int, stage: int) -> None:
         if self.zero == 2:
             self.after_backward(lane, stage)
-        sums = self._sums.get((stage, lane))
-        if sums is not None and sums.armed:
-            sums.rest()
+        reducer = self._reducers.get((stage, lane))
+        if reducer is not None and reducer.armed:
+            reducer.rest()
 
     def _skip(self, lane: int, stage: int) -> None:
         """After a failure, release mesh ranks in other processes; local ones are aborted
         separately.
         """
         assert self._meshes is not None
-        if self.closing and (stage, lane) in self._sums and not self._meshes.threads:
-            self._sums[stage, lane].skip()
+        if self.closing and (stage, lane) in self._reducers and not self._meshes.threads:
+            self._reducers[stage, lane].skip()
 
     def conclude(self, lane: MeshRank) -> None:
         """After a failure that all ranks know of, complete and discard pending reductions."""
         if self._meshes is not None and self._meshes.threads:
             return
         for stage in sorted(lane.modules):
-            if (stage, lane.index) in self._sums:
-                self._sums[stage, lane.index].finish()
+            if (stage, lane.index) in self._reducers:
+                self._reducers[stage, lane.index].finish()
 
     def after_backward(self, lane: int, stage: int) -> None:
         """ZeRO-2: keep this mesh rank's shards of the gradients that a backward has computed.
 
         Most are sent during the backward; tied gradients are complete only now.
         """
-        self._scatter(lane, stage, list(self._owned(lane, stage)))
+        self._scatter(lane, stage, list(self._iterate_owned(lane, stage)))
 
     def collect(self, lane: MeshRank) -> None:
         """ZeRO-2: the same for late tied gradients at the end of a step."""
@@ -164,8 +166,8 @@ class OptimizerShards:
 
     def reset(self) -> None:
         """Clear all gradients."""
-        for sums in self._sums.values():
-            sums.reset()
+        for reducer in self._reducers.values():
+            reducer.reset()
         if self._meshes is not None:
             self._meshes.forget()
         self.rows.reset()
@@ -177,35 +179,35 @@ class OptimizerShards:
     def finish(self, lane: MeshRank) -> None:
         """Complete the reductions over mesh ranks of all gradients of the owners."""
         for stage in sorted(lane.modules):
-            mine = list(self._owned(lane.index, stage))
-            done = self._finish_sums(lane.index, stage)
+            mine = list(self._iterate_owned(lane.index, stage))
+            done = self._finish_reducer(lane.index, stage)
             self._scatter(lane.index, stage, mine)
             self.rows.finish(lane, stage)
             summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in mine:
-                held, axes = self.of(parameter), self._rest(name, entry)
+                shard, axes = self.of(parameter), self._get_partial_axes(name, entry)
                 if name in self.rows:
                     continue
-                if axes and held.grad is not None and id(held) not in done:
-                    held.grad = get_dense_gradient(held)
-                    summed[name] = axes, held.grad
-            self._sum(lane.index, stage, summed)
+                if axes and shard.grad is not None and id(shard) not in done:
+                    shard.grad = get_dense_gradient(shard)
+                    summed[name] = axes, shard.grad
+            self._all_reduce(lane.index, stage, summed)
 
     def share_rows(self) -> None:
         """Exchange sparse gradients between owners of a table, and keep those to update here."""
         self.rows.share()
-        if self._pieces:
-            self.rows.settle(self._range)
+        if self._shards:
+            self.rows.settle(self._get_shard_range)
 
-    def _range(
+    def _get_shard_range(
         self, name: str, entry: StateEntry, lane: int, parameter: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return the optimizer's tensor for a parameter, and its range of the flat parameter."""
         size = parameter.numel()
-        held = self.of(parameter)
-        if held is parameter:
-            return held, (0, size)
-        return held, shard_along_axis(entry.pieces, self.axis(name)).range(lane, size)
+        shard = self.of(parameter)
+        if shard is parameter:
+            return shard, (0, size)
+        return shard, shard_along_axis(entry.pieces, self.axis(name)).range(lane, size)
 
     def current(
         self,
@@ -223,24 +225,24 @@ class OptimizerShards:
         found: dict[str, torch.Tensor] = {}
         for stage in sorted(lane.modules):
             mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
-            for name, entry, parameter in self._owned(lane.index, stage):
-                held = self.of(parameter)
-                if held.grad is not None and (name, lane.index) not in rows:
-                    rest = () if summed else self._rest(name, entry)
-                    mine[name] = rest, get_dense_gradient(held).clone()
+            for name, entry, parameter in self._iterate_owned(lane.index, stage):
+                shard = self.of(parameter)
+                if shard.grad is not None and (name, lane.index) not in rows:
+                    rest = () if summed else self._get_partial_axes(name, entry)
+                    mine[name] = rest, get_dense_gradient(shard).clone()
                 elif (parts := rows.get((name, lane.index))) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif (parts := self.rows.pending(parameter)) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, get_dense_gradient(parameter).clone()
-            self._sum(lane.index, stage, mine)
+            self._all_reduce(lane.index, stage, mine)
             found |= {name: tensor for name, (_, tensor) in mine.items()}
         return found
 
     def spread(self, lane: MeshRank) -> None:
         """After the optimizer's step, all-gather the shards of every mesh rank."""
-        if not self._pieces or self._meshes is None:
+        if not self._shards or self._meshes is None:
             return
         for stage in sorted(lane.modules):
             mine = [
@@ -256,15 +258,15 @@ class OptimizerShards:
                 partial(_start_gather, mesh, self._axis, pieces, wholes),
             )
 
-    def _finish_sums(self, lane: int, stage: int) -> set[int]:
+    def _finish_reducer(self, lane: int, stage: int) -> set[int]:
         """Wait for the stage's early reductions; return the ids of their parameters."""
-        sums = self._sums.get((stage, lane))
-        if sums is None:
+        reducer = self._reducers.get((stage, lane))
+        if reducer is None:
             return set()
-        sums.finish()
-        return sums.parameters
+        reducer.finish()
+        return reducer.parameters
 
-    def _make_sums(self) -> dict[tuple[int, int], StageGradientReducer]:
+    def _make_reducers(self) -> dict[tuple[int, int], StageGradientReducer]:
         """Create by stage and mesh rank the reducers of gradients that no other stage contributes
         to.
         """
@@ -272,7 +274,7 @@ class OptimizerShards:
         queues: dict[int, ReductionQueue] = {}
         for lane in self._state.lanes:
             for stage in sorted(lane.modules):
-                terms = list(self._terms(lane, stage))
+                terms = list(self._find_partial_gradients(lane, stage))
                 if terms and self._meshes is not None:
                     queue = queues.setdefault(self._state.rank(stage, lane.index), ReductionQueue())
                     mesh = self._meshes.sums(stage, lane.index)
@@ -281,7 +283,7 @@ class OptimizerShards:
                     )
         return found
 
-    def _terms(self, lane: MeshRank, stage: int) -> Iterator[PartialGradient]:
+    def _find_partial_gradients(self, lane: MeshRank, stage: int) -> Iterator[PartialGradient]:
         """Yield the stage's own reductions in reverse order of use; equal on all mesh ranks."""
         spec = lane.spec.stages[stage]
         if self._meshes is None or not has_backward(lane.spec, spec):
@@ -295,20 +297,22 @@ class OptimizerShards:
             if state.name in self.rows:
                 continue
             parameter = entry.copies[stage, lane.index]
-            held, cut = self.of(parameter), self.axis(state.name)
+            shard, cut = self.of(parameter), self.axis(state.name)
             # Under ZeRO-2 each backward sends its own; gradients equal along the axis are sliced at
             # the end.
             if not cut or (self.zero == 1 and cut in axes):
                 yield PartialGradient(
-                    parameter, held, axes, cut, entry.pieces.most * parameter.itemsize
+                    parameter, shard, axes, cut, entry.pieces.most * parameter.itemsize
                 )
 
-    def _owned(self, lane: int, stage: int) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
+    def _iterate_owned(
+        self, lane: int, stage: int
+    ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
         for name, entry in self._state.entries.items():
             if entry.trainable and entry.spec.owner == stage and (stage, lane) in entry.copies:
                 yield name, entry, entry.copies[stage, lane]
 
-    def _rest(self, name: str, entry: StateEntry) -> tuple[str, ...]:
+    def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
         """Return the axes over which the gradient of the optimizer's tensor is still partial."""
         return tuple(axis for axis in entry.partial if axis != self.axis(name))
 
@@ -316,21 +320,21 @@ class OptimizerShards:
         self, lane: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
     ) -> None:
         """Move gradients from parameters to the mesh rank's shards."""
-        if self._meshes is None or not self._pieces:
+        if self._meshes is None or not self._shards:
             return
         scatter = self._scatters[stage, lane]
         scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
         for name, entry, parameter in mine:
-            held = self.of(parameter)
-            if parameter.grad is None or held is parameter or name in self.rows:
+            shard = self.of(parameter)
+            if parameter.grad is None or shard is parameter or name in self.rows:
                 continue
             if self._axis in entry.partial:
-                scatter.add(parameter, held)
+                scatter.add(parameter, shard)
             else:  # Equal on all mesh ranks of the axis: a slice is enough.
                 line = get_dense_gradient(parameter).reshape(-1)
                 pieces = shard_along_axis(entry.pieces, self._axis)
                 piece = line[slice(*pieces.range(lane, len(line)))].clone()
-                held.grad = piece if held.grad is None else held.grad.add_(piece)
+                shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
                 parameter.grad = None
         scatter.finish()
 
@@ -345,7 +349,7 @@ class OptimizerShards:
                 send = partial(self._scatters[place].add, held=self.of(parameter))
                 parameter.register_post_accumulate_grad_hook(send)
 
-    def _sum(
+    def _all_reduce(
         self,
         lane: int,
         stage: int,
@@ -363,7 +367,7 @@ class OptimizerShards:
             run_in_buckets([t.nbytes for t in tensors], partial(_start_sum, mesh, axes, tensors))
 
 
-def _piece(entry: StateEntry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
+def _make_shard(entry: StateEntry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
     """Return a view of the mesh rank's shard; make the parameter contiguous first."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()

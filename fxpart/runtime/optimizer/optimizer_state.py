@@ -42,7 +42,11 @@ class _LocalOptimizerState(msgspec.Struct, frozen=True):
 
 
 def gather_optimizer_state(
-    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer, *, first_only: bool
+    state: ModelState,
+    shards: OptimizerShards,
+    optimizer: torch.optim.Optimizer,
+    *,
+    first_only: bool,
 ) -> dict[str, Any]:
     """Return ``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
 
@@ -50,7 +54,7 @@ def gather_optimizer_state(
     its owner's. Tensors are whole, independent of sharding.
     """
     transport = state.transport
-    report, tensors = _report(state, held, optimizer)
+    report, tensors = _describe_local(state, shards, optimizer)
     messages = transport.exchange_bytes(msgspec.json.encode(report))
     reports = [msgspec.json.decode(message, type=_LocalOptimizerState) for message in messages]
     found: dict[str, dict[str, Any]] = {}
@@ -59,8 +63,8 @@ def gather_optimizer_state(
         for slot in theirs.slots:
             value = slot.value
             if slot.dtype:
-                value = _spread(transport, slot, process, next(mine, None))
-            slots, pieces = found.setdefault(slot.name, {}), held.pieces(slot.name)
+                value = _broadcast_value(transport, slot, process, next(mine, None))
+            slots, pieces = found.setdefault(slot.name, {}), shards.pieces(slot.name)
             if slot.part and len(pieces.sources) > 1:
                 if slot.key not in slots:
                     slots[slot.key] = torch.empty(
@@ -72,7 +76,10 @@ def gather_optimizer_state(
     if first_only and 0 not in transport.local:
         return {}
     order = [name for name in state.entries if name in found]
-    return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
+    return {
+        "state": {name: found[name] for name in order},
+        "param_groups": _merge_groups(reports, state),
+    }
 
 
 def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
@@ -93,7 +100,7 @@ def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
 
 def plan_state_load(
     state: ModelState,
-    held: OptimizerShards,
+    shards: OptimizerShards,
     optimizer: torch.optim.Optimizer,
     given: Mapping[str, Any],
     groups: Sequence[ParameterGroup] = (),
@@ -111,8 +118,8 @@ def plan_state_load(
         raise FxpartError(
             Problem("FXP110", name, "the optimizer state does not have it", fix) for name in missing
         )
-    holders = {
-        id(held.of(tensor)): (name, lane)
+    owners = {
+        id(shards.of(tensor)): (name, lane)
         for name, entry in state.entries.items()
         if entry.trainable
         for (_, lane), tensor in entry.copies.items()
@@ -123,13 +130,13 @@ def plan_state_load(
     for index, group in enumerate(optimizer.param_groups):
         source = find_source_group(index, given["param_groups"], groups, place)
         for parameter in group["params"]:
-            name, lane = holders.get(id(parameter), (None, 0))
+            name, lane = owners.get(id(parameter), (None, 0))
             if name is not None:
                 source = place[name]
                 if name in given["state"]:
-                    pieces = held.pieces(name)
+                    pieces = shards.pieces(name)
                     wanted[number] = {
-                        k: _mine(pieces, lane, v) if isinstance(v, torch.Tensor) else v
+                        k: _slice_value(pieces, lane, v) if isinstance(v, torch.Tensor) else v
                         for k, v in given["state"][name].items()
                     }
             number += 1
@@ -154,16 +161,16 @@ def find_source_group(
     return given[index] if index < len(given) else {}
 
 
-def _report(
-    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer
+def _describe_local(
+    state: ModelState, shards: OptimizerShards, optimizer: torch.optim.Optimizer
 ) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
     """Return the state of the parameters that this process owns, each element once."""
     owned = {
-        id(held.of(tensor)): (name, lane)
+        id(shards.of(tensor)): (name, lane)
         for name, entry in state.entries.items()
         if entry.trainable
         for lane, tensor in entry.owned().items()
-        if lane in held.pieces(name).sources
+        if lane in shards.pieces(name).sources
     }
     slots: list[_StateValue] = []
     tensors: list[torch.Tensor] = []
@@ -172,7 +179,7 @@ def _report(
         mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
         names.append(tuple(dict.fromkeys(name for (name, _), _ in mine)))
         for (name, lane), parameter in mine:
-            first = lane == held.pieces(name).sources[0]
+            first = lane == shards.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     # Momentum of sparse rows.
@@ -187,13 +194,13 @@ def _report(
                 elif first:
                     slots.append(_StateValue(name, key, value=value))
     options = tuple(
-        {k: _told(v) for k, v in group.items() if k not in ("params", "param_names")}
+        {k: _encode_option(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.state_dict()["param_groups"]
     )
     return _LocalOptimizerState(tuple(slots), options, tuple(names)), tensors
 
 
-def _spread(
+def _broadcast_value(
     transport: Transport, slot: _StateValue, process: int, mine: torch.Tensor | None
 ) -> torch.Tensor:
     if mine is None:
@@ -203,14 +210,14 @@ def _spread(
     return transport.broadcast(tensor, transport.local[0] if mine is not None else process)
 
 
-def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
+def _merge_groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
     """Merge the groups of all processes by index, parameters in the model's order."""
     place = {name: index for index, name in enumerate(state.entries)}
     merged: list[dict[str, Any]] = []
     for report in reports:
         for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
             if index == len(merged):
-                merged.append({k: _heard(v) for k, v in options.items()} | {"params": []})
+                merged.append({k: _decode_option(v) for k, v in options.items()} | {"params": []})
             known = [*merged[index]["params"], *names]
             merged[index]["params"] = list(dict.fromkeys(known))
     for group in merged:
@@ -218,7 +225,7 @@ def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict
     return merged
 
 
-def _mine(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
+def _slice_value(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of the mesh rank's part of one value."""
     if value.dim() and tuple(value.shape) == pieces.shape:
         value = pieces.part(value, lane)
@@ -228,19 +235,19 @@ def _mine(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
 _TENSOR = "tensor"  # Marks an option that is a tensor in a message.
 
 
-def _told(value: Any) -> Any:
+def _encode_option(value: Any) -> Any:
     """Convert an option to plain data; a learning rate may be a tensor, betas a tuple of them."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR: [str(value.dtype)[6:], value.detach().cpu().tolist()]}
-    return [_told(each) for each in value] if isinstance(value, (tuple, list)) else value
+    return [_encode_option(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
-def _heard(value: Any) -> Any:
+def _decode_option(value: Any) -> Any:
     """Convert an option from plain data; tensors are on the CPU, as in torch's checkpoints."""
     if isinstance(value, dict) and set(value) == {_TENSOR}:
         dtype, numbers = value[_TENSOR]
         return torch.tensor(numbers, dtype=torch_dtype(dtype))
-    return [_heard(each) for each in value] if isinstance(value, list) else value
+    return [_decode_option(each) for each in value] if isinstance(value, list) else value
 
 
 def convert_option(current: Any, value: Any) -> Any:

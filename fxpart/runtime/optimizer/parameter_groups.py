@@ -41,13 +41,13 @@ def assign_groups(given: Groups, shapes: Shapes) -> tuple[ParameterGroup, ...]:
     that is not a dict.
     """
     if callable(given):
-        return _by_function(given, shapes)
+        return _assign_by_function(given, shapes)
     problems: list[Problem] = []
-    named = [_patterns(entry, index, problems) for index, entry in enumerate(given)]
+    named = [_read_patterns(entry, index, problems) for index, entry in enumerate(given)]
     rest = [index for index, patterns in enumerate(named) if patterns is None]
     if len(rest) > 1:
         fix = "leave params out of at most one group"
-        problems.append(_problem(f"groups {rest}", "several groups have no params", fix))
+        problems.append(_make_problem(f"groups {rest}", "several groups have no params", fix))
     if problems:
         raise FxpartError(problems)
     taken: dict[str, int] = {}
@@ -56,12 +56,12 @@ def assign_groups(given: Groups, shapes: Shapes) -> tuple[ParameterGroup, ...]:
         for pattern in patterns or ():
             found = [name for name in shapes if fnmatchcase(name, pattern)]
             if not found:
-                problems.append(_unmatched(index, pattern, shapes))
+                problems.append(_make_unmatched_problem(index, pattern, shapes))
             for name in found:
                 if taken.setdefault(name, index) != index:
                     why = f"{name} is also in group {taken[name]}"
                     fix = "use patterns that do not overlap"
-                    problems.append(_problem(_at(index, pattern), why, fix))
+                    problems.append(_make_problem(_format_place(index, pattern), why, fix))
         members[index] = [name for name in shapes if taken.get(name) == index]
     if problems:
         raise FxpartError(problems)
@@ -109,8 +109,8 @@ def no_decay(
     return options
 
 
-def _by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGroup, ...]:
-    both = _takes_two(given)
+def _assign_by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGroup, ...]:
+    both = _takes_two_arguments(given)
     found: list[tuple[dict[str, Any], list[str]]] = []
     for name, shape in shapes.items():
         options = given(name, shape) if both else given(name)
@@ -127,7 +127,7 @@ def _by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGr
     return tuple(ParameterGroup(options, tuple(names)) for options, names in found)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _takes_two_arguments(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -137,12 +137,12 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len(required) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _patterns(entry: Any, index: int, problems: list[Problem]) -> tuple[str, ...] | None:
+def _read_patterns(entry: Any, index: int, problems: list[Problem]) -> tuple[str, ...] | None:
     """Return the patterns of one group; None if it gets all other parameters."""
     fix = 'use the form {"params": "*.bias", "weight_decay": 0.0}'
     if not isinstance(entry, Mapping):
         problems.append(
-            _problem(f"group {index}", f"it is a {type(entry).__name__}, not a dict", fix)
+            _make_problem(f"group {index}", f"it is a {type(entry).__name__}, not a dict", fix)
         )
         return ()
     given = entry.get("params")
@@ -151,21 +151,23 @@ def _patterns(entry: Any, index: int, problems: list[Problem]) -> tuple[str, ...
     patterns = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(pattern, str) for pattern in patterns):
         why = "its params are not names: each rank has only some of the model's parameters"
-        problems.append(_problem(f"group {index}", why, fix))
+        problems.append(_make_problem(f"group {index}", why, fix))
         return ()
     return patterns
 
 
-def _unmatched(index: int, pattern: str, shapes: Shapes) -> Problem:
+def _make_unmatched_problem(index: int, pattern: str, shapes: Shapes) -> Problem:
     some = ", ".join(list(shapes)[:4])
     more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
     why = "no trainable parameter has a matching name"
-    return _problem(_at(index, pattern), why, f"use a pattern for names such as {some}{more}")
+    return _make_problem(
+        _format_place(index, pattern), why, f"use a pattern for names such as {some}{more}"
+    )
 
 
-def _at(index: int, pattern: str) -> str:
+def _format_place(index: int, pattern: str) -> str:
     return f"group {index}, params {pattern!r}"
 
 
-def _problem(where: str, why: str, fix: str) -> Problem:
+def _make_problem(where: str, why: str, fix: str) -> Problem:
     return Problem("FXP109", where, why, fix)

@@ -62,7 +62,7 @@ class UserOptimizer:
         every = [name for mine in found for name in mine]
         foreign = sum(name is None for name in every)
         if foreign:
-            raise _refused(
+            raise _make_error(
                 self.kind,
                 f"{foreign} of its {len(every)} parameters do not belong to the model",
                 "create it from model.parameters() of the compiled model (not of a copy), or pass "
@@ -71,7 +71,7 @@ class UserOptimizer:
         self.names = tuple(tuple(str(name) for name in mine) for mine in found)
         twice = sorted({str(name) for name in every if every.count(name) > 1})
         if twice:
-            raise _refused(
+            raise _make_error(
                 self.kind,
                 f"it has {', '.join(twice[:3])} twice, so each step would update it twice",
                 "list each parameter once, in one group",
@@ -99,7 +99,7 @@ class UserOptimizer:
         try:
             return optimizer_over(self.instance, members, empty)
         except Exception as cause:  # Attributes of a user's class may raise any exception.
-            raise _refused(
+            raise _make_error(
                 self.kind,
                 f"it cannot be copied for each rank: {type(cause).__name__}: {cause}",
                 "pass its class, or a function of parameters, instead of the instance",
@@ -118,27 +118,30 @@ class UserOptimizer:
         """Return a copy over these parameters, by name, with the instance's state."""
         mine = list(pairs)
         made = self.over_named(mine)
-        places = {id(tensor): (name, _whole) for name, tensor in mine}
-        self._fill(made, lambda p: places.get(id(p)))
+        places = {id(tensor): (name, _return_whole) for name, tensor in mine}
+        self._copy_state(made, lambda p: places.get(id(p)))
         return made
 
     def fill(
-        self, state: ModelState, held: OptimizerShards, optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        state: ModelState,
+        shards: OptimizerShards,
+        optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
         """Copy the instance's state into the optimizers of this process."""
         places: dict[int, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, entry in state.entries.items():
             if not entry.trainable:
                 continue
-            pieces = held.pieces(name)
+            pieces = shards.pieces(name)
             for (_, lane), tensor in entry.copies.items():
 
                 def part(value: torch.Tensor, lane: int = lane, pieces: Any = pieces) -> Any:
                     return pieces.part(value, lane)
 
-                places[id(held.of(tensor))] = name, part
+                places[id(shards.of(tensor))] = name, part
         for optimizer in optimizers:
-            self._fill(optimizer, lambda p: places.get(id(p)))
+            self._copy_state(optimizer, lambda p: places.get(id(p)))
 
     def describe(self) -> str:
         """Return its state as text for ranks to compare; options are compared separately."""
@@ -152,7 +155,7 @@ class UserOptimizer:
 
     # -- internals --------------------------------------------------------------------------------
 
-    def _fill(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
+    def _copy_state(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
         own = self._own
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -163,11 +166,11 @@ class UserOptimizer:
                 kept = self.instance.state.get(own[name])
                 if kept:
                     optimizer.state[parameter] = {
-                        key: self._value(name, key, value, parameter, part)
+                        key: self._convert_value(name, key, value, parameter, part)
                         for key, value in kept.items()
                     }
 
-    def _value(
+    def _convert_value(
         self,
         name: str,
         key: Any,
@@ -183,7 +186,7 @@ class UserOptimizer:
         if value.dim() and value.shape == own.shape:
             value = part(value.to_dense() if value.is_sparse and cut else value)
         elif cut and value.numel() > 1:
-            raise _refused(
+            raise _make_error(
                 self.kind,
                 f"its state {key!r} of {name} has the shape {list(value.shape)}, but the plan "
                 "divides the parameter",
@@ -204,7 +207,7 @@ class UserOptimizer:
         elif inner:
             why = f"its attribute {inner[0]!r} is another optimizer"
         if why:
-            raise _refused(self.kind, why, "pass a plain instance, its class, or a function")
+            raise _make_error(self.kind, why, "pass a plain instance, its class, or a function")
 
 
 def is_followed(instance: torch.optim.Optimizer) -> bool:
@@ -220,7 +223,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _return_whole(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
@@ -232,5 +235,5 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-def _refused(kind: str, why: str, fix: str) -> FxpartError:
+def _make_error(kind: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"optimizer {kind}", why=why, fix=fix)

@@ -152,7 +152,7 @@ class QueueTrainer(AsyncTrainerBase):
             )  # fmt: skip
         call = self.calls
         try:
-            self._reconcile()
+            self._apply_user_changes()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop(list(cause.problems))
@@ -161,7 +161,7 @@ class QueueTrainer(AsyncTrainerBase):
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
-            worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
+            worker.begin(call, self._batch(stage, cut), text, self.request.mine)
         self.last_rows = sum(cut.rows)
         self.calls += 1
         self._until(call - self.queue.allowed(call))
@@ -278,7 +278,7 @@ class QueueTrainer(AsyncTrainerBase):
             numbers = [0] * len(self._first_ranks)
             for copy, number in self._asked.popleft()[1]:
                 numbers[self._first_ranks[copy]] = number
-            self.asks.hear(numbers)
+            self.request.store(numbers)
 
     def _work(self, done: Callable[[], bool]) -> None:
         """Take what comes and compute what is ready, each copy in turn."""

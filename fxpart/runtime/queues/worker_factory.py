@@ -58,7 +58,7 @@ def collect_replica_parameters(
         for names in layout.ties(stage).values()
         for name in names
     }
-    return ReplicaParameters([p for _, p in mine], trainer._held.rows, ties)
+    return ReplicaParameters([p for _, p in mine], trainer._shards.rows, ties)
 
 
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
@@ -72,7 +72,7 @@ def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
             make_local_groups(trainer._groups, mine),
             [name for name, _ in mine],
         )
-        check_optimizer_support(optimizer, trainer._state, trainer._held.rows)
+        check_optimizer_support(optimizer, trainer._state, trainer._shards.rows)
         made[stage, 0] = optimizer
     return made
 

@@ -91,14 +91,16 @@ def take_local_part(
     """
     if not is_dtensor(tensor):
         return pieces.part(tensor, lane)
-    own = _same(tensor, pieces, ranks)
+    own = _match_local_part(tensor, pieces, ranks)
     if own is not None:
         return own
     whole: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return pieces.part(whole, lane)
 
 
-def _same(tensor: torch.Tensor, pieces: ShardLayout, ranks: Sequence[int]) -> torch.Tensor | None:
+def _match_local_part(
+    tensor: torch.Tensor, pieces: ShardLayout, ranks: Sequence[int]
+) -> torch.Tensor | None:
     """Return the local part of a DTensor that is sharded like the program's tensor, or None."""
     from fxpart.collectives.dtensor_conversion import from_dtensor
 

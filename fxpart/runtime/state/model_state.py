@@ -75,21 +75,21 @@ class ModelState:
         for stage in spec.stages:
             for state in stage.state:
                 found.setdefault(state.name, []).append((stage.index, state))
-        for name, holders in found.items():
-            if holders:
-                self.entries[name] = self._entry(name, holders)
+        for name, stage_items in found.items():
+            if stage_items:
+                self.entries[name] = self._entry(name, stage_items)
 
-    def _entry(self, name: str, holders: list[tuple[int, StateSpec]]) -> StateEntry:
+    def _entry(self, name: str, stage_items: list[tuple[int, StateSpec]]) -> StateEntry:
         copies = {
             (index, lane.index): _tensor(lane.modules[index], state.attribute)
             for lane in self.lanes
-            for index, state in holders
+            for index, state in stage_items
             if index in lane.modules
         }
-        first, sharding = holders[0][1], self.lanes[0].spec.sharding
+        first, sharding = stage_items[0][1], self.lanes[0].spec.sharding
         pieces = ShardLayout.of(sharding, name, first.shape)
         held = None if sharding is None else sharding.state.get(name)
-        stages = tuple(index for index, _ in holders)
+        stages = tuple(index for index, _ in stage_items)
         return StateEntry(first, stages, copies, pieces, () if held is None else held.partial)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -141,7 +141,9 @@ class ModelState:
             whole = None
             for lane in pieces.sources:
                 root = self.rank(entry.spec.owner, lane)
-                part = self._bring(root, own.get(lane), pieces.local_shape(lane), dtype, first_only)
+                part = self._transfer(
+                    root, own.get(lane), pieces.local_shape(lane), dtype, first_only
+                )
                 if part is None or not keep:
                     continue
                 if len(pieces.sources) == 1:
@@ -154,7 +156,7 @@ class ModelState:
                 result[name] = whole
         return result
 
-    def _bring(
+    def _transfer(
         self,
         root: int,
         own: torch.Tensor | None,
@@ -182,22 +184,26 @@ class ModelState:
         wanted = {
             name: given[known]
             for name, _ in self.saved()
-            if (known := self._known_as(name, given)) is not None
+            if (known := self._find_given_name(name, given)) is not None
         }
         problems: list[Problem] = []
         if strict:
             here = has_dtensors(given)
             names = {name for name, entry in self.saved() if entry.copies or not here}
             problems += [
-                _fault(name, "the state dict does not have it")
+                _make_problem(name, "the state dict does not have it")
                 for name in sorted(names - set(wanted))
             ]
             extra = set(given) - names - set(self.aliases)
-            problems += [_fault(name, "the model has no such tensor") for name in sorted(extra)]
+            problems += [
+                _make_problem(name, "the model has no such tensor") for name in sorted(extra)
+            ]
         for name, tensor in wanted.items():
             shape = self.entries[name].pieces.shape
             if tuple(tensor.shape) != shape:
-                problems.append(_fault(name, f"its shape is {tuple(tensor.shape)}, not {shape}"))
+                problems.append(
+                    _make_problem(name, f"its shape is {tuple(tensor.shape)}, not {shape}")
+                )
         if problems:
             raise FxpartError(problems)
         with torch.no_grad():
@@ -207,7 +213,7 @@ class ModelState:
                     copy.copy_(take_local_part(tensor, entry.pieces, lane, self.ranks[stage]))
         return len(wanted)
 
-    def _known_as(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
+    def _find_given_name(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
         """Return the name, or its alias, under which the given state has a tensor."""
         if name in given:
             return name
@@ -229,5 +235,5 @@ def _tensor(module: nn.Module, attribute: str) -> torch.Tensor:
     return tensor
 
 
-def _fault(name: str, why: str) -> Problem:
+def _make_problem(name: str, why: str) -> Problem:
     return Problem("FXP110", name, why, "pass the state dict of the same model, or strict=False")

@@ -97,14 +97,14 @@ class ModuleWatch:
         if replaced or list(map(_VERSION, self._counted)) != self._versions:
             self._compare(live)
         if self._samples:
-            self._compare_some()
+            self._compare_sample()
         flags = list(map(_FLAG, self._trained))
         if flags != self._known:
             self._known = flags
-            self._frozen = self._flagged(flags)
+            self._frozen = self._find_frozen(flags)
         return self._frozen
 
-    def _flagged(self, flags: list[bool]) -> frozenset[str]:
+    def _find_frozen(self, flags: list[bool]) -> frozenset[str]:
         now = dict(zip(self._parameters, flags, strict=True))
         free = [name for name, flag in now.items() if flag and not self._flags[name]]
         if free:
@@ -132,16 +132,16 @@ class ModuleWatch:
             if self._values and not same and not self._is_returned(name, now):
                 changed.append(name)
         if changed:
-            raise _changed(changed)
+            raise _make_changed_error(changed)
         self.accept()
 
-    def _compare_some(self) -> None:
+    def _compare_sample(self) -> None:
         """Compare some elements of some parameters, in rotation."""
         these, numbers = self._turns[self._turn], self._numbers[self._turn]
         self._turn = (self._turn + 1) % len(self._turns)
         moved = [name for name, at, _ in these if self._tensors[name].data_ptr() != at]
         if moved:
-            raise _changed(moved)
+            raise _make_changed_error(moved)
         if torch.equal(torch.cat([view for _, _, view in these]), numbers):
             return
         parts = numbers.split([len(view) for _, _, view in these])
@@ -149,7 +149,7 @@ class ModuleWatch:
         changed = [name for (name, _, view), part in pairs if not _equal(view.to(part.dtype), part)]
         other = [name for name in changed if not self._is_returned(name, self._tensors[name])]
         if other:
-            raise _changed(other)
+            raise _make_changed_error(other)
         self.accept()
 
 
@@ -175,7 +175,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return floats and torch.allclose(one.detach(), other.detach(), 0.0, 0.0, equal_nan=True)
 
 
-def _changed(names: list[str]) -> FxpartError:
+def _make_changed_error(names: list[str]) -> FxpartError:
     shown = ", ".join(names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return FxpartError(Problem(

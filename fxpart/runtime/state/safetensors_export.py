@@ -69,18 +69,18 @@ def save_pretrained(
     kept += [
         _ExportedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in unused.items()
     ]
-    shards = _shards(kept, shard_bytes)
+    shards = _split_into_shards(kept, shard_bytes)
     writes = 0 in state.transport.local
     target = Path(directory).absolute()
     fresh = agree(
         state.transport, "where weights are saved",
-        lambda: (_begin(target) if writes else None, f"{target} {shard_bytes}"),
+        lambda: (_make_temporary_folder(target) if writes else None, f"{target} {shard_bytes}"),
     )  # fmt: skip
     failed: list[OSError] = []
     try:
         for file, members in shards.items():
             with convert_transport_errors(state.transport, "saving weights"):
-                tensors = _tensors(state, unused, members)
+                tensors = _iterate_tensors(state, unused, members)
                 if fresh is None:
                     for _ in tensors:
                         pass
@@ -88,15 +88,17 @@ def save_pretrained(
                     _write(fresh / file, members, tensors, failed)
         agree(
             state.transport, "saving weights",
-            lambda: (fresh is None or _end(target, fresh, shards, config, failed), ""),
+            lambda: (fresh is None or _finish_folder(target, fresh, shards, config, failed), ""),
         )  # fmt: skip
     finally:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-    return tuple(target / name for name in _files(shards, config))
+    return tuple(target / name for name in _list_files(shards, config))
 
 
-def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_ExportedTensor]]:
+def _split_into_shards(
+    kept: Sequence[_ExportedTensor], largest: int
+) -> dict[str, list[_ExportedTensor]]:
     """Return the tensors of each file, in order; a tensor above the limit gets its own file."""
     groups: list[list[_ExportedTensor]] = [[]]
     size = 0
@@ -115,14 +117,14 @@ def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_Ex
     }
 
 
-def _files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
+def _list_files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
     found = list(shards)
     if len(shards) > 1:
         found.append("model.safetensors.index.json")
     return [*found, "config.json"] if config else found
 
 
-def _tensors(
+def _iterate_tensors(
     state: ModelState, unused: Mapping[str, torch.Tensor], members: Sequence[_ExportedTensor]
 ) -> Iterator[torch.Tensor | None]:
     """Yield the tensors in order on rank 0, None elsewhere; every rank must iterate over all."""
@@ -151,18 +153,18 @@ def _write(
         start += each.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _opened(path, failed) as file:
-        _put(file, len(text).to_bytes(8, "little") + text, failed)
+    with _open_file(path, failed) as file:
+        _write_bytes(file, len(text).to_bytes(8, "little") + text, failed)
         for tensor in tensors:
             assert tensor is not None, "rank 0 receives every tensor"
             if tensor.numel():
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 raw: Any = flat.view(torch.uint8).numpy()
-                _put(file, memoryview(raw), failed)
+                _write_bytes(file, memoryview(raw), failed)
 
 
 @contextmanager
-def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
+def _open_file(path: Path, failed: list[OSError]) -> Iterator[int]:
     """Open a new file, -1 if that fails; sync it to disk at the end."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -179,7 +181,7 @@ def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
         os.close(file)
 
 
-def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
+def _write_bytes(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
     """Write all bytes, or add the error to the list; do nothing after an error."""
     rest = memoryview(data)
     try:
@@ -189,7 +191,7 @@ def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
         failed.append(cause)
 
 
-def _begin(target: Path) -> Path:
+def _make_temporary_folder(target: Path) -> Path:
     """Create a temporary folder beside the target."""
     try:
         if target.exists() and not target.is_dir():
@@ -198,11 +200,11 @@ def _begin(target: Path) -> Path:
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         fresh.chmod(0o755)
     except OSError as cause:
-        raise _fault(target, cause) from cause
+        raise _make_error(target, cause) from cause
     return fresh
 
 
-def _end(
+def _finish_folder(
     target: Path,
     fresh: Path,
     shards: Mapping[str, Sequence[_ExportedTensor]],
@@ -223,13 +225,13 @@ def _end(
             (fresh / "model.safetensors.index.json").write_text(text, encoding="utf-8")
         if config:
             (fresh / "config.json").write_text(config, encoding="utf-8")
-        _take_place(target, fresh)
+        _replace_folder(target, fresh)
     except OSError as cause:
-        raise _fault(target, cause) from cause
+        raise _make_error(target, cause) from cause
     return True
 
 
-def _take_place(target: Path, fresh: Path) -> None:
+def _replace_folder(target: Path, fresh: Path) -> None:
     """Replace the target; keep its files that are not weights, such as a tokenizer."""
     if not target.exists():
         fresh.rename(target)
@@ -244,5 +246,5 @@ def _take_place(target: Path, fresh: Path) -> None:
     shutil.rmtree(old)
 
 
-def _fault(target: Path, cause: OSError) -> Exception:
+def _make_error(target: Path, cause: OSError) -> Exception:
     return error("FXP603", where=str(target), why=str(cause), fix="choose another folder")

@@ -64,7 +64,7 @@ class RunSession:
         self._fit = fit
         self._run = options.run
         self._first = 0 in fit.transport.local
-        self._signals = StopSignals(fit.trainer.asks)
+        self._signals = StopSignals(fit.trainer.request)
         self._saver: Saver | None = None
         self._ledger: Ledger | None = None
         self._book: generations.GenerationWriter | None = None
@@ -182,7 +182,7 @@ class RunSession:
             begin = LedgerGeneration(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=_same(fit), own=fit.run.local,
-                stream=fit.trainer.flows,
+                stream=fit.trainer.is_asynchronous,
             )  # fmt: skip
             self._ledger.begin(begin)
             _write(self._run.plan, fit.trainer.plan_text)
@@ -207,7 +207,7 @@ class RunSession:
 
     def stop(self) -> str:
         """After an update: save where that is due; why to end, "" to go on. Equal on all ranks."""
-        number, rank = self._fit.trainer.asks.asked
+        number, rank = self._fit.trainer.request.first
         due = self._fit.step % self.options.every == 0
         if number:
             self.save(wait=True)

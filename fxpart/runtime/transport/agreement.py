@@ -63,7 +63,7 @@ class RankAgreement(Generic[T]):
             self._problems = (make_exception_problem(transport.local[0], what, failure),)
             self._cause = failure
         if not self._alone:
-            row = [len(self._problems), *self._digests(), *self._aside()]
+            row = [len(self._problems), *self._digests(), *self._make_extra_integers()]
             with convert_transport_errors(transport, f"comparing {what}"):
                 self._handle = transport.begin_exchange(row)
             if self._problems:
@@ -97,24 +97,24 @@ class RankAgreement(Generic[T]):
         """Return two integers that represent the description in this process's row."""
         return [digest(self._text), 0]
 
-    def _aside(self) -> list[int]:
+    def _make_extra_integers(self) -> list[int]:
         """Return two integers that are sent along without comparison."""
         return [0, 0]
 
     def _compare(self, rows: list[list[int]]) -> None:
         """Raise FXP501 unless all rows are equal."""
         if any(row != rows[0] for row in rows):
-            self._refuse(self._text)
+            self._raise_difference(self._text)
 
-    def _refuse(self, text: str) -> NoReturn:
+    def _raise_difference(self, text: str) -> NoReturn:
         """Gather the descriptions of all processes and raise FXP501; collective."""
         message = msgspec.json.encode((calls.name, text))
         raws = self._transport.exchange_bytes(message)
-        told = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
-        names = [name for name, _ in told]
+        reports = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
+        names = [name for name, _ in reports]
         if all(names) and len(set(names)) > 1:
             raise AllRanksError(make_call_mismatch_problem(names))
-        raise AllRanksError(_difference(self._what, [text for _, text in told]))
+        raise AllRanksError(_make_difference_problem(self._what, [text for _, text in reports]))
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
@@ -185,12 +185,12 @@ def merge_problems(messages: Sequence[bytes], *, names_ranks: bool = False) -> l
     if not names_ranks:
         return list(found)
     return [
-        problem if len(set(ranks)) == len(messages) else _on_ranks(problem, ranks)
+        problem if len(set(ranks)) == len(messages) else _add_ranks(problem, ranks)
         for problem, ranks in found.items()
     ]
 
 
-def _on_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
+def _add_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
     """Return the problem with its ranks, before the location unless that is in a batch."""
     if problem.where.startswith("rank "):
         return problem
@@ -221,12 +221,12 @@ def make_call_mismatch_problem(names: Sequence[str]) -> Problem:
     )
 
 
-def _difference(what: str, texts: Sequence[str]) -> Problem:
+def _make_difference_problem(what: str, texts: Sequence[str]) -> Problem:
     """Return FXP501 with the differing parts of the descriptions and their ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
-    start = _common(list(groups))
+    start = _find_difference(list(groups))
     lines = [
         f"rank {', '.join(map(str, ranks))}: ...{text[start : start + 160]}"
         for text, ranks in groups.items()
@@ -239,7 +239,7 @@ def _difference(what: str, texts: Sequence[str]) -> Problem:
     )
 
 
-def _common(texts: list[str]) -> int:
+def _find_difference(texts: list[str]) -> int:
     """Return the index at which the texts start to differ, minus some context."""
     shortest = min(map(len, texts))
     for at in range(shortest):

@@ -49,7 +49,7 @@ class ControlChannel:
             except TimeoutError as cause:
                 raise TransferTimeoutError(self.timeout, f"rank {rank} does not read") from cause
             except OSError as cause:
-                raise _lost(rank, cause) from cause
+                raise _make_lost_error(rank, cause) from cause
         return mine
 
     def end(self, mine: bytes) -> list[list[int]]:
@@ -65,7 +65,7 @@ class ControlChannel:
             except TimeoutError as cause:
                 raise TransferTimeoutError(self.timeout, f"nothing from rank {rank}") from cause
             except OSError as cause:
-                raise _lost(rank, cause) from cause
+                raise _make_lost_error(rank, cause) from cause
         waiting.rank = NOBODY
         form = struct.Struct(f"<{len(mine) // 8}q")
         return [list(form.unpack(rows[rank])) for rank in sorted(rows)]
@@ -93,5 +93,5 @@ def connect_control_channel(
     return None if peers is None else ControlChannel(rank, peers, timeout)
 
 
-def _lost(rank: int, cause: OSError) -> PeerLostError:
+def _make_lost_error(rank: int, cause: OSError) -> PeerLostError:
     return PeerLostError(f"rank {rank} closed the connection: {cause}")

@@ -70,7 +70,7 @@ class AbstractUnixSockets:
 
     def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
         """Listen on an unguessable name."""
-        listener = _unix()
+        listener = _make_unix_socket()
         try:
             name = b"fxpart-" + secrets.token_hex(16).encode()
             listener.bind(b"\0" + name)
@@ -82,7 +82,7 @@ class AbstractUnixSockets:
 
     def call(self, address: bytes, seconds: float) -> socket.socket:
         """Connect within the given time."""
-        made = _unix()
+        made = _make_unix_socket()
         try:
             made.settimeout(seconds)
             made.connect(b"\0" + address)
@@ -131,7 +131,7 @@ def receive_exactly(peer: socket.socket, count: int, limit: float) -> bytes:
     """Receive ``count`` bytes before the deadline; TimeoutError, ConnectionError."""
     found = b""
     while len(found) < count:
-        peer.settimeout(_left(limit))
+        peer.settimeout(_get_remaining(limit))
         part = peer.recv(count - len(found))
         if not part:
             raise ConnectionError("the peer closed the connection")
@@ -151,8 +151,10 @@ def connect_to_rank(kind: SocketKind, rank: int, offer: bytes, limit: float) -> 
     token = offer[:_TOKEN]
     peer = kind.call(offer[_TOKEN:], _SECONDS)
     try:
-        peer.sendall(_HELLO.pack(_proof(token, b"call"), rank))
-        if not hmac.compare_digest(receive_exactly(peer, _TOKEN, limit), _proof(token, b"answer")):
+        peer.sendall(_HELLO.pack(_make_proof(token, b"call"), rank))
+        if not hmac.compare_digest(
+            receive_exactly(peer, _TOKEN, limit), _make_proof(token, b"answer")
+        ):
             raise ConnectionError("the peer does not know the token")
     except OSError:
         peer.close()
@@ -169,28 +171,28 @@ def accept_ranks(
 ) -> None:
     """Accept the expected ranks, each once; reject other connections."""
     while not all(rank in peers for rank in expected):
-        listener.settimeout(_left(limit))
+        listener.settimeout(_get_remaining(limit))
         peer, _ = listener.accept()
         try:
             proof, rank = _HELLO.unpack(receive_exactly(peer, _HELLO.size, limit))
-            known = hmac.compare_digest(proof, _proof(token, b"call"))
+            known = hmac.compare_digest(proof, _make_proof(token, b"call"))
             if not known or rank in peers or rank not in expected:
                 raise ConnectionError("an unexpected peer")
-            peer.sendall(_proof(token, b"answer"))
+            peer.sendall(_make_proof(token, b"answer"))
             peers[rank] = peer
         except OSError:
             peer.close()
 
 
-def _proof(token: bytes, what: bytes) -> bytes:
+def _make_proof(token: bytes, what: bytes) -> bytes:
     return hmac.digest(token, what, "sha256")
 
 
-def _left(limit: float) -> float:
+def _get_remaining(limit: float) -> float:
     return max(limit - time.monotonic(), 1e-3)
 
 
-def _unix() -> socket.socket:
+def _make_unix_socket() -> socket.socket:
     family = getattr(socket, "AF_UNIX", None)
     if family is None:
         raise OSError("this system has no Unix sockets")

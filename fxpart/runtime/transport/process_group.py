@@ -48,9 +48,9 @@ def connect(
     """
     deadline = Deadline(timeout, predicted)
     if dist.is_available() and dist.is_initialized():
-        _check(dist.get_world_size(), ranks)
+        _check_world_size(dist.get_world_size(), ranks)
         keep_freed_memory()
-        here = _on_one_machine()
+        here = _is_on_one_machine()
         made = ProcessGroupTransport(
             timeout=deadline, one_machine=here, shared_memory=shared_memory
         )
@@ -59,7 +59,7 @@ def connect(
     found = launch()
     if found is None:
         return InProcess(ranks)
-    _check(found.world, ranks)
+    _check_world_size(found.world, ranks)
     if not dist.is_available():
         raise error(
             "FXP602",
@@ -68,11 +68,11 @@ def connect(
             fix="run without torchrun, or install a torch with torch.distributed",
         )
     keep_freed_memory()
-    _join(found, device, deadline)
+    _create_process_group(found, device, deadline)
     made = ProcessGroupTransport(
         timeout=deadline, one_machine=found.one_machine, shared_memory=shared_memory
     )
-    _wake(made)
+    _connect_wake(made)
     return made
 
 
@@ -84,7 +84,7 @@ def local_device(device: str = "cpu") -> torch.device:
     return torch.device("cuda", found.local_rank if found is not None else 0)
 
 
-def _join(found: Launch, device: str, deadline: Deadline) -> None:
+def _create_process_group(found: Launch, device: str, deadline: Deadline) -> None:
     """Create the default process group from torchrun's environment."""
     if found.one_machine:
         bind_to_loopback()
@@ -95,22 +95,24 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
     if device == "cuda":
         torch.cuda.set_device(found.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    meeting = join_rendezvous(found, timeout)
+    rendezvous = join_rendezvous(found, timeout)
     if found.supervised:
-        spread = heartbeat.exchange_through_store(meeting.store, found.rank, found.world, timeout)
+        spread = heartbeat.exchange_through_store(
+            rendezvous.store, found.rank, found.world, timeout
+        )
         heartbeat.connect_monitor(
             found, spread, silence=lambda: deadline.silence, busy=lambda: deadline.seconds
         )
     try:
         dist.init_process_group(
             backend,
-            store=meeting.store,
+            store=rendezvous.store,
             rank=found.rank,
             world_size=found.world,
             timeout=timedelta(seconds=timeout),
         )
         # A group that still exists at interpreter exit sometimes aborts the process.
-        atexit.register(_leave)
+        atexit.register(_destroy_process_group)
     except (RuntimeError, ValueError) as cause:
         raise heartbeat.diagnose_failed_wait("connecting the ranks", None) or error(
             "FXP602",
@@ -118,11 +120,11 @@ def _join(found: Launch, device: str, deadline: Deadline) -> None:
             why=f"the processes cannot connect: {str(cause).splitlines()[0]}",
             fix="check that every process was started and that the address is reachable",
         ) from cause
-    _of_watch.add(dist.group.WORLD)
+    _monitored_groups.add(dist.group.WORLD)
 
 
 # Monitored process groups; weak references, as a group that outlives the process aborts it.
-_of_watch: weakref.WeakSet[Any] = weakref.WeakSet()
+_monitored_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
@@ -133,25 +135,25 @@ def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
         return
     if found is None or not found.supervised or found.world != made.ranks:
         return
-    if dist.group.WORLD not in _of_watch:
+    if dist.group.WORLD not in _monitored_groups:
         die_with_parent()
         with convert_transport_errors(made, "connecting the ranks"):
             heartbeat.connect_monitor(
                 found, made.exchange_bytes,
                 silence=lambda: deadline.silence, busy=lambda: deadline.seconds,
             )  # fmt: skip
-        _of_watch.add(dist.group.WORLD)
-    _wake(made)
+        _monitored_groups.add(dist.group.WORLD)
+    _connect_wake(made)
 
 
-def _wake(made: ProcessGroupTransport) -> None:
+def _connect_wake(made: ProcessGroupTransport) -> None:
     """Wake the transport's waits when a rank is lost."""
     found = heartbeat.get_monitor()
     if found is not None:
         found.wakes(made.wake)
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     """Destroy the default process group at exit, if the user has not done so.
 
     gloo's threads release the last tensors shortly after a wait has ended, and need the interpreter
@@ -162,7 +164,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _on_one_machine() -> bool:
+def _is_on_one_machine() -> bool:
     """Return whether torchrun reports one host for the user's process group; unknown is False."""
     try:
         found = launch()
@@ -171,7 +173,7 @@ def _on_one_machine() -> bool:
     return found is not None and found.one_machine and dist.get_world_size() <= found.world
 
 
-def _check(world: int, ranks: int) -> None:
+def _check_world_size(world: int, ranks: int) -> None:
     if world != ranks:
         raise error(
             "FXP502",

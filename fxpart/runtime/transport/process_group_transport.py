@@ -27,7 +27,7 @@ from fxpart.runtime.transport.shared_memory import (
     SharedMemoryReceive,
     SharedMemorySend,
 )
-from fxpart.runtime.transport.shared_memory import connect_shared_memory as meet
+from fxpart.runtime.transport.shared_memory import connect_shared_memory as connect_memory
 
 _CONTROL = 4  # The tag of control messages.
 _DIRECT = 15  # Maximum number of other ranks for direct sends.
@@ -79,14 +79,14 @@ class ProcessGroupTransport:
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
         share_cores()
-        self._mesh: ControlChannel | None = None
+        self._control_channel: ControlChannel | None = None
         self._memory: SharedMemory | None = None
         if one_machine and self.ranks > 1:
-            self._mesh = connect_control_channel(
+            self._control_channel = connect_control_channel(
                 self.local[0], self.ranks, self.exchange_bytes, timeout
             )
         if one_machine and shared_memory and self.ranks > 1 and "nccl" not in backend:
-            self._memory = meet(self.local[0], self.ranks, self.exchange_bytes, timeout)
+            self._memory = connect_memory(self.local[0], self.ranks, self.exchange_bytes, timeout)
 
     @property
     def shares_memory(self) -> bool:
@@ -152,8 +152,8 @@ class ProcessGroupTransport:
             self._set_limit(self._deadline.seconds)
         if self._memory is not None:
             self._memory.tidy()
-        if self._mesh is not None:
-            return self._mesh.begin(row)
+        if self._control_channel is not None:
+            return self._control_channel.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
         me, control = self.local[0], self._control
         parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
@@ -170,8 +170,8 @@ class ProcessGroupTransport:
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
         """Wait for all others, with a timeout."""
-        if self._mesh is not None:
-            return self._mesh.end(handle)
+        if self._control_channel is not None:
+            return self._control_channel.end(handle)
         works, parts = handle
         for work in works:
             self._finish(work)
@@ -216,22 +216,22 @@ class ProcessGroupTransport:
 
     def wake(self) -> None:
         """End current and later waits of own connections after a rank was lost; any thread."""
-        if self._mesh is not None:
-            self._mesh.wake()
+        if self._control_channel is not None:
+            self._control_channel.wake()
         if self._memory is not None:
             self._memory.wake()
 
     def close(self) -> None:
         """Close own connections; the process group belongs to its creator."""
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._control_channel is not None:
+            self._control_channel.close()
         if self._memory is not None:
             self._memory.close()
 
     def _set_limit(self, seconds: float) -> None:
         self.timeout, self._limit = seconds, timedelta(seconds=seconds)
-        if self._mesh is not None:
-            self._mesh.timeout = seconds
+        if self._control_channel is not None:
+            self._control_channel.timeout = seconds
         if self._memory is not None:
             self._memory.timeout = seconds
 

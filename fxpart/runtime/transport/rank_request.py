@@ -17,21 +17,21 @@ class RankRequest:
         """alone: whether this process runs all ranks."""
         self.mine = 0
         self._alone = alone
-        self._heard: tuple[int, int] = (0, 0)
+        self._first: tuple[int, int] = (0, 0)
 
     @property
-    def asked(self) -> tuple[int, int]:
+    def first(self) -> tuple[int, int]:
         """The first request and its process, equal on every rank; (0, 0): none."""
-        return (self.mine, 0) if self._alone else self._heard
+        return (self.mine, 0) if self._alone else self._first
 
-    def hear(self, numbers: Sequence[int]) -> None:
+    def store(self, numbers: Sequence[int]) -> None:
         """Store the requests of all processes, in order of rank."""
-        if not self._heard[0]:
+        if not self._first[0]:
             for rank, number in enumerate(numbers):
                 if number:
-                    self._heard = number, rank
+                    self._first = number, rank
                     return
 
     def clear(self) -> None:
         """Reset after the request was handled."""
-        self.mine, self._heard = 0, (0, 0)
+        self.mine, self._first = 0, (0, 0)

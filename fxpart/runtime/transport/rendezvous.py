@@ -63,7 +63,7 @@ def join_rendezvous(found: Launch, timeout: float, *, after: int = 0) -> JobRend
     try:
         number = waiting.lead(after) if found.rank == 0 else waiting.follow()
     except RuntimeError as cause:
-        raise _problem(found, f"the store was lost: {_first_line(cause)}") from cause
+        raise _make_error(found, f"the store was lost: {_first_line(cause)}") from cause
     return JobRendezvous(PrefixStore(f"fxpart/{number}/group", store), number)
 
 
@@ -82,21 +82,21 @@ class _RendezvousMember:
             number = self._store.add(_COUNT, 1)
             if number <= after:
                 number = self._store.add(_COUNT, after - number + 1)
-            if self._led(number):
+            if self._lead_generation(number):
                 return int(number)
 
-    def _led(self, number: int) -> bool:
+    def _lead_generation(self, number: int) -> bool:
         """Return whether the generation is complete; False: a rank objects."""
-        keys, world = self._keys(number), self._found.world
+        keys, world = self._get_keys(number), self._found.world
         keys.set("0", self._word)
         names = [str(rank) for rank in range(world)]
-        self._until(lambda: keys.check(names), number, lambda: _missing(keys, names))
+        self._wait_until(lambda: keys.check(names), number, lambda: _describe_missing(keys, names))
         keys.set(_LIST, b" ".join(keys.multi_get(names)))
 
         def settled() -> bool:
             return bool(keys.check([_OBJECTION]) or keys.add(_FOUND, 0) == world - 1)
 
-        self._until(settled, number, lambda: "not all ranks confirmed the list of ranks")
+        self._wait_until(settled, number, lambda: "not all ranks confirmed the list of ranks")
         if keys.check([_OBJECTION]):
             return False
         keys.set(_GO, b"1")
@@ -107,23 +107,23 @@ class _RendezvousMember:
         left = 0
 
         def newer() -> bool:
-            return self._newest() > left
+            return self._read_newest() > left
 
         while True:
-            self._until(newer, left, lambda: "rank 0 did not connect")
-            number = self._newest()
-            if self._followed(number):
+            self._wait_until(newer, left, lambda: "rank 0 did not connect")
+            number = self._read_newest()
+            if self._follow_generation(number):
                 return number
             left = number
 
-    def _followed(self, number: int) -> bool:
+    def _follow_generation(self, number: int) -> bool:
         """Return whether the generation has started with this process, and is the newest."""
-        keys = self._keys(number)
+        keys = self._get_keys(number)
         mine = str(self._found.rank)
         if not keys.check([_LIST]) and not (keys.check([mine]) and keys.get(mine) > self._word):
             keys.set(mine, self._word)
-        self._until(
-            lambda: keys.check([_LIST]) or self._newest() > number,
+        self._wait_until(
+            lambda: keys.check([_LIST]) or self._read_newest() > number,
             number,
             lambda: "rank 0 has not seen all ranks",
         )
@@ -135,31 +135,31 @@ class _RendezvousMember:
             if not keys.check([_GO]):
                 if there > self._word:
                     why = f"another process that started later has rank {mine}"
-                    raise _problem(self._found, why, number)
+                    raise _make_error(self._found, why, number)
                 keys.set(_OBJECTION, b"1")
             return False
         keys.add(_FOUND, 1)
-        self._until(
-            lambda: keys.check([_GO]) or self._newest() > number,
+        self._wait_until(
+            lambda: keys.check([_GO]) or self._read_newest() > number,
             number,
             lambda: "rank 0 has not started the generation",
         )
         return bool(keys.check([_GO]))
 
-    def _newest(self) -> int:
+    def _read_newest(self) -> int:
         return int(self._store.add(_COUNT, 0))
 
-    def _keys(self, number: int) -> Any:
+    def _get_keys(self, number: int) -> Any:
         return PrefixStore(f"fxpart/{number}", self._store)
 
-    def _until(self, done: Callable[[], bool], number: int, why: Callable[[], str]) -> None:
+    def _wait_until(self, done: Callable[[], bool], number: int, why: Callable[[], str]) -> None:
         """Poll until done; FXP516 with ``why`` after the limit."""
         pause = _FIRST
         while not done():
             if time.monotonic() >= self._limit:
-                raise _problem(self._found, f"{why()} within {self._timeout:g} s", number)
-            if self._found.rank == 0 and number and self._newest() != number:
-                raise _problem(self._found, "another process has started as rank 0", number)
+                raise _make_error(self._found, f"{why()} within {self._timeout:g} s", number)
+            if self._found.rank == 0 and number and self._read_newest() != number:
+                raise _make_error(self._found, "another process has started as rank 0", number)
             time.sleep(pause)
             pause = min(1.5 * pause, self._pause)
 
@@ -172,12 +172,12 @@ def open_store(found: Launch, timeout: float) -> Any:
     limit = timedelta(seconds=timeout)
     try:
         if found.rank == 0 and not found.keeps_store:
-            return _own(found, limit)
+            return _get_own_store(found, limit)
         return TCPStore(
             found.address, found.port, is_master=False, timeout=limit, wait_for_workers=False
         )
     except (RuntimeError, OSError, ValueError) as cause:
-        raise _problem(
+        raise _make_error(
             found,
             f"the store at {found.address}:{found.port} is not reachable: {_first_line(cause)}",
         ) from cause
@@ -188,15 +188,15 @@ def open_store(found: Launch, timeout: float) -> Any:
 _owned: dict[tuple[str, int], TCPStore] = {}
 
 
-def _own(found: Launch, limit: timedelta) -> Any:
+def _get_own_store(found: Launch, limit: timedelta) -> Any:
     """Return the job's store in this process; on one host only on loopback, if possible."""
     at = found.address, found.port
     if at not in _owned:
-        _owned[at] = _made(found, limit)
+        _owned[at] = _make_store(found, limit)
     return _owned[at]
 
 
-def _made(found: Launch, limit: timedelta) -> TCPStore:
+def _make_store(found: Launch, limit: timedelta) -> TCPStore:
     addresses = {str(info[4][0]) for info in socket.getaddrinfo(found.address, None)}
     if not found.one_machine or not all(a.startswith("127.") or a == "::1" for a in addresses):
         return TCPStore(
@@ -220,12 +220,12 @@ def _made(found: Launch, limit: timedelta) -> TCPStore:
     )  # fmt: skip
 
 
-def _missing(keys: Any, names: Sequence[str]) -> str:
+def _describe_missing(keys: Any, names: Sequence[str]) -> str:
     ranks = [name for name in names if not keys.check([name])]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not connect"
 
 
-def _problem(found: Launch, why: str, number: int = 0) -> FxpartError:
+def _make_error(found: Launch, why: str, number: int = 0) -> FxpartError:
     where = f"rank {found.rank} of {found.world}"
     return error(
         "FXP516",

@@ -46,7 +46,7 @@ def reshard(
     """
     pieces = _plan(tuple(shape), source, target)
     local = set(transport.local)
-    _check(tensors, tuple(shape), source, local, dtype)
+    _check_local_tensors(tensors, tuple(shape), source, local, dtype)
     pairs: dict[tuple[int, int], list[TransferBox]] = {}
     for piece in pieces:
         pairs.setdefault((source.rank(piece.source), target.rank(piece.target)), []).append(piece)
@@ -54,16 +54,21 @@ def reshard(
     cpu = torch.device("cpu")
     try:
         posted = {
-            (giver, taker): transport.post(
-                giver, taker, channel, (sum(p.elements for p in held),), dtype, place[taker] or cpu
+            (sender, receiver): transport.post(
+                sender,
+                receiver,
+                channel,
+                (sum(p.elements for p in boxes),),
+                dtype,
+                place[receiver] or cpu,
             )
-            for (giver, taker), held in pairs.items()
-            if taker in local and giver != taker
+            for (sender, receiver), boxes in pairs.items()
+            if receiver in local and sender != receiver
         }
         sent = [
-            transport.send(giver, taker, channel, _packed(tensors[giver], held))
-            for (giver, taker), held in pairs.items()
-            if giver in local and giver != taker
+            transport.send(sender, receiver, channel, _pack(tensors[sender], boxes))
+            for (sender, receiver), boxes in pairs.items()
+            if sender in local and sender != receiver
         ]
         arrived = {pair: transport.wait(handle) for pair, handle in posted.items()}
         for handle in sent:
@@ -79,11 +84,11 @@ def reshard(
             make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
             size = local_shape(shape, target.placements, target.mesh, lane)
             results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
-    _fill(results, tensors, pieces, arrived, source, target)
+    _fill_results(results, tensors, pieces, arrived, source, target)
     return results
 
 
-def _check(
+def _check_local_tensors(
     tensors: Mapping[int, torch.Tensor],
     shape: tuple[int, ...],
     source: TransferEndpoint,
@@ -96,9 +101,9 @@ def _check(
         if rank not in local:
             continue
         want = local_shape(shape, source.placements, source.mesh, lane)
-        held = tensors.get(rank)
-        if held is None or tuple(held.shape) != want or held.dtype != dtype:
-            given = "nothing" if held is None else f"{tuple(held.shape)} of {held.dtype}"
+        boxes = tensors.get(rank)
+        if boxes is None or tuple(boxes.shape) != want or boxes.dtype != dtype:
+            given = "nothing" if boxes is None else f"{tuple(boxes.shape)} of {boxes.dtype}"
             raise error(
                 "FXP900",
                 where=f"resharding, rank {rank}",
@@ -106,15 +111,15 @@ def _check(
             )
 
 
-def _packed(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
+def _pack(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
     """Return the pieces concatenated, 1-D; without a copy if they are contiguous."""
     tensor = tensor.detach()
     if len(pieces) == 1:
-        return _box(tensor, pieces[0].read).reshape(-1).contiguous()
-    return torch.cat([_box(tensor, piece.read).reshape(-1) for piece in pieces])
+        return _slice_box(tensor, pieces[0].read).reshape(-1).contiguous()
+    return torch.cat([_slice_box(tensor, piece.read).reshape(-1) for piece in pieces])
 
 
-def _fill(
+def _fill_results(
     results: Mapping[int, torch.Tensor],
     tensors: Mapping[int, torch.Tensor],
     pieces: Sequence[TransferBox],
@@ -125,12 +130,12 @@ def _fill(
     """Copy and add the pieces in the plan's order, so that sums are reproducible."""
     at = dict.fromkeys(arrived, 0)
     for piece in pieces:
-        pair = giver, taker = source.rank(piece.source), target.rank(piece.target)
-        if taker not in results:
+        pair = sender, receiver = source.rank(piece.source), target.rank(piece.target)
+        if receiver not in results:
             continue
-        write = _box(results[taker], piece.write)
-        if giver == taker:
-            value = _box(tensors[giver].detach(), piece.read)
+        write = _slice_box(results[receiver], piece.write)
+        if sender == receiver:
+            value = _slice_box(tensors[sender].detach(), piece.read)
         else:
             sizes = [stop - start for start, stop in piece.read]
             value = arrived[pair].narrow(0, at[pair], math.prod(sizes)).view(sizes)
@@ -141,7 +146,7 @@ def _fill(
             write.copy_(value)
 
 
-def _box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+def _slice_box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
     """Return a part of a tensor as a view."""
     for dim, (start, stop) in enumerate(slices):
         tensor = tensor.narrow(dim, start, stop - start)

@@ -149,22 +149,22 @@ class _SharedMemoryPeer:
         try:
             for what, channel, region, first, second in _RECORD.iter_unpack(data[:whole]):
                 if what == _MESSAGE:
-                    self._file(channel, self._regions[region].message(first, second))
+                    self._store_message(channel, self._regions[region].message(first, second))
                 elif what == _REGION:
-                    self._map(region, first, second)
+                    self._map_region(region, first, second)
                 else:
                     self._regions.pop(region)
         except (OSError, LookupError) as cause:
             self.lost = f"the data of rank {self.rank} cannot be decoded: {cause!r}"
         return not self.lost
 
-    def _file(self, channel: int, message: memoryview) -> None:
+    def _store_message(self, channel: int, message: memoryview) -> None:
         if self.posted[channel]:
             self.posted[channel].popleft().message = message
         else:
             self.arrived[channel].append(message)
 
-    def _map(self, region: int, size: int, whole: int) -> None:
+    def _map_region(self, region: int, size: int, whole: int) -> None:
         descriptor = self._descriptors.popleft()
         try:
             self._regions[region] = MappedRegion(descriptor, size, whole)
@@ -204,7 +204,7 @@ class SharedMemory:
             link.peer.setblocking(False)
             link.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ANNOUNCED)
             self._poll.register(link.peer, select.POLLIN)
-            link.write = self._writer(link)
+            link.write = self._make_write(link)
 
     def send(self, target: int, channel: int, tensor: torch.Tensor) -> SharedMemorySend:
         """Copy a non-empty tensor to shared memory and announce it; PeerLostError."""
@@ -217,20 +217,20 @@ class SharedMemory:
         link, sent, records = self._links[target], self._links[target].sent, b""
         handles = []
         for tensor in tensors:
-            records += self._put(link, channel, tensor)
+            records += self._copy_to_slot(link, channel, tensor)
             sent[channel] += 1
             handles.append(SharedMemorySend(link, channel, sent[channel]))
         link.write(records, [])
         return handles
 
-    def _put(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
+    def _copy_to_slot(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
         """Copy a tensor into a slot; return its announcement."""
         size = tensor.numel() * tensor.itemsize
         try:
             slot = link.arena.take(size)
         except OSError as cause:
             why = f"{size} bytes of shared memory cannot be allocated: {cause}"
-            raise self._broken(PeerLostError(why)) from cause
+            raise self._close_after(PeerLostError(why)) from cause
         slot.fill(tensor)
         return _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
 
@@ -249,7 +249,7 @@ class SharedMemory:
         TransferTimeoutError, PeerLostError.
         """
         if not handle.done:
-            self._until(handle)
+            self._wait_until_done(handle)
         if isinstance(handle, SharedMemorySend):
             return _EMPTY
         if handle.message is not None:
@@ -258,7 +258,7 @@ class SharedMemory:
                 size *= extent
             if len(handle.message) != size:
                 why = f"rank {handle.link.rank} sent {len(handle.message)} bytes instead of {size}"
-                raise self._broken(PeerLostError(why))
+                raise self._close_after(PeerLostError(why))
             tensor = view_as_tensor(handle.message, handle.dtype, handle.shape)
             # State that users may keep must not stay in the sender's arena.
             handle.tensor = tensor.clone() if handle.copied else tensor
@@ -289,23 +289,25 @@ class SharedMemory:
             link.lost = link.lost or "the transport is closed"
             link.close()
 
-    def _until(self, handle: SharedMemorySend | SharedMemoryReceive) -> None:
+    def _wait_until_done(self, handle: SharedMemorySend | SharedMemoryReceive) -> None:
         """Wait; read announcements of all peers meanwhile."""
         link, limit = handle.link, 0.0
         waiting.rank, waiting.since = link.rank, time.monotonic()
         while not handle.done:
             if link.lost:
-                raise self._broken(PeerLostError(link.lost))
+                raise self._close_after(PeerLostError(link.lost))
             now = time.monotonic()
             limit = limit or now + self.timeout
             if now >= limit:
                 why = f"no data from rank {link.rank}"
-                raise self._broken(TransferTimeoutError(self.timeout, why))
+                raise self._close_after(TransferTimeoutError(self.timeout, why))
             left = 1e3 * (limit - now)
-            self._listen(min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left)
+            self._read_announcements(
+                min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left
+            )
         waiting.rank = NOBODY
 
-    def _listen(self, milliseconds: float) -> None:
+    def _read_announcements(self, milliseconds: float) -> None:
         """Read announcements for the given time, and remove lost peers."""
         for descriptor, _ in self._poll.poll(milliseconds):
             link = self._at.get(descriptor)
@@ -315,14 +317,14 @@ class SharedMemory:
                     self._poll.unregister(descriptor)
                     del self._at[descriptor]
 
-    def _writer(self, link: _SharedMemoryPeer) -> Callable[[bytes, list[int]], None]:
+    def _make_write(self, link: _SharedMemoryPeer) -> Callable[[bytes, list[int]], None]:
         """Return the write function of a peer; if its socket is full, it reads announcements."""
 
         def write(record: bytes, descriptors: list[int]) -> None:
             limit = 0.0
             while record:
                 if link.lost:
-                    raise self._broken(PeerLostError(link.lost))
+                    raise self._close_after(PeerLostError(link.lost))
                 try:
                     if descriptors:
                         sent = socket.send_fds(link.peer, [record], descriptors)
@@ -335,8 +337,8 @@ class SharedMemory:
                     limit = limit or now + self.timeout
                     if now >= limit:
                         why = f"rank {link.rank} does not read"
-                        raise self._broken(TransferTimeoutError(self.timeout, why)) from None
-                    self._listen(_LOOK)
+                        raise self._close_after(TransferTimeoutError(self.timeout, why)) from None
+                    self._read_announcements(_LOOK)
                 except OSError as cause:
                     while link.read():  # What it had sent before.
                         pass
@@ -344,7 +346,7 @@ class SharedMemory:
 
         return write
 
-    def _broken(self, cause: Exception) -> Exception:
+    def _close_after(self, cause: Exception) -> Exception:
         """Close all connections after a failure, so that other ranks do not wait for this one."""
         for link in self._links.values():
             try:
@@ -367,7 +369,7 @@ def connect_shared_memory(
         return None
     links: list[_SharedMemoryPeer] = []
     try:
-        links = _ledgers(peers)
+        links = _exchange_counters(peers)
     except OSError:
         for peer in peers.values():  # Release waiting peers; all ranks are informed below.
             peer.close()
@@ -378,7 +380,7 @@ def connect_shared_memory(
     return None
 
 
-def _ledgers(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
+def _exchange_counters(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
     """Create the links, each with counters in both directions; verifies that memory is shared."""
     limit = time.monotonic() + _HELLO_SECONDS
     mine: dict[int, mmap.mmap] = {}

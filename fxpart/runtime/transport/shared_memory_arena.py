@@ -174,7 +174,7 @@ class MappedRegion:
         """size: of a slot. whole: of the region. OSError if it cannot be mapped."""
         self._bytes = memoryview(map_region(descriptor, whole))
         self._size = size
-        self._held: dict[int, _SlotLease] = {}
+        self._leases: dict[int, _SlotLease] = {}
 
     def message(self, index: int, count: int) -> memoryview:
         """Return the bytes of a filled slot, which is freed when nothing refers to them."""
@@ -182,18 +182,18 @@ class MappedRegion:
         found = self._bytes[start : start + count]
         if len(found) != count:
             raise ConnectionError("the peer announced more bytes than the region has")
-        watch = _SlotLease(found, _freed)
+        watch = _SlotLease(found, _free_slot)
         watch.region, watch.index = self, index
-        self._held[index] = watch
+        self._leases[index] = watch
         return found
 
     def free(self, watch: _SlotLease) -> None:
         """Free the slot; forget it first, since it may be filled again at once."""
-        self._held.pop(watch.index, None)
+        self._leases.pop(watch.index, None)
         self._bytes[watch.index] = 0
 
 
-def _freed(watch: Any) -> None:
+def _free_slot(watch: Any) -> None:
     watch.region.free(watch)
 
 
