@@ -54,7 +54,7 @@ class PipelineEngine:
 
     def __init__(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
@@ -66,20 +66,22 @@ class PipelineEngine:
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
-        """lanes: this process's mesh ranks. ranks: of each stage and mesh rank.
+        """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank.
 
         meshes: communicators of the mesh ranks. threads: their threads. hooks: returns per mesh
         rank the hooks around backwards. recompute: by stage, the recompute mode. events: the
         recorder of actions.
         """
-        self.spec = lanes[0].spec
-        self._lanes = tuple(lanes)
+        self.spec = mesh_ranks[0].spec
+        self._mesh_ranks = tuple(mesh_ranks)
         self._ranks = ranks
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
         self._meshes = meshes
-        self._threads = threads or MeshRankThreads([lane.index for lane in lanes], self._leave)
+        self._threads = threads or MeshRankThreads(
+            [mesh_rank.index for mesh_rank in mesh_ranks], self._leave
+        )
         self._hooks = hooks
         self._recompute = dict(recompute or {})
         self._events = FlightRecorder(transport.local[0], 64) if events is None else events
@@ -93,7 +95,7 @@ class PipelineEngine:
             for stage in self.spec.stages
             if self.spec.loss in [v.name for v in stage.outputs]
         ]
-        self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
         self.broken: str | None = None
@@ -104,16 +106,16 @@ class PipelineEngine:
         self._recorder = recorder
         exchange = self._transport.exchange
         self._exchange = exchange if recorder is None else recorder.timed(END, exchange)
-        for lanes in self._executors.values():
-            for lane, executors in zip(self._lanes, lanes, strict=True):
+        for mesh_ranks in self._executors.values():
+            for mesh_rank, executors in zip(self._mesh_ranks, mesh_ranks, strict=True):
                 for executor in executors:
-                    self._attach(lane, executor)
+                    self._attach(mesh_rank, executor)
 
-    def _attach(self, lane: MeshRank, executor: Executor) -> None:
+    def _attach(self, mesh_rank: MeshRank, executor: Executor) -> None:
         if self._recorder is None:
             executor.wrap(None)
             return
-        ranks = get_pipeline_ranks(self._ranks, lane.index)
+        ranks = get_pipeline_ranks(self._ranks, mesh_rank.index)
         hooks = self._recorder.get_rank_recorder(executor.rank).measure
         executor.wrap(partial(hooks, target=ranks.__getitem__))
 
@@ -133,14 +135,14 @@ class PipelineEngine:
         to run the same step, or raises. factor: multiplies the gradients, but not the loss.
         """
         self.check_whole()
-        lanes = self._get(len(cuts[0].rows), train, keep_outputs)
-        executors = [executor for lane in lanes for executor in lane]
+        mesh_ranks = self._get(len(cuts[0].rows), train, keep_outputs)
+        executors = [executor for mesh_rank in mesh_ranks for executor in mesh_rank]
         if self._recorder is not None:
             self._recorder.record_batch_read()
         try:
             drives = {
-                lane.index: partial(self._run_mesh_rank, mine, cut, keys, gate, factor)
-                for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
+                mesh_rank.index: partial(self._run_mesh_rank, mine, cut, keys, gate, factor)
+                for mesh_rank, mine, cut in zip(self._mesh_ranks, mesh_ranks, cuts, strict=True)
             }
             self._threads.run_all(drives)
             return self._exchange_results(executors, cuts[0])
@@ -173,41 +175,44 @@ class PipelineEngine:
                 fix="restart the job",
             )
 
-    def _leave(self, lane: int, cause: BaseException | str) -> None:
+    def _leave(self, mesh_rank: int, cause: BaseException | str) -> None:
         """Release local mesh ranks that wait for a failed one; they fail, too."""
         if self._meshes is not None:
-            self._meshes.leave(lane, cause)
+            self._meshes.leave(mesh_rank, cause)
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[Executor]]:
         """Return per mesh rank its executors, one for each local rank."""
         key = (microbatches, keep_outputs)
         if key not in self._executors:
             self._executors[key] = [
-                self._make(lane, microbatches, train, keep_outputs) for lane in self._lanes
+                self._make(mesh_rank, microbatches, train, keep_outputs)
+                for mesh_rank in self._mesh_ranks
             ]
-            for lane, made in zip(self._lanes, self._executors[key], strict=True):
+            for mesh_rank, made in zip(self._mesh_ranks, self._executors[key], strict=True):
                 for executor in made:
-                    self._attach(lane, executor)
+                    self._attach(mesh_rank, executor)
         return self._executors[key]
 
     def _make(
-        self, lane: MeshRank, microbatches: int, train: bool, keep_outputs: bool
+        self, mesh_rank: MeshRank, microbatches: int, train: bool, keep_outputs: bool
     ) -> list[Executor]:
-        ranks = get_pipeline_ranks(self._ranks, lane.index)
+        ranks = get_pipeline_ranks(self._ranks, mesh_rank.index)
         name = self._schedule if train else "forward"
-        schedule = resolve_schedule(name, lane.spec, ranks, microbatches, self._transport.ranks)
-        hooks = None if self._hooks is None else self._hooks(lane.index)
+        schedule = resolve_schedule(
+            name, mesh_rank.spec, ranks, microbatches, self._transport.ranks
+        )
+        hooks = None if self._hooks is None else self._hooks(mesh_rank.index)
         return [
             Executor(
-                lane.spec,
-                {s: m for s, m in lane.modules.items() if ranks[s] == rank},
+                mesh_rank.spec,
+                {s: m for s, m in mesh_rank.modules.items() if ranks[s] == rank},
                 schedule,
                 rank,
                 self._transport,
                 self._devices[rank],
                 train=train,
                 keep_outputs=keep_outputs,
-                on_failure=partial(self._leave, lane.index),
+                on_failure=partial(self._leave, mesh_rank.index),
                 threads=self._meshes is not None and self._meshes.threads,
                 hooks=hooks,
                 recompute=self._recompute,
@@ -317,13 +322,13 @@ class PipelineEngine:
         raise AllRanksError(problems) from (failures[0].cause if failures else None)
 
 
-def find_used_inputs(lanes: Sequence[MeshRank], ranks: Ranks, rank: int) -> set[str]:
+def find_used_inputs(mesh_ranks: Sequence[MeshRank], ranks: Ranks, rank: int) -> set[str]:
     """Return the user's inputs that a rank's stages take."""
     return {
         value.name
-        for lane in lanes
-        for stage in lane.spec.stages
-        if ranks[stage.index][lane.index] == rank
+        for mesh_rank in mesh_ranks
+        for stage in mesh_rank.spec.stages
+        if ranks[stage.index][mesh_rank.index] == rank
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
     }

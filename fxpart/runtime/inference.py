@@ -89,7 +89,7 @@ class Inference(StatefulTrainer):
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
             if loss is None:
-                fix = "compile with loss="
+                fix = "pass loss= to compile()"
                 raise error("FXP106", where="eval_step", why="the program has no loss", fix=fix)
             return loss
 

@@ -83,7 +83,10 @@ class Trainer(Inference):
         """closing: an update follows, so final gradients may be reduced at once."""
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         if self._recorder is not None:
             self._recorder.begin(self.calls)

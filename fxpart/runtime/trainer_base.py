@@ -143,8 +143,8 @@ class TrainerBase(EntryPoints):
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
-        self._lanes = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
-        self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
+        self._mesh_ranks = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
         agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
@@ -153,20 +153,20 @@ class TrainerBase(EntryPoints):
         if spec.sharding is not None:
             sums = find_reduction_axes(spec.sharding)
             self._meshes = MeshCommunicators(
-                get_stage_mesh(spec), self._lanes, self._ranks, transport, sums
+                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums
             )
         leave = _ignore_end if self._meshes is None else self._meshes.leave
-        self._threads = MeshRankThreads([lane.index for lane in self._lanes], leave)
+        self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
         self._compiler = self._compile(splits)
         self._pinned = pin_rank(self.options.pin, transport)
-        self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
         self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
         self.divisors = LossDivisors(spec, self._state, self._unused)
-        self._feed = GlobalBatchReader(self._lanes, self.divisors.values)
+        self._feed = GlobalBatchReader(self._mesh_ranks, self.divisors.values)
         self._source = BatchSource(self._feed, self.microbatches)
-        self._engine = self._make_engine(self._lanes, schedule, hooks=self._shards.hooks)
+        self._engine = self._make_engine(self._mesh_ranks, schedule, hooks=self._shards.hooks)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
         self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
         self._accumulation = GradientAccumulation()  # Batches since the last update.
@@ -199,7 +199,7 @@ class TrainerBase(EntryPoints):
     @cached_property
     def needs(self) -> BatchRequirements:
         """Requirements of each batch in this process: names, rows, and a DataLoader's sampler."""
-        return BatchRequirements.of(self._lanes, self._feed.needed, self.microbatches)
+        return BatchRequirements.of(self._mesh_ranks, self._feed.needed, self.microbatches)
 
     @property
     def compiled(self) -> StageCompilation | None:
@@ -234,7 +234,7 @@ class TrainerBase(EntryPoints):
             self._transport, "compiled stages",
             lambda: (
                 compile_stages(
-                    wanted, self._lanes, list(self._devices.values()), recompute=recompute,
+                    wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
                     splits=splits,
                 ),
                 "",
@@ -254,7 +254,9 @@ class TrainerBase(EntryPoints):
     def _run_on_mesh_ranks(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
         """Run ``do`` for all mesh ranks of this process concurrently."""
         try:
-            return self._threads.run_all({lane.index: partial(do, lane) for lane in self._lanes})
+            return self._threads.run_all(
+                {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
+            )
         finally:
             if self._meshes is not None:
                 self._meshes.recover()
@@ -315,9 +317,9 @@ class TrainerBase(EntryPoints):
         sets: dict[int, list[torch.Tensor]] = {}
         places: dict[int, Place] = {}
         for entry in self._state.entries.values():
-            for (stage, lane), tensor in entry.copies.items() if entry.trainable else ():
-                rank = self._state.rank(stage, lane)
-                places.setdefault(rank, (stage, lane))
+            for (stage, mesh_rank), tensor in entry.copies.items() if entry.trainable else ():
+                rank = self._state.rank(stage, mesh_rank)
+                places.setdefault(rank, (stage, mesh_rank))
                 sets.setdefault(rank, []).append(tensor)
         return dict(
             zip((places[r] for r in sets), split_optimizer(made, list(sets.values())), strict=True)
@@ -403,12 +405,12 @@ class TrainerBase(EntryPoints):
 
     def _make_engine(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         schedule: str | Schedule,
         hooks: Callable[[int], BackwardHooks | None] | None = None,
     ) -> PipelineEngine:
         return PipelineEngine(
-            lanes,
+            mesh_ranks,
             self._ranks,
             self._transport,
             self._devices,
@@ -465,16 +467,16 @@ class TrainerBase(EntryPoints):
         if loss not in self._predictors:
             if self._prediction is None:
                 raise _no_evaluation("predict")
-            lanes, outputs = self._prediction(loss)
-            self._predictors[loss] = (*self._forward_only(lanes), outputs)
+            mesh_ranks, outputs = self._prediction(loss)
+            self._predictors[loss] = (*self._forward_only(mesh_ranks), outputs)
         return self._predictors[loss]
 
-    def _forward_only(self, lanes: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
+    def _forward_only(self, mesh_ranks: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
         if self._meshes is not None:
-            for lane in lanes:
-                self._meshes.attach(lane.index, lane.modules)
-        source = BatchSource(GlobalBatchReader(lanes, self.divisors.values), self.microbatches)
-        return source, self._make_engine(lanes, "forward")
+            for mesh_rank in mesh_ranks:
+                self._meshes.attach(mesh_rank.index, mesh_rank.modules)
+        source = BatchSource(GlobalBatchReader(mesh_ranks, self.divisors.values), self.microbatches)
+        return source, self._make_engine(mesh_ranks, "forward")
 
     def _describe(self, optimizer: Any) -> str:
         kind = getattr(optimizer, "func", getattr(optimizer, "instance", optimizer))
@@ -492,18 +494,18 @@ def _no_evaluation(call: str) -> FxpartError:
     )  # fmt: skip
 
 
-def _ignore_end(lane: int, cause: BaseException | str) -> None:
+def _ignore_end(mesh_rank: int, cause: BaseException | str) -> None:
     """Do nothing: with a single mesh rank no other waits."""
 
 
 def _devices(
-    lanes: Sequence[MeshRank], ranks: Ranks, transport: Transport
+    mesh_ranks: Sequence[MeshRank], ranks: Ranks, transport: Transport
 ) -> dict[int, torch.device]:
     """Return the device of each local rank's state; the CPU for a rank without state."""
     found = dict.fromkeys(transport.local, torch.device("cpu"))
-    for lane in lanes:
-        for stage, module in lane.modules.items():
+    for mesh_rank in mesh_ranks:
+        for stage, module in mesh_rank.modules.items():
             for tensor in [*module.parameters(), *module.buffers()]:
-                found[ranks[stage][lane.index]] = tensor.device
+                found[ranks[stage][mesh_rank.index]] = tensor.device
                 break
     return found

@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 
 def evaluation(
-    program: Program, lanes: Sequence[MeshRank], constants: ModuleConstants | None = None
+    program: Program, mesh_ranks: Sequence[MeshRank], constants: ModuleConstants | None = None
 ) -> list[MeshRank]:
     """Build evaluation-mode stages on the same ranks that share the state of training.
 
-    lanes: the training program's mesh ranks, with the modules of this process. constants: registers
-    the copies of constants.
+    mesh_ranks: of the training program, with the modules of this process. constants: registers the
+    copies of constants.
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
-    found = _place_on_training_stages(program, captured, lanes, keep_outputs=False)
+    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=False)
     _register_constants(found, captured, constants)
     return found
 
 
 def prediction(
     program: Program,
-    lanes: Sequence[MeshRank],
+    mesh_ranks: Sequence[MeshRank],
     loss: bool,
     constants: ModuleConstants | None = None,
 ) -> tuple[list[MeshRank], Outputs]:
@@ -79,7 +79,7 @@ def prediction(
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
-    found = _place_on_training_stages(program, captured, lanes, keep_outputs=True)
+    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
     _register_constants(found, captured, constants)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
@@ -87,11 +87,11 @@ def prediction(
 
 
 def _register_constants(
-    lanes: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
+    mesh_ranks: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
 ) -> None:
     """Register the copies of constants in evaluation modules."""
     if constants is not None:
-        constants.extend(lanes, captured.state)
+        constants.extend(mesh_ranks, captured.state)
 
 
 def _undo_broadcast(value: Any) -> Any:
@@ -113,7 +113,7 @@ def _undo_broadcast(value: Any) -> Any:
 
 
 def _place_on_training_stages(
-    program: Program, captured: CapturedModel, lanes: Sequence[MeshRank], *, keep_outputs: bool
+    program: Program, captured: CapturedModel, mesh_ranks: Sequence[MeshRank], *, keep_outputs: bool
 ) -> list[MeshRank]:
     """Place a model captured in evaluation mode on the stages and mesh ranks of training."""
     if captured.microbatch_size not in (None, captured.batch_size):
@@ -128,19 +128,20 @@ def _place_on_training_stages(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
         return [
-            _build_mesh_rank(captured, trained, *_replicate(plan, *made), lane) for lane in lanes
+            _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank)
+            for mesh_rank in mesh_ranks
         ]
     like = program.lanes.sharded.like(graph, captured)
     sharded = divide_sharded_graph(
         replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
     )
     found = []
-    for lane in lanes:
-        own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
+    for mesh_rank in mesh_ranks:
+        own = assign_like(program.lanes.graph(mesh_rank.index), sharded.local(mesh_rank.index))
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        found.append(_build_mesh_rank(captured, trained, *made, lane))
+        found.append(_build_mesh_rank(captured, trained, *made, mesh_rank))
     return found
 
 
@@ -159,18 +160,18 @@ def _build_mesh_rank(
     training: Mapping[str, torch.Tensor],
     spec: ProgramSpec,
     stages: Sequence[StageGraph],
-    lane: MeshRank,
+    mesh_rank: MeshRank,
 ) -> MeshRank:
     """Build one mesh rank's evaluation modules. training: the state of the training capture."""
-    part = make_state_slicer(spec, lane.index)
+    part = make_state_slicer(spec, mesh_rank.index)
     made: dict[int, nn.Module] = {}
-    for index, trained in lane.modules.items():
+    for index, trained in mesh_rank.modules.items():
         stage = spec.stages[index]
         module = load_stage(emit(stages[index]), stage, device_of(trained))
         # Each capture numbers constants anew, so one name may denote two tensors.
         attributes = {
             s.name: s.attribute
-            for s in lane.spec.stages[index].state
+            for s in mesh_rank.spec.stages[index].state
             if s.kind != "constant" or _is_same_constant(s.name, training, captured.state)
         }
         missing = [s for s in stage.state if s.name not in attributes]
@@ -180,7 +181,7 @@ def _build_mesh_rank(
             if state.name in attributes:
                 setattr(module, state.attribute, getattr(trained, attributes[state.name]))
         made[index] = module
-    return MeshRank(lane.index, spec, made)
+    return MeshRank(mesh_rank.index, spec, made)
 
 
 def _is_same_constant(

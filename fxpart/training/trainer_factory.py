@@ -90,28 +90,28 @@ def _make_trainer(
     placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    lanes = placement.load(program.lane)
+    mesh_ranks = placement.load(program.lane)
 
     def fill() -> tuple[dict[str, torch.Tensor], str]:
-        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
+        for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:
             materialize(
-                module, lane.spec, state if weights is None else weights, constants=constants,
+                module, mesh_rank.spec, state if weights is None else weights, constants=constants,
                 strict=weights is not None and strict,
-                part=make_state_slicer(lane.spec, lane.index),
+                part=make_state_slicer(mesh_rank.spec, mesh_rank.index),
             )  # fmt: skip
         return _get_unused_state(program, weights), ""
 
     unused = agree(placement.transport, "the weights", fill)
     if weights is None:
-        used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
+        used = [t.name for own in mesh_ranks for k in own.modules for t in own.spec.stages[k].state]
         check_same_weights(placement.transport, state, used)
-    copies = ModuleConstants.of(lanes, state)
+    copies = ModuleConstants.of(mesh_ranks, state)
     made = placement.trainer(
-        lanes,
+        mesh_ranks,
         queue=queue,
         optimizer=given,
-        evaluation=lambda: evaluation(program, lanes, copies),
-        prediction=lambda loss: prediction(program, lanes, loss, copies),
+        evaluation=lambda: evaluation(program, mesh_ranks, copies),
+        prediction=lambda loss: prediction(program, mesh_ranks, loss, copies),
         unused=unused,
         **options,
     )
@@ -187,15 +187,15 @@ class _LocalPlacement:
     @property
     def lanes(self) -> list[int]:
         """The mesh ranks with a stage in this process."""
-        return [lane for lane in range(self.size) if self.stages(lane)]
+        return [mesh_rank for mesh_rank in range(self.size) if self.stages(mesh_rank)]
 
-    def stages(self, lane: int) -> list[int]:
+    def stages(self, mesh_rank: int) -> list[int]:
         """Return the stages of a mesh rank that run in this process."""
-        return [s for s, row in enumerate(self.ranks) if row[lane] in self.transport.local]
+        return [s for s, row in enumerate(self.ranks) if row[mesh_rank] in self.transport.local]
 
-    def device(self, stage: int, lane: int) -> torch.device:
+    def device(self, stage: int, mesh_rank: int) -> torch.device:
         """Return the device of a mesh rank of a stage."""
-        return self.device_of(self.ranks[stage][lane])
+        return self.device_of(self.ranks[stage][mesh_rank])
 
     def device_of(self, rank: int) -> torch.device:
         """Return the device of a local rank, as the plan names it if it names devices."""
@@ -206,19 +206,19 @@ class _LocalPlacement:
 
     def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[MeshRank]:
         """Return this process's mesh ranks with empty modules; programs: of each mesh rank."""
-        lanes = []
-        for lane in self.lanes:
-            own, sources = programs(lane)
+        mesh_ranks = []
+        for mesh_rank in self.lanes:
+            own, sources = programs(mesh_rank)
             modules = {
-                stage: load_stage(sources[stage], own.stages[stage], self.device(stage, lane))
-                for stage in self.stages(lane)
+                stage: load_stage(sources[stage], own.stages[stage], self.device(stage, mesh_rank))
+                for stage in self.stages(mesh_rank)
             }
-            lanes.append(MeshRank(lane, own, modules))
-        return lanes
+            mesh_ranks.append(MeshRank(mesh_rank, own, modules))
+        return mesh_ranks
 
     def trainer(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         *,
         stream: WeightMode | None,
         queue: bool = False,
@@ -229,7 +229,7 @@ class _LocalPlacement:
         stream: the weight mode of an asynchronous pipeline. queue: whether replicas take
         microbatches from queues.
         """
-        first = lanes[0]
+        first = mesh_ranks[0]
         if stream is not None:
             options["weights"] = stream
         kind: type[Trainer] | type[AsyncTrainer] | type[QueueTrainer] = Trainer
@@ -249,7 +249,7 @@ class _LocalPlacement:
             schedule=as_given(self.plan) if stream is None else FLUSHED,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
-            lanes=lanes,
+            lanes=mesh_ranks,
             **options,
         )
         heartbeat.report_last_event(made.events.last)
@@ -284,13 +284,13 @@ def load_trainer(
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
     placement = _LocalPlacement.of(plan, spec, timeout)
-    lanes = placement.load(exported.lane)
+    mesh_ranks = placement.load(exported.lane)
 
     def fill() -> tuple[None, str]:
-        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
+        for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:
             materialize(
-                module, lane.spec, weights, constants=exported.constants,
-                part=make_state_slicer(lane.spec, lane.index),
+                module, mesh_rank.spec, weights, constants=exported.constants,
+                part=make_state_slicer(mesh_rank.spec, mesh_rank.index),
             )  # fmt: skip
         return None, ""
 
@@ -305,7 +305,7 @@ def load_trainer(
         )
     options["queue"] = is_queue_routed(plan, None, options)
     options["stream"] = None if options["queue"] else select_weight_mode(plan, None, options)
-    made = _attach_plan(placement.trainer(lanes, optimizer=optimizer, **options), plan)
+    made = _attach_plan(placement.trainer(mesh_ranks, optimizer=optimizer, **options), plan)
     made.ambient = TorchModes(precision=plan.precision, device=placement.kind)
     return made
 
@@ -347,9 +347,9 @@ def _select_device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device
 def _get_unused_state(program: Program, weights: Any) -> dict[str, torch.Tensor]:
     """Return the state of the model that no stage needs, so that a state dict is complete."""
     captured = program.captured
-    held = {s.name for stage in program.spec.stages for s in stage.state}
+    used = {s.name for stage in program.spec.stages for s in stage.state}
     names = [*captured.parameters, *sorted(captured.persistent)]
-    unused = {n: captured.state[n].detach() for n in names if n not in held}
+    unused = {n: captured.state[n].detach() for n in names if n not in used}
     if weights is not None:
         return unused_state(weights, program.spec, unused)
     return {n: t.clone() for n, t in unused.items() if t.device.type != "meta"}

@@ -81,7 +81,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
 def test_a_stage_that_fails(schedule: str, what: str) -> None:
     """One error; nothing was updated; the next step is as good as ever."""
     parts = placed(schedule, (0, 1, 1, 0))
-    module = parts._lanes[0].modules[1]
+    module = parts._mesh_ranks[0].modules[1]
     before = bits(parts.state_dict())
     inner = module.forward
     module.forward = Faulty(parts, module, what, 2)

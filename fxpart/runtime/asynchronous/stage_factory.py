@@ -55,7 +55,7 @@ def build(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageG
     )
     weights: dict[Place, StageWeights] = {}
     updates: dict[Place, StageUpdater] = {}
-    for lane in trainer._lanes:
+    for lane in trainer._mesh_ranks:
         for stage, module in sorted(lane.modules.items()):
             place = stage, lane.index
             optimizer = trainer.optimizers[place]
@@ -74,7 +74,7 @@ def build(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageG
                 [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
             )  # fmt: skip
     stages = AsyncStageGroup(
-        trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
+        trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
         trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
         crew=trainer._threads, recompute=options.recomputes(len(trainer.spec.stages)),
         events=trainer.events,

@@ -124,7 +124,10 @@ class AsyncTrainer(AsyncTrainerBase):
             )  # fmt: skip
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         self.feed(batch, local=local)
         return self._losses.pop()[1] if self._losses else None

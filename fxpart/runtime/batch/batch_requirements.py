@@ -38,11 +38,11 @@ class BatchRequirements:
 
     @classmethod
     def of(
-        cls, lanes: Sequence[MeshRank], names: frozenset[str], microbatches: int
+        cls, mesh_ranks: Sequence[MeshRank], names: frozenset[str], microbatches: int
     ) -> BatchRequirements:
         """Return the requirements of this process's mesh ranks."""
-        spec = lanes[0].spec
-        readers = tuple(BatchSlicer(lane.spec, lane.index) for lane in lanes)
+        spec = mesh_ranks[0].spec
+        readers = tuple(BatchSlicer(mesh_rank.spec, mesh_rank.index) for mesh_rank in mesh_ranks)
         paths = tuple(i.path for i in get_global_inputs(spec) if i.name in names)
         return cls(names, paths, get_row_multiple(spec), spec, readers, microbatches)
 

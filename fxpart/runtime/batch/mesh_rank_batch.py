@@ -26,17 +26,17 @@ class GlobalBatchReader:
     """Reader of the global batch that gives each mesh rank of this process its part."""
 
     def __init__(
-        self, lanes: Sequence[MeshRank], constants: Mapping[str, torch.Tensor] | None = None
+        self, mesh_ranks: Sequence[MeshRank], constants: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """lanes: this process's mesh ranks. constants: of totals, as for :class:`BatchTotals`."""
-        self._spec = lanes[0].spec
-        self.needed = find_needed_inputs(lanes)
+        """mesh_ranks: of this process. constants: of totals, as for :class:`BatchTotals`."""
+        self._spec = mesh_ranks[0].spec
+        self.needed = find_needed_inputs(mesh_ranks)
         self._reader = BatchReader(self._spec, get_row_multiple(self._spec), self.needed, constants)
         weight = self._spec.weight
         self._weight = (
             None if weight is None else BatchTotals(weight, self._spec.symbols, constants)
         )
-        self._parts = [BatchSlicer(lane.spec, lane.index) for lane in lanes]
+        self._parts = [BatchSlicer(mesh_rank.spec, mesh_rank.index) for mesh_rank in mesh_ranks]
 
     def read(self, batch: Any, microbatches: int) -> MicrobatchSplit:
         """Return the global batch in microbatches; FXP105 with every problem."""
@@ -162,9 +162,9 @@ class GlobalBatchReader:
 class BatchSlicer:
     """Selects one mesh rank's part of batches that were read whole."""
 
-    def __init__(self, spec: ProgramSpec, lane: int) -> None:
+    def __init__(self, spec: ProgramSpec, mesh_rank: int) -> None:
         """spec: the program of any mesh rank."""
-        self._lane = lane
+        self._mesh_rank = mesh_rank
         self._whole = spec.sharding is None
         self._symbols, self._inputs = spec.symbols, spec.inputs
         self._mesh = get_stage_mesh(spec)
@@ -182,7 +182,7 @@ class BatchSlicer:
     @property
     def place(self) -> tuple[int, ...]:
         """Return the mesh coordinate along the axes that shard the rows of any input."""
-        at = self._mesh.coordinate(self._lane)
+        at = self._mesh.coordinate(self._mesh_rank)
         return tuple(
             at[axis]
             for axis in range(len(at))
@@ -195,7 +195,9 @@ class BatchSlicer:
             p and Shard(0, outer=p.outer) if isinstance(p, Shard) and p != q else None
             for p, q in zip(self._placements[name], self._unsharded_rows[name], strict=True)
         )
-        return ShardLayout((count,), placements, self._mesh).part(torch.arange(count), self._lane)
+        return ShardLayout((count,), placements, self._mesh).part(
+            torch.arange(count), self._mesh_rank
+        )
 
     def read(self, cut: MicrobatchSplit) -> MicrobatchSplit:
         """Return the same microbatches with this mesh rank's parts and their symbol sizes."""
@@ -207,7 +209,9 @@ class BatchSlicer:
             )
         inputs = tuple(
             {
-                name: self._pieces(name, t.shape).part(t, self._lane) if name in self._dims else t
+                name: self._pieces(name, t.shape).part(t, self._mesh_rank)
+                if name in self._dims
+                else t
                 for name, t in piece.items()
             }
             for piece in cut.inputs
@@ -233,7 +237,9 @@ class BatchSlicer:
             else:
                 parts = torch.split(tensor, [piece[name].shape[dim] for piece in shapes], dim)
             for piece, part in zip(found, parts, strict=True):
-                piece[name] = self._pieces(name, part.shape, across=True).part(part, self._lane)
+                piece[name] = self._pieces(name, part.shape, across=True).part(
+                    part, self._mesh_rank
+                )
         return tuple(found)
 
     def _pieces(self, name: str, shape: tuple[int, ...], *, across: bool = False) -> ShardLayout:
@@ -245,20 +251,20 @@ class BatchSlicer:
         return self._known[key]
 
 
-def find_needed_inputs(lanes: Sequence[MeshRank]) -> frozenset[str]:
+def find_needed_inputs(mesh_ranks: Sequence[MeshRank]) -> frozenset[str]:
     """Return the inputs that the stages of this process take."""
     taken = {
         value.name
-        for lane in lanes
-        for stage in lane.spec.stages
-        if stage.index in lane.modules
+        for mesh_rank in mesh_ranks
+        for stage in mesh_rank.spec.stages
+        if stage.index in mesh_rank.modules
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
     }
-    totals = lanes[0].spec.totals
+    totals = mesh_ranks[0].spec.totals
     if totals is not None and taken & set(totals.names):
         taken |= set(totals.inputs)
-    return frozenset(taken & {given.name for given in get_global_inputs(lanes[0].spec)})
+    return frozenset(taken & {given.name for given in get_global_inputs(mesh_ranks[0].spec)})
 
 
 def get_global_inputs(spec: ProgramSpec) -> tuple[InputSpec, ...]:

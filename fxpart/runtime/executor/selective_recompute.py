@@ -36,8 +36,8 @@ class SelectiveRecomputePolicy:
         """
         total = sum(operations for operations, _ in first.costs) or 1.0
         self._save = [
-            held / max(operations, 1.0) < WORTH * freed / total and intact
-            for (operations, held), intact in zip(first.costs, first.settle(), strict=True)
+            size / max(operations, 1.0) < WORTH * freed / total and intact
+            for (operations, size), intact in zip(first.costs, first.settle(), strict=True)
         ]
 
 

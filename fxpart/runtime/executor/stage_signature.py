@@ -29,8 +29,8 @@ class SavedTensorPolicy:
         if recompute != "none":
             self.recompute = StageRecomputation(module, recompute)
             self._in_blocks = hasattr(module, "call")  # Its code marks the start of blocks.
-        held = {} if spec.sharding is None else spec.sharding.state
-        cut = any("S(" in held[s.name].placements for s in stage.state if s.name in held)
+        sharding = {} if spec.sharding is None else spec.sharding.state
+        cut = any("S(" in sharding[s.name].placements for s in stage.state if s.name in sharding)
         self.regather = ParameterRegather() if cut else None
 
     def call(

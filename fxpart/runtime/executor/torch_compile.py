@@ -59,7 +59,7 @@ def get_compile_backend(wanted: bool | str) -> str:
 
 def compile_stages(
     wanted: bool | str,
-    lanes: Sequence[MeshRank],
+    mesh_ranks: Sequence[MeshRank],
     devices: Sequence[torch.device],
     *,
     recompute: Mapping[int, Any],
@@ -75,7 +75,7 @@ def compile_stages(
     backend = get_compile_backend(wanted)
     if not backend:
         return None
-    if problems := list(_find_problems(backend, lanes, recompute, splits)):
+    if problems := list(_find_problems(backend, mesh_ranks, recompute, splits)):
         raise FxpartError(problems)
     kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
     fault = compiler_fault(backend, kind)
@@ -86,8 +86,8 @@ def compile_stages(
             why=fault,
             fix="install it, or leave the option out; `fxpart env` shows what works here",
         )
-    for lane in lanes:
-        for module in lane.modules.values():
+    for mesh_rank in mesh_ranks:
+        for module in mesh_rank.modules.values():
             _compile(module, backend)
     return StageCompiler(backend, compile_counters())
 
@@ -105,7 +105,7 @@ def _compile(module: nn.Module, backend: str) -> None:
 
 
 def _find_problems(
-    backend: str, lanes: Sequence[MeshRank], recompute: Mapping[int, Any], splits: bool
+    backend: str, mesh_ranks: Sequence[MeshRank], recompute: Mapping[int, Any], splits: bool
 ) -> list[Problem]:
     """Return why these stages cannot be compiled."""
     where, found = f"compile_stages={backend!r}", []
@@ -114,7 +114,7 @@ def _find_problems(
         found.append(
             Problem("FXP109", where, "torch has no such backend", "use one of " + ", ".join(known))
         )
-    if lanes and lanes[0].spec.sharding is not None:
+    if mesh_ranks and mesh_ranks[0].spec.sharding is not None:
         why = "the ranks of a stage call collectives inside it, which torch.compile cannot see"
         fix = 'use one rank per stage: constraints={"mesh": "none"}'
         found.append(Problem("FXP109", where, why, fix))

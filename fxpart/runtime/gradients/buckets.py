@@ -17,13 +17,13 @@ FIRST = 1 << 20
 class PartialGradient:
     """A gradient that must be summed over mesh ranks.
 
-    held: the optimizer's tensor for the parameter. axes: mesh axes of the sum. scattered: the axis
+    shard: the optimizer's tensor for the parameter. axes: mesh axes of the sum. scattered: the axis
     along which the sum is reduce-scattered, "" for an all-reduce. bytes: the maximum over the mesh
     ranks.
     """
 
     parameter: torch.Tensor
-    held: torch.Tensor
+    shard: torch.Tensor
     axes: tuple[str, ...]
     scattered: str
     bytes: int

@@ -20,8 +20,8 @@ def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
     for name, entry in find_tied_entries(state):
         if name in shards.rows:
             continue
-        for lane in state.lanes:
-            _send_tied_gradient(state, shards, entry, lane.index)
+        for mesh_rank in state.lanes:
+            _send_tied_gradient(state, shards, entry, mesh_rank.index)
 
 
 def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
@@ -34,11 +34,11 @@ def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
 
 
 def _send_tied_gradient(
-    state: ModelState, shards: OptimizerShards, entry: StateEntry, lane: int
+    state: ModelState, shards: OptimizerShards, entry: StateEntry, mesh_rank: int
 ) -> None:
     transport, owner = state.transport, entry.spec.owner
-    home = state.rank(owner, lane)
-    copies = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+    home = state.rank(owner, mesh_rank)
+    copies = {stage: t for (stage, at), t in entry.copies.items() if at == mesh_rank}
     shared = [s for s, t in copies.items() if t is copies.get(owner) and s != owner]
     others = [s for s in sorted(entry.stages, reverse=True) if s != owner and s not in shared]
     sends = []
@@ -46,16 +46,16 @@ def _send_tied_gradient(
         total = _gradient(shards.of(copies[owner]))
         for stage in others:
             # Within a process a message is the tensor itself, and copies must not share memory.
-            rank = state.rank(stage, lane)
+            rank = state.rank(stage, mesh_rank)
             if rank == home:
                 shards.of(copies[stage]).grad = total.clone()
                 continue
             message = total.clone() if rank in transport.local else total.contiguous()
             sends.append(transport.send(home, rank, STATE, message))
     for stage in others:
-        if stage in copies and state.rank(stage, lane) != home:
+        if stage in copies and state.rank(stage, mesh_rank) != home:
             copy = shards.of(copies[stage])
-            copy.grad = transport.wait(_post(state, home, state.rank(stage, lane), copy))
+            copy.grad = transport.wait(_post(state, home, state.rank(stage, mesh_rank), copy))
     for handle in sends:
         transport.wait(handle)
 
@@ -71,10 +71,10 @@ def gather_gradients(
     names = [name for name, entry in state.entries.items() if entry.trainable]
     found: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
     flat = {}
-    for lane, gradients in own.items():
+    for mesh_rank, gradients in own.items():
         for name, gradient in gradients.items():
-            found[name][lane] = gradient
-            if tuple(gradient.shape) != state.entries[name].pieces.local_shape(lane):
+            found[name][mesh_rank] = gradient
+            if tuple(gradient.shape) != state.entries[name].pieces.local_shape(mesh_rank):
                 flat[name] = shards.axis(name)
     # 1: a gradient exists; 3: each mesh rank's optimizer has a shard of it.
     message = bytes(bool(found[name]) + 2 * (name in flat) for name in names)

@@ -87,9 +87,9 @@ def _add_norms(
 ) -> None:
     """Add a parameter's norm to the table; squared if several mesh ranks own shards of it."""
     entry, sources = state.entries[name], shards.pieces(name).sources
-    for lane, parameter in entry.owned().items():
+    for mesh_rank, parameter in entry.owned().items():
         gradient = get_gradient_values(shards.of(parameter))
-        if gradient is None or lane not in sources:
+        if gradient is None or mesh_rank not in sources:
             continue
         norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()
         table[0, index] += norm if len(sources) == 1 else norm**2

@@ -19,12 +19,12 @@ def run_in_buckets(sizes: Sequence[int], start: Callable[[slice], BucketedCollec
     sizes: of each tensor, in bytes. Only a few buckets are in flight, because each is a copy.
     """
     sent: deque[BucketedCollective] = deque()
-    first = held = 0
+    first = filled = 0
     for index, size in enumerate(sizes):
-        held += size
-        if held >= BUCKET or index == len(sizes) - 1:
+        filled += size
+        if filled >= BUCKET or index == len(sizes) - 1:
             sent.append(start(slice(first, index + 1)))
-            first, held = index + 1, 0
+            first, filled = index + 1, 0
             if len(sent) > _UNDER_WAY:
                 sent.popleft().wait()
     while sent:
@@ -50,10 +50,10 @@ class GradientReduceScatter:
         self._bytes = 0
         self._sent: deque[tuple[BucketedCollective, list[torch.Tensor]]] = deque()
 
-    def add(self, parameter: torch.Tensor, held: torch.Tensor) -> None:
-        """Take the parameter's gradient; its reduced shard is added to the gradient of ``held``."""
+    def add(self, parameter: torch.Tensor, shard: torch.Tensor) -> None:
+        """Take the parameter's gradient; its reduced part is added to that of ``shard``."""
         assert parameter.grad is not None
-        self._bucket.append((parameter, held))
+        self._bucket.append((parameter, shard))
         self._bytes += parameter.grad.nbytes
         if self._bytes >= BUCKET:
             self._send()
@@ -70,15 +70,15 @@ class GradientReduceScatter:
         pending = start_reduce_scatter(self._mesh, lines, self._axis)
         for parameter, _ in self._bucket:
             parameter.grad = None
-        self._sent.append((pending, [held for _, held in self._bucket]))
+        self._sent.append((pending, [shard for _, shard in self._bucket]))
         self._bucket, self._bytes = [], 0
         if len(self._sent) > _UNDER_WAY:
             self._receive()
 
     def _receive(self) -> None:
         pending, targets = self._sent.popleft()
-        for held, piece in zip(targets, pending.wait(), strict=True):
-            held.grad = piece if held.grad is None else held.grad.add_(piece)
+        for shard, piece in zip(targets, pending.wait(), strict=True):
+            shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
 
 
 def get_dense_gradient(parameter: torch.Tensor) -> torch.Tensor:

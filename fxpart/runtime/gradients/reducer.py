@@ -214,16 +214,16 @@ class StageGradientReducer:
 
         def end() -> None:
             for term, piece in zip(bucket.terms, pending.wait(), strict=True):
-                held = term.held
-                held.grad = piece if held.grad is None else held.grad.add_(piece)
+                shard = term.shard
+                shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
 
         return end
 
     def _remove_absent(self, terms: Sequence[PartialGradient], there: torch.Tensor) -> None:
         """Remove gradients that no mesh rank has: an optimizer skips such a parameter."""
-        for term, lanes in zip(terms, there.tolist(), strict=True):
-            if not lanes:
-                term.parameter.grad = term.held.grad = None
+        for term, mesh_ranks in zip(terms, there.tolist(), strict=True):
+            if not mesh_ranks:
+                term.parameter.grad = term.shard.grad = None
 
 
 def _get_strides(gradient: torch.Tensor | None) -> tuple[int, ...] | None:

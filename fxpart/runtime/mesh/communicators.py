@@ -25,7 +25,7 @@ class MeshCommunicators:
     def __init__(
         self,
         mesh: Mesh,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         sums: Collection[tuple[str, ...]] = (),
@@ -60,31 +60,31 @@ class MeshCommunicators:
                 )
         for place, end in self._reduction_communicators.items():
             end.counts = self._communicators[place].counts
-        for lane in lanes:
-            self.attach(lane.index, lane.modules)
+        for mesh_rank in mesh_ranks:
+            self.attach(mesh_rank.index, mesh_rank.modules)
 
-    def sums(self, stage: int, lane: int) -> Communicator:
+    def sums(self, stage: int, mesh_rank: int) -> Communicator:
         """Return the communicator for gradient reduction, independent of other collectives."""
-        return self._reduction_communicators[stage, lane]
+        return self._reduction_communicators[stage, mesh_rank]
 
-    def of(self, stage: int, lane: int) -> Communicator:
+    def of(self, stage: int, mesh_rank: int) -> Communicator:
         """Return the communicator of a mesh rank at a stage."""
-        return self._communicators[stage, lane]
+        return self._communicators[stage, mesh_rank]
 
-    def attach(self, lane: int, modules: Mapping[int, nn.Module]) -> None:
+    def attach(self, mesh_rank: int, modules: Mapping[int, nn.Module]) -> None:
         """Set the communicators of stage modules, as ``module.mesh``."""
         for stage, module in modules.items():
-            vars(module)["mesh"] = self._communicators[stage, lane]
+            vars(module)["mesh"] = self._communicators[stage, mesh_rank]
 
     def watch(self, around: Callable[[int], Callable[[str, Start], Start]] | None) -> None:
         """Start every rank's collectives through ``around(rank)``; None: undo."""
-        for (stage, lane), end in self._communicators.items():
-            end.watch(None if around is None else around(self._ranks[stage][lane]))
+        for (stage, mesh_rank), end in self._communicators.items():
+            end.watch(None if around is None else around(self._ranks[stage][mesh_rank]))
 
-    def leave(self, lane: int, cause: BaseException | str) -> None:
+    def leave(self, mesh_rank: int, cause: BaseException | str) -> None:
         """Report that a mesh rank has ended or failed, so that no thread waits for it."""
         for hub in (*self._hubs, *self._reduction_hubs):
-            hub.abort(lane, cause)
+            hub.abort(mesh_rank, cause)
 
     def recover(self) -> None:
         """Reset after all mesh ranks of this process have ended their tasks."""

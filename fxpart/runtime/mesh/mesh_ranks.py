@@ -38,30 +38,32 @@ def get_stage_mesh(spec: ProgramSpec) -> Mesh:
     return Mesh() if spec.sharding is None else Mesh.parse(spec.sharding.mesh)
 
 
-def build_rank_table(ranks: Sequence[int | Sequence[int]], lanes: int) -> Ranks:
+def build_rank_table(ranks: Sequence[int | Sequence[int]], mesh_ranks: int) -> Ranks:
     """Return the rank of each stage's mesh ranks; an int denotes consecutive ranks from it.
 
     A rank may run several stages (virtual stages), always of the same mesh rank. Raises FXP109 if a
     stage has too few ranks or a rank is used for two mesh ranks.
     """
     table = tuple(
-        tuple(range(given, given + lanes)) if isinstance(given, int) else tuple(given)
+        tuple(range(given, given + mesh_ranks)) if isinstance(given, int) else tuple(given)
         for given in ranks
     )
-    places = {(rank, lane) for stage in table for lane, rank in enumerate(stage)}
-    if any(len(stage) != lanes for stage in table) or len({r for r, _ in places}) != len(places):
+    places = {(rank, mesh_rank) for stage in table for mesh_rank, rank in enumerate(stage)}
+    if any(len(stage) != mesh_ranks for stage in table) or len({r for r, _ in places}) != len(
+        places
+    ):
         raise error(
             "FXP109",
             where=f"ranks={table}",
-            why=f"each stage needs {lanes} ranks, and a rank can have only one mesh rank",
+            why=f"each stage needs {mesh_ranks} ranks, and a rank can have only one mesh rank",
             fix="pass ranks[stage][mesh_rank]",
         )
     return table
 
 
-def get_pipeline_ranks(ranks: Ranks, lane: int) -> tuple[int, ...]:
+def get_pipeline_ranks(ranks: Ranks, mesh_rank: int) -> tuple[int, ...]:
     """Return the ranks of a mesh rank's stages."""
-    return tuple(stage[lane] for stage in ranks)
+    return tuple(stage[mesh_rank] for stage in ranks)
 
 
 def encode_common_spec(spec: ProgramSpec) -> str:
@@ -90,37 +92,37 @@ class MeshRankThreads:
     """
 
     def __init__(
-        self, lanes: Sequence[int], leave: Callable[[int, BaseException | str], Any]
+        self, mesh_ranks: Sequence[int], leave: Callable[[int, BaseException | str], Any]
     ) -> None:
         """leave: called with the mesh rank and the reason when a task ends, to release waiters."""
-        self._lanes = tuple(lanes)
+        self._mesh_ranks = tuple(mesh_ranks)
         self._leave = leave
-        self._pool = None if len(lanes) == 1 else ThreadPoolExecutor(len(lanes), "lane")
+        self._pool = None if len(mesh_ranks) == 1 else ThreadPoolExecutor(len(mesh_ranks), "lane")
 
     def run_all(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
         """Run the tasks of all mesh ranks concurrently, since they wait for each other.
 
         If any raises, the first exception is raised after all have ended.
         """
-        assert tuple(tasks) == self._lanes, "there must be one task per mesh rank"
+        assert tuple(tasks) == self._mesh_ranks, "there must be one task per mesh rank"
         if self._pool is None:
-            return {lane: task() for lane, task in tasks.items()}
+            return {mesh_rank: task() for mesh_rank, task in tasks.items()}
         raised: list[BaseException] = []
         modes = torch.is_grad_enabled(), is_flush_denormal_set()
         running = {
-            lane: self._pool.submit(self._run, lane, task, modes, raised)
-            for lane, task in tasks.items()
+            mesh_rank: self._pool.submit(self._run, mesh_rank, task, modes, raised)
+            for mesh_rank, task in tasks.items()
         }
         try:
             wait(running.values())
         except BaseException as cause:  # Ctrl-C: stop the mesh ranks, too.
-            for lane in tasks:
-                self._leave(lane, cause)
+            for mesh_rank in tasks:
+                self._leave(mesh_rank, cause)
             wait(running.values())
             raise
         if raised:
             raise raised[0]
-        return {lane: future.result() for lane, future in running.items()}
+        return {mesh_rank: future.result() for mesh_rank, future in running.items()}
 
     def close(self) -> None:
         """End the threads."""
@@ -129,7 +131,7 @@ class MeshRankThreads:
 
     def _run(
         self,
-        lane: int,
+        mesh_rank: int,
         task: Callable[[], T],
         modes: tuple[bool, bool],
         raised: list[BaseException],
@@ -143,9 +145,9 @@ class MeshRankThreads:
         with torch.set_grad_enabled(gradients), torch.autograd.set_multithreading_enabled(False):
             try:
                 result = task()
-                self._leave(lane, "it has ended")
+                self._leave(mesh_rank, "it has ended")
                 return result
             except BaseException as cause:
                 raised.append(cause)
-                self._leave(lane, cause)
+                self._leave(mesh_rank, cause)
                 raise

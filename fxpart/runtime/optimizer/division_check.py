@@ -172,7 +172,7 @@ def split_optimizer(
 
 
 def get_optimizer_division(
-    state: ModelState, held: OptimizerShards, *, by_stage: bool
+    state: ModelState, shards: OptimizerShards, *, by_stage: bool
 ) -> OptimizerDivision:
     """Return how a program's parameters are divided.
 
@@ -191,7 +191,7 @@ def get_optimizer_division(
     return OptimizerDivision(
         between=any(names != every for names in owners.values()),
         copies=not by_stage and sum(bool(owners.get(rank)) for rank in state.transport.local) > 1,
-        cut={name: ParameterSplit.of(held.pieces(name)) for name in held.cut()},
+        cut={name: ParameterSplit.of(shards.pieces(name)) for name in shards.cut()},
     )
 
 
@@ -289,13 +289,13 @@ class _TrialOptimizer:
         ]
         members: Members = []
         state: dict[torch.Tensor, dict[Any, Any]] = {}
-        held = iter(self._parameters)
+        copies = iter(self._parameters)
         cuts = iter(starts.cuts)
         for group in starts.groups:
             members.append([])
             for real, small in group:
                 cut, kept = next(cuts), optimizer.state.get(real)
-                for q in next(held):
+                for q in next(copies):
                     members[-1].append((real, q))
                     if kept:
                         take = None if part is None else cut

@@ -59,10 +59,10 @@ class OptimizerShards:
         self.rows = SparseGradients(state, meshes, shared=shared_rows)
         self._scatters: dict[tuple[int, int], GradientReduceScatter] = {}
         if meshes is not None and self._shards:
-            for lane in state.lanes:
-                for stage in lane.modules:
-                    mesh = meshes.of(stage, lane.index)
-                    self._scatters[stage, lane.index] = GradientReduceScatter(mesh, self._axis)
+            for mesh_rank in state.lanes:
+                for stage in mesh_rank.modules:
+                    mesh = meshes.of(stage, mesh_rank.index)
+                    self._scatters[stage, mesh_rank.index] = GradientReduceScatter(mesh, self._axis)
         self._reducers = self._make_reducers()
         self.closing = False  # An update follows the current step, so its reductions may start.
         if self.zero == 2:
@@ -117,52 +117,54 @@ class OptimizerShards:
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def hooks(self, lane: int) -> BackwardHooks | None:
+    def hooks(self, mesh_rank: int) -> BackwardHooks | None:
         """Return the hooks around the backwards of a mesh rank's stages, None if there are none."""
         if self.zero != 2 and not self._reducers:
             return None
         return BackwardHooks(
-            partial(self._last, lane), partial(self._after, lane), partial(self._skip, lane)
+            partial(self._last, mesh_rank),
+            partial(self._after, mesh_rank),
+            partial(self._skip, mesh_rank),
         )
 
-    def _last(self, lane: int, stage: int) -> None:
-        if self.closing and (stage, lane) in self._reducers:
-            self._reducers[stage, lane].arm()
+    def _last(self, mesh_rank: int, stage: int) -> None:
+        if self.closing and (stage, mesh_rank) in self._reducers:
+            self._reducers[stage, mesh_rank].arm()
 
-    def _after(self, lane: int, stage: int) -> None:
+    def _after(self, mesh_rank: int, stage: int) -> None:
         if self.zero == 2:
-            self.after_backward(lane, stage)
-        reducer = self._reducers.get((stage, lane))
+            self.after_backward(mesh_rank, stage)
+        reducer = self._reducers.get((stage, mesh_rank))
         if reducer is not None and reducer.armed:
             reducer.rest()
 
-    def _skip(self, lane: int, stage: int) -> None:
+    def _skip(self, mesh_rank: int, stage: int) -> None:
         """After a failure, release mesh ranks in other processes; local ones are aborted
         separately.
         """
         assert self._meshes is not None
-        if self.closing and (stage, lane) in self._reducers and not self._meshes.threads:
-            self._reducers[stage, lane].skip()
+        if self.closing and (stage, mesh_rank) in self._reducers and not self._meshes.threads:
+            self._reducers[stage, mesh_rank].skip()
 
-    def conclude(self, lane: MeshRank) -> None:
+    def conclude(self, mesh_rank: MeshRank) -> None:
         """After a failure that all ranks know of, complete and discard pending reductions."""
         if self._meshes is not None and self._meshes.threads:
             return
-        for stage in sorted(lane.modules):
-            if (stage, lane.index) in self._reducers:
-                self._reducers[stage, lane.index].finish()
+        for stage in sorted(mesh_rank.modules):
+            if (stage, mesh_rank.index) in self._reducers:
+                self._reducers[stage, mesh_rank.index].finish()
 
-    def after_backward(self, lane: int, stage: int) -> None:
+    def after_backward(self, mesh_rank: int, stage: int) -> None:
         """ZeRO-2: keep this mesh rank's shards of the gradients that a backward has computed.
 
         Most are sent during the backward; tied gradients are complete only now.
         """
-        self._scatter(lane, stage, list(self._iterate_owned(lane, stage)))
+        self._scatter(mesh_rank, stage, list(self._iterate_owned(mesh_rank, stage)))
 
-    def collect(self, lane: MeshRank) -> None:
+    def collect(self, mesh_rank: MeshRank) -> None:
         """ZeRO-2: the same for late tied gradients at the end of a step."""
-        for stage in sorted(lane.modules):
-            self.after_backward(lane.index, stage)
+        for stage in sorted(mesh_rank.modules):
+            self.after_backward(mesh_rank.index, stage)
 
     def reset(self) -> None:
         """Clear all gradients."""
@@ -176,13 +178,13 @@ class OptimizerShards:
         for _, parameter in self._state.parameters():
             parameter.grad = self.of(parameter).grad = None
 
-    def finish(self, lane: MeshRank) -> None:
+    def finish(self, mesh_rank: MeshRank) -> None:
         """Complete the reductions over mesh ranks of all gradients of the owners."""
-        for stage in sorted(lane.modules):
-            mine = list(self._iterate_owned(lane.index, stage))
-            done = self._finish_reducer(lane.index, stage)
-            self._scatter(lane.index, stage, mine)
-            self.rows.finish(lane, stage)
+        for stage in sorted(mesh_rank.modules):
+            mine = list(self._iterate_owned(mesh_rank.index, stage))
+            done = self._finish_reducer(mesh_rank.index, stage)
+            self._scatter(mesh_rank.index, stage, mine)
+            self.rows.finish(mesh_rank, stage)
             summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in mine:
                 shard, axes = self.of(parameter), self._get_partial_axes(name, entry)
@@ -191,7 +193,7 @@ class OptimizerShards:
                 if axes and shard.grad is not None and id(shard) not in done:
                     shard.grad = get_dense_gradient(shard)
                     summed[name] = axes, shard.grad
-            self._all_reduce(lane.index, stage, summed)
+            self._all_reduce(mesh_rank.index, stage, summed)
 
     def share_rows(self) -> None:
         """Exchange sparse gradients between owners of a table, and keep those to update here."""
@@ -200,18 +202,18 @@ class OptimizerShards:
             self.rows.settle(self._get_shard_range)
 
     def _get_shard_range(
-        self, name: str, entry: StateEntry, lane: int, parameter: torch.Tensor
+        self, name: str, entry: StateEntry, mesh_rank: int, parameter: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return the optimizer's tensor for a parameter, and its range of the flat parameter."""
         size = parameter.numel()
         shard = self.of(parameter)
         if shard is parameter:
             return shard, (0, size)
-        return shard, shard_along_axis(entry.pieces, self.axis(name)).range(lane, size)
+        return shard, shard_along_axis(entry.pieces, self.axis(name)).range(mesh_rank, size)
 
     def current(
         self,
-        lane: MeshRank,
+        mesh_rank: MeshRank,
         *,
         summed: bool,
         rows: Mapping[tuple[str, int], SparseGradientParts | None],
@@ -223,34 +225,34 @@ class OptimizerShards:
         sparse gradients are returned dense.
         """
         found: dict[str, torch.Tensor] = {}
-        for stage in sorted(lane.modules):
+        for stage in sorted(mesh_rank.modules):
             mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
-            for name, entry, parameter in self._iterate_owned(lane.index, stage):
+            for name, entry, parameter in self._iterate_owned(mesh_rank.index, stage):
                 shard = self.of(parameter)
-                if shard.grad is not None and (name, lane.index) not in rows:
+                if shard.grad is not None and (name, mesh_rank.index) not in rows:
                     rest = () if summed else self._get_partial_axes(name, entry)
                     mine[name] = rest, get_dense_gradient(shard).clone()
-                elif (parts := rows.get((name, lane.index))) is not None:
+                elif (parts := rows.get((name, mesh_rank.index))) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif (parts := self.rows.pending(parameter)) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, get_dense_gradient(parameter).clone()
-            self._all_reduce(lane.index, stage, mine)
+            self._all_reduce(mesh_rank.index, stage, mine)
             found |= {name: tensor for name, (_, tensor) in mine.items()}
         return found
 
-    def spread(self, lane: MeshRank) -> None:
+    def spread(self, mesh_rank: MeshRank) -> None:
         """After the optimizer's step, all-gather the shards of every mesh rank."""
         if not self._shards or self._meshes is None:
             return
-        for stage in sorted(lane.modules):
+        for stage in sorted(mesh_rank.modules):
             mine = [
-                entry.copies[stage, lane.index]
+                entry.copies[stage, mesh_rank.index]
                 for name, entry in self._state.entries.items()
-                if self.axis(name) and (stage, lane.index) in entry.copies
+                if self.axis(name) and (stage, mesh_rank.index) in entry.copies
             ]
-            mesh = self._meshes.of(stage, lane.index)
+            mesh = self._meshes.of(stage, mesh_rank.index)
             pieces = [self.of(parameter).detach() for parameter in mine]
             wholes = [parameter.data.view(-1) for parameter in mine]
             run_in_buckets(
@@ -258,9 +260,9 @@ class OptimizerShards:
                 partial(_start_gather, mesh, self._axis, pieces, wholes),
             )
 
-    def _finish_reducer(self, lane: int, stage: int) -> set[int]:
+    def _finish_reducer(self, mesh_rank: int, stage: int) -> set[int]:
         """Wait for the stage's early reductions; return the ids of their parameters."""
-        reducer = self._reducers.get((stage, lane))
+        reducer = self._reducers.get((stage, mesh_rank))
         if reducer is None:
             return set()
         reducer.finish()
@@ -272,21 +274,23 @@ class OptimizerShards:
         """
         found: dict[tuple[int, int], StageGradientReducer] = {}
         queues: dict[int, ReductionQueue] = {}
-        for lane in self._state.lanes:
-            for stage in sorted(lane.modules):
-                terms = list(self._find_partial_gradients(lane, stage))
+        for mesh_rank in self._state.lanes:
+            for stage in sorted(mesh_rank.modules):
+                terms = list(self._find_partial_gradients(mesh_rank, stage))
                 if terms and self._meshes is not None:
-                    queue = queues.setdefault(self._state.rank(stage, lane.index), ReductionQueue())
-                    mesh = self._meshes.sums(stage, lane.index)
-                    found[stage, lane.index] = StageGradientReducer(
+                    queue = queues.setdefault(
+                        self._state.rank(stage, mesh_rank.index), ReductionQueue()
+                    )
+                    mesh = self._meshes.sums(stage, mesh_rank.index)
+                    found[stage, mesh_rank.index] = StageGradientReducer(
                         mesh, make_buckets(terms), queue
                     )
         return found
 
-    def _find_partial_gradients(self, lane: MeshRank, stage: int) -> Iterator[PartialGradient]:
+    def _find_partial_gradients(self, mesh_rank: MeshRank, stage: int) -> Iterator[PartialGradient]:
         """Yield the stage's own reductions in reverse order of use; equal on all mesh ranks."""
-        spec = lane.spec.stages[stage]
-        if self._meshes is None or not has_backward(lane.spec, spec):
+        spec = mesh_rank.spec.stages[stage]
+        if self._meshes is None or not has_backward(mesh_rank.spec, spec):
             return
         for state in reversed(spec.state):
             entry = self._state.entries[state.name]
@@ -296,7 +300,7 @@ class OptimizerShards:
                 continue
             if state.name in self.rows:
                 continue
-            parameter = entry.copies[stage, lane.index]
+            parameter = entry.copies[stage, mesh_rank.index]
             shard, cut = self.of(parameter), self.axis(state.name)
             # Under ZeRO-2 each backward sends its own; gradients equal along the axis are sliced at
             # the end.
@@ -306,23 +310,23 @@ class OptimizerShards:
                 )
 
     def _iterate_owned(
-        self, lane: int, stage: int
+        self, mesh_rank: int, stage: int
     ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
         for name, entry in self._state.entries.items():
-            if entry.trainable and entry.spec.owner == stage and (stage, lane) in entry.copies:
-                yield name, entry, entry.copies[stage, lane]
+            if entry.trainable and entry.spec.owner == stage and (stage, mesh_rank) in entry.copies:
+                yield name, entry, entry.copies[stage, mesh_rank]
 
     def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
         """Return the axes over which the gradient of the optimizer's tensor is still partial."""
         return tuple(axis for axis in entry.partial if axis != self.axis(name))
 
     def _scatter(
-        self, lane: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
+        self, mesh_rank: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
     ) -> None:
         """Move gradients from parameters to the mesh rank's shards."""
         if self._meshes is None or not self._shards:
             return
-        scatter = self._scatters[stage, lane]
+        scatter = self._scatters[stage, mesh_rank]
         scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
         for name, entry, parameter in mine:
             shard = self.of(parameter)
@@ -333,7 +337,7 @@ class OptimizerShards:
             else:  # Equal on all mesh ranks of the axis: a slice is enough.
                 line = get_dense_gradient(parameter).reshape(-1)
                 pieces = shard_along_axis(entry.pieces, self._axis)
-                piece = line[slice(*pieces.range(lane, len(line)))].clone()
+                piece = line[slice(*pieces.range(mesh_rank, len(line)))].clone()
                 shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
                 parameter.grad = None
         scatter.finish()
@@ -346,12 +350,12 @@ class OptimizerShards:
             if name in self.rows:
                 continue
             for place, parameter in entry.copies.items():
-                send = partial(self._scatters[place].add, held=self.of(parameter))
+                send = partial(self._scatters[place].add, shard=self.of(parameter))
                 parameter.register_post_accumulate_grad_hook(send)
 
     def _all_reduce(
         self,
-        lane: int,
+        mesh_rank: int,
         stage: int,
         gradients: dict[str, tuple[tuple[str, ...], torch.Tensor]],
     ) -> None:
@@ -362,17 +366,19 @@ class OptimizerShards:
         for axes, gradient in gradients.values():
             if axes:
                 groups.setdefault(axes, []).append(gradient)
-        mesh = self._meshes.of(stage, lane)
+        mesh = self._meshes.of(stage, mesh_rank)
         for axes, tensors in groups.items():
             run_in_buckets([t.nbytes for t in tensors], partial(_start_sum, mesh, axes, tensors))
 
 
-def _make_shard(entry: StateEntry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
+def _make_shard(
+    entry: StateEntry, mesh_rank: int, axis: str, parameter: torch.Tensor
+) -> nn.Parameter:
     """Return a view of the mesh rank's shard; make the parameter contiguous first."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
     line = parameter.data.view(-1)
-    start, stop = shard_along_axis(entry.pieces, axis).range(lane, len(line))
+    start, stop = shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line))
     return nn.Parameter(line[start:stop])
 
 

@@ -29,7 +29,7 @@ class _StateValue(msgspec.Struct, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     value: Any = None
-    lane: int = 0
+    mesh_rank: int = 0
     part: bool = False
 
 
@@ -70,7 +70,7 @@ def gather_optimizer_state(
                     slots[slot.key] = torch.empty(
                         pieces.shape, dtype=value.dtype, device=value.device
                     )
-                pieces.put(slots[slot.key], slot.lane, value)
+                pieces.put(slots[slot.key], slot.mesh_rank, value)
             else:
                 slots[slot.key] = value
     if first_only and 0 not in transport.local:
@@ -119,10 +119,10 @@ def plan_state_load(
             Problem("FXP110", name, "the optimizer state does not have it", fix) for name in missing
         )
     owners = {
-        id(shards.of(tensor)): (name, lane)
+        id(shards.of(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
-        for (_, lane), tensor in entry.copies.items()
+        for (_, mesh_rank), tensor in entry.copies.items()
     }
     current = optimizer.state_dict()
     wanted: dict[int, Any] = {}
@@ -130,13 +130,13 @@ def plan_state_load(
     for index, group in enumerate(optimizer.param_groups):
         source = find_source_group(index, given["param_groups"], groups, place)
         for parameter in group["params"]:
-            name, lane = owners.get(id(parameter), (None, 0))
+            name, mesh_rank = owners.get(id(parameter), (None, 0))
             if name is not None:
                 source = place[name]
                 if name in given["state"]:
                     pieces = shards.pieces(name)
                     wanted[number] = {
-                        k: _slice_value(pieces, lane, v) if isinstance(v, torch.Tensor) else v
+                        k: _slice_value(pieces, mesh_rank, v) if isinstance(v, torch.Tensor) else v
                         for k, v in given["state"][name].items()
                     }
             number += 1
@@ -166,11 +166,11 @@ def _describe_local(
 ) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
     """Return the state of the parameters that this process owns, each element once."""
     owned = {
-        id(shards.of(tensor)): (name, lane)
+        id(shards.of(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
-        for lane, tensor in entry.owned().items()
-        if lane in shards.pieces(name).sources
+        for mesh_rank, tensor in entry.owned().items()
+        if mesh_rank in shards.pieces(name).sources
     }
     slots: list[_StateValue] = []
     tensors: list[torch.Tensor] = []
@@ -178,8 +178,8 @@ def _describe_local(
     for group in optimizer.param_groups:
         mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
         names.append(tuple(dict.fromkeys(name for (name, _), _ in mine)))
-        for (name, lane), parameter in mine:
-            first = lane == shards.pieces(name).sources[0]
+        for (name, mesh_rank), parameter in mine:
+            first = mesh_rank == shards.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     # Momentum of sparse rows.
@@ -188,7 +188,9 @@ def _describe_local(
                     part = bool(shape) and shape == tuple(parameter.shape)
                     if part or first:
                         slots.append(
-                            _StateValue(name, key, str(value.dtype)[6:], shape, None, lane, part)
+                            _StateValue(
+                                name, key, str(value.dtype)[6:], shape, None, mesh_rank, part
+                            )
                         )
                         tensors.append(value)
                 elif first:
@@ -225,10 +227,10 @@ def _merge_groups(reports: list[_LocalOptimizerState], state: ModelState) -> lis
     return merged
 
 
-def _slice_value(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
+def _slice_value(pieces: ShardLayout, mesh_rank: int, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of the mesh rank's part of one value."""
     if value.dim() and tuple(value.shape) == pieces.shape:
-        value = pieces.part(value, lane)
+        value = pieces.part(value, mesh_rank)
     return value.clone()
 
 

@@ -134,10 +134,12 @@ class UserOptimizer:
             if not entry.trainable:
                 continue
             pieces = shards.pieces(name)
-            for (_, lane), tensor in entry.copies.items():
+            for (_, mesh_rank), tensor in entry.copies.items():
 
-                def part(value: torch.Tensor, lane: int = lane, pieces: Any = pieces) -> Any:
-                    return pieces.part(value, lane)
+                def part(
+                    value: torch.Tensor, mesh_rank: int = mesh_rank, pieces: Any = pieces
+                ) -> Any:
+                    return pieces.part(value, mesh_rank)
 
                 places[id(shards.of(tensor))] = name, part
         for optimizer in optimizers:

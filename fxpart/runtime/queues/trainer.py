@@ -102,7 +102,7 @@ class QueueTrainer(AsyncTrainerBase):
             assert self.dispatcher is not None, "one process has all ranks"
             self._mail = InMemoryMessenger(self.dispatcher)
         self._workers = {
-            stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
+            stage: make_worker(self, stage, layout) for stage in self._mesh_ranks[0].modules
         }
         self.update_options = record_options(
             self._transport, self.optimizer, self.queue.scheduler,
@@ -142,7 +142,10 @@ class QueueTrainer(AsyncTrainerBase):
         self._check_whole()
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         if local:
             raise error(
@@ -339,7 +342,7 @@ class QueueTrainer(AsyncTrainerBase):
         """A living copy takes the place of each lost one in all that looks at the whole model."""
         groups = ReplicaGroupGraph.of(self.spec).groups
         ranks = list(self._ranks)
-        modules = cast(dict[int, nn.Module], self._lanes[0].modules)
+        modules = cast(dict[int, nn.Module], self._mesh_ranks[0].modules)
         heirs: dict[int, int] = {}
         for group in groups:
             living = [copy for copy in group if copy not in lost]
@@ -355,7 +358,7 @@ class QueueTrainer(AsyncTrainerBase):
             if heir in modules:
                 modules[copy] = modules[heir]
         self._ranks, self.lost = tuple(ranks), lost
-        self._state = ModelState(self._lanes, self._ranks, self._transport, self._devices)
+        self._state = ModelState(self._mesh_ranks, self._ranks, self._transport, self._devices)
         self._sharded_state = DTensorState(self._state, None)
         self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
         self._eval, self._predictors = None, {}
@@ -364,7 +367,7 @@ class QueueTrainer(AsyncTrainerBase):
 
     def _batch(self, stage: int, cut: MicrobatchSplit) -> ReplicaMinibatch:
         rank = self._ranks[stage][0]
-        names = find_used_inputs(self._lanes, self._ranks, rank)
+        names = find_used_inputs(self._mesh_ranks, self._ranks, rank)
         return ReplicaMinibatch(cut.taken(names, self._devices[rank]), cut.weights, self._keys(cut))
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:

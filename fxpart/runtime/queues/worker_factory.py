@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) -> ReplicaWorker:
     """The worker of a copy, with its weights and its part of the mail."""
-    module = trainer._lanes[0].modules[stage]
+    module = trainer._mesh_ranks[0].modules[stage]
     optimizer, options, queue = trainer.optimizers[stage, 0], trainer.options, trainer.queue
     mail, spec = trainer._mail, trainer.spec
     bound = trainer.dealt[layout.group(stage)]
@@ -64,7 +64,7 @@ def collect_replica_parameters(
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
     """One for each copy of this process, with the trainer's groups."""
     made: dict[Place, torch.optim.Optimizer] = {}
-    for stage in trainer._lanes[0].modules:
+    for stage in trainer._mesh_ranks[0].modules:
         mine = parameters_of(trainer, stage)
         optimizer = make_optimizer(
             given,

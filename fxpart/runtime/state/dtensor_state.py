@@ -50,10 +50,10 @@ class DTensorState:
         found: dict[str, DTensor] = {}
         devices = self._devices()
         for name, entry in self._state.saved():
-            for (stage, lane), tensor in entry.copies.items():
+            for (stage, mesh_rank), tensor in entry.copies.items():
                 pieces = entry.pieces
                 found[name] = to_dtensor(
-                    self._meshes.of(stage, lane),
+                    self._meshes.of(stage, mesh_rank),
                     tensor.detach().clone(),
                     pieces.placements,
                     devices[stage],
@@ -83,19 +83,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def take_local_part(
-    tensor: torch.Tensor, pieces: ShardLayout, lane: int, ranks: Sequence[int]
+    tensor: torch.Tensor, pieces: ShardLayout, mesh_rank: int, ranks: Sequence[int]
 ) -> torch.Tensor:
     """Return the mesh rank's part of a tensor or DTensor; gather one with another sharding.
 
     ranks: of the stage's mesh ranks.
     """
     if not is_dtensor(tensor):
-        return pieces.part(tensor, lane)
+        return pieces.part(tensor, mesh_rank)
     own = _match_local_part(tensor, pieces, ranks)
     if own is not None:
         return own
     whole: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return pieces.part(whole, lane)
+    return pieces.part(whole, mesh_rank)
 
 
 def _match_local_part(

@@ -50,7 +50,11 @@ class StateEntry:
 
     def owned(self) -> dict[int, torch.Tensor]:
         """Return the owner's tensors in this process, by mesh rank."""
-        return {lane: t for (stage, lane), t in self.copies.items() if stage == self.spec.owner}
+        return {
+            mesh_rank: t
+            for (stage, mesh_rank), t in self.copies.items()
+            if stage == self.spec.owner
+        }
 
 
 class ModelState:
@@ -58,14 +62,14 @@ class ModelState:
 
     def __init__(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
     ) -> None:
-        """lanes: this process's mesh ranks. ranks: of each stage and mesh rank."""
-        spec = lanes[0].spec
-        self.lanes = tuple(lanes)
+        """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank."""
+        spec = mesh_ranks[0].spec
+        self.lanes = tuple(mesh_ranks)
         self.ranks = ranks
         self.transport = transport
         self.device = devices[transport.local[0]]
@@ -81,16 +85,22 @@ class ModelState:
 
     def _entry(self, name: str, stage_items: list[tuple[int, StateSpec]]) -> StateEntry:
         copies = {
-            (index, lane.index): _tensor(lane.modules[index], state.attribute)
-            for lane in self.lanes
+            (index, mesh_rank.index): _tensor(mesh_rank.modules[index], state.attribute)
+            for mesh_rank in self.lanes
             for index, state in stage_items
-            if index in lane.modules
+            if index in mesh_rank.modules
         }
         first, sharding = stage_items[0][1], self.lanes[0].spec.sharding
         pieces = ShardLayout.of(sharding, name, first.shape)
-        held = None if sharding is None else sharding.state.get(name)
+        tensor_sharding = None if sharding is None else sharding.state.get(name)
         stages = tuple(index for index, _ in stage_items)
-        return StateEntry(first, stages, copies, pieces, () if held is None else held.partial)
+        return StateEntry(
+            first,
+            stages,
+            copies,
+            pieces,
+            () if tensor_sharding is None else tensor_sharding.partial,
+        )
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this process's trainable parameters by name, each object once.
@@ -108,9 +118,9 @@ class ModelState:
         """Return the whole shape of every trainable parameter of the model, by name."""
         return {n: tuple(e.pieces.shape) for n, e in self.entries.items() if e.trainable}
 
-    def rank(self, stage: int, lane: int) -> int:
+    def rank(self, stage: int, mesh_rank: int) -> int:
         """Return the rank of a stage's mesh rank."""
-        return self.ranks[stage][lane]
+        return self.ranks[stage][mesh_rank]
 
     def saved(self) -> Iterator[tuple[str, StateEntry]]:
         """Yield the entries of a state dict: parameters and persistent buffers."""
@@ -139,10 +149,10 @@ class ModelState:
             axis = (flat or {}).get(name, "")
             pieces = shard_along_axis(entry.pieces, axis)
             whole = None
-            for lane in pieces.sources:
-                root = self.rank(entry.spec.owner, lane)
+            for mesh_rank in pieces.sources:
+                root = self.rank(entry.spec.owner, mesh_rank)
                 part = self._transfer(
-                    root, own.get(lane), pieces.local_shape(lane), dtype, first_only
+                    root, own.get(mesh_rank), pieces.local_shape(mesh_rank), dtype, first_only
                 )
                 if part is None or not keep:
                     continue
@@ -151,7 +161,7 @@ class ModelState:
                 else:
                     if whole is None:
                         whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self.device)
-                    pieces.put(whole, lane, part.to(self.device))
+                    pieces.put(whole, mesh_rank, part.to(self.device))
             if whole is not None:
                 result[name] = whole
         return result
@@ -209,8 +219,8 @@ class ModelState:
         with torch.no_grad():
             for name, tensor in wanted.items():
                 entry = self.entries[name]
-                for (stage, lane), copy in entry.copies.items():
-                    copy.copy_(take_local_part(tensor, entry.pieces, lane, self.ranks[stage]))
+                for (stage, mesh_rank), copy in entry.copies.items():
+                    copy.copy_(take_local_part(tensor, entry.pieces, mesh_rank, self.ranks[stage]))
         return len(wanted)
 
     def _find_given_name(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:

@@ -26,18 +26,20 @@ class ModuleConstants:
     entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lanes: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> ModuleConstants:
+    def of(
+        cls, mesh_ranks: Sequence[MeshRank], state: Mapping[str, torch.Tensor]
+    ) -> ModuleConstants:
         """Register the copies in the stage modules of these mesh ranks."""
         found = cls()
-        found.extend(lanes, state)
+        found.extend(mesh_ranks, state)
         return found
 
-    def extend(self, lanes: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> None:
+    def extend(self, mesh_ranks: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> None:
         """Register the copies in the stage modules of further mesh ranks."""
-        for lane in lanes:
-            part = make_state_slicer(lane.spec, lane.index)
-            for stage, module in lane.modules.items():
-                self.add(module, lane.spec.stages[stage], state, part)
+        for mesh_rank in mesh_ranks:
+            part = make_state_slicer(mesh_rank.spec, mesh_rank.index)
+            for stage, module in mesh_rank.modules.items():
+                self.add(module, mesh_rank.spec.stages[stage], state, part)
 
     def add(
         self,

@@ -74,15 +74,13 @@ def reshard(
         for handle in sent:
             transport.wait(handle)
     except (TransferTimeoutError, PeerLostError) as cause:
-        raise make_lost_peer_error(
-            transport.local[0], "resharding to another mesh", cause
-        ) from cause
+        raise make_lost_peer_error(transport.local[0], "resharding", cause) from cause
     results = {}
-    for lane in range(target.mesh.size):
-        if (rank := target.rank(lane)) in local:
+    for mesh_rank in range(target.mesh.size):
+        if (rank := target.rank(mesh_rank)) in local:
             # Pieces fill a mesh rank's tensor; one without pieces is zero in a partial sum.
-            make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
-            size = local_shape(shape, target.placements, target.mesh, lane)
+            make = torch.empty if any(p.target == mesh_rank for p in pieces) else torch.zeros
+            size = local_shape(shape, target.placements, target.mesh, mesh_rank)
             results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
     _fill_results(results, tensors, pieces, arrived, source, target)
     return results
@@ -96,14 +94,14 @@ def _check_local_tensors(
     dtype: torch.dtype,
 ) -> None:
     """Check the local tensors of the source ranks."""
-    for lane in range(source.mesh.size):
-        rank = source.rank(lane)
+    for mesh_rank in range(source.mesh.size):
+        rank = source.rank(mesh_rank)
         if rank not in local:
             continue
-        want = local_shape(shape, source.placements, source.mesh, lane)
-        boxes = tensors.get(rank)
-        if boxes is None or tuple(boxes.shape) != want or boxes.dtype != dtype:
-            given = "nothing" if boxes is None else f"{tuple(boxes.shape)} of {boxes.dtype}"
+        want = local_shape(shape, source.placements, source.mesh, mesh_rank)
+        tensor = tensors.get(rank)
+        if tensor is None or tuple(tensor.shape) != want or tensor.dtype != dtype:
+            given = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise error(
                 "FXP900",
                 where=f"resharding, rank {rank}",
