@@ -108,7 +108,7 @@ class Executor(RankInstructions):
                 gate()
                 for inbox in self._routes.inboxes:
                     inbox.begin(feed.sizes)
-                self._ties.begin(feed.sizes)
+                self._tied_gradients.begin(feed.sizes)
             for inbox, index, _ in instruction.awaits:
                 while not inbox.ready(index):
                     yield
@@ -136,7 +136,7 @@ class Executor(RankInstructions):
             self.events.put("tied gradients", "wait", peer=peer)
         try:
             if self.failure is None:
-                self._ties.conclude()
+                self._tied_gradients.add_late_sums()
             for inbox, index, _ in self._late_arrivals:
                 inbox.drop(index)
         except (TransferTimeoutError, PeerLostError) as cause:
@@ -172,13 +172,13 @@ class Executor(RankInstructions):
                 self._weight_backwards.clear()
                 if self._on_failure is not None:
                     self._on_failure(cause)
-        instruction.drain()
+        instruction.communicate()
 
     def finish(self) -> None:
         """Wait for the last sends; call it when all ranks have received their messages."""
         while self._sending:
             self._transport.wait(self._sending.popleft())
-        self._ties.finish()
+        self._tied_gradients.finish()
 
     def waiting(self) -> str:
         """Return the action that has not run, for a message."""

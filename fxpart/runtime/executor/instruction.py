@@ -58,7 +58,7 @@ class Instruction:
     action: Action
     awaits: tuple[Arrival, ...]
     do: Callable[[], None]
-    drain: Callable[[], None]
+    communicate: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,11 @@ def add_backward_hooks(
     instruction: Instruction, hooks: BackwardHooks, *, ends: bool
 ) -> Instruction:
     """Return a backward with hooks; ends: it is the stage's last one of the step."""
-    inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
+    inner, inner_communicate, stage = (
+        instruction.do,
+        instruction.communicate,
+        instruction.action.stage,
+    )
 
     def do() -> None:
         if ends:
@@ -86,9 +90,9 @@ def add_backward_hooks(
         inner()
         hooks.after(stage)
 
-    def drain() -> None:
-        empty()
+    def communicate() -> None:
+        inner_communicate()
         if ends:
             hooks.skip(stage)
 
-    return replace(instruction, do=do, drain=drain)
+    return replace(instruction, do=do, communicate=communicate)

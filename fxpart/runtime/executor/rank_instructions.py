@@ -94,11 +94,13 @@ class RankInstructions:
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
-        self._ties = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
+        self._tied_gradients = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
         self._late_arrivals: list[Arrival] = []
         self.halves = {
             index: BackwardSplitter(
-                module, self._ties.copies(index), self._signatures[index].keeping.recompute
+                module,
+                self._tied_gradients.copies(index),
+                self._signatures[index].keeping.recompute,
             )
             for index, module in modules.items()
         }
@@ -166,7 +168,7 @@ class RankInstructions:
             for cell in final:
                 cells.pop(cell, None)
 
-        return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
+        return Instruction(instruction.action, instruction.awaits, do, instruction.communicate)
 
     def _find_unread_outputs(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
         """Return by position the pairs whose outputs are not read later, for recomputed stages."""
@@ -260,9 +262,12 @@ class RankInstructions:
         return Instruction(action, arrivals, do, _make_drop(arrivals))
 
     def _prepare_backward(self, action: Action) -> Instruction:
-        stage, microbatch, ties = action.stage, action.microbatch, self._ties
+        stage, microbatch, tied_gradients = action.stage, action.microbatch, self._tied_gradients
         table, cells = self._signatures[stage], self._cells
-        tied, tied_arrivals = ties.involves(stage), ties.arrivals(stage, microbatch)
+        tied, tied_arrivals = (
+            tied_gradients.is_tied_stage(stage),
+            tied_gradients.arrivals(stage, microbatch),
+        )
         # An owner without own gradients still collects those of other stages.
         if not (table.trains or tied):
             return Instruction(action, (), _do_nothing, _do_nothing)
@@ -272,11 +277,11 @@ class RankInstructions:
             for consumer in table.consumers
             if self._is_local(consumer, microbatch)
         ]
-        self._late_arrivals += ties.arrivals(stage, microbatch, late=True)
+        self._late_arrivals += tied_gradients.arrivals(stage, microbatch, late=True)
         halves = self.halves[stage] if action.kind is ActionKind.I else None
         write, begins = self.events.write, self._make_start_mark(action)
         waits = self._make_wait_marks(action, (*arrivals, *tied_arrivals))
-        waits_for_ties = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
+        tied_waits = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
 
         def do() -> None:
             cell, roots = cells[stage, microbatch], BackwardRoots(table)
@@ -291,9 +296,9 @@ class RankInstructions:
             if table.loss is not None:
                 roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
             if tied:
-                for mark in waits_for_ties:
+                for mark in tied_waits:
                     write(mark)
-                roots.add_shared(ties.before(stage, microbatch))
+                roots.add_shared(tied_gradients.receive_roots(stage, microbatch))
             if waits:
                 self.began = write(begins)
             if halves is None:
@@ -301,15 +306,15 @@ class RankInstructions:
             else:
                 self._weight_backwards[stage, microbatch] = cell.backward_inputs(roots, halves)
             if tied:
-                ties.after(stage, microbatch)
+                tied_gradients.send_sums(stage, microbatch)
 
         drop = _make_drop((*arrivals, *tied_arrivals))
 
-        def drain() -> None:
-            ties.skip(stage, microbatch)
+        def communicate() -> None:
+            tied_gradients.skip(stage, microbatch)
             drop()
 
-        return Instruction(action, (*arrivals, *tied_arrivals), do, drain)
+        return Instruction(action, (*arrivals, *tied_arrivals), do, communicate)
 
     def _prepare_weights(self, action: Action) -> Instruction:
         key, rests = (action.stage, action.microbatch), self._weight_backwards
@@ -355,7 +360,7 @@ class RankInstructions:
                 tensors += self._pack(channel, link, value, new_orders)
             send(tensors, new_orders)
 
-        def drain() -> None:
+        def communicate() -> None:
             sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
             new_orders: dict[tuple[int, ValueEdge], Order] = {}
             for link, of in expected:
@@ -363,7 +368,7 @@ class RankInstructions:
                 tensors += self._pack(channel, link, zeros, new_orders)
             send(tensors, new_orders)
 
-        return Instruction(action, (), do, drain)
+        return Instruction(action, (), do, communicate)
 
     def _pack(
         self,

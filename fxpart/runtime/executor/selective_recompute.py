@@ -58,7 +58,7 @@ class ProductCacheMode(TorchDispatchMode):
         self._kept = [
             kept if intact else None for kept, intact in zip(self._kept, found, strict=True)
         ]
-        self._made = []  # They hold the autograd graph.
+        self._made = []  # They keep the autograd graph alive.
         return found
 
     def again(self) -> ProductReplayMode:

@@ -139,7 +139,7 @@ class BackwardSplitter:
 
     def _analyze(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
         """Analyze a graph of this shape."""
-        if any(_is_compiled(node) for node in nodes):  # torch frees at once what such a node holds.
+        if any(_is_compiled(node) for node in nodes):  # torch frees its tensors at once.
             plan = _BackwardSplit((), (), (), "compiled by torch.compile")
         else:
             plan = _BackwardGraphAnalysis(nodes, shape, self._tied).plan()

@@ -202,7 +202,7 @@ class TiedGradientReducer:
                     found.setdefault(source, []).append(item.link.name)
         return dict(sorted(found.items(), reverse=True))
 
-    def involves(self, stage: int) -> bool:
+    def is_tied_stage(self, stage: int) -> bool:
         """Return whether the stage takes part in the reduction of a tied gradient."""
         sources = {**self._find_sources(stage, late=False), **self._find_sources(stage, late=True)}
         return bool(sources or self._find_targets(stage))
@@ -223,7 +223,7 @@ class TiedGradientReducer:
         for inbox in self._inboxes:
             inbox.begin(sizes)
 
-    def before(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def receive_roots(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return sums of later stages as roots of the stage's backward: (parameter, gradient)."""
         for items in self._find_targets(stage).values():
             for item in items:
@@ -234,7 +234,7 @@ class TiedGradientReducer:
         entering = self._receive_sums(stage, microbatch, late=False)
         return [(self._copies[name, stage], gradient) for name, gradient in entering.items()]
 
-    def after(self, stage: int, microbatch: int) -> None:
+    def send_sums(self, stage: int, microbatch: int) -> None:
         """Send the stage's sums; store the owner's separately if late sums are outstanding."""
         for target, items in self._find_targets(stage).items():
             for item in items:
@@ -262,7 +262,7 @@ class TiedGradientReducer:
         """Return the (stage, microbatch) pairs whose sums wait for the end of the step."""
         return [(stage, microbatch) for stage, microbatch, _ in self._waiting]
 
-    def conclude(self) -> None:
+    def add_late_sums(self) -> None:
         """Add the late sums, microbatch by microbatch."""
         for stage, microbatch, parts in self._waiting:
             found = self._receive_sums(stage, microbatch, late=True)

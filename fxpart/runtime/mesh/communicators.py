@@ -110,7 +110,7 @@ class MeshCommunicators:
 
 def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
     """Return the sets of mesh axes over which gradients are reduced or scattered."""
-    found = {held.partial for held in sharding.state.values() if held.partial}
+    found = {tensor.partial for tensor in sharding.state.values() if tensor.partial}
     if sharding.zero and any(sharding.zero_axis in axes for axes in found):
         found.add((sharding.zero_axis,))
     return found

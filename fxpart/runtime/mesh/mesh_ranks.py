@@ -17,7 +17,7 @@ from fxpart.runtime.torch_modes import is_flush_denormal_set
 from fxpart.sharding import Mesh
 
 T = TypeVar("T")
-Ranks = tuple[tuple[int, ...], ...]  # [stage][lane]
+Ranks = tuple[tuple[int, ...], ...]  # [stage][mesh rank]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ class MeshRankThreads:
         """leave: called with the mesh rank and the reason when a task ends, to release waiters."""
         self._mesh_ranks = tuple(mesh_ranks)
         self._leave = leave
-        self._pool = None if len(mesh_ranks) == 1 else ThreadPoolExecutor(len(mesh_ranks), "lane")
+        self._pool = (
+            None if len(mesh_ranks) == 1 else ThreadPoolExecutor(len(mesh_ranks), "mesh-rank")
+        )
 
     def run_all(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
         """Run the tasks of all mesh ranks concurrently, since they wait for each other.

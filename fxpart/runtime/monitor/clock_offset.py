@@ -30,15 +30,15 @@ def measure_clock_offset(
     the bounds include 0, it is used: clocks of one host are the same.
     """
     low, high = None, None
-    sent = heard = 0
+    sent = received = 0
     for index in range(rounds):
         before, sent = sent, clock()
-        rows = transport.exchange([sent, heard])
-        heard = clock()
-        first_sent, first_heard = rows[0]
-        high = heard - first_sent if high is None else min(high, heard - first_sent)
+        rows = transport.exchange([sent, received])
+        received = clock()
+        first_sent, first_received = rows[0]
+        high = received - first_sent if high is None else min(high, received - first_sent)
         if index:  # Only now the first process reports when the previous message arrived.
-            low = before - first_heard if low is None else max(low, before - first_heard)
+            low = before - first_received if low is None else max(low, before - first_received)
     if low is None or high is None or transport.local[0] == 0:
         return ClockOffset(0, 0)
     if low <= 0 <= high:

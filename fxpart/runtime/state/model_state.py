@@ -17,7 +17,7 @@ from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
 from fxpart.runtime.state.dtensor_state import has_dtensors, take_local_part
 from fxpart.runtime.transport.interface import STATE, Transport
 
-Place = tuple[int, int]  # stage, lane
+Place = tuple[int, int]  # stage, mesh rank
 
 
 @dataclass(frozen=True)
