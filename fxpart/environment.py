@@ -17,7 +17,7 @@ _HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def variables() -> Mapping[str, str]:
+def get_variables() -> Mapping[str, str]:
     """Return all variables, current at each access; a user's module may read any of them."""
     return os.environ
 
@@ -50,7 +50,7 @@ class Launch:
         return self.local_world == self.world
 
 
-def launch() -> Launch | None:
+def read_launch() -> Launch | None:
     """Return what torchrun set for this process, or None outside torchrun.
 
     If only some variables are set, raises FXP602 with every variable that is missing or not a
@@ -132,7 +132,7 @@ _SLURM = {
 }
 
 
-def slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
+def read_slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
     """Return what SLURM set for this process, or None outside SLURM.
 
     variables: read these instead of the process environment.
@@ -153,7 +153,7 @@ def bind_to_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def heap_is_set() -> bool:
+def is_heap_configured() -> bool:
     """Return whether the user has configured glibc's heap (mallopt(3), "Environment variables")."""
     return any(name in os.environ for name in _HEAP)
 
@@ -183,7 +183,7 @@ _OF_LAUNCHERS = (
 )  # fmt: skip
 
 
-def for_rank(
+def make_rank_environment(
     rank: int, world: int, port: int, threads: int, path: Sequence[str] = ()
 ) -> dict[str, str]:
     """Return the environment of one of ``world`` processes on this machine, as set by torchrun.
@@ -211,14 +211,14 @@ def for_rank(
     }
 
 
-def for_each(rank: int, world: int, port: int) -> dict[str, str]:
+def make_independent_rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment of one of ``world`` processes that may end independently.
 
-    As :func:`for_rank`, but with this process's number of threads, and without an agent that
-    supervises the process. port: where this process serves the job's store on 127.0.0.1.
+    As :func:`make_rank_environment`, but with this process's number of threads, and without an
+    agent that supervises the process. port: where this process serves the job's store on 127.0.0.1.
     """
     own = {name: os.environ[name] for name in (_THREADS, "PYTHONPATH") if name in os.environ}
-    found = for_rank(rank, world, port, 1)
+    found = make_rank_environment(rank, world, port, 1)
     for name in (_THREADS, "MKL_NUM_THREADS", "PYTHONPATH"):
         del found[name]
     keeps = {"TORCHELASTIC_USE_AGENT_STORE": "True", _LAUNCHER: str(os.getpid())}
@@ -230,7 +230,7 @@ _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # Signals that torch's agent handle
 _launched = False
 
 
-def launcher() -> int | None:
+def take_launcher_pid() -> int | None:
     """Return the process that started this one as a rank (:mod:`fxpart.launch`), or None.
 
     The first call removes the variable, so that children of this process do not inherit it.
@@ -242,13 +242,13 @@ def launcher() -> int | None:
     return found
 
 
-def launched() -> bool:
+def is_launched_by_fxpart() -> bool:
     """Return whether fxpart's launcher started this process and therefore handles its exit."""
     return _launched
 
 
 @contextmanager
-def for_ranks(signals: str) -> Iterator[None]:
+def set_launcher_variables(signals: str) -> Iterator[None]:
     """Set the launcher's variables for ranks started in this context.
 
     signals: names of those that torch's agent handles.
@@ -266,7 +266,7 @@ def for_ranks(signals: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def hide_launcher_variables() -> Iterator[None]:
     """Hide the launcher's variables, so that this process is not a rank of any job."""
     kept = {
         name: value

@@ -80,9 +80,9 @@ def cli(show: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
-    from fxpart.environment import launcher
+    from fxpart.environment import take_launcher_pid
 
-    parent = launcher()
+    parent = take_launcher_pid()
     if parent is not None:
         from fxpart.launch import die_with_parent
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
 
 
-def evaluation(
+def build_evaluation_stages(
     program: Program, mesh_ranks: Sequence[MeshRank], constants: ModuleConstants | None = None
 ) -> list[MeshRank]:
     """Build evaluation-mode stages on the same ranks that share the state of training.
@@ -54,7 +54,7 @@ def evaluation(
     return found
 
 
-def prediction(
+def build_prediction_stages(
     program: Program,
     mesh_ranks: Sequence[MeshRank],
     loss: bool,
@@ -167,7 +167,7 @@ def _build_mesh_rank(
     made: dict[int, nn.Module] = {}
     for index, trained in mesh_rank.modules.items():
         stage = spec.stages[index]
-        module = load_stage(emit(stages[index]), stage, device_of(trained))
+        module = load_stage(emit(stages[index]), stage, get_module_device(trained))
         # Each capture numbers constants anew, so one name may denote two tensors.
         attributes = {
             s.name: s.attribute
@@ -210,10 +210,10 @@ def _copy_missing_state(
                 why="evaluation uses it on a stage where training does not",
                 fix="use the same layers in the training and evaluation paths of the module",
             )
-        setattr(module, item.attribute, tensor.detach().to(device_of(module), copy=True))
+        setattr(module, item.attribute, tensor.detach().to(get_module_device(module), copy=True))
 
 
-def device_of(module: nn.Module) -> torch.device:
+def get_module_device(module: nn.Module) -> torch.device:
     """Return the device on which a stage module creates tensors."""
     device = module.device
     assert isinstance(device, torch.device)

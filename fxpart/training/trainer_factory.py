@@ -81,7 +81,7 @@ def _make_trainer(
 ) -> Trainer | AsyncTrainer | QueueTrainer:
     """Build the trainer without active torch modes."""
     # Imported late: an exported program trains without capture and passes.
-    from fxpart.training.evaluation import evaluation, prediction
+    from fxpart.training.evaluation import build_evaluation_stages, build_prediction_stages
 
     plan, spec = program.plan, program.spec
     queue = is_queue_routed(plan, weight_mode, options)
@@ -110,8 +110,8 @@ def _make_trainer(
         mesh_ranks,
         queue=queue,
         optimizer=given,
-        evaluation=lambda: evaluation(program, mesh_ranks, copies),
-        prediction=lambda loss: prediction(program, mesh_ranks, loss, copies),
+        evaluation=lambda: build_evaluation_stages(program, mesh_ranks, copies),
+        prediction=lambda loss: build_prediction_stages(program, mesh_ranks, loss, copies),
         unused=unused,
         **options,
     )
@@ -199,7 +199,7 @@ class _LocalPlacement:
 
     def device_of(self, rank: int) -> torch.device:
         """Return the device of a local rank, as the plan names it if it names devices."""
-        own = gpu_of(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
+        own = get_gpu_index(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
         if 0 <= own < torch.cuda.device_count():
             return torch.device("cuda", own)
         return _select_device(self.kind, rank, self.transport.local)
@@ -259,7 +259,7 @@ class _LocalPlacement:
         return made
 
 
-def gpu_of(plan: Plan, rank: int) -> int:
+def get_gpu_index(plan: Plan, rank: int) -> int:
     """Return the index of the rank's device on its host, in the plan's cluster."""
     own = plan.device(rank)
     there = [d.name for d in plan.cluster.devices if d.host == own.host]

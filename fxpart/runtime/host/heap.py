@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from fxpart.environment import heap_is_set
+from fxpart.environment import is_heap_configured
 
 # mallopt(3): allocations above THRESHOLD are mapped separately (glibc's maximum is 32 MiB), and a
 # free top of the heap above TRIM is returned to the system. ARENAS: number of heaps.
@@ -28,7 +28,7 @@ def keep_freed_memory() -> bool:
     Each rank calls it when it connects. If the user has set one of mallopt's environment variables,
     nothing changes. :func:`fxpart.profiling.memory.release_free_memory` still returns memory.
     """
-    if not sys.platform.startswith("linux") or heap_is_set():
+    if not sys.platform.startswith("linux") or is_heap_configured():
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

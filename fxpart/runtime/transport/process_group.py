@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpart.environment import Launch, bind_to_loopback, launch
+from fxpart.environment import Launch, bind_to_loopback, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.launch import die_with_parent
 from fxpart.runtime import heartbeat
@@ -56,7 +56,7 @@ def connect(
         )
         _watch_group(made, deadline)
         return made
-    found = launch()
+    found = read_launch()
     if found is None:
         return InProcess(ranks)
     _check_world_size(found.world, ranks)
@@ -80,7 +80,7 @@ def local_device(device: str = "cpu") -> torch.device:
     """Return the device of this process: the CPU, or the GPU with index LOCAL_RANK."""
     if device != "cuda":
         return torch.device(device)
-    found = launch()
+    found = read_launch()
     return torch.device("cuda", found.local_rank if found is not None else 0)
 
 
@@ -130,7 +130,7 @@ _monitored_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
     """Monitor the ranks of the user's process group if a launcher supervises the job."""
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:
         return
     if found is None or not found.supervised or found.world != made.ranks:
@@ -167,7 +167,7 @@ def _destroy_process_group() -> None:
 def _is_on_one_machine() -> bool:
     """Return whether torchrun reports one host for the user's process group; unknown is False."""
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:
         return False
     return found is not None and found.one_machine and dist.get_world_size() <= found.world
