@@ -121,9 +121,9 @@ def cli(show: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
-    from fxpart.environment import launcher
+    from fxpart.environment import take_launcher_pid
 
-    parent = launcher()
+    parent = take_launcher_pid()
     if parent is not None:
         from fxpart.launch import die_with_parent
 
@@ -157,6 +157,6 @@ def run(arguments: list[str]) -> int:
     except Exception as fault:
         if show:
             traceback.print_exc()
-        output.note(f"fxpart found a fault of its own: {type(fault).__name__}: {fault}")
+        output.note(f"internal error of fxpart: {type(fault).__name__}: {fault}")
         output.note("`fxpart --traceback VERB ...` shows where; please report it")
         return EXIT_OURS

@@ -31,8 +31,8 @@ from fxpart.elastic.slow_rank_report import (
     read_slow_rank_report,
 )
 from fxpart.elastic.supervisor import ElasticJob, supervise
-from fxpart.environment import Launch, alone
-from fxpart.environment import for_ranks as as_child
+from fxpart.environment import Launch, hide_launcher_variables
+from fxpart.environment import set_launcher_variables as as_child
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.files import read_bytes
 from fxpart.plan.model import Plan
@@ -159,7 +159,7 @@ class RunPlanner:
         command = [sys.executable, "-m", "fxpart", "plan", *self.request.arguments()]
         command += ["--nproc", str(self.bounds), "--run", str(self.run.path)]
         quiet = subprocess.DEVNULL
-        with alone(), as_child(""):
+        with hide_launcher_variables(), as_child(""):
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
         with suppress(OSError, AttributeError):  # what trains goes first
             os.setpriority(os.PRIO_PROCESS, self.ahead.pid, _LOWEST)

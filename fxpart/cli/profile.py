@@ -11,7 +11,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option, parse_constraints, parse_seconds
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def command(
             fix = "fxpart profile TARGET -o FILE, --show FILE, or -o FILE --merge OTHER"
             raise error("FXP109", where="fxpart profile", why="there is nothing to do", fix=fix)
         return _merge(path, merge, as_json)
-    started = launch()
+    started = read_launch()
     first = started is None or started.rank == 0
     found = _measure(target, path, first, **options)
     if not first:
@@ -104,7 +104,7 @@ def _measure(
     seconds = parse_seconds(budget, "--budget")
     given = Cluster.parse(cluster)
     wanted = tuple(map(Plan.load, plans))
-    started = launch()
+    started = read_launch()
     check_places(wanted, given.devices if started is not None else given.devices[:1])
     workload = load_target(target)
     _writable(path)

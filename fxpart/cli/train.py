@@ -91,7 +91,7 @@ def command(
     the next microbatch, and with --nproc a process that ends is missed by nobody while its stage
     has another; with --run, too, the same command goes on.
     """
-    from fxpart.environment import launch
+    from fxpart.environment import read_launch
 
     queued, weights = queued_of(options, weights, trace)
     kept = parse_run_options(options, traced=trace is not None)
@@ -99,7 +99,7 @@ def command(
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
     request = CommandLineRequest(**options, weights=weights)
-    started = launch()
+    started = read_launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
     bounds = None if nproc is None else bounds_of(nproc, kept)
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):

@@ -28,7 +28,7 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 def detect() -> Cluster:
     """torchrun's ranks if it started us, else this host's GPUs, else one CPU rank for each core."""
-    launch = environment.launch()
+    launch = environment.read_launch()
     gpus = nvidia_models()
     if launch is None:
         return grid(1, len(gpus), gpus[0]) if _uniform(gpus) else local(cores())

@@ -34,7 +34,7 @@ def detect(facts: ImportOptions) -> ImportedCluster:
     Only this host is looked at: devices of others are taken to be like its own, and their source
     says so. Between hosts there is a link only where ``facts.network`` gives its speed.
     """
-    launch, job = environment.launch(), environment.slurm()
+    launch, job = environment.read_launch(), environment.read_slurm()
     nodes = slurm.expand(job.nodes) if job is not None else ()
     each = _per_host(launch, job)
     base, notes = _this_host(each, facts)

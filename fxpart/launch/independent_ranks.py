@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from fxpart.environment import for_each, limit_threads
+from fxpart.environment import limit_threads, make_independent_rank_environment
 from fxpart.launch.job_exit import JobExit, RankFailure
 from fxpart.launch.launcher import forward_signals_to_ranks
 from fxpart.launch.process_status import is_stopped
@@ -41,7 +41,7 @@ def start_each(
     try:
         with forward_signals_to_ranks(running):
             for rank in range(processes):
-                environment = for_each(rank, processes, store.port)
+                environment = make_independent_rank_environment(rank, processes, store.port)
                 started.append(subprocess.Popen(command, env=environment))
             running.ranks = {rank: child.pid for rank, child in enumerate(started)}
             return JobExit(_wait_for_rank_0(started, running, tell), 0, running.asked)

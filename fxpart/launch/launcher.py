@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fxpart.environment import for_ranks, limit_threads
+from fxpart.environment import limit_threads, set_launcher_variables
 from fxpart.launch.job_exit import JobExit, RankFailure
 from fxpart.launch.rank_processes import SIGNALS, RankProcesses
 
@@ -77,7 +77,7 @@ def start(
     agent = make_reporting_agent(LocalElasticAgent, running.failed)(
         spec=spec, logs_specs=DefaultLogsSpecs()
     )
-    with for_ranks(_LEFT_TO_TORCH), forward_signals_to_ranks(running) as install:
+    with set_launcher_variables(_LEFT_TO_TORCH), forward_signals_to_ranks(running) as install:
         try:
             agent.run()
         except _NoRestartError:

@@ -9,7 +9,7 @@ from typing import Any
 from fxpart import costmodels
 from fxpart.cluster.model import Cluster
 from fxpart.costs import CostModel
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.constraint_table import DATA_AXIS, QUEUE
 from fxpart.plan.model import Plan
@@ -208,7 +208,7 @@ def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tupl
 
 def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
     """How many ranks there have to be: as torchrun started, or as asked for."""
-    found, given = launch(), constraints.get("ranks")
+    found, given = read_launch(), constraints.get("ranks")
     wish = given if isinstance(given, int) and not isinstance(given, bool) else None
     if found is None:
         return wish

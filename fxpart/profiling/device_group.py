@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from fxpart.cluster.model import Cluster, Device
-from fxpart.environment import Launch, alone
+from fxpart.environment import Launch, hide_launcher_variables
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.profiling.report import ProfilingReport
 from fxpart.profiling.store import Profile
@@ -83,7 +83,7 @@ class _Group:
         try:
             if before.is_file():
                 shutil.copyfile(before, own)  # what it holds is not measured again
-            with alone():
+            with hide_launcher_variables():
                 found = self.measure(self.rank, own, share)
             return _RankReport(found, own.read_bytes())
         except FxpartError as fault:

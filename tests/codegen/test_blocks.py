@@ -43,7 +43,7 @@ def trained(name: str, mode: str, plan: Any = None) -> Any:
     trainer = program.trainer(torch.optim.AdamW)
     losses = [float(trainer.step(built.batch)) for _ in range(2)]
     (executors,) = next(iter(trainer._engine._executors.values()))
-    again = [t.keeping.recompute for e in executors for t in e._tables.values()]
+    again = [t.keeping.recompute for e in executors for t in e._signatures.values()]
     return program.plan, losses, trainer.state_dict(), again
 
 

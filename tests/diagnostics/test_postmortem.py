@@ -230,7 +230,7 @@ def test_all_failed_alike(tmp_path: Path) -> None:
 def test_ranks_that_left_nothing(tmp_path: Path) -> None:
     left = Left(tmp_path)
     ring = left.ring(0, "the store", "begin")
-    left.failed(ring, "FXP516", "rank 0 of 4", "ranks 2, 3 did not come within 60 s")
+    left.failed(ring, "FXP516", "rank 0 of 4", "ranks 2, 3 did not connect within 60 s")
     found = examine(tmp_path)
     assert found.first == (2,) and "rendezvous" in cause(found, 2)
 
@@ -290,7 +290,7 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 _WORDS = st.sampled_from(
-    ["rank 1", "ranks 2, 3 did not come", "waiting for rank 0", "rank 999999999", "rank -1", "",
+    ["rank 1", "ranks 2, 3 did not connect", "waiting for rank 0", "rank 999999999", "rank -1", "",
      "the connection to another rank was lost: rank 2 closed the connection", "rank 2, stage 2"]
 )  # fmt: skip
 

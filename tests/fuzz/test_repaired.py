@@ -211,7 +211,7 @@ def test_a_cluster_of_thousands_of_faults_is_refused_in_few_words() -> None:
     with pytest.raises(FxpartError) as caught:
         READERS["cluster-json"].read(json.dumps(cluster).encode())
     assert len(caught.value.problems) == 256 and len(str(caught.value)) < LONGEST
-    assert caught.value.problems[-1].why == "there are 15745 more problems, which are not listed"
+    assert caught.value.problems[-1].why == "15745 more problems are not listed"
 
 
 NCCL = """# Rank 0 Group 0 Pid 1 on a device 0 [0x1] NVIDIA A100

@@ -75,7 +75,7 @@ def _job(text: str) -> environment.Slurm:
                     format_location(place, line), "a node's name has no space in it"
                 )
             names.append(words.strip(","))
-    job = environment.slurm(variables)
+    job = environment.read_slurm(variables)
     if job is not None:
         return job
     if not names:

@@ -82,7 +82,7 @@ class AsyncFit(FitLoop):
 
     def _loop(self) -> str:
         self._anneal()
-        report_fallback = partial(self._tell, "fallback")
+        report_fallback = partial(self._notify, "fallback")
         self._async_trainer.listeners.append(lambda text: report_fallback(why=text))
         try:
             why = super()._loop()
@@ -91,7 +91,7 @@ class AsyncFit(FitLoop):
             self._async_trainer.listeners.pop()
         return why
 
-    def _each(self) -> Iterator[Any]:
+    def _iterate_epoch(self) -> Iterator[Any]:
         """Yield the batches; compare ranks at the end of the data if the pipeline is empty."""
         source = self.guarded("the batches", lambda: iter(self.position))
         while True:
@@ -105,13 +105,13 @@ class AsyncFit(FitLoop):
             agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def _update(self, group: list[Any]) -> None:
-        (batch,), rates = group, self._rates()
+        (batch,), rates = group, self._get_learning_rates()
         if batch is _NONE:
             call = self._async_trainer.repeat()
         else:
             call = self._async_trainer.submit(batch, local=self.run.local)
         self.step += 1
-        done = self._done([] if batch is _NONE else group, self._async_trainer.last_rows)
+        done = self._describe_update([] if batch is _NONE else group, self._async_trainer.last_rows)
         self._rows[call] = done, rates
         self.position.used += 1
         for known, loss in self._async_trainer.pop_losses():
@@ -130,7 +130,7 @@ class AsyncFit(FitLoop):
         done, rates = self._rows.pop(call)
         now, norm = time.perf_counter(), self._async_trainer.last_grad_norm
         self.loss = loss
-        self._write(done, loss)
+        self._write_ledger(done, loss)
         info = StepInfo(
             done.step, done.epoch, loss, rates, None if norm is None else float(norm),
             done.rows, now - self._last, self._async_trainer.rank,

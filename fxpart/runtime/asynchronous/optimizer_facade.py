@@ -50,7 +50,7 @@ class StageOptimizerFacade(OptimizerFacade):
     def _touch(self) -> None:
         """Raise FXP115 if minibatches are in flight when parameters are read."""
         super()._touch()
-        trainer: Any = self._of()
+        trainer: Any = self._get_trainer()
         trainer.touch()
 
 

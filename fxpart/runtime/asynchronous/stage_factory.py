@@ -55,7 +55,7 @@ def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], Asyn
     )
     weights: dict[Place, StageWeights] = {}
     updates: dict[Place, StageUpdater] = {}
-    for lane in trainer._lanes:
+    for lane in trainer._mesh_ranks:
         for stage, module in sorted(lane.modules.items()):
             place = stage, lane.index
             optimizer = trainer.optimizers[place]
@@ -70,13 +70,13 @@ def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], Asyn
                 options.clip_norm, async_options.clip, options.clip_value, part / max(total, 1)
             )
             updates[place] = StageUpdater(
-                MeshRank(lane.index, lane.spec, {stage: module}), trainer._held, weights[place],
+                MeshRank(lane.index, lane.spec, {stage: module}), trainer._shards, weights[place],
                 [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
             )  # fmt: skip
     stages = AsyncStageGroup(
-        trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
+        trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
         trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
-        mesh_rank_threads=trainer._crew, recompute=options.recomputes(len(trainer.spec.stages)),
+        mesh_rank_threads=trainer._threads, recompute=options.recomputes(len(trainer.spec.stages)),
         events=trainer.events,
     )  # fmt: skip
     return weights, stages

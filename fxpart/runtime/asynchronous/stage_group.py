@@ -135,7 +135,7 @@ class AsyncStageGroup:
             )
         drives = {lane.index: partial(self._drive, lane, work) for lane in self._lanes}
         try:
-            self._threads.together(drives)
+            self._threads.run_all(drives)
         except FxpartError as cause:
             self.broken = cause.problems[0].why
             raise

@@ -64,7 +64,7 @@ class StageUpdater:
         self._parameters = list(parameters)
         self._clipping = clipping
         self._norms = norms or clipping.norm is not None
-        self._backward_hooks = shards.around(lane.index)
+        self._backward_hooks = shards.hooks(lane.index)
         self.square = 0.0
         self.known: float | None = None
         self.skipped = self.deferred = False

@@ -125,7 +125,10 @@ class AsyncTrainer(AsyncTrainerBase):
             )  # fmt: skip
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         self.submit(batch, local=local)
         return self._losses.pop()[1] if self._losses else None
@@ -231,7 +234,7 @@ class AsyncTrainer(AsyncTrainerBase):
         Flushes the pipeline; every rank must call it.
         """
         self._settle()
-        self._together("report")
+        self._agree_on_call("report")
         mine = [
             StageReport.of(stage, self.staleness[stage], weights)
             for (stage, lane), weights in self._weights.items()
@@ -273,7 +276,7 @@ class AsyncTrainer(AsyncTrainerBase):
         """
         if self._has_in_flight:
             try:
-                self._reconcile()
+                self._apply_user_changes()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
                     return self._feed.cut(seen, self.microbatches, self._other_shapes)
@@ -321,13 +324,13 @@ class AsyncTrainer(AsyncTrainerBase):
     def _update_globally(self) -> None:
         """Update as a synchronous trainer, after a minibatch that was flushed."""
         with convert_transport_errors(self._transport, "sharing gradients"):
-            self._each_lane(self._held.finish)
-            norms = compute_gradient_norms(self._state, self._held)
+            self._run_on_mesh_ranks(self._shards.finish)
+            norms = compute_gradient_norms(self._state, self._shards)
         self.last_grad_norm = norms.total
         if self.options.clip_norm is not None:
-            clip_gradient_norm(self._state, self._held, norms.total, self.options.clip_norm)
+            clip_gradient_norm(self._state, self._shards, norms.total, self.options.clip_norm)
         if self.options.clip_value is not None:
-            clip_gradient_value(self._state, self._held, self.options.clip_value)
+            clip_gradient_value(self._state, self._shards, self.options.clip_value)
         for update in self._stages.updates.values():
             update.step()
 
@@ -375,7 +378,7 @@ class AsyncTrainer(AsyncTrainerBase):
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
             made = make_stage_optimizers(given, self._state, self._groups)
             names = " ".join(",".join(group.names) for group in self._groups)
-            check_stage_optimizers(made, self._state, self._held)
+            check_stage_optimizers(made, self._state, self._shards)
             return made, f"{describe_groups(next(iter(made.values())))} {names}"
 
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
@@ -396,7 +399,7 @@ class AsyncTrainer(AsyncTrainerBase):
         )  # fmt: skip
         with convert_transport_errors(self._transport, "sending the status of a call"):
             status = build_call_status(
-                self._stages, cut, self.asks.mine, self.update_options.digest
+                self._stages, cut, self.request.mine, self.update_options.digest
             )
             self._statuses.send(call, status, expected)
 
@@ -410,7 +413,7 @@ class AsyncTrainer(AsyncTrainerBase):
             self._fail(flushed=flushed)
         if any(status.failed for status in statuses):
             self._fail(flushed=flushed)
-        self.asks.hear([status.requests for status in statuses])
+        self.request.store([status.requests for status in statuses])
         for rank, (status, expected_counts) in enumerate(zip(statuses, expected, strict=True)):
             assert status.halted or status.counts == expected_counts, (
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) must be "

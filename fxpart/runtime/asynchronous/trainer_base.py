@@ -63,7 +63,7 @@ class AsyncTrainerBase(Inference):
     _losses: deque[tuple[int, torch.Tensor]]  # by call: known losses that were not returned
     # They are sent with every microbatch, before the number of their rows is known.
     shared_rows = False
-    flows = True
+    is_asynchronous = True
 
     @abstractmethod
     def _settle(self) -> None:
@@ -125,10 +125,10 @@ class AsyncTrainerBase(Inference):
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
         """Gather the optimizer state by original parameter names; every rank must call it."""
         assert self.optimizer is not None, "there is no optimizer"
-        self._together(f"optimizer_state_dict {first_only}")
+        self._agree_on_call(f"optimizer_state_dict {first_only}")
         with convert_transport_errors(self._transport, "gathering optimizer state"):
             return gather_stage_optimizer_state(
-                self._state, self._held, self.optimizers, first_only=first_only
+                self._state, self._shards, self.optimizers, first_only=first_only
             )
 
     @_flush_first
@@ -136,7 +136,7 @@ class AsyncTrainerBase(Inference):
         """Load optimizer state that was gathered; FXP110 if it does not fit."""
 
         def plan() -> tuple[list[Callable[[], None]], str]:
-            loads = plan_loads(self._state, self._held, self.optimizers, state, self._groups)
+            loads = plan_loads(self._state, self._shards, self.optimizers, state, self._groups)
             return loads, " ".join(sorted(state["state"]))
 
         for load in agree(self._transport, "the optimizer state", plan):
@@ -163,7 +163,7 @@ class AsyncTrainerBase(Inference):
         if self.in_flight:
             raise in_flight_error()
 
-    def _facade(self, user: UserOptimizer | None) -> StageOptimizerFacade:
+    def _make_facade(self, user: UserOptimizer | None) -> StageOptimizerFacade:
         first = next(iter(self.optimizers.values()))
         members = [
             [p for each in self.optimizers.values() for p in each.param_groups[index]["params"]]

@@ -19,7 +19,7 @@ import msgspec
 from fxpart.checkpoint import files
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.run_directory import RunDir
-from fxpart.environment import Launch, launch
+from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.checkpointing.file_transfer import (
     Peers,
@@ -117,7 +117,7 @@ class CheckpointReplicas:
         if len(hosts) < transport.ranks:  # one process has all ranks
             hosts *= transport.ranks
         place = default_root(identities[0].run) if root is None else root
-        return cls(place, name, hosts, transport, kind=_kind(launch()))
+        return cls(place, name, hosts, transport, kind=_kind(read_launch()))
 
     # -- after a save ---------------------------------------------------------------------------
 

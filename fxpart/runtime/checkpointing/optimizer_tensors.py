@@ -36,7 +36,7 @@ def optimizers(trainer: TrainerBase) -> Sequence[torch.optim.Optimizer]:
 
 def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
     """Map the id of each tensor in the optimizers to its description."""
-    state, shards = trainer._state, trainer._held
+    state, shards = trainer._state, trainer._shards
     found: dict[int, OptimizerTensor] = {}
     for name, entry in state.entries.items():
         if not entry.trainable:

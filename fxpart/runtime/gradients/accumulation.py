@@ -1,4 +1,4 @@
-"""Gradient accumulation: the update of several batches is that of one batch of all their rows."""
+"""Gradient accumulation: several batches give the same update as one batch of all their rows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class GradientAccumulation:
-    """The batches whose gradients wait for the next update.
+    """The batches whose gradients are accumulated for the next update.
 
-    A batch weighs what its loss is divided by, such as its valid tokens, else its rows. Gradients
-    are sums of each batch's gradient times its weight over the weight of the first batch.
-    The gradient of the first batch is therefore exactly that of an update without accumulation.
+    A batch's weight is the divisor of its loss, such as the number of valid tokens, or its rows.
+    Gradients are sums of each batch's gradient times its weight divided by the weight of the first
+    batch. The gradient of the first batch is therefore exactly that of an update without
+    accumulation.
 
-    batches: how many there are. total: the sum of their weights, in units of the first one's.
+    batches: their number. total: the sum of their weights, in units of the first weight.
     """
 
     batches: int = 0
@@ -21,7 +22,7 @@ class GradientAccumulation:
     _unit: float = 1.0
 
     def factor(self, weight: float) -> float:
-        """Return what the gradient of a further batch of this weight is multiplied by."""
+        """Return the factor for the gradient of another batch of this weight."""
         return weight / self._unit if self.batches else 1.0
 
     def add(self, weight: float) -> None:
@@ -32,5 +33,5 @@ class GradientAccumulation:
         self.batches += 1
 
     def reset(self) -> None:
-        """Start from zero."""
+        """Reset to zero batches."""
         self.batches, self.total, self._unit = 0, 0.0, 1.0

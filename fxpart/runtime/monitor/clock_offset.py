@@ -1,4 +1,4 @@
-"""How far the clocks of other processes are from the first one's, from messages that they share."""
+"""Offsets of the processes' clocks from that of the first one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDS = 24
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """This process's clock minus the first one's, in nanoseconds, give or take ``within``."""
+    """This process's clock minus the first one's, in nanoseconds, plus or minus ``within``."""
 
     nanoseconds: int
     within: int
@@ -22,24 +22,23 @@ class ClockOffset:
 def measure_clock_offset(
     transport: Transport, *, clock: Callable[[], int] = time.perf_counter_ns, rounds: int = _ROUNDS
 ) -> ClockOffset:
-    """Compare clocks over some rounds of messages; every process must call it at the same point.
+    """Compare clocks over several rounds of messages; every process must call it at one point.
 
-    A message is heard after it was sent. So what this process heard of the first one bounds the
-    offset from above, and what the first one heard of this bounds it from below; over several
-    rounds, at least two, the fastest message each way decides (Marzullo, "Maintaining the time in
-    a distributed system", 1983). Where 0 is within the bounds it is taken: on one host the clocks
-    are the same.
+    A message arrives after it was sent. A message from the first process bounds the offset from
+    above, and one to it bounds the offset from below. Over at least two rounds, the fastest message
+    in each direction decides (Marzullo, "Maintaining the time in a distributed system", 1983). If
+    the bounds include 0, it is used: clocks of one host are the same.
     """
     low, high = None, None
-    sent = heard = 0
+    sent = received = 0
     for index in range(rounds):
         before, sent = sent, clock()
-        rows = transport.exchange([sent, heard])
-        heard = clock()
-        first_sent, first_heard = rows[0]
-        high = heard - first_sent if high is None else min(high, heard - first_sent)
-        if index:  # the first process tells only now when it had heard the last message
-            low = before - first_heard if low is None else max(low, before - first_heard)
+        rows = transport.exchange([sent, received])
+        received = clock()
+        first_sent, first_received = rows[0]
+        high = received - first_sent if high is None else min(high, received - first_sent)
+        if index:  # Only now the first process reports when the previous message arrived.
+            low = before - first_received if low is None else max(low, before - first_received)
     if low is None or high is None or transport.local[0] == 0:
         return ClockOffset(0, 0)
     if low <= 0 <= high:

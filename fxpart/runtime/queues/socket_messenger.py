@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import error
 from fxpart.runtime.heartbeat.rendezvous import own_address
 from fxpart.runtime.queues.frames import ExchangeContribution, ExchangeResult, TensorFrame
@@ -193,7 +193,7 @@ class SocketMessenger:
 
 
 def _kind() -> SocketKind:
-    found = launch()
+    found = read_launch()
     if found is None or found.one_machine:
         return LoopbackSockets()
     return NetworkSockets(own_address(found))

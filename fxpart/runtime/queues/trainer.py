@@ -102,7 +102,7 @@ class QueueTrainer(AsyncTrainerBase):
             assert self.dispatcher is not None, "one process has all ranks"
             self._messenger = InMemoryMessenger(self.dispatcher)
         self._workers = {
-            stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
+            stage: make_worker(self, stage, layout) for stage in self._mesh_ranks[0].modules
         }
         self.update_options = record_options(
             self._transport, self.optimizer, self.queue.scheduler,
@@ -144,7 +144,10 @@ class QueueTrainer(AsyncTrainerBase):
         self._check_not_failed()
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         if local:
             raise error(
@@ -154,7 +157,7 @@ class QueueTrainer(AsyncTrainerBase):
             )  # fmt: skip
         call = self.calls
         try:
-            self._reconcile()
+            self._apply_user_changes()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
             self._stop_all(list(cause.problems))
@@ -163,7 +166,7 @@ class QueueTrainer(AsyncTrainerBase):
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
-            worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
+            worker.begin(call, self._batch(stage, cut), text, self.request.mine)
         self.last_rows = sum(cut.rows)
         self.calls += 1
         self._work_until(call - self.queue.allowed(call))
@@ -283,7 +286,7 @@ class QueueTrainer(AsyncTrainerBase):
             numbers = [0] * len(self._ranks_of_replicas)
             for copy, number in self._pending_requests.popleft()[1]:
                 numbers[self._ranks_of_replicas[copy]] = number
-            self.asks.hear(numbers)
+            self.request.store(numbers)
 
     def _work(self, done: Callable[[], bool]) -> None:
         """Process messages and compute what is ready, one replica after the other."""
@@ -346,7 +349,7 @@ class QueueTrainer(AsyncTrainerBase):
         """Let a living replica represent each lost one in calls that use the whole model."""
         groups = ReplicaGroupGraph.of(self.spec).groups
         ranks = list(self._ranks)
-        modules = cast(dict[int, nn.Module], self._lanes[0].modules)
+        modules = cast(dict[int, nn.Module], self._mesh_ranks[0].modules)
         successors: dict[int, int] = {}
         for group in groups:
             alive = [copy for copy in group if copy not in lost]
@@ -362,7 +365,7 @@ class QueueTrainer(AsyncTrainerBase):
             if successor in modules:
                 modules[copy] = modules[successor]
         self._ranks, self.lost = tuple(ranks), lost
-        self._state = ModelState(self._lanes, self._ranks, self._transport, self._devices)
+        self._state = ModelState(self._mesh_ranks, self._ranks, self._transport, self._devices)
         self._sharded_state = DTensorState(self._state, None)
         self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
         self._eval, self._predictors = None, {}
@@ -371,7 +374,7 @@ class QueueTrainer(AsyncTrainerBase):
 
     def _batch(self, stage: int, cut: MicrobatchSplit) -> ReplicaMinibatch:
         rank = self._ranks[stage][0]
-        names = find_used_inputs(self._lanes, self._ranks, rank)
+        names = find_used_inputs(self._mesh_ranks, self._ranks, rank)
         return ReplicaMinibatch(cut.taken(names, self._devices[rank]), cut.weights, self._keys(cut))
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) -> ReplicaWorker:
     """Make the worker of a replica, with its weights and messages."""
-    module = trainer._lanes[0].modules[stage]
+    module = trainer._mesh_ranks[0].modules[stage]
     optimizer, options, queue = trainer.optimizers[stage, 0], trainer.options, trainer.queue
     messenger, spec = trainer._messenger, trainer.spec
     bound = trainer.dealt[layout.group(stage)]
@@ -58,13 +58,13 @@ def collect_replica_parameters(
         for names in layout.ties(stage).values()
         for name in names
     }
-    return ReplicaParameters([p for _, p in mine], trainer._held.rows, ties)
+    return ReplicaParameters([p for _, p in mine], trainer._shards.rows, ties)
 
 
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
     """Make one optimizer per replica of this process, with the trainer's groups."""
     made: dict[Place, torch.optim.Optimizer] = {}
-    for stage in trainer._lanes[0].modules:
+    for stage in trainer._mesh_ranks[0].modules:
         mine = parameters_of(trainer, stage)
         optimizer = make_optimizer(
             given,
@@ -72,7 +72,7 @@ def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
             make_local_groups(trainer._groups, mine),
             [name for name, _ in mine],
         )
-        check_optimizer_support(optimizer, trainer._state, trainer._held.rows)
+        check_optimizer_support(optimizer, trainer._state, trainer._shards.rows)
         made[stage, 0] = optimizer
     return made
 

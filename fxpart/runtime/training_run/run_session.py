@@ -66,7 +66,7 @@ class RunSession:
         self._fit = fit
         self._run = options.run
         self._first = 0 in fit.transport.local
-        self._signals = StopSignals(fit.trainer.asks)
+        self._signals = StopSignals(fit.trainer.request)
         self._saver: Saver | None = None
         self._ledger: Ledger | None = None
         self._generation_writer: generations.GenerationWriter | None = None
@@ -190,7 +190,7 @@ class RunSession:
             begin = LedgerGeneration(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=_digest_determinants(fit), own=fit.run.local,
-                stream=fit.trainer.flows,
+                stream=fit.trainer.is_asynchronous,
             )  # fmt: skip
             self._ledger.begin(begin)
             _write(self._run.plan, fit.trainer.plan_text)
@@ -217,7 +217,7 @@ class RunSession:
         """Save if a checkpoint is due after an update; return why to end, or "". Equal on all
         ranks.
         """
-        number, rank = self._fit.trainer.asks.asked
+        number, rank = self._fit.trainer.request.first
         due = self._fit.step % self.options.every == 0
         if number:
             self.save(wait=True)

@@ -1,7 +1,7 @@
-"""Move a tensor from one mesh and layout to another over a transport, the overlaps only.
+"""Reshard a tensor between meshes and placements over a transport.
 
-All receives are posted and all sends started before anything is waited for: no order of ranks can
-block another. What one rank gives another travels as one message.
+Only overlaps are sent. All receives are posted and all sends started before any wait, so no order
+of ranks can deadlock. Each pair of ranks exchanges at most one message.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def reshard(
     devices: Mapping[int, torch.device] | torch.device | None = None,
     channel: int = STATE,
 ) -> dict[int, torch.Tensor]:
-    """What this process's ranks hold of a tensor afterwards, by rank.
+    """Return the resulting local tensors of this process's ranks, by rank.
 
-    tensors: by rank, what they hold before. shape, dtype: of the whole tensor. source, target: the
-    meshes, placements and the transport's rank of each lane. devices: of the results; None: CPU.
-    Every rank of both meshes calls this at the same time; a rank of neither need not. FXP503 or
-    FXP504 where another rank does not come or is lost, FXP900 for a tensor of the wrong shape.
+    tensors: by rank, the current local tensors. shape, dtype: of the whole tensor. source, target:
+    meshes, placements and the transport's rank of each mesh rank. devices: of the results; None:
+    CPU. Every rank of both meshes calls this at the same time; other ranks need not. FXP503 or
+    FXP504 if another rank is late or lost, FXP900 for a tensor of the wrong shape.
     """
     pieces = _plan(tuple(shape), source, target)
     local = set(transport.local)
-    _check(tensors, tuple(shape), source, local, dtype)
+    _check_local_tensors(tensors, tuple(shape), source, local, dtype)
     pairs: dict[tuple[int, int], list[TransferBox]] = {}
     for piece in pieces:
         pairs.setdefault((source.rank(piece.source), target.rank(piece.target)), []).append(piece)
@@ -54,65 +54,70 @@ def reshard(
     cpu = torch.device("cpu")
     try:
         posted = {
-            (giver, taker): transport.post(
-                giver, taker, channel, (sum(p.elements for p in held),), dtype, place[taker] or cpu
+            (sender, receiver): transport.post(
+                sender,
+                receiver,
+                channel,
+                (sum(p.elements for p in boxes),),
+                dtype,
+                place[receiver] or cpu,
             )
-            for (giver, taker), held in pairs.items()
-            if taker in local and giver != taker
+            for (sender, receiver), boxes in pairs.items()
+            if receiver in local and sender != receiver
         }
         sent = [
-            transport.send(giver, taker, channel, _packed(tensors[giver], held))
-            for (giver, taker), held in pairs.items()
-            if giver in local and giver != taker
+            transport.send(sender, receiver, channel, _pack(tensors[sender], boxes))
+            for (sender, receiver), boxes in pairs.items()
+            if sender in local and sender != receiver
         ]
         arrived = {pair: transport.wait(handle) for pair, handle in posted.items()}
         for handle in sent:
             transport.wait(handle)
     except (TransferTimeoutError, PeerLostError) as cause:
-        raise make_lost_peer_error(transport.local[0], "a move to another mesh", cause) from cause
+        raise make_lost_peer_error(transport.local[0], "resharding", cause) from cause
     results = {}
-    for lane in range(target.mesh.size):
-        if (rank := target.rank(lane)) in local:
-            # Pieces fill a lane's tensor; one without any holds the zeros of a sum.
-            make = torch.empty if any(p.target == lane for p in pieces) else torch.zeros
-            size = local_shape(shape, target.placements, target.mesh, lane)
+    for mesh_rank in range(target.mesh.size):
+        if (rank := target.rank(mesh_rank)) in local:
+            # Pieces fill a mesh rank's tensor; one without pieces is zero in a partial sum.
+            make = torch.empty if any(p.target == mesh_rank for p in pieces) else torch.zeros
+            size = local_shape(shape, target.placements, target.mesh, mesh_rank)
             results[rank] = make(size, dtype=dtype, device=place[rank] or cpu)
-    _fill(results, tensors, pieces, arrived, source, target)
+    _fill_results(results, tensors, pieces, arrived, source, target)
     return results
 
 
-def _check(
+def _check_local_tensors(
     tensors: Mapping[int, torch.Tensor],
     shape: tuple[int, ...],
     source: TransferEndpoint,
     local: set[int],
     dtype: torch.dtype,
 ) -> None:
-    """Every local rank of the source has its part."""
-    for lane in range(source.mesh.size):
-        rank = source.rank(lane)
+    """Check the local tensors of the source ranks."""
+    for mesh_rank in range(source.mesh.size):
+        rank = source.rank(mesh_rank)
         if rank not in local:
             continue
-        want = local_shape(shape, source.placements, source.mesh, lane)
-        held = tensors.get(rank)
-        if held is None or tuple(held.shape) != want or held.dtype != dtype:
-            given = "nothing" if held is None else f"{tuple(held.shape)} of {held.dtype}"
+        want = local_shape(shape, source.placements, source.mesh, mesh_rank)
+        tensor = tensors.get(rank)
+        if tensor is None or tuple(tensor.shape) != want or tensor.dtype != dtype:
+            given = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
             raise error(
                 "FXP900",
-                where=f"a move to another mesh, rank {rank}",
-                why=f"its part is {want} of {dtype} and {given} was given",
+                where=f"resharding, rank {rank}",
+                why=f"its part is {want} of {dtype}, but {given} was given",
             )
 
 
-def _packed(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
-    """The pieces one after another, 1-D; no copy where they lie so already."""
+def _pack(tensor: torch.Tensor, pieces: Sequence[TransferBox]) -> torch.Tensor:
+    """Return the pieces concatenated, 1-D; without a copy if they are contiguous."""
     tensor = tensor.detach()
     if len(pieces) == 1:
-        return _box(tensor, pieces[0].read).reshape(-1).contiguous()
-    return torch.cat([_box(tensor, piece.read).reshape(-1) for piece in pieces])
+        return _slice_box(tensor, pieces[0].read).reshape(-1).contiguous()
+    return torch.cat([_slice_box(tensor, piece.read).reshape(-1) for piece in pieces])
 
 
-def _fill(
+def _fill_results(
     results: Mapping[int, torch.Tensor],
     tensors: Mapping[int, torch.Tensor],
     pieces: Sequence[TransferBox],
@@ -120,15 +125,15 @@ def _fill(
     source: TransferEndpoint,
     target: TransferEndpoint,
 ) -> None:
-    """Put and add the pieces in the plan's order, so that a sum is the same on every run."""
+    """Copy and add the pieces in the plan's order, so that sums are reproducible."""
     at = dict.fromkeys(arrived, 0)
     for piece in pieces:
-        pair = giver, taker = source.rank(piece.source), target.rank(piece.target)
-        if taker not in results:
+        pair = sender, receiver = source.rank(piece.source), target.rank(piece.target)
+        if receiver not in results:
             continue
-        write = _box(results[taker], piece.write)
-        if giver == taker:
-            value = _box(tensors[giver].detach(), piece.read)
+        write = _slice_box(results[receiver], piece.write)
+        if sender == receiver:
+            value = _slice_box(tensors[sender].detach(), piece.read)
         else:
             sizes = [stop - start for start, stop in piece.read]
             value = arrived[pair].narrow(0, at[pair], math.prod(sizes)).view(sizes)
@@ -139,8 +144,8 @@ def _fill(
             write.copy_(value)
 
 
-def _box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
-    """A part of a tensor as a view."""
+def _slice_box(tensor: torch.Tensor, slices: Slices) -> torch.Tensor:
+    """Return a part of a tensor as a view."""
     for dim, (start, stop) in enumerate(slices):
         tensor = tensor.narrow(dim, start, stop - start)
     return tensor

@@ -166,7 +166,7 @@ def test_a_run_goes_on(tmp_path: Path, staleness: int) -> None:
     def asks(info: Any) -> None:
         told.append(info.step)
         if info.step == SAVED and len(told) == SAVED:
-            made.asks.mine = signal.SIGTERM
+            made.request.mine = signal.SIGTERM
 
     for why in ("SIGTERM to rank 0", "data"):
         made = trainer(plan(), staleness=staleness)

@@ -65,7 +65,7 @@ def _in_runs(text: str, folder: str) -> tuple[list[str], int, float, dict[str, A
 
         def asks(info: Any, made: Any = made, generation: int = generation) -> None:
             if (generation, info.step, made.rank) == (0, 2, 2):
-                made.asks.mine = signal.SIGTERM
+                made.request.mine = signal.SIGTERM
 
         data = [batch(rows, step) for step, rows in enumerate(ROWS)]
         found = made.fit(data, checkpoints=folder, callbacks=[asks])
