@@ -106,9 +106,9 @@ def test_an_asynchronous_run_may_change_its_ranks() -> None:
     check_same(replace(sample_plans.plan(2), schedule="async", weights="spectrain"), streams, "run")
     with pytest.raises(FxpartError, match="weights 'spectrain', but 'stash' is requested"):
         check_same(replace(sample_plans.plan(2), schedule="async", weights="stash"), streams, "run")
-    with pytest.raises(FxpartError, match="weights 'spectrain', and 'flush' is asked for"):
+    with pytest.raises(FxpartError, match="weights 'spectrain', but 'flush' is requested"):
         check_same(sample_plans.plan(2), streams, "run")
-    with pytest.raises(FxpartError, match="weights 'flush', and 'spectrain' is asked for"):
+    with pytest.raises(FxpartError, match="weights 'flush', but 'spectrain' is requested"):
         check_same(streams, sample_plans.plan(2), "run")
 
 

@@ -83,7 +83,7 @@ class QueueTrainer(AsyncTrainerBase):
         self._lost_at_barrier: tuple[int, ...] = ()
         self._ranks_of_replicas = [row[0] for row in self._ranks]
         self._broken = ""
-        self._wait_mark = self.events.mark("messages", "wait", peer=ALL)
+        self._wait_mark = self.events.mark("messages of other ranks", "wait", peer=ALL)
         self._step_end_mark = self.events.mark(STEP, "end")
         layout = ReplicaGroupGraph.of(self.spec)
         self.dealt = self.queue.by_group(len(layout.groups))
