@@ -1,15 +1,15 @@
-"""The passes, one file each; PASSES has one line for each.
+"""The compiler passes, one per file, and their table PASSES.
 
-A new pass is a file here and a line in the table. Passes of other packages join through the entry
-point group "fxpart.passes": the entry's name is the pass's name, its object the class.
+A new pass is one file and one line in the table. Other packages add passes through the entry point
+group "fxpart.passes": the entry's name is the pass's name, its object is the class.
 """
 
 from __future__ import annotations
 
 if __name__ != "fxpart.passes":
     raise ImportError(
-        f"this package is fxpart.passes and was imported as {__name__!r}: "
-        "import fxpart.passes, and keep fxpart's own repository root off sys.path"
+        f"this package is fxpart.passes but was imported as {__name__!r}; "
+        "import fxpart.passes, and remove the root of the fxpart repository from sys.path"
     )
 
 from importlib.metadata import entry_points
@@ -54,15 +54,15 @@ PREPARE = (
 
 
 def all_passes() -> dict[str, type[Any]]:
-    """PASSES and those of installed packages; FXP109 if one of theirs takes a name of ours."""
+    """Return PASSES and the passes of installed packages; raise FXP109 for a name conflict."""
     table = dict(PASSES)
     for entry in entry_points(group="fxpart.passes"):
         if entry.name in PASSES:
             raise error(
                 "FXP109",
                 where=f"entry point {entry.name} = {entry.value}",
-                why="a pass of this name is part of fxpart",
-                fix="give the pass another name",
+                why="fxpart already has a pass of this name",
+                fix="rename the pass",
             )
         table[entry.name] = entry.load()
     return table

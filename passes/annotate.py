@@ -1,4 +1,4 @@
-"""Put annotations on the graph: a mesh, and the placements that a user gave."""
+"""Annotate the graph with a mesh and the user's placements."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .propagation.conflicts import conflicts
 
 @dataclass(frozen=True)
 class AnnotatePass:
-    """Give the graph its mesh and each node a sharding, open but where a seed says more.
+    """Set the graph's mesh and each node's sharding, undecided where no seed applies.
 
     mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/parallelism.md). aliases: JSON of
-    other names of parameters -> the name in the graph ("" for one that is not used). FXP111 lists
-    all that is wrong with the seeds, FXP112 what contradicts.
+    other parameter names -> the name in the graph ("" if the graph does not use it). Raise FXP111
+    with all invalid seeds, FXP112 with all contradictions.
     """
 
     mesh: str
@@ -47,7 +47,7 @@ class AnnotatePass:
     ensures: ClassVar[Level] = Level.ANNOTATED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Set the mesh and every Annotation.sharding, whatever stood there before."""
+        """Set the mesh and overwrite every NodeAnnotation.sharding."""
         mesh = Mesh.parse(self.mesh)
         seeds, aliases = _table(self.seeds, "seeds"), _table(self.aliases, "aliases")
         problems = text_problems(seeds)
@@ -70,19 +70,20 @@ class AnnotatePass:
 
 
 def _table(text: str, what: str) -> Mapping[str, Any]:
-    """An option of JSON: an object of texts."""
+    """Parse a JSON option, which must be an object with text values."""
     try:
         held = json.loads(text)
     except ValueError as cause:
         held = str(cause)
     if not isinstance(held, dict) or not all(isinstance(v, str) for v in held.values()):
-        why = f"{what} is JSON of names and texts, not {str(held)[:80]}"
-        raise error("FXP109", where="pass annotate", why=why, fix='write {"input:x": "dp:S(0)"}')
+        why = f"{what} must be a JSON object with text values, not {str(held)[:80]}"
+        fix = 'write {"input:x": "dp:S(0)"}'
+        raise error("FXP109", where="pass annotate", why=why, fix=fix)
     return held
 
 
 class _SeedPlacements:
-    """What the seeds say of each target, axis by axis, and what is wrong with it."""
+    """Requested placements of each target per axis, and the problems found."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -90,13 +91,13 @@ class _SeedPlacements:
         self._words: dict[AnnotationTarget, dict[int, tuple[Any, str]]] = {}
 
     def add(self, text: str, placements: str, targets: AnnotationTargets) -> None:
-        """One seed on all that it names."""
+        """Apply one seed to all of its targets."""
         key = AnnotationKey.parse(text)
         found = targets.of(key)
         where = f"annotation {text!r}"
         if found is None:
             kinds = {"state": "parameter or buffer", "module": "module with a result"}
-            why = f"the graph has no such {kinds.get(key.kind, key.kind)}; there are "
+            why = f"the graph has no such {kinds.get(key.kind, key.kind)}. Known names: "
             why += targets.examples(key.kind) or "none"
             self.problems.append(Problem("FXP111", where, why, FIX))
             return
@@ -105,19 +106,22 @@ class _SeedPlacements:
         )
         for axis, word in words.items():
             if axis not in self.mesh.names:
-                why = f"the mesh has {', '.join(self.mesh.names) or 'no axes'}, not {axis!r}"
-                self.problems.append(Problem("FXP111", where, why, "use one of its axes"))
+                why = f"the mesh has no axis {axis!r}, only {', '.join(self.mesh.names) or 'none'}"
+                self.problems.append(Problem("FXP111", where, why, "use one of the mesh's axes"))
                 continue
             for target in found:
                 self._set(target, self.mesh.index(axis), word, text)
 
     def _set(self, target: AnnotationTarget, axis: int, word: Any, text: str) -> None:
-        """One word, unless another seed says otherwise or the tensor cannot lie so."""
+        """Set one placement unless it contradicts another seed or does not fit the tensor."""
         before, by = self._words.setdefault(target, {}).setdefault(axis, (word, text))
         name = self.mesh.names[axis]
         if before != word:
-            why = f"{by!r} says {name}:{before or '-'}, {text!r} says {name}:{word or '-'}"
-            fix = "keep one of the two"
+            why = (
+                f"{by!r} requests {name}:{before or '-'}, "
+                f"but {text!r} requests {name}:{word or '-'}"
+            )
+            fix = "remove one of the two"
             self.problems.append(Problem("FXP112", _called(target), why, fix))
         elif target.index >= 0 and by == text:
             state = target.node.op != "call_function"
@@ -129,17 +133,19 @@ class _SeedPlacements:
                 self.problems.append(Problem("FXP111", where, why, FIX))
 
     def check(self) -> None:
-        """Axes that are each fine by themselves may cut too much together; factors must exist."""
+        """Check that factors exist and that the axes of each target fit together."""
         rules = GraphRules(self.mesh)
         for target, words in self._words.items():
             if target.index < 0:
                 ruled = rules.of(target.node)
                 strategy = tuple(words.get(a, ("", ""))[0] for a in range(len(self.mesh.axes)))
                 if any(strategy) and (ruled is None or ruled.joint(strategy) is None):
-                    known = "it has no rule" if ruled is None else "its rule does not allow that"
+                    known = (
+                        "the op has no rule" if ruled is None else "the op's rule does not allow it"
+                    )
                     key = next(text for word, text in words.values() if word)
                     where = f"annotation {key!r}, {_called(target)}"
-                    self.problems.append(Problem("FXP111", where, known, "leave the factor open"))
+                    self.problems.append(Problem("FXP111", where, known, "remove the factor"))
             elif len(words) > 1 and not self.problems:
                 self._together(target, words)
 
@@ -147,12 +153,12 @@ class _SeedPlacements:
         placements = tuple(words.get(a, (None, ""))[0] for a in range(len(self.mesh.axes)))
         if not fits(to_whole(placements, self.mesh), target.tensor.shape, self.mesh):
             keys = " and ".join(sorted({repr(text) for _, text in words.values()}))
-            why = "the axes together cut a dim into more or other pieces than it has"
+            why = "the axes together split a dim into more parts than it has, or unevenly"
             where = f"annotation {keys}, {_called(target)}"
-            self.problems.append(Problem("FXP111", where, why, "cut other dims, or fewer axes"))
+            self.problems.append(Problem("FXP111", where, why, "shard other dims, or fewer axes"))
 
     def sharding(self, node: fx.Node) -> NodeSharding | None:
-        """A node's sharding as the seeds have it; None for one without tensors."""
+        """Return a node's sharding from the seeds; None for a node without tensors."""
         given = list_result_tensors(node)
         if not given:
             return None
@@ -173,7 +179,7 @@ class _SeedPlacements:
 
 
 def _called(target: AnnotationTarget) -> str:
-    """The name of a target for a person."""
+    """Return the name of a target for messages."""
     node = target.node
     name = str(node.target) if node.op == "get_attr" else node.name
     return name if target.index <= 0 else f"result {target.index} of {name}"

@@ -1,4 +1,4 @@
-"""Put each block on a stage."""
+"""Assign each block to a stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from fxpart.errors import FxpartError, Problem
 
 @dataclass(frozen=True)
 class AssignPass:
-    """Stage k gets the blocks from ``starts[k]`` up to the next start.
+    """Assign the blocks from ``starts[k]`` up to the next start to stage k.
 
-    starts: first block of each stage, "0,5,9". order: all blocks in the order that starts count
-    in, "0,3,4,1,2"; empty for the graph's own. Where branches run side by side a stage's blocks
-    need not follow each other in the graph; its ops stay in the graph's order. Parameters, inputs
-    and sizes belong to no stage: they go where they are used. FXP303 lists all that is wrong with
-    the starts and the order.
+    starts: first block of each stage, "0,5,9". order: all blocks in the order in which ``starts``
+    counts, "0,3,4,1,2"; empty for the graph's order. With parallel branches, a stage's blocks need
+    not be adjacent in the graph; its ops keep the graph's order. Parameters, inputs and sizes have
+    no stage: they follow their users. Raise FXP303 with everything wrong in starts and order.
     """
 
     starts: str
@@ -33,7 +32,7 @@ class AssignPass:
     ensures: ClassVar[Level] = Level.ASSIGNED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Set Annotation.stage from Annotation.block."""
+        """Set NodeAnnotation.stage from NodeAnnotation.block."""
         count = len(graph_module.meta[BLOCKS_KEY])
         closed = set(graph_module.meta.get(NO_CUT_KEY, ()))
         order = self._order(count)
@@ -49,13 +48,13 @@ class AssignPass:
         return graph_module
 
     def _order(self, count: int) -> list[int]:
-        """The blocks in the order that starts count in."""
+        """Return the blocks in the order in which ``starts`` counts."""
         if not self.order:
             return list(range(count))
         where = f"order of blocks {self.order}"
         order = self._numbers(self.order, where, _FIX_ORDER)
         if sorted(order) != list(range(count)):
-            why = f"it does not name each of the blocks 0 to {count - 1} once"
+            why = f"it must contain each of the blocks 0 to {count - 1} exactly once"
             raise FxpartError(Problem("FXP303", where, why, _FIX_ORDER))
         return order
 
@@ -63,31 +62,33 @@ class AssignPass:
     def _numbers(text: str, where: str, fix: str) -> list[int]:
         words = [w.strip() for w in text.split(",")]
         if not all(w.isascii() and w.isdigit() for w in words):
-            raise FxpartError(Problem("FXP303", where, "they are not numbers with commas", fix))
+            raise FxpartError(Problem("FXP303", where, "it is not a list of numbers", fix))
         return [int(w) for w in words]
 
 
 def _check(starts: Sequence[int], order: Sequence[int], count: int, closed: set[int]) -> None:
-    """Raise FXP303 with all that is wrong with the starts."""
+    """Raise FXP303 with everything wrong in the starts."""
     whys = []
     if starts[0] != 0:
         whys.append("the first stage must start with block 0")
     if any(b <= a for a, b in pairwise(starts)):
-        whys.append("they must increase")
+        whys.append("the starts must increase")
     if beyond := [s for s in starts if s >= count]:
-        whys.append(f"there are {count} blocks, 0 to {count - 1}; {beyond} do not exist")
+        whys.append(f"blocks {beyond} do not exist; the graph has blocks 0 to {count - 1}")
     cuts = sorted(starts)
     place = {block: bisect_right(cuts, at) for at, block in enumerate(order)}
     inside = [b + 1 for b in sorted(closed) if b + 1 < count and place[b] != place[b + 1]]
     if inside:
-        whys.append(f"no stage may start with block {inside}: it cannot be cut from the one before")
+        whys.append(
+            f"no stage may start with block {inside}, which cannot be cut from the previous block"
+        )
     if whys:
         where = f"stage starts {','.join(map(str, starts))}"
         raise FxpartError([Problem("FXP303", where, why, _FIX_STARTS) for why in whys])
 
 
 def _check_flow(graph: fx.Graph, order: str) -> None:
-    """Raise FXP303 for each pair of blocks of which the reader's stage is the earlier one."""
+    """Raise FXP303 for each block that reads from a block of a later stage."""
     back: dict[tuple[int, int], None] = {}
     for node in graph.nodes:
         mine = annotation(node)
@@ -103,11 +104,11 @@ def _check_flow(graph: fx.Graph, order: str) -> None:
                 "FXP303",
                 f"order of blocks {order}",
                 f"block {reader} reads from block {made} of a later stage",
-                "let no block stand before one that it reads from",
+                "order each block after the blocks that it reads from",
             )
             for reader, made in back
         )
 
 
-_FIX_STARTS = 'give the first block of each stage, such as starts="0,5,9"'
-_FIX_ORDER = 'give every block once, such as order="0,3,4,1,2", or no order'
+_FIX_STARTS = 'list the first block of each stage, such as starts="0,5,9"'
+_FIX_ORDER = 'list every block once, such as order="0,3,4,1,2", or omit the order'

@@ -1,4 +1,4 @@
-"""Remove what only checks shapes and values that capture has settled."""
+"""Remove ops that only assert shapes and values that capture has checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxpart.compiler.node_annotation import Level
 
 @dataclass(frozen=True)
 class DropAssertsPass:
-    """Erase ``_assert_tensor_metadata``, ``_assert_scalar``, ``sym_constrain_range`` and the like.
+    """Erase assertion ops such as ``_assert_tensor_metadata`` and ``sym_constrain_range``.
 
-    The size computations that only these used go too; every other op stays.
+    Size computations that only these ops used are removed too; every other op remains.
     """
 
     name: ClassVar[str] = "drop_asserts"
@@ -24,7 +24,7 @@ class DropAssertsPass:
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Erase them in the graph and in the graphs of its regions."""
+        """Erase the asserts in the graph and in the graphs of its regions."""
         for inner in graph_module.modules():
             if isinstance(inner, fx.GraphModule):
                 _clean(inner.graph)
@@ -32,7 +32,7 @@ class DropAssertsPass:
 
 
 def _clean(graph: fx.Graph) -> None:
-    """One graph: asserts, then the sizes that are left without a user."""
+    """Erase the asserts of one graph, then the unused size computations."""
     for node in reversed(graph.nodes):
         unused_size = node.op == "call_function" and not node.users and is_size(node)
         if is_assert(node) or unused_size:

@@ -1,4 +1,4 @@
-"""Group ops into blocks, the pieces that the planner moves whole."""
+"""Group ops into blocks, which the planner assigns as a whole."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from fxpart.compiler.block_names import block_names
 from fxpart.compiler.graph_cuts import closed_cuts, crossing, operations
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.node_annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.compiler.work_estimate import is_heavy, work
 from fxpart.errors import error
 
-# A cut is left out when cheaper ones stand within this many heavy ops on both sides of it ...
+# A cut is dropped if cheaper cuts exist within this many compute-intensive ops on both sides,
 _WINDOW = 8
-# ... cheaper meaning at most this share of its bytes ...
+# where cheaper means at most this fraction of its bytes,
 _CHEAPER = 0.95
-# ... and the piece between those is at most this share of the whole work, or at most this many
-# heavy ops: an attention has five or six, whatever its share.
+# and if the part between these has at most this fraction of all work, or at most this many
+# compute-intensive ops (an attention layer has five or six).
 _SHARE = 1 / 8
 _LAYER = 6
 
 
 @dataclass(frozen=True)
 class GroupBlocksPass:
-    """Cut the graph's order where few bytes cross.
+    """Split the graph's op order at cuts with few crossing bytes.
 
-    granularity: "block" cuts between heavy ops where crossing bytes are locally small (in a
-    transformer: between attention and feed-forward of each layer); "op" cuts wherever it may.
-    max_blocks: neighbours with the least work are merged until so many are left. What cannot be
-    separated stays together: a list and its items, sizes that depend on data, all uses of state
-    that is written.
+    granularity: "block" cuts between compute-intensive ops where the crossing bytes are locally
+    minimal (in a transformer: between attention and feed-forward of each layer); "op" cuts
+    everywhere. max_blocks: adjacent blocks with the least work are merged down to this number. A
+    list and its items, data-dependent sizes, and all uses of written state stay together.
     """
 
     granularity: str = "block"
@@ -47,7 +46,7 @@ class GroupBlocksPass:
     ensures: ClassVar[Level] = Level.ANNOTATED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Set Annotation.block and the graph's table of blocks."""
+        """Set NodeAnnotation.block and the graph's block table."""
         self._check()
         ops = operations(graph_module.graph)
         closed = closed_cuts(graph_module.graph, ops)
@@ -64,22 +63,22 @@ class GroupBlocksPass:
             for name, nodes in zip(block_names(blocks), blocks, strict=True)
         )
         graph_module.meta[NO_CUT_KEY] = ()
-        graph_module.meta.pop(BEHAVIOURS_KEY, None)
+        graph_module.meta.pop(BEHAVIORS_KEY, None)
         return graph_module
 
     def _check(self) -> None:
-        """Options that no graph can satisfy."""
+        """Raise FXP109 for invalid options."""
         if self.granularity not in ("block", "op") or self.max_blocks < 1:
             raise error(
                 "FXP109",
                 where="pass group_blocks",
-                why=f"granularity={self.granularity!r}, max_blocks={self.max_blocks}",
-                fix='granularity is "block" or "op", max_blocks at least 1',
+                why=f"invalid granularity={self.granularity!r} or max_blocks={self.max_blocks}",
+                fix='use granularity "block" or "op", and max_blocks of at least 1',
             )
 
 
 def _good_cuts(ops: Sequence[fx.Node], allowed: Sequence[int]) -> list[int]:
-    """The cheapest cut between each two heavy ops, without those that cheaper ones dominate."""
+    """Return the cheapest cut between each two compute-intensive ops, without dominated cuts."""
     sizes, strided = crossing(ops)
     heavy = [i for i, n in enumerate(ops) if is_heavy(n)] or list(range(len(ops)))
     candidates: list[int] = []
@@ -91,7 +90,8 @@ def _good_cuts(ops: Sequence[fx.Node], allowed: Sequence[int]) -> list[int]:
                 between.append(allowed[position])
             position += 1
         if between:
-            # equal bytes: prefer values that lie contiguous, then the cut right before the heavy op
+            # On equal bytes, prefer contiguous values, then the last cut before the
+            # compute-intensive op.
             candidates.append(min(between, key=lambda i: (sizes[i], strided[i], -i)))
     return _undominated(candidates, sizes, [work(n) for n in ops])
 
@@ -99,7 +99,7 @@ def _good_cuts(ops: Sequence[fx.Node], allowed: Sequence[int]) -> list[int]:
 def _undominated(
     candidates: Sequence[int], sizes: Sequence[int], weights: Sequence[int]
 ) -> list[int]:
-    """Drop cuts, the dearest first, that have a cheaper cut near on both sides."""
+    """Drop cuts, most expensive first, that have a cheaper cut nearby on both sides."""
     before = [0]
     for w in weights:
         before.append(before[-1] + w)
@@ -125,7 +125,7 @@ def _undominated(
 def _merge(
     blocks: list[list[fx.Node]], weights: dict[fx.Node, int], most: int
 ) -> list[list[fx.Node]]:
-    """Merge the neighbours with the least work between them until at most ``most`` are left."""
+    """Merge adjacent blocks with the least combined work until at most ``most`` remain."""
     loads = [sum(weights[n] for n in nodes) for nodes in blocks]
     following = list(range(1, len(blocks) + 1))
     alive = [True] * len(blocks)

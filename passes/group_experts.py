@@ -1,4 +1,4 @@
-"""Make one op of what a sparse mixture of experts writes around its two grouped products."""
+"""Group the ops of each sparse mixture of experts into a single op."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _RESHAPES = ("aten.reshape", "aten.view", "aten.flatten", "aten._unsafe_view")
 class GroupExpertsPass:
     """Replace each mixture of experts by one call of ``torch.ops.fxpart.experts``.
 
-    A mixture is known by what it computes: pairs of token and expert sorted by expert, rows
-    gathered, a grouped product, pointwise ops, a grouped product, weights, the inverse permutation,
-    a sum over the k choices (transformers' grouped experts). Router, top-k and router losses stay
-    as they are. Every bit stays. What differs in any way is left alone.
+    A mixture is recognized by its computation: (token, expert) pairs sorted by expert, gathered
+    rows, a grouped product, pointwise ops, a second grouped product, routing weights, the inverse
+    permutation, and a sum over the k choices (transformers' grouped experts). Router, top-k and
+    router losses are unchanged. Results are bit-identical. A graph that differs in any way is left
+    unchanged.
     """
 
     name: ClassVar[str] = "group_experts"
@@ -38,7 +39,7 @@ class GroupExpertsPass:
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Try each grouped product as the second one of a mixture."""
+        """Try each grouped product as the second product of a mixture."""
         graph = graph_module.graph
         position = {node: index for index, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
@@ -66,11 +67,11 @@ class GroupExpertsPass:
 
 
 class _NotAMixtureError(Exception):
-    """The ops are not those of a mixture, or not surely so."""
+    """Raised if the ops do not clearly form a mixture of experts."""
 
 
 class _ExpertMixture:
-    """The ops around a second product; ``region`` collects what one op replaces."""
+    """The ops around a second grouped product; ``region`` collects the ops to replace."""
 
     def __init__(self, down: fx.Node, position: dict[fx.Node, int]) -> None:
         self.down, self.position = down, position
@@ -78,7 +79,7 @@ class _ExpertMixture:
         self.result = down
 
     def read(self) -> tuple[Any, ...]:
-        """The arguments of the one op; _DifferentError for anything that is not understood."""
+        """Return the arguments of the grouped op; raise _NotAMixtureError without a match."""
         inner, down, ends = _factors(self.down)
         self._routing(ends, _shape(down)[0])
         out, down_bias = self._biased(self.down, _single(self.down))
@@ -93,25 +94,25 @@ class _ExpertMixture:
         return (hidden, self.index, gate, *matrices, bias, down_bias, body, parts, plain, product)
 
     def _take(self, node: Any, *names: str) -> fx.Node:
-        """The node, now of the region, if it calls one of these ops."""
+        """Check that the node calls one of these ops, and add it to the region."""
         _check(_calls(node, *names))
         self.region.add(node)
         return node  # type: ignore[no-any-return]
 
     def _lookup(self, node: Any) -> tuple[fx.Node, Any]:
-        """Source and rows of ``source[rows]``."""
+        """Return the source and the rows of ``source[rows]``."""
         source, rows = self._take(node, "aten.index").args
         _check(isinstance(source, fx.Node) and isinstance(rows, list | tuple) and len(rows) == 1)
         return source, rows[0]  # type: ignore[return-value, index]
 
     def _flat(self, node: Any) -> fx.Node:
-        """The [T, k] value that was made flat."""
+        """Return the [T, k] value before flattening."""
         source = self._take(node, *_RESHAPES).args[0]
         _check(len(_shape(node)) == 1 and len(_shape(source)) == 2)
         return source  # type: ignore[return-value]
 
     def _routing(self, ends: Any, number: Any) -> None:
-        """From where the rows end back to the choices: sort, count, add up."""
+        """Match the routing, backwards from the group ends to the choices."""
         sums = self._take(ends, "aten.cumsum")
         _check(argument(sums, "dim") in (0, -1) and argument(sums, "dtype") == torch.int32)
         counts = self._take(sums.args[0], "aten.histc")
@@ -130,12 +131,12 @@ class _ExpertMixture:
         _check(value(self.index).dtype == torch.int64 and isinstance(self.chosen, int))
 
     def _order(self, node: Any) -> None:
-        """The node is the permutation that sorts the choices."""
+        """Check that the node is the permutation that sorts the choices."""
         _check(_is_item(node, 1) and node.args[0] is self.sort)
         self.region.add(node)
 
     def _biased(self, product: fx.Node, user: Any) -> tuple[fx.Node, fx.Node | None]:
-        """The product with its experts' biases, if ``user`` adds them, and the biases."""
+        """Return the product with its experts' bias if ``user`` adds it, and the bias."""
         if not _calls(user, "aten.add") or argument(user, "alpha") != 1:
             return product, None
         bias, rows = self._lookup(_other(user, product))
@@ -143,7 +144,7 @@ class _ExpertMixture:
         return self._take(user), bias
 
     def _result(self, out: fx.Node) -> fx.Node:
-        """From the second product on: weights, the tokens' order, the sum; the weights [T, k]."""
+        """Match weights, token order and sum after the second product; return the weights."""
         weighed = self._take(_single(out), "aten.mul")
         column = self._take(_other(weighed, out), "aten.unsqueeze")
         _check(column.args[1] in (-1, 1))
@@ -163,7 +164,7 @@ class _ExpertMixture:
         return gate
 
     def _inverse(self, back: Any) -> None:
-        """``empty_like(order)[order] = arange(len(order))``."""
+        """Match ``empty_like(order)[order] = arange(len(order))``."""
         put = self._take(back, "aten.index_put")
         base, rows, numbers = put.args[:3]
         _check(isinstance(rows, list | tuple) and len(rows) == 1)
@@ -175,7 +176,7 @@ class _ExpertMixture:
         self.region.add(self._take(base))
 
     def _body(self, end: Any) -> tuple[fx.Node, fx.Node | None, str, str]:
-        """The first product, its bias, how its columns are parted, the ops up to the second."""
+        """Return the first product, its bias, its column split, and the ops before the second."""
         inside: set[fx.Node] = set()
         starts: dict[fx.Node, tuple[int, str, fx.Node]] = {}
         stack = [end]
@@ -207,7 +208,7 @@ class _ExpertMixture:
         return first, bias, kind, text
 
     def _text(self, inside: set[fx.Node], numbers: dict[fx.Node, int], kind: str) -> str:
-        """The pointwise ops as :func:`fxpart.collectives.experts.statements` reads them."""
+        """Format the pointwise ops for :func:`fxpart.collectives.experts.statements`."""
         lines = []
         for node in sorted(inside, key=self.position.__getitem__):
             lines.append(_statement(node, numbers))
@@ -215,7 +216,7 @@ class _ExpertMixture:
         return "; ".join(lines)
 
     def _part(self, node: Any) -> tuple[int, str, fx.Node] | None:
-        """Which part of a first product the node is, how it was parted, and the product."""
+        """Return which part of a first product the node is, how it is split, and the product."""
         if _is_item(node, 0) or _is_item(node, 1):
             halves = self._take(node.args[0], "aten.chunk")
             _check(argument(halves, "chunks") == 2 and argument(halves, "dim") in (-1, 1))
@@ -234,7 +235,7 @@ class _ExpertMixture:
         return None
 
     def _gathered(self, rows: Any) -> fx.Node:
-        """The tokens of ``tokens[order // k]``."""
+        """Return the tokens of ``tokens[order // k]``."""
         hidden, tokens = self._lookup(rows)
         divided = self._take(tokens, "aten.floor_divide")
         _check(divided.args[1] == self.chosen)
@@ -244,14 +245,14 @@ class _ExpertMixture:
         return hidden
 
     def _matrices(self, up: Any, down: Any) -> tuple[tuple[fx.Node, fx.Node], bool]:
-        """The weights as the model holds them, and whether the products take them so."""
+        """Return the weights as stored, and whether the products use them untransposed."""
         if all(_calls(n, "aten.transpose") and _turned(n) for n in (up, down)):
             self.region |= {up, down}
             return (up.args[0], down.args[0]), False
         return (up, down), True
 
     def _closed(self) -> None:
-        """No value with a gradient leaves the region but its result."""
+        """Check that no differentiable value but the result leaves the region."""
         for node in self.region - {self.result}:
             held = value(node)
             if not _turned(node) and any(user not in self.region for user in node.users):
@@ -260,43 +261,43 @@ class _ExpertMixture:
 
 
 def _check(fact: bool) -> None:
-    """Go on where the fact holds."""
+    """Raise _NotAMixtureError unless the condition holds."""
     if not fact:
         raise _NotAMixtureError
 
 
 def _calls(node: Any, *names: str) -> bool:
-    """Whether the node is a call (of one of these ops)."""
+    """Return whether the node is a call (of one of these ops)."""
     called = isinstance(node, fx.Node) and node.op == "call_function"
     return called and (not names or packet_name(node.target) in names)
 
 
 def _is_item(node: Any, index: int) -> bool:
-    """Whether the node takes item ``index`` of a tuple."""
+    """Return whether the node takes item ``index`` of a tuple."""
     taken = _calls(node) and node.target is operator.getitem
     return taken and isinstance(node.args[0], fx.Node) and node.args[1] == index
 
 
 def _shape(node: Any) -> tuple[int | str, ...]:
-    """Sizes as numbers, symbolic ones as text."""
+    """Return sizes as numbers, symbolic ones as text."""
     held = value(node)
     _check(isinstance(held, torch.Tensor))
     return tuple(size if isinstance(size, int) else str(size) for size in held.shape)
 
 
 def _single(node: fx.Node) -> Any:
-    """The one user; None where there are several."""
+    """Return the only user; None if there are several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _other(call: fx.Node, one: fx.Node) -> Any:
-    """The other operand of a call of two."""
+    """Return the other operand of a call with two operands."""
     _check(len(call.args) == 2 and any(a is one for a in call.args))
     return call.args[1] if call.args[0] is one else call.args[0]
 
 
 def _factors(product: fx.Node) -> tuple[Any, Any, Any]:
-    """Rows, weight and ends of a grouped product that does nothing else."""
+    """Return rows, weight and group ends of a plain grouped product."""
     extra = (*product.args[3:], *(v for k, v in product.kwargs.items() if k not in _ENDS))
     _check(all(given is None for given in extra))
     ends = product.args[2] if len(product.args) > 2 else None
@@ -309,31 +310,31 @@ _ENDS = ("offs", "ends")
 
 
 def _ends(product: fx.Node) -> int | str:
-    """The number of experts of a product."""
+    """Return the number of experts of a product."""
     return _shape(_factors(product)[1])[0]
 
 
 def _same_product(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two products are computed the same way."""
+    """Return whether two products use the same implementation."""
     return _PRODUCTS[packet_name(one.target)] == _PRODUCTS[packet_name(other.target)]
 
 
 def _turned(node: fx.Node) -> bool:
-    """Whether the node swaps the last two dims of a weight."""
+    """Return whether the node swaps the last two dims of a weight."""
     if not _calls(node, "aten.transpose") or len(_shape(node)) != 3:
         return False
     return {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
 
 
 def _pointwise(node: Any) -> bool:
-    """Whether the op works on each element by itself, on numbers and elements alone."""
+    """Return whether the op is pointwise, with only tensors and numbers as arguments."""
     if not _calls(node) or not packet_name(node.target).startswith("aten."):
         return False
     return torch.Tag.pointwise in node.target.tags and not is_random(node)
 
 
 def _statement(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
-    """One line of a body."""
+    """Return one op as a statement."""
     words = [packet_name(node.target).removeprefix("aten.") + "." + node.target._overloadname]  # type: ignore[union-attr]
     for given in node.args:
         words.append(f"%{numbers[given]}" if isinstance(given, fx.Node) else _literal(given))
@@ -344,7 +345,7 @@ def _statement(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
 
 
 def _literal(given: Any) -> str:
-    """A number, None or word as text that reads back."""
+    """Return a number, None or word as text that can be parsed again."""
     fine = given is None or isinstance(given, bool | int)
     fine = fine or (isinstance(given, float) and math.isfinite(given))
     _check(fine or (isinstance(given, str) and given.isidentifier()))

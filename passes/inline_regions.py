@@ -32,10 +32,10 @@ Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
 class InlineRegionsPass:
     """Replace region calls by their bodies.
 
-    In a region without gradient, every outer value that could carry one is detached on the way in,
-    so that the same ops record nothing. In a region under autocast, the conversions that it makes
-    are written out, those of a parameter once for the region, as its cache does; a composite op
-    that converts inside itself is refused (FXP108).
+    In a no-grad region, outer values that may require a gradient are detached on entry, so the same
+    ops record nothing. In an autocast region, its dtype conversions become explicit ops; those of a
+    parameter are shared within the region, like in the autocast cache. A composite op that converts
+    internally is rejected (FXP108).
     """
 
     name: ClassVar[str] = "inline_regions"
@@ -43,7 +43,7 @@ class InlineRegionsPass:
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Inline until no region is left; nested regions too."""
+        """Inline all regions, including nested ones."""
         graph = graph_module.graph
         mode = fake_mode(graph)
         shared: Converted = {}
@@ -60,13 +60,13 @@ class InlineRegionsPass:
 
 
 def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
-    """Whether a get_attr fetches the graph of a region."""
+    """Return whether a get_attr fetches the graph of a region."""
     return isinstance(attrgetter(str(node.target))(root), fx.GraphModule)
 
 
 @dataclass(frozen=True)
 class _RegionContext:
-    """What holds inside a region: gradients on or off, autocast or none."""
+    """Modes inside a region: gradients on or off, and autocast."""
 
     grad: bool = True
     autocast: AutocastRegion | None = None
@@ -76,9 +76,9 @@ class _RegionContext:
 class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
-    converted: (parameter, dtype) -> its shared conversion; the cache of autocast, which lasts until
-    the outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes
-    made without gradient, which need no detaching.
+    converted: (parameter, dtype) -> its shared conversion; the autocast cache, valid until the
+    outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes created
+    without gradient, which need no detach.
     """
 
     root: fx.GraphModule
@@ -99,7 +99,7 @@ class _Inliner:
         self.call.graph.erase_node(self.call)
 
     def _region(self, call: fx.Node, args: Sequence[Any], around: _RegionContext) -> list[Any]:
-        """The region's results as outer nodes; args: the call's arguments as outer nodes."""
+        """Return the region's results as outer nodes; args: the call's arguments as outer nodes."""
         kind = region_name(call)
         if kind == GRAD:
             enabled, body, *operands = args
@@ -116,7 +116,7 @@ class _Inliner:
         return self._body(module, path, operands, around)
 
     def _autocast(self, device: Any, dtype: Any, enabled: Any, cache: Any) -> AutocastRegion | None:
-        """The region's autocast; None where it is off."""
+        """Return the region's autocast; None if it is disabled."""
         if not enabled:
             return None
         chosen = torch.get_autocast_dtype(str(device)) if dtype is None else dtype
@@ -125,7 +125,7 @@ class _Inliner:
     def _body(
         self, module: fx.GraphModule, path: str, operands: Sequence[Any], around: _RegionContext
     ) -> list[Any]:
-        """Copy a region's graph out; env maps its nodes to outer ones."""
+        """Copy a region's graph into the outer graph; env maps its nodes to outer nodes."""
         env: dict[fx.Node, Any] = {}
         inputs = iter(operands)
         for node in module.graph.nodes:
@@ -146,7 +146,7 @@ class _Inliner:
         raise AssertionError("a region's graph has an output")
 
     def _copy(self, node: fx.Node, env: dict[fx.Node, Any], around: _RegionContext) -> fx.Node:
-        """One op of the region, on detached and converted operands where that is so."""
+        """Copy one op of the region, with detached and converted operands as required."""
 
         def outer(source: fx.Node) -> Any:
             found = env[source]
@@ -164,13 +164,14 @@ class _Inliner:
         return new
 
     def _convert(self, node: fx.Node, region: AutocastRegion) -> None:
-        """Write out the conversions of the node's operands under autocast."""
+        """Add explicit conversions of the node's operands under autocast."""
         given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
         assert callable(node.target), "an op is a callable"
         found = conversions(region, node.target, *given, self.mode)
         if found is None:
             raise _refuse(
-                node, f"torch.autocast({region.device!r}, {region.dtype}) acts inside {node.target}"
+                node,
+                f"torch.autocast({region.device!r}, {region.dtype}) converts inside {node.target}",
             )
 
         def convert(source: fx.Node) -> fx.Node:
@@ -183,7 +184,7 @@ class _Inliner:
     def _converted(
         self, source: fx.Node, dtype: torch.dtype, like: fx.Node, cache: bool
     ) -> fx.Node:
-        """The value in another dtype; a trained parameter is converted once for the region."""
+        """Return the value in another dtype; a trained parameter is converted once per region."""
         shared = cache and source.op == "get_attr" and self._trained(source)
         if shared and (source, dtype) in self.converted:
             return self.converted[source, dtype]
@@ -194,11 +195,11 @@ class _Inliner:
         return new
 
     def _trained(self, node: fx.Node) -> bool:
-        """Whether a get_attr fetches state that carries a gradient."""
+        """Return whether a get_attr fetches state that requires a gradient."""
         return bool(getattr(attrgetter(str(node.target))(self.root), "requires_grad", False))
 
     def _detach(self, outer: fx.Node) -> fx.Node:
-        """The value without its gradient; itself where it can have none."""
+        """Return the value without its gradient; unchanged if it cannot have one."""
         known = value(outer)
         if outer.op == "placeholder" or not isinstance(known, torch.Tensor):
             return outer
@@ -214,16 +215,16 @@ class _Inliner:
         return self.detached[outer]
 
     def _attribute(self, node: fx.Node, path: str) -> fx.Node:
-        """A constant or a nested region's graph that the region holds."""
+        """Copy a constant or the graph of a nested region."""
         new = self.call.graph.get_attr(path)
         new.meta = dict(node.meta)
         return new
 
 
 def _written_object(node: fx.Node) -> fx.Node:
-    """The node whose tensor object an in-place op returned, through several such ops.
+    """Return the node whose tensor object a chain of in-place ops returned.
 
-    Outside of the region it is the same tensor as before, with its gradient.
+    Outside the region it is the same tensor as before, including its gradient.
     """
     while is_op(node.target) and packet_name(node.target) not in METADATA_OPS:
         targets = list_written_nodes(node)
@@ -234,17 +235,17 @@ def _written_object(node: fx.Node) -> fx.Node:
 
 
 def _region_item(node: fx.Node) -> bool:
-    """Whether a node takes one result out of a nested region."""
+    """Return whether a node takes one result of a nested region."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and bool(region_name(source))
 
 
 def _refuse(call: fx.Node, why: str) -> Exception:
-    """FXP108 at the first line of the region."""
+    """Return FXP108 at the first line of the region."""
     return error(
         "FXP108",
         where=region_place(call),
         why=why,
-        fix="put it under torch.autocast(device, enabled=False), or cast the tensors there "
-        "yourself with .to(dtype)",
+        fix="put the op under torch.autocast(device, enabled=False), or convert its operands "
+        "explicitly with .to(dtype)",
     )

@@ -1,4 +1,4 @@
-"""Give every random op a key, so that its numbers do not depend on the plan or on global state."""
+"""Give every random op a key, so that its values do not depend on the plan or global state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fxpart.rng import seeded
 class KeyRandomPass:
     """Add the first input ``rng_key`` (an int), and call each random op through ``seeded``.
 
-    The call is ``fxpart.rng.seeded(rng_key, index, op, *args, **kwargs)``; index counts the random
-    ops in graph order and is kept as ``NodeAnnotation.random``. An op that its arguments switch off
-    (dropout in evaluation, or with p=0) is not random.
+    The call is ``fxpart.rng.seeded(rng_key, index, op, *args, **kwargs)``. The index numbers the
+    random ops in graph order and is stored in ``NodeAnnotation.random``. An op disabled by its
+    arguments (dropout in evaluation, or with p=0) is not random.
     """
 
     name: ClassVar[str] = "key_random"
@@ -28,7 +28,7 @@ class KeyRandomPass:
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Key all random ops; the input is added even where there are none."""
+        """Key all random ops; the input is added even if there are none."""
         graph = graph_module.graph
         key = _key_input(graph)
         index = 0
@@ -42,7 +42,7 @@ class KeyRandomPass:
 
 
 def _key_input(graph: fx.Graph) -> fx.Node:
-    """The new first placeholder; an operation or a parameter of that name gives way."""
+    """Add the first placeholder; rename an operation or a parameter of that name."""
     for node in graph.nodes:
         if node.name != RNG_KEY:
             continue
@@ -50,8 +50,8 @@ def _key_input(graph: fx.Graph) -> fx.Node:
             raise error(
                 "FXP109",
                 where=f"the model's input {RNG_KEY}",
-                why="the name is taken: stages receive the key of their random numbers under it",
-                fix="give the argument of the model's forward another name",
+                why="the name is reserved for the key of random ops",
+                fix="rename the argument of the model's forward",
             )
         with graph.inserting_before(node):
             renamed = graph.node_copy(node, lambda n: n)
@@ -60,7 +60,7 @@ def _key_input(graph: fx.Graph) -> fx.Node:
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         key = graph.placeholder(RNG_KEY)
-    key.name = RNG_KEY  # torch.fx would number a name that an erased node had
+    key.name = RNG_KEY  # torch.fx appends a number to the name of an erased node
     key.meta["val"] = 0
     key.meta[KEY] = NodeAnnotation()
     return key

@@ -1,4 +1,4 @@
-"""From a graph with every sharding decided to the local graph of one lane."""
+"""Lower a graph with decided shardings to the rank-local graph of one mesh rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from fxpart.compiler.block_identity import identity
 from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.node_annotation import BLOCKS_KEY, MESH_KEY, Level
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.errors import error
 
 from .lowering.local_graph import LocalGraphBuilder
@@ -20,13 +20,12 @@ from .mark_gradients import MarkGradientsPass
 
 @dataclass(frozen=True)
 class LowerPass:
-    """The ops on one lane's part of every value, and every reshard as explicit collectives.
+    """Compute local shards of every value, with every reshard as explicit collectives.
 
-    lane: the lane whose shapes to take; graphs of different lanes differ only where cuts are
-    uneven. whole_outputs: the user's outputs are returned whole on every lane, not as they lie.
-    Open placements and strategies count as replicated. The result's ``meta`` holds the mesh, the
-    lane, and per parameter the axes over which its gradient is a sum still to be made; its state
-    has local shapes on the meta device.
+    lane: the mesh rank; graphs of different ranks differ only if sharding is uneven. whole_outputs:
+    return the user's outputs unsharded on every rank. Undecided placements and strategies count as
+    replicated. The result's ``meta`` has the mesh, the mesh rank, and the pending
+    gradient-reduction axes of each parameter; its state has local shapes on the meta device.
     """
 
     lane: str = "0"
@@ -36,7 +35,7 @@ class LowerPass:
     ensures: ClassVar[Level] = Level.ANNOTATED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """A new module; FXP109 for a lane that the mesh does not have."""
+        """Return a new module; raise FXP109 for a rank outside the mesh."""
         mesh = graph_module.meta.get(MESH_KEY)
         if mesh is None:
             raise error("FXP900", where="pass lower", why="the graph has no mesh")
@@ -44,13 +43,13 @@ class LowerPass:
         if not 0 <= lane < mesh.size:
             raise error(
                 "FXP109",
-                where=f"pass lower, lane {self.lane!r}",
-                why=f"the mesh {mesh} has {mesh.size} lanes",
-                fix=f"give a number from 0 to {mesh.size - 1}",
+                where=f"pass lower, lane={self.lane!r}",
+                why=f"the mesh {mesh} has {mesh.size} ranks",
+                fix=f"use a number from 0 to {mesh.size - 1}",
             )
         demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
         result = MarkGradientsPass().run(LocalGraphBuilder(graph_module, demands, lane).build())
-        result.meta.pop(BEHAVIOURS_KEY, None)
+        result.meta.pop(BEHAVIORS_KEY, None)
         blocks: dict[int, list[fx.Node]] = {}
         for node in result.graph.nodes:
             block = annotation(node).block

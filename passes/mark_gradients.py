@@ -1,4 +1,4 @@
-"""Find which values carry a gradient, and what autograd keeps for the backward of each op."""
+"""Determine which values require a gradient, and what autograd saves for each op."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fxpart.compiler.op_behavior import StorageAnalysis
 
 @dataclass(frozen=True)
 class MarkGradientsPass:
-    """Set ``Annotation.requires_grad`` on every value, ``saved`` and ``working`` on every op.
+    """Set ``NodeAnnotation.requires_grad`` on every value, ``saved`` and ``working`` on every op.
 
-    Each distinct op (same arguments, shapes, strides and gradients) runs once on fake tensors under
-    ``torch.autograd.graph.saved_tensors_hooks``; repeats are looked up, so that 96 equal layers
-    cost one. Parameters and buffers are not counted. Sizes are whole storages in bytes, sympy
-    expressions where the batch is symbolic.
+    Each distinct op (same arguments, shapes, strides and gradients) runs once on fake tensors with
+    ``torch.autograd.graph.saved_tensors_hooks``; equal ops share the result, so 96 equal layers
+    cost as much as one. Parameters and buffers are not counted. Sizes are whole storages in bytes,
+    sympy expressions for a symbolic batch.
     """
 
     name: ClassVar[str] = "mark_gradients"

@@ -1,4 +1,4 @@
-"""Write chosen strategies and placements where annotations and propagation left axes open."""
+"""Apply selected strategies and placements where annotations and propagation decided nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fxpart.sharding import REPLICATE, Mesh, Placements, parse_placements
 from .rules import REPLICATED, layout, rule_of
 
 CHOSEN = "chosen by the solver"
-_FIX = 'write choice="linear=b|n;weight=dp:R,tp:S(0)", or let choose_placements() write it'
+_FIX = 'write choice="linear=b|n;weight=dp:R,tp:S(0)", or use choose_placements()'
 
 
 @dataclass(frozen=True)
 class PlacePass:
-    """Decide every open axis of the nodes that the choice names.
+    """Decide every undecided axis of the nodes that the choice names.
 
-    choice: ``node=strategy|strategy;...``, one strategy for each axis of the mesh, for ops; and
-    ``node=dp:S(0),tp:R`` for inputs and state. What was decided before stays. FXP109 lists all that
-    is wrong with the choice.
+    choice: ``node=strategy|strategy;...``, one strategy per mesh axis, for ops; and
+    ``node=dp:S(0),tp:R`` for inputs and state. Decided axes do not change. Raise FXP109 with
+    everything wrong in the choice.
     """
 
     choice: str = ""
@@ -36,7 +36,7 @@ class PlacePass:
     ensures: ClassVar[Level] = Level.ANNOTATED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Set Annotation.sharding of the named nodes."""
+        """Set NodeAnnotation.sharding of the named nodes."""
         mesh = graph_module.meta.get(MESH_KEY)
         if not isinstance(mesh, Mesh):
             raise error("FXP109", where="pass place", why="the graph has no mesh", fix=_FIX)
@@ -63,25 +63,25 @@ class PlacePass:
 
 
 class _InvalidChoiceError(Exception):
-    """Why an entry of the choice cannot be taken."""
+    """Raised for an invalid entry of the choice."""
 
 
 def _op(node: fx.Node, chosen: Sequence[str], mesh: Mesh) -> None:
     if len(chosen) != len(mesh.axes):
         raise _InvalidChoiceError(
-            f"{len(chosen)} strategies, and the mesh has {len(mesh.axes)} axes"
+            f"{len(chosen)} strategies do not match the {len(mesh.axes)} axes of the mesh"
         )
     old = annotation(node).sharding
     before = old.strategy if old is not None else (None,) * len(chosen)
     strategy = tuple(new if had is None else had for had, new in zip(before, chosen, strict=True))
     results = _results(node, strategy, mesh)
     if results is None:
-        raise _InvalidChoiceError(f"its op has no such strategy: {strategy}")
+        raise _InvalidChoiceError(f"the op has no strategy {strategy}")
     _write(node, strategy, results)
 
 
 def _results(node: fx.Node, strategy: tuple[str, ...], mesh: Mesh) -> tuple[Placements, ...] | None:
-    """What the op gives under a strategy; None where there is no such strategy."""
+    """Return the result placements under a strategy; None for an invalid strategy."""
     rule = rule_of(node) if any(strategy) else None
     if rule is None:
         whole: Placements = (REPLICATE,) * len(mesh.axes)
@@ -92,12 +92,12 @@ def _results(node: fx.Node, strategy: tuple[str, ...], mesh: Mesh) -> tuple[Plac
 
 def _source(node: fx.Node, placements: Placements) -> None:
     if None in placements:
-        raise _InvalidChoiceError("an axis of the mesh is left out")
+        raise _InvalidChoiceError("a mesh axis has no placement")
     _write(node, (REPLICATED,) * len(placements), (placements,))
 
 
 def _write(node: fx.Node, strategy: tuple[str, ...], results: tuple[Placements, ...]) -> None:
-    """Fill in what is open; the origin of a decided axis stays."""
+    """Set undecided axes; decided axes keep their origin."""
     old = annotation(node).sharding
     if old is None:
         annotate(node, sharding=NodeSharding(strategy, results, (CHOSEN,) * len(strategy)))

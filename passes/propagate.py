@@ -1,4 +1,4 @@
-"""Complete the placements of a graph from those that are annotated."""
+"""Propagate annotated placements through the graph."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .propagation.propagation_graph import build_propagation_graph
 
 @dataclass(frozen=True)
 class PropagatePass:
-    """Carry placements forward and backward along the factors of the ops' rules.
+    """Propagate placements forward and backward along the factors of the ops' rules.
 
-    Each axis by itself, the major one first; from annotated inputs first; ops that hand cuts on
-    (pointwise, views, norms) before those that compute anew. Where two factors of an op compete for
-    an axis, an annotation beside it counts first, then fewer bytes of reshards. What was placed
-    before is never changed; what nothing decides stays open for a later choice, with ``close`` it
-    is replicated. FXP109 without a mesh.
+    Axes are propagated separately, the major one first; annotated inputs take priority; ops that
+    keep all factors (pointwise, views, norms) precede ops that compute. If two factors of an op
+    compete for an axis, a neighboring annotation takes priority, then fewer reshard bytes. Earlier
+    placements never change. What nothing decides stays undecided, or is replicated with ``close``.
+    Raise FXP109 without a mesh.
     """
 
     close: bool = False
@@ -34,7 +34,7 @@ class PropagatePass:
     ensures: ClassVar[Level] = Level.ANNOTATED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Set Annotation.sharding of every node that holds tensors."""
+        """Set NodeAnnotation.sharding of every node with tensors."""
         mesh = graph_module.meta.get(MESH_KEY)
         if not isinstance(mesh, Mesh):
             why = "the graph has no mesh"

@@ -1,4 +1,4 @@
-"""Turn in-place operations into functional ones; writes to state stay what they are."""
+"""Replace in-place operations by functional ones, except writes to state."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fxpart.errors import FxpartError, error
 
 @dataclass(frozen=True)
 class RemoveInplacePass:
-    """Functional ops instead of in-place ones, with the aliasing that eager execution has.
+    """Replace in-place ops by functional ones, with the aliasing semantics of eager execution.
 
     A write through a view (``x[:, 0] = 1``, ``x.t().add_(y)``) becomes a new value of the view's
-    base, and every other view of it is taken anew where it is used next, as autograd does. Which
-    values share storage is observed on fake tensors. Writes to parameters and buffers (BatchNorm's
-    statistics, counters) stay real writes; those of :func:`followed_state` are functional, and one
-    ``copy_`` after the last of them writes the result. FXP108 where a write has no functional form.
+    base, and every other view of it is recreated at its next use, like in autograd. Shared storage
+    is observed on fake tensors. Writes to parameters and buffers (BatchNorm statistics, counters)
+    remain writes; those of :func:`followed_state` become functional, and one ``copy_`` after the
+    last of them stores the result. Raise FXP108 for a write without a functional form.
     """
 
     name: ClassVar[str] = "remove_inplace"
@@ -52,10 +52,10 @@ class RemoveInplacePass:
 
 @dataclass
 class _StorageVersion:
-    """One storage that values share: its first value and what that value has become.
+    """One shared storage: its first value and its current value.
 
-    version: number of writes so far. state: it is a parameter's or buffer's, whose writes stay.
-    last: the last op that wrote to it.
+    version: number of writes so far. state: whether it belongs to a parameter or buffer whose
+    writes remain. last: the last op that wrote to it.
     """
 
     base: fx.Node
@@ -67,7 +67,7 @@ class _StorageVersion:
 
 @dataclass
 class _ViewRecipe:
-    """How to take a view anew: its op and arguments, in terms of nodes of the given graph."""
+    """How to recreate a view: its op and arguments, in terms of nodes of the original graph."""
 
     target: Any
     args: tuple[Any, ...]
@@ -78,12 +78,12 @@ class _ViewRecipe:
 
 @dataclass
 class _Rewriter:
-    """One walk over the graph that follows storages and rewrites each node.
+    """One walk over the graph that tracks storages and rewrites each node.
 
     followed: state whose writes become functional, with one write at the end. storages: by number.
-    homes: node -> the storage it lies in. recipes: view -> how it was made and its present form.
-    detached: views that cut the gradient. renamed: node -> the node that stands for the same tensor
-    object now. replaced: nodes to be erased once nothing refers to them.
+    homes: node -> its storage. recipes: view -> how it was created and its current form. detached:
+    views without gradient. renamed: node -> the node that now represents the same tensor object.
+    replaced: nodes to erase once nothing refers to them.
     """
 
     root: fx.GraphModule
@@ -97,7 +97,7 @@ class _Rewriter:
     replaced: list[fx.Node] = field(default_factory=list)
 
     def rewrite(self) -> None:
-        """All nodes in order."""
+        """Rewrite all nodes in order."""
         for node in list(self.root.graph.nodes):
             if node.op in ("placeholder", "get_attr"):
                 self.walk.start(node)
@@ -113,7 +113,7 @@ class _Rewriter:
             self.root.graph.erase_node(node)
 
     def _operation(self, node: fx.Node) -> None:
-        """A call or the output: bring its arguments up to date, or replace it."""
+        """Update the arguments of a call or of the output, or replace an in-place call."""
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), self._resolve)
         args, kwargs = node.args, dict(node.kwargs)
         if node.op == "output":
@@ -122,7 +122,7 @@ class _Rewriter:
         targets = list_written_nodes(node)
         inner = [n for n in targets if not self._is_state(n)]
         if inner and len(targets) > 1:
-            raise _refuse(node, "it writes several values at once, and not all of them are state")
+            raise _refuse(node, "it writes several values at once, but not all of them are state")
         self.walk.call(node)
         if inner:
             self._check_state(node, [n for n in inner if self._is_followed(n)])
@@ -135,23 +135,23 @@ class _Rewriter:
         self._settle(node, args, kwargs)
 
     def _resolve(self, node: fx.Node) -> fx.Node:
-        """The node that stands for the tensor object that ``node`` was."""
+        """Return the node that represents the tensor object of ``node``."""
         while node in self.renamed:
             node = self.renamed[node]
         return node
 
     def _is_state(self, node: fx.Node) -> bool:
-        """Whether the node's storage is a parameter's or buffer's."""
+        """Return whether the node's storage belongs to a parameter or buffer."""
         home = self.homes.get(node)
         return home is not None and home.state
 
     def _is_followed(self, node: fx.Node) -> bool:
-        """Whether the node's storage is a buffer's whose writes become functional."""
+        """Return whether the node's storage belongs to a buffer whose writes become functional."""
         home = self.homes.get(node)
         return home is not None and not home.state and home.base.op == "get_attr"
 
     def _settle(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note in which storage a new value lies, and its recipe if it is a view."""
+        """Record the storage of a new value, and its recipe if it is a view."""
         numbers = {part.home.number for part in self.walk.parts[node]}
         if len(numbers) != 1:
             return
@@ -171,7 +171,7 @@ class _Rewriter:
             self.detached.add(node)
 
     def now(self, node: fx.Node) -> fx.Node:
-        """The present value of a node of the given graph; a stale view is taken anew."""
+        """Return the current value of a node of the original graph; a stale view is recreated."""
         home = self.homes.get(node)
         if home is None or home.state or home.version == 0:
             return node
@@ -184,10 +184,10 @@ class _Rewriter:
         return recipe.node
 
     def _fresh(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """New copies of all views from the base to ``node``, by the node they stand for.
+        """Recreate all views from the base to ``node``; return them by original node.
 
-        Never shared with other views, as in eager execution: autograd then adds up gradients in
-        the same order.
+        They are not shared with other views, like in eager execution, so that autograd accumulates
+        gradients in the same order.
         """
         home = self.homes[node]
 
@@ -207,17 +207,17 @@ class _Rewriter:
     def _add(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
     ) -> fx.Node:
-        """A new call before the node that is being rewritten."""
+        """Add a call before the node that is being rewritten."""
         return add_call(self.root.graph, target, args, kwargs, like=like, mode=self.walk.mode)
 
     def _metadata(self, node: fx.Node, target: fx.Node) -> None:
-        """``squeeze_`` and the like change one tensor object only: it becomes a view of itself."""
+        """Replace ops such as ``squeeze_``, which change one tensor object, by a view."""
         form = functional_form(node.target)
         if form is None:
             raise _refuse(node, f"{node.target} has no functional form")
         args, kwargs = (target, *node.args[1:]), dict(node.kwargs)
         view = self._add(form, *fx.node.map_arg((args, kwargs), self.now), like=node)
-        # The walk reads the op's own arguments, as they stood before any write.
+        # The walk reads the op's original arguments, before any write.
         same = self.walk.parts[target][0].thing
         view.args, view.kwargs, current = args, kwargs, (view.args, view.kwargs)
         self.walk.call(view)
@@ -228,7 +228,7 @@ class _Rewriter:
                 self.renamed[other] = view
 
     def _write(self, node: fx.Node, target: fx.Node) -> None:
-        """An in-place op on a value: compute the new value, and store it through the views."""
+        """Compute the new value of an in-place op, and store it through the views."""
         chain = self._fresh(target, {})
         args, kwargs = fx.node.map_arg(
             (node.args, dict(node.kwargs)), lambda n: chain[n] if n is target else self.now(n)
@@ -250,14 +250,14 @@ class _Rewriter:
             new = self._cast(self._add(form, args, kwargs, node), old, node)
             new = self._layout(new, old, node, always=fills)
         self._store(target, new, chain, node)
-        if self.walk.behaviour(node).after[operand_nodes(node).index(target)]:
+        if self.walk.behavior(node).after[operand_nodes(node).index(target)]:
             self._carry_gradient(self.homes[target])
-        # Autograd takes the written view anew at once, all others when they are used next.
+        # Autograd recreates the written view immediately, all others at their next use.
         self.now(target)
         self.renamed[node] = target
 
     def _copied(self, source: Any, old: fx.Node, like: fx.Node, whole: bool) -> fx.Node:
-        """What ``old.copy_(source)`` leaves; never a view of the source, which may be state."""
+        """Return the result of ``old.copy_(source)``; never a view of the source."""
         new = self._add(torch.ops.aten.expand_as.default, (source, old), {}, like)
         new = self._cast(new, old, like)
         if whole and value(old).dim() == 0:
@@ -265,7 +265,7 @@ class _Rewriter:
         return self._layout(new, old, like, always=whole)
 
     def _cast(self, new: fx.Node, old: fx.Node, like: fx.Node) -> fx.Node:
-        """In-place ops keep the dtype of what they write."""
+        """Cast to the dtype of the written tensor, which in-place ops keep."""
         if value(new).dtype == value(old).dtype:
             return new
         return self._add(torch.ops.aten.to.dtype, (new, value(old).dtype), {}, like)
@@ -273,7 +273,7 @@ class _Rewriter:
     def _layout(
         self, new: fx.Node, old: fx.Node, like: fx.Node, *, always: bool = False
     ) -> fx.Node:
-        """In-place ops keep strides, and strides decide the order in which later ops add up."""
+        """Restore the strides of the written tensor, which set the summation order of later ops."""
         a, b = value(new), value(old)
         same = tuple(map(expression, a.stride())) == tuple(map(expression, b.stride()))
         if b.dim() == 0 or (same and not always):
@@ -288,9 +288,9 @@ class _Rewriter:
     def _store(
         self, target: fx.Node, new: fx.Node, chain: Mapping[fx.Node, fx.Node], like: fx.Node
     ) -> None:
-        """Give the storage a new version, in which ``target`` has the value ``new``.
+        """Create a new version of the storage, in which ``target`` has the value ``new``.
 
-        chain: the views from the base to the target, as they are before the write.
+        chain: the views from the base to the target, before the write.
         """
         home = self.homes[target]
         current = target
@@ -302,11 +302,11 @@ class _Rewriter:
             recipe = self.recipes[current]
             parent, inverse = invert_view(recipe.target, recipe.args, recipe.kwargs, self.recipes)
             if inverse is None or not isinstance(parent, fx.Node):
-                raise _refuse(like, f"it writes through {recipe.target}, which cannot be undone")
+                raise _refuse(like, f"it writes through {recipe.target}, which has no inverse")
             if packet_name(recipe.target) == "aten.detach" and self.walk.parts[parent][0].grad:
                 raise _refuse(
                     like,
-                    "it writes into a value that carries a gradient without autograd knowing "
+                    "it writes to a value that requires a gradient unknown to autograd "
                     "(under torch.no_grad(), or through .data or .detach())",
                 )
             old = chain[parent]
@@ -316,27 +316,27 @@ class _Rewriter:
         home.version += 1
 
     def _carry_gradient(self, home: _StorageVersion) -> None:
-        """After a write of a value with a gradient, all its views have one, but detached ones."""
+        """After a write with a gradient, mark all views that are not detached."""
         for node, other in self.homes.items():
             if other is home and node not in self.detached:
                 self.walk.parts[node] = [replace(p, grad=True) for p in self.walk.parts[node]]
 
     def _check_state(self, node: fx.Node, targets: Sequence[fx.Node]) -> None:
-        """State outlives the step, so what is written to it must have no gradient."""
+        """Raise FXP108 if a value with a gradient is written to state, which outlives the step."""
         if not targets:
             return
         operands = operand_nodes(node)
-        after = self.walk.behaviour(node).after
+        after = self.walk.behavior(node).after
         for target in targets:
             if after[operands.index(target)]:
                 name = self.homes[target].base.target
                 raise _refuse(
-                    node, f"it writes a value that carries a gradient into the state {name}"
+                    node, f"it writes a value that requires a gradient to the state {name}"
                 )
 
 
 def _refuse(node: fx.Node, why: str) -> FxpartError:
-    """FXP108 at the node's source line."""
+    """Return FXP108 at the node's source line."""
     return error(
         "FXP108",
         where=describe_node(node),

@@ -1,4 +1,4 @@
-"""Remove what changes no bit: dead ops and identities."""
+"""Remove dead ops and identities, without changing any bit of the results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fxpart.compiler.node_annotation import Level
 
 @dataclass(frozen=True)
 class SimplifyPass:
-    """Dead code elimination that respects effects, and removal of ops that return their input.
+    """Remove dead ops without side effects, and ops that return their input.
 
-    Removed: conversions to the dtype and device that the tensor has, dropout that is off,
-    ``alias``, expansion and view to the same shape, contiguous of a contiguous tensor. Only where
-    every bit, stride and gradient stays.
+    Removed: conversions to the current dtype and device, disabled dropout, ``alias``, expansion and
+    view to the same shape, contiguous of a contiguous tensor. Every bit, stride and gradient is
+    preserved.
     """
 
     name: ClassVar[str] = "simplify"
@@ -28,7 +28,7 @@ class SimplifyPass:
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Identities first, then what has become dead."""
+        """Remove identities, then dead ops."""
         graph = graph_module.graph
         for node in list(graph.nodes):
             check = (
@@ -45,7 +45,7 @@ class SimplifyPass:
 
 
 def _same_tensor(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values agree in shape, strides, dtype and device."""
+    """Return whether two values have equal shape, strides, dtype and device."""
     x, y = value(a), value(b)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
@@ -58,22 +58,22 @@ def _same_tensor(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _equal(a: tuple[int | torch.SymInt, ...], b: tuple[int | torch.SymInt, ...]) -> bool:
-    """Equality of sizes as expressions, without a guard on a symbol."""
+    """Compare sizes as expressions, without a guard."""
     return len(a) == len(b) and all(str(x) == str(y) for x, y in zip(a, b, strict=True))
 
 
 def _always(node: fx.Node) -> bool:
-    """An op that returns its input's values whatever its arguments."""
+    """Accept an op that always returns its input's values."""
     return True
 
 
 def _not_copied(node: fx.Node) -> bool:
-    """A conversion that is not told to copy."""
+    """Accept a conversion that is not required to copy."""
     return not argument(node, "copy", False)
 
 
 def _switched_off(node: fx.Node) -> bool:
-    """Dropout in evaluation returns its input; with p=0 in training it multiplies by one."""
+    """Accept disabled dropout; with p=0 in training it also returns its input."""
     return not is_random(node)
 
 

@@ -1,4 +1,4 @@
-"""Capture: an unmodified nn.Module becomes a torch.fx graph with named state and inputs."""
+"""Capture an unmodified nn.Module as a torch.fx graph with named state and inputs."""
 
 from __future__ import annotations
 

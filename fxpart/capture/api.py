@@ -44,15 +44,15 @@ def capture(
 ) -> CapturedModel:
     """Capture an unmodified model as a torch.fx graph.
 
-    example_inputs: a tuple of positional inputs, or a dict of keyword inputs, loss targets
-    included; inferred where None (see :mod:`fxpart.capture.example_inputs`). loss: a function of
-    the output and the targets; without it the output's own loss, or its only scalar with a
-    gradient, or the mean square of its floating tensors. batch_size: rows of the global batch, by
-    default those of the example. batch_dims: per input name the dim of the batch, None for an input
-    that is not cut; the rest is inferred. microbatch_size: the size to capture at where the batch
-    cannot be symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model and loss,
-    whose conversions are then operations of the graph; "fp32" as the model is. The model's modes,
-    configuration and tensors are left as they were. Errors: FXP101 to FXP106, FXP108, FXP109.
+    example_inputs: a tuple of positional inputs, or a dict of keyword inputs, including loss
+    targets; inferred if None (see :mod:`fxpart.capture.example_inputs`). loss: a function of the
+    output and the targets; without it, the output's own loss, its only scalar with a gradient, or
+    the mean square of its floating-point tensors. batch_size: rows of the global batch, by default
+    those of the example. batch_dims: per input name, the batch dim, None for an input that is not
+    split; other inputs are inferred. microbatch_size: the capture size if the batch cannot be
+    symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model and loss, whose
+    conversions become graph operations; "fp32" for the model's own precision. The model's modes,
+    configuration and tensors do not change. Errors: FXP101 to FXP106, FXP108, FXP109.
     """
     plain, loss = plain_module(model), unwrapped(loss)
     with unwrap_compiled(plain, loss) as compiled:
@@ -61,7 +61,7 @@ def capture(
             training, precision,
         )  # fmt: skip
     if compiled or plain is not model:
-        note = "torch.compile is left out; names of parameters are those of the plain module"
+        note = "torch.compile is ignored; parameter names are those of the original module"
         captured = replace(captured, tried=(*captured.tried, note))
     return captured
 
@@ -77,7 +77,7 @@ def _captured(
     training: bool,
     precision: str,
 ) -> CapturedModel:
-    """Capture a plain module; see :func:`capture`."""
+    """Capture an unwrapped module; see :func:`capture`."""
     autocast = autocast_dtype(precision)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
@@ -123,24 +123,24 @@ def _captured(
 
 
 def _own_loss_name(scalars: Mapping[str, str]) -> str | None:
-    """The output that is the loss where none was given.
+    """Return the output that is the loss if none was given.
 
-    FXP106 where it may be any of several, or where the only one has the name of a part of a loss.
+    Raise FXP106 if several outputs qualify, or if the only one is named like a part of a loss.
     """
     if len(scalars) > 1:
         names = ", ".join(scalars)
-        why = f"no loss was given, and any of its scalars may be the loss: {names}"
+        why = f"no loss was given, and several scalar outputs may be the loss: {names}"
         raise ambiguous_loss(scalars, why)
     for name, path in scalars.items():
-        key = re.search(r"(?:\.|\[')(\w+)(?:'\])?$", path)  # none: a place in a tuple
+        key = re.search(r"(?:\.|\[')(\w+)(?:'\])?$", path)  # no match for an index of a tuple
         if key is not None and not _LOSS_NAME.fullmatch(key[1]):
-            why = f"no loss was given, and its only scalar, {name}, may be a part of one"
+            why = f"no loss was given, and the only scalar, {name}, may be only a part of a loss"
             raise ambiguous_loss(scalars, why)
     return next(iter(scalars), None)
 
 
 def _with_own_loss(captured: CapturedModel, scalars: Mapping[str, str]) -> CapturedModel:
-    """The capture with a note of which output is its loss; FXP106 if no input reaches that."""
+    """Record which output is the loss; raise FXP106 if it does not depend on the inputs."""
     reached: set[fx.Node] = set()
     for node in captured.graph.graph.nodes:
         if node.op == "placeholder" or any(n in reached for n in node.all_input_nodes):
@@ -148,31 +148,31 @@ def _with_own_loss(captured: CapturedModel, scalars: Mapping[str, str]) -> Captu
     loss = captured.graph.graph.output_node().args[0][0]  # type: ignore[index]
     (name, path), *_ = scalars.items()
     if loss not in reached:
-        why = f"no loss was given, and its only scalar, {name}, does not depend on the inputs"
-        fix = "give compile() loss=, a function of the output and the targets"
+        why = f"no loss was given, and the only scalar, {name}, does not depend on the inputs"
+        fix = "pass loss= to compile(), a function of the output and the targets"
         raise error("FXP106", where=path, why=why, fix=fix)
     note = f"loss: the output {name} ({path}), the only scalar with a gradient"
     return replace(captured, tried=(*captured.tried, note))
 
 
 def _check_sizes(batch_size: int | None, microbatch_size: int | None, *, has_rows: bool) -> None:
-    """FXP109 for sizes that are no sizes, or that no input has a dim for."""
+    """Raise FXP109 for invalid sizes, or sizes without a batch dim."""
     problems = []
     for name, size in (("batch_size", batch_size), ("microbatch_size", microbatch_size)):
         if size is None:
             continue
         if size < 1:
             why = "it must be at least 1"
-            problems.append(Problem("FXP109", f"{name}={size}", why, "give the number of rows"))
+            problems.append(Problem("FXP109", f"{name}={size}", why, "pass the number of rows"))
         elif size > 1 and not has_rows:
             why = "no input has a batch dim"
-            problems.append(Problem("FXP109", f"{name}={size}", why, "leave it out"))
+            problems.append(Problem("FXP109", f"{name}={size}", why, "remove the argument"))
     if problems:
         raise FxpartError(problems)
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Names as Python identifiers, each once."""
+    """Return names as unique Python identifiers."""
     result: list[str] = []
     for name in names:
         plain = re.sub(r"\W", "_", name) or "input_0"

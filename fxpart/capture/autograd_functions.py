@@ -1,8 +1,8 @@
-"""Backward functions of the user's own (torch.autograd.Function), which no tracer keeps.
+"""Check custom backward functions (torch.autograd.Function), which no tracer keeps.
 
-A traced graph has the ops of such a function's forward, and their own gradients. Where these equal
-the user's backward (a formula that only saves memory) all is well; where they do not (a
-straight-through estimator) training would silently go wrong. So the numbers are compared.
+A traced graph contains the ops of such a function's forward and their own gradients. If these equal
+the custom backward (a formula that only saves memory), the graph is correct; if not (a
+straight-through estimator), training would be silently wrong. So the gradients are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 
 
 def find_custom_backwards(trial: ShapeProbe, tensors: Sequence[torch.Tensor]) -> list[type]:
-    """The classes with a backward of their own between parameters and what the model returns."""
+    """Return the classes with a custom backward between parameters and the model's results."""
     found: dict[type, None] = {}
     todo = [t.grad_fn for t in trial.returned(tensors).values()]
     seen: set[object] = set()
@@ -44,16 +44,16 @@ def find_custom_backwards(trial: ShapeProbe, tensors: Sequence[torch.Tensor]) ->
 
 
 def check_gradients(captured: CapturedModel, kinds: Sequence[type], request: CaptureRequest) -> str:
-    """A note that the graph's gradients equal the module's own; FXP108 where they do not.
+    """Return a note that the graph's gradients equal the module's; raise FXP108 if they differ.
 
-    Runs both on the example with one seed; models without data, or with more than 2e8 parameters,
-    are refused unchecked.
+    Both run on the example with one seed. Models without data, or with more than 2e8 parameters,
+    are rejected unchecked.
     """
     names = ", ".join(kind.__name__ for kind in kinds)
     count = sum(captured.state[name].numel() for name in captured.parameters)
     if count > REAL_LIMIT or any(t.device.type == "meta" for t in captured.state.values()):
-        raise _refused(kinds, "the model cannot be run here to see whether its gradients agree")
-    assert captured.eager is not None, "a capture brings its module along"
+        raise _refused(kinds, "the model cannot be run here to compare its gradients")
+    assert captured.eager is not None, "a capture contains its module"
     rows = captured.microbatch_size or min(captured.batch_size, 4)
     eager, inputs = captured.eager, request.resized(rows)
     batch = unflatten_batch(request.parts.tree, inputs)
@@ -62,8 +62,8 @@ def check_gradients(captured: CapturedModel, kinds: Sequence[type], request: Cap
         theirs = _gradients(captured, lambda: eager(batch))
     for name, a, b in zip(captured.parameters, mine, theirs, strict=True):
         if not _close(a, b):
-            raise _refused(kinds, f"the gradient of {name} is not that of the traced forward")
-    return f"backward functions of its own ({names}): gradients equal those of the traced forward"
+            raise _refused(kinds, f"the gradient of {name} differs from that of the traced forward")
+    return f"custom backward functions ({names}): gradients equal those of the traced forward"
 
 
 def _gradients(captured: CapturedModel, run: Callable[[], Any]) -> list[torch.Tensor | None]:
@@ -85,11 +85,11 @@ def _close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def _refused(kinds: Sequence[type], why: str) -> FxpartError:
     fix = (
-        "make it an operator that keeps its backward: torch.library.custom_op with "
-        "register_autograd and register_fake; or write y + (g(x) - y).detach() and the like"
+        "make it an operator with a registered backward: torch.library.custom_op with "
+        "register_autograd and register_fake; or write it as y + (g(x) - y).detach()"
     )
     return FxpartError(
-        Problem("FXP108", _place(kind), f"{kind.__name__} has a backward of its own: {why}", fix)
+        Problem("FXP108", _place(kind), f"{kind.__name__} has a custom backward: {why}", fix)
         for kind in kinds
     )
 

@@ -1,8 +1,8 @@
-"""Which dim of each input carries the batch: found by running the model at two batch sizes.
+"""Infer the batch dim of each input by running the model at two batch sizes.
 
-A hypothesis gives each input its batch dim or None. It holds when the model runs, on fake tensors,
-with twice the rows, and its outputs grow with them. Hypotheses are tried from the conventional
-(dim 0 of every input of the batch's size) to the odd.
+A hypothesis assigns each input its batch dim or None. It holds if the model runs, on fake tensors,
+with twice the rows, and its outputs grow with them. The conventional hypothesis (dim 0 of every
+input of the batch's size) is tried first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_TRIALS = 64
 
 @dataclass(frozen=True)
 class BatchDimInference:
-    """The batch dim per input, the dim per output that grows with the batch, and how it was found.
+    """The batch dim per input, the dim per output that grows with the batch, and a note.
 
-    outputs is by name, empty where nothing was run. note: text for ``tried`` if it was a guess.
+    outputs: by name, empty if nothing was run. note: text for ``tried`` if the dims were guessed.
     ran: whether the model runs on the example.
     """
 
@@ -37,7 +37,7 @@ class BatchDimInference:
 
 
 def resize(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """The tensor cut or repeated along ``dim`` to ``size`` rows; as it is where ``dim`` is None."""
+    """Cut or repeat the tensor along ``dim`` to ``size`` rows; return it unchanged for None."""
     if dim is None or tensor.shape[dim] == size:
         return tensor
     have = tensor.shape[dim]
@@ -49,13 +49,13 @@ def resize(tensor: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 def settled(
     given: Mapping[str, int | None], names: Sequence[str], tensors: Sequence[torch.Tensor]
 ) -> dict[str, int | None]:
-    """The user's ``batch_dims``, negative dims counted from the end; FXP109 lists every fault."""
+    """Return the user's ``batch_dims`` with nonnegative dims; raise FXP109 with every problem."""
     problems = []
     result: dict[str, int | None] = {}
     shapes = dict(zip(names, (t.shape for t in tensors), strict=True))
     for name, dim in given.items():
         if name not in shapes:
-            why = f"there is no input of this name; the inputs are {', '.join(names)}"
+            why = f"there is no input of this name. Known inputs: {', '.join(names)}"
         elif dim is not None and not -len(shapes[name]) <= dim < len(shapes[name]):
             why = f"dim {dim} is out of range for the shape {list(shapes[name])}"
         else:
@@ -66,7 +66,7 @@ def settled(
     sizes = {n: shapes[n][d] for n, d in result.items() if d is not None}
     if len(set(sizes.values())) > 1:
         why = "the sizes differ: " + ", ".join(f"{n} has {s}" for n, s in sizes.items())
-        fix = "give inputs of one batch size"
+        fix = "pass inputs with the same batch size"
         problems.append(Problem("FXP104", "batch_dims", why, fix))
     if problems:
         raise FxpartError(problems)
@@ -79,7 +79,7 @@ def infer(
     tensors: Sequence[torch.Tensor],
     known: Mapping[str, int | None],
 ) -> BatchDimInference:
-    """Find the batch dims; FXP104 if no hypothesis holds, FXP101 if the model itself fails."""
+    """Infer the batch dims; raise FXP104 if no hypothesis holds, FXP101 if the model fails."""
     failure = trial.choose(tensors)
     if isinstance(failure, FxpartError):
         raise failure
@@ -88,7 +88,7 @@ def infer(
             "FXP101",
             where=str(find_source_line(failure)),
             why=f"the model itself fails on the example inputs ({summarize_exception(failure)})",
-            fix="call the model on them without fxpart first",
+            fix="call the model on these inputs without fxpart to debug it",
         ) from failure
     guesses = list(islice(hypotheses(names, tensors, known), MAX_TRIALS))
     if not guesses:
@@ -96,7 +96,7 @@ def infer(
     if failure is not None:
         if len(known) < len(names):
             cause = summarize_exception(failure)
-            note = f"batch dims by convention, the model does not run on fakes: {cause}"
+            note = f"batch dims by convention; the model does not run on fake tensors: {cause}"
             return BatchDimInference(guesses[0], {}, note, ran=False)
         return BatchDimInference(guesses[0], {}, ran=False)
     return _first_that_holds(trial, names, tensors, known, guesses)
@@ -105,7 +105,7 @@ def infer(
 def hypotheses(
     names: Sequence[str], tensors: Sequence[torch.Tensor], known: Mapping[str, int | None]
 ) -> Iterator[Dims]:
-    """Possible batch dims, the conventional ones first; ``known`` ones hold in all of them."""
+    """Yield possible batch dims, conventional ones first; all agree with the ``known`` ones."""
     if len(known) == len(names) and all(known[n] is None for n in names):
         yield tuple(None for _ in names)
         return
@@ -123,7 +123,7 @@ def hypotheses(
 def _sizes(
     names: Sequence[str], tensors: Sequence[torch.Tensor], known: Mapping[str, int | None]
 ) -> list[int]:
-    """Candidate batch sizes in order: the known one alone, or first and second dims of inputs."""
+    """Return candidate batch sizes: the known one, or first and second dims of the inputs."""
     pairs = list(zip(names, tensors, strict=True))
     fixed = [t.shape[d] for n, t in pairs if (d := known.get(n)) is not None]
     if fixed:
@@ -157,7 +157,7 @@ def _first_that_holds(
             return BatchDimInference(dims, {name: None for name in before if "/" not in name})
         try:
             after = trial.run(_doubled(tensors, dims))
-        except Exception as failure:  # whatever the user's module raises at another size
+        except Exception as failure:  # the user's module may raise anything
             reasons.append(
                 f"{_show(names, dims)}: {summarize_exception(failure)} "
                 f"({find_source_line(failure)})"
@@ -170,16 +170,16 @@ def _first_that_holds(
         found = BatchDimInference(dims, grown)
         verdict = _verdict(trial, names, tensors, known, found)
         if verdict is False:
-            reasons.append(f"{_show(names, dims)}: half of the batch gives other numbers")
+            reasons.append(f"{_show(names, dims)}: half of the batch gives different results")
             uncut = uncut or found
             continue
         return found
     if uncut is not None and None not in uncut.dims and not batch_first_is_off(trial.whole):
         return replace(uncut, note="rows of the batch influence each other")
     if len(known) == len(names):
-        # The user's word stands; the sizes are then fixed in the model's code.
+        # Trust the user's batch dims; the sizes are then fixed in the model's code.
         return BatchDimInference(guesses[0], {})
-    why = "no choice of batch dims holds at twice the size, and half by half"
+    why = "no choice of batch dims holds at twice the size and for both halves of the batch"
     raise _unclear(names, tensors, why, reasons[:3])
 
 
@@ -190,10 +190,10 @@ def _verdict(
     known: Mapping[str, int | None],
     found: BatchDimInference,
 ) -> bool | None:
-    """Whether the batch can be cut so, where the shapes alone do not tell; None: not asked.
+    """Return whether the batch can be split this way if shapes alone are unclear; None if clear.
 
-    Asked where an input would not be cut (offsets into another input look like that), and where
-    batch_first is off, so that dim 0 may be the sequence; there an unknown answer is an error.
+    This is tested if an input would not be split (offsets into another input look like that), and
+    if batch_first is off, so that dim 0 may be the sequence; an unknown result is then an error.
     """
     off = batch_first_is_off(trial.whole)
     if len(known) == len(names) or not (off or None in found.dims):
@@ -201,7 +201,7 @@ def _verdict(
     verdict = is_batch_independent(trial, tensors, found.dims, found.outputs)
     if verdict is None and off:
         why = (
-            f"{_show(names, found.dims)} runs, but a layer has batch_first=False and nothing tells"
+            f"{_show(names, found.dims)} runs, but a layer has batch_first=False, and it is unclear"
         )
         raise _unclear(names, tensors, f"{why} whether its dim 0 is the sequence", None)
     return verdict
@@ -216,7 +216,7 @@ def _doubled(tensors: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
 def _grown(
     before: Mapping[str, tuple[int, ...]], after: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int | None] | None:
-    """Per output the dim that grew; None if there are outputs with dims and none grew."""
+    """Return the dim that grew, per output; None if outputs have dims but none grew."""
     grown: dict[str, int | None] = {}
     for name, shape in before.items():
         if "/" in name:
@@ -241,5 +241,5 @@ def _unclear(
         "FXP104",
         where=shapes or "no inputs",
         why="\n".join([why, *(reasons or [])]),
-        fix=f"say it: batch_dims={example} with the right dim per input, None for no batch",
+        fix=f"pass batch_dims={example} with the batch dim of each input, None for no batch",
     )

@@ -1,4 +1,4 @@
-"""Whether a batch can be cut along the chosen dims, asked of the model's own numbers."""
+"""Check by running the model whether a batch can be split along the inferred dims."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxpart.capture.shape_probe import ShapeProbe
 
 
 def batch_first_is_off(module: nn.Module) -> bool:
-    """Whether a recurrent layer inside takes [length, batch, ...], torch's default for these.
+    """Return whether a recurrent layer takes [length, batch, ...], torch's default for them.
 
-    Attention layers are left out: models that use them with batch_first=False usually transpose
-    inside, and keep the batch in front outside.
+    Attention layers do not count: models that use them with batch_first=False usually transpose
+    inside and keep the batch in dim 0 outside.
     """
     return any(
         isinstance(m, (nn.RNNBase, nn.Transformer)) and not m.batch_first for m in module.modules()
@@ -28,11 +28,10 @@ def is_batch_independent(
     dims: Sequence[int | None],
     outputs: Mapping[str, int | None],
 ) -> bool | None:
-    """Whether each half of the batch gives that half of the outputs, in evaluation mode.
+    """Return whether each half of the batch gives that half of the outputs, in evaluation mode.
 
-    None where it cannot be said: no data, one row, a model of more than 2e8 parameters, no output
-    with rows, or one that draws random numbers even then. A model that fails on a half cannot be
-    cut.
+    Return None if unknown: no data, one row, more than 2e8 parameters, no output with rows, or
+    random results even in evaluation mode. A model that fails on a half cannot be split.
     """
     whole = trial.whole
     sizes = {t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None}
@@ -54,7 +53,7 @@ def is_batch_independent(
         for start, length in ((0, half), (half, min(sizes) - half)):
             try:
                 part = run(_cut(t, d, start, length) for t, d in _pairs(tensors, dims))
-            except Exception:  # whatever the user's module raises on a part of its batch
+            except Exception:  # the user's module may raise anything
                 return False
             for name, dim in rows.items():
                 share = together[name].shape[dim] // min(sizes)

@@ -1,4 +1,4 @@
-"""Which part of a batch goes to the model and which to the loss."""
+"""Divide a batch between the model and the loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class _CallableParameters:
-    """What a callable takes: names of positional parameters, how many are required, and stars."""
+    """Parameters of a callable: positional names, number of required ones, keywords and stars."""
 
     names: tuple[str, ...]
     required: int
@@ -40,7 +40,7 @@ class _CallableParameters:
 
 
 def takes(function: Callable[..., Any], *, skip: int = 0) -> _CallableParameters:
-    """The parameters of a callable or module without the first ``skip``; stars if unknown."""
+    """Return a callable's or module's parameters after the first ``skip``; stars if unknown."""
     target = function.forward if isinstance(function, nn.Module) else function
     try:
         parameters = list(inspect.signature(target).parameters.values())
@@ -62,10 +62,10 @@ def split_batch_arguments(
 ) -> CallArguments:
     """Divide a batch between model and loss.
 
-    has_kwargs: whether the last item of a tuple batch holds keyword arguments. With a loss, the
-    last positional items are its targets, as many as it requires; of the keyword items those that
-    the model does not take go to the loss by name, or by position where the names differ. FXP109
-    when the loss cannot be served.
+    has_kwargs: whether the last item of a tuple batch contains keyword arguments. With a loss, the
+    last positional items are its targets, as many as it requires. Keyword items that the model does
+    not take go to the loss by name, or by position if the names differ. Raise FXP109 if the loss
+    does not get its required arguments.
     """
     tree = parts.tree
     if isinstance(tree, dict):
@@ -95,12 +95,13 @@ def split_batch_arguments(
 def _split_keywords(
     kwargs: Mapping[str, Any], model: _CallableParameters, loss: _CallableParameters
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword items for the model, and those left over for the loss."""
+    """Return keyword items for the model, and the remaining ones for the loss."""
     mine = {k: v for k, v in kwargs.items() if k in model.keywords}
     rest = {k: v for k, v in kwargs.items() if k not in model.keywords}
     if not model.double_star:
         return mine, rest
-    # A model with **kwargs takes anything: the loss gets only what it names, or exactly its number.
+    # A model with **kwargs takes anything: the loss gets only the names it declares, or all items
+    # if their number matches exactly.
     named = {k: v for k, v in rest.items() if k in loss.keywords}
     if not named and rest and len(rest) == loss.required:
         return mine, rest
@@ -114,8 +115,8 @@ def _unserved(
     return error(
         "FXP109",
         where="loss",
-        why=f"it needs {', '.join(needed)} after the output; the batch has "
-        f"{have} positional and {len(loose)} spare keyword items for it",
+        why=f"it requires {', '.join(needed)} after the output, but the batch has only "
+        f"{have} positional and {len(loose)} unused keyword items",
         fix="put the targets at the end of the batch tuple, or in the dict under the loss's "
         "parameter names",
     )
@@ -124,7 +125,7 @@ def _unserved(
 def input_names(
     parts: FlatBatch, call: CallArguments, model: nn.Module, loss: Callable[..., Any] | None
 ) -> tuple[str, ...]:
-    """A name for each tensor of the batch: the parameter that takes it, plus the path within."""
+    """Return a name for each tensor of the batch: its parameter, plus the path inside it."""
     names = [""] * len(parts.tensors)
 
     def name(tree: Any, prefix: str) -> None:

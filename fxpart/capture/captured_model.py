@@ -1,4 +1,4 @@
-"""The result of capture, on which everything later is built."""
+"""The result of capture, the input of all later stages."""
 
 from __future__ import annotations
 
@@ -19,30 +19,27 @@ class CapturedModel:
     """A captured model.
 
     graph: a GraphModule whose placeholders are the tensor inputs in the order of ``inputs``, whose
-    ``get_attr`` targets are original qualified names, and whose output is ``(loss, *outputs)``
-    (the loss is None where there is none). Each node has ``meta["val"]`` (fake tensors, symbolic
-    where the batch is) and an :class:`~fxpart.compiler.Annotation` with module path and source.
-    method: "export", "export-strict" or "symbolic-trace". symbolic: whether batch is a symbol.
-    symbols: per symbol name the input and dim it is read from. aliases: other names of one storage
-    -> the main name. state: main name -> live tensor (meta tensors for models not allocated);
+    ``get_attr`` targets are original qualified names, and whose output is ``(loss, *outputs)`` (the
+    loss is None without a loss). Each node has ``meta["val"]`` (fake tensors, symbolic if the batch
+    is) and a :class:`~fxpart.compiler.NodeAnnotation` with module path and source. method:
+    "export", "export-strict" or "symbolic-trace". symbolic: whether the batch is a symbol. symbols:
+    per symbol name, the input and dim it is read from. aliases: other names of a storage -> its
+    main name. state: main name -> live tensor (meta tensors for models that are not allocated):
     parameters, buffers and lifted constants. persistent: names of buffers saved with the model.
-    loss_kind: "given", "output" or "mean-square" (the fallback for verify and prediction only).
-    microbatch_size: the only size the graph takes, None where the batch is symbolic. output_dims:
-    per output the dim that grows with the batch, None where none does or it is not known. form:
-    puts outputs by name into the structure that the model returns.
-    precision: "bf16" where it runs under autocast.
-    tried: what was tried before the method that worked, as text. again: captures the same model
-    with training switched on or off, for evaluation, and at another microbatch size if one is
-    given. eager: runs the user's own module and loss on a batch object and returns ``(loss,
-    *outputs)``, for comparison. example: makes the example inputs as one global batch of
-    ``batch_size`` rows. config: a transformers model's config.json.
-    slots: where the user's modules store each tensor of ``state``.
-    mode_change: says which module has changed between training and evaluation mode since, ""
-    if none has. default_dtype: torch's, when the model was captured.
-    source: the user's module and loss. guard: raises FXP113 once a value that the graph has as a
-    constant is another, or a gradient hook was added; given a function that copies tensors anew, it
-    calls that for tensors that were written in place. Returns how often tensors were copied.
-    guarded: names of the state that the guard watches.
+    loss_kind: "given", "output" or "mean-square" (only for verification and prediction).
+    microbatch_size: the only size that the graph takes, None for a symbolic batch. output_dims: per
+    output, the dim that grows with the batch, None if there is none or it is unknown. form: puts
+    outputs by name into the structure that the model returns. precision: "bf16" for autocast.
+    tried: descriptions of the methods that failed before. again: captures the same model in
+    training or evaluation mode, optionally at another microbatch size. eager: runs the user's
+    module and loss on a batch object and returns ``(loss, *outputs)``, for comparison. example:
+    creates the example inputs as one global batch of ``batch_size`` rows. config: a transformers
+    model's config.json. slots: where the user's modules store each tensor of ``state``.
+    mode_change: describes the module that has changed between training and evaluation mode, "" if
+    none. default_dtype: torch's default at capture. source: the user's module and loss. guard:
+    raises FXP113 if a value that the graph treats as a constant changed or a gradient hook was
+    added; it calls the given function for tensors written in place, and returns how often tensors
+    were copied. guarded: names of the state that the guard watches.
     """
 
     graph: fx.GraphModule
@@ -79,5 +76,5 @@ class CapturedModel:
     guarded: frozenset[str] = frozenset()
 
     def read(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        """The graph's arguments out of a batch object, in the order of ``inputs``."""
+        """Return the graph's arguments from a batch object, in the order of ``inputs``."""
         return tuple(look_up(batch, spec.path) for spec in self.inputs)

@@ -1,4 +1,4 @@
-"""Settings that hold for the capture alone; the model is put back as it was, whatever happens."""
+"""Temporary settings for capture; the model is restored in all cases."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fxpart.capture.source_locations import is_users, shorten_path
 from fxpart.compat import disable_mask_detection, is_fake
 from fxpart.errors import error
 
-REAL_LIMIT = 200_000_000  # parameters: larger models are not copied, nor run for real
+REAL_LIMIT = 200_000_000  # parameters; larger models are neither copied nor run on real data
 
 
 @contextmanager
 def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Iterator[None]:
-    """All of this module together: mode set, cache off, quiet, and the tensors as they were."""
+    """Apply all contexts of this module: mode, cache, logging, and preserved tensors."""
     with ExitStack() as stack:
         stack.enter_context(preserve_tensors(model, loss))
         stack.enter_context(torch.random.fork_rng())
@@ -37,10 +37,10 @@ def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Itera
 
 @contextmanager
 def cache_off(model: nn.Module) -> Iterator[None]:
-    """transformers' ``use_cache`` switched off in every configuration of the model.
+    """Switch off transformers' ``use_cache`` in every configuration of the model.
 
-    Training never needs the cache, and its object cannot leave an exported graph. The whole
-    configuration is put back after: a forward may write to it (``problem_type``).
+    Training never needs the cache, and its object cannot be returned from an exported graph. The
+    whole configuration is restored, since forward may write to it (``problem_type``).
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     before = [
@@ -59,10 +59,10 @@ def cache_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Each module in the mode of training or of evaluation; its own mode is restored afterwards.
+    """Set the mode for training or evaluation, and restore each module's mode afterwards.
 
-    Training leaves every module in the mode that its owner gave it, as a training loop of torch's
-    does: a frozen BatchNorm, or a whole model, may be in evaluation mode.
+    Training keeps the mode that the user set on each module, like a torch training loop does: a
+    frozen BatchNorm, or a whole model, may be in evaluation mode.
     """
     before = {module: module.training for module in model.modules()}
     if not training:
@@ -75,10 +75,10 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 class ModuleModes:
-    """The modes, of training or evaluation, of a model's modules when it was captured."""
+    """The modes, training or evaluation, of a model's modules at capture."""
 
     def __init__(self, *modules: object) -> None:
-        """modules: the model and the loss; what is no module is left out."""
+        """modules: the model and the loss; other objects are ignored."""
         found = {
             module: f"{type(root).__name__}{'.' if name else ''}{name}"
             for root in modules
@@ -90,14 +90,14 @@ class ModuleModes:
         self._modes = self._now()
 
     def __call__(self) -> str:
-        """Which module is in another mode now, as a sentence; "" if none is."""
+        """Describe a module whose mode has changed; "" if there is none."""
         now = self._now()
         if now == self._modes:
             return ""
         at = next(at for at, (a, b) in enumerate(zip(now, self._modes, strict=True)) if a != b)
         before, after = _mode(self._modes[at]), _mode(now[at])
         return (
-            f"{self._names[at]} is in {after} mode, and was in {before} mode when the program was "
+            f"{self._names[at]} is in {after} mode, but was in {before} mode when the program was "
             "compiled"
         )
 
@@ -111,10 +111,10 @@ def _mode(training: bool) -> str:
 
 @contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Within: buffers may be written; after: their values are back.
+    """Restore buffers that are written in this context.
 
-    Needed under fake tensors too: torch runs an op on small real tensors for real. A buffer is
-    written only if it changed, for it may overlap itself or be mapped from a file.
+    This is also needed under fake tensors, since torch runs some ops on small real tensors. A
+    buffer is written only if it changed, because it may overlap itself or be mapped from a file.
     """
     before = [(b, b.clone()) for b in module.buffers() if not is_fake(b)]
     try:
@@ -128,10 +128,10 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserve_tensors(*roots: Any) -> Iterator[None]:
-    """Within: tensors reachable from modules and functions may be written; after: as they were.
+    """Restore tensors reachable from modules and functions that are written in this context.
 
-    Fake modes run operations with numbers (``n += 1``) for real where all tensors are real. Of
-    parameters beyond 2e8 numbers no copy is made: FXP108 where they were written.
+    Fake modes run operations with numbers (``n += 1``) on real tensors if all tensors are real.
+    Parameters beyond 2e8 elements are not copied: raise FXP108 if they were written.
     """
     tensors = PythonState.of(*roots).tensors
     owned = [t for t in tensors if isinstance(t, nn.Parameter)]
@@ -147,14 +147,14 @@ def preserve_tensors(*roots: Any) -> Iterator[None]:
         raise error(
             "FXP108",
             where=type(roots[0]).__name__,
-            why="forward writes parameters in place, and the model is too large to undo that",
-            fix="write them in the optimizer, or hold what forward writes in buffers",
+            why="forward writes parameters in place, but the model is too large to restore them",
+            fix="update parameters in the optimizer, or use buffers for values that forward writes",
         )
 
 
 @contextmanager
 def tensor_hooks_refused() -> Iterator[None]:
-    """Tensor.register_hook, called by the user's forward, is FXP108: no tracer keeps the hook."""
+    """Raise FXP108 if the user's forward calls Tensor.register_hook, which no tracer keeps."""
     original = torch.Tensor.register_hook
 
     def register_hook(self: torch.Tensor, hook: Any) -> Any:
@@ -165,7 +165,7 @@ def tensor_hooks_refused() -> Iterator[None]:
             "FXP108",
             where=f"{shorten_path(caller.filename)}:{caller.lineno}: {caller.line}",
             why="a hook on a tensor's gradient is not in the graph",
-            fix="change the gradient in the optimizer, or write the change as an operation",
+            fix="change the gradient in the optimizer, or express the change as an operation",
         )
 
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -177,7 +177,7 @@ def tensor_hooks_refused() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch's loggers, warnings and stderr silenced: fxpart itself reports failed attempts.
+    """Silence torch's loggers, warnings and stderr; fxpart itself reports failed attempts.
 
     torch.export prints the graph so far to stderr when a guard fails.
     """

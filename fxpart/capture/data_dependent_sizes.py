@@ -1,6 +1,6 @@
-"""Tensors whose size, or numbers whose value, depends on data: found in a graph and refused.
+"""Reject tensors with data-dependent sizes and numbers with data-dependent values.
 
-Nothing can be planned for them, and a recording on real tensors would bake in one example's sizes.
+They cannot be planned, and tracing on real tensors would fix the sizes of one example.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fxpart.compat import has_unbacked_symbols
 from fxpart.compiler.effects import is_op
 from fxpart.errors import FxpartError, Problem
 
-# Composite ops without such a tag: they call nonzero.
+# Composite ops without such a tag, which call nonzero.
 _UNTAGGED = frozenset({"aten.where.default", "aten.nonzero_numpy.default", "aten.argwhere.default"})
 _TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
-    """FXP108, one problem per source line, for every op whose result's size depends on data.
+    """Raise FXP108, one problem per source line, for every op with a data-dependent size.
 
-    recorded: whether the graph was recorded on real tensors; there, sizes are numbers and the ops
-    tell; otherwise the symbols do.
+    recorded: whether the graph was recorded on real tensors. Sizes are then numbers, so the op type
+    decides; otherwise the symbols do.
     """
     problems: dict[str, Problem] = {}
     for node in graph.nodes:
@@ -33,7 +33,7 @@ def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
         place = source_line(node.meta.get("stack_trace")) or node.name
         why = f"the result of {node.target} has a size or value that depends on data"
         fix = (
-            "keep sizes fixed: torch.where or a mask instead of indexing with a condition, "
+            "use fixed sizes: torch.where or a mask instead of indexing with a condition,  "
             "nonzero, unique or .item()"
         )
         problems.setdefault(place, Problem("FXP108", place, why, fix))
@@ -42,21 +42,21 @@ def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
 
 
 def refuse_transforms(graph: fx.Graph) -> None:
-    """FXP108, one problem per source line, for torch.vmap: its ops see a dim that no value has."""
+    """Raise FXP108, one problem per source line, for torch.vmap, whose ops have a hidden dim."""
     problems: dict[str, Problem] = {}
     for node in graph.nodes:
         module = getattr(node.target, "__module__", None) or ""
         if node.op == "call_function" and module.startswith("torch._functorch"):
             place = source_line(node.meta.get("stack_trace")) or node.name
-            why = "torch.vmap (or another transform of torch.func) in forward cannot be divided"
-            fix = "write it with a dim of its own: matmul, einsum or a loop with torch.stack"
+            why = "torch.vmap (or another torch.func transform) in forward cannot be partitioned"
+            fix = "write it with an explicit dim: matmul, einsum, or a loop with torch.stack"
             problems.setdefault(place, Problem("FXP108", place, why, fix))
     if problems:
         raise FxpartError(problems.values())
 
 
 def _tells(node: fx.Node) -> bool:
-    """Whether an op is one with data-dependent results; index is, with a boolean index alone."""
+    """Return whether an op has data-dependent results; index only with a boolean index."""
     if not is_op(node.target):
         return False
     if node.target is torch.ops.aten.index.Tensor:

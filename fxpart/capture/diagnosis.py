@@ -1,4 +1,4 @@
-"""diagnose(): what a capture found, or why it failed, as plain data for people and scripts."""
+"""diagnose(): the result of a capture, or its failure, as plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxpart.program.spec import InputSpec
 
 
 class OpUse(msgspec.Struct, frozen=True, kw_only=True):
-    """An op that needs care: how often it occurs, and the first place (module and source line)."""
+    """An op that needs care: its count and first location (module and source line)."""
 
     op: str
     count: int
@@ -33,7 +33,7 @@ class OpUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
-    """One reason why the capture failed: the error's code and title, the line, the fix."""
+    """One cause of a failed capture: the error's code and title, the line, the fix."""
 
     code: str
     title: str
@@ -43,15 +43,14 @@ class FailureCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model after an attempt to capture it; holds no torch object.
+    """Result of an attempt to capture a model; contains no torch objects.
 
-    method, symbolic, loss_kind, batch_size as in
-    :class:`~fxpart.capture.captured_model.CapturedModel`; method is "" and causes are given where
-    the capture failed. seconds: wall time of it all. nodes: of the graph. parameters: numbers in
-    all parameters; frozen: those without gradient; unused: names of parameters that the loss does
-    not read. ties: other name -> main name. random, in_place: such ops. buffers_written: buffers
-    that the forward changes. regions: higher-order ops (no_grad, autocast). notes: what a person
-    should know before training.
+    method, symbolic, loss_kind, batch_size: as in
+    :class:`~fxpart.capture.captured_model.CapturedModel`; after a failed capture, method is "" and
+    causes are given. seconds: total wall time. nodes: of the graph. parameters: number of parameter
+    elements; frozen: those without gradient; unused: names of parameters that the loss does not
+    read. ties: other name -> main name. random, in_place: such ops. buffers_written: buffers that
+    forward changes. regions: higher-order ops (no_grad, autocast). notes: remarks for the user.
     """
 
     model: str
@@ -92,7 +91,7 @@ def diagnose(
     training: bool = True,
     microbatch_size: int | None = None,
 ) -> Diagnosis:
-    """Capture the model and say what was found; the arguments are those of :func:`capture`.
+    """Capture the model and describe the result; the arguments are those of :func:`capture`.
 
     A model that cannot be captured gives a diagnosis with causes, not an error.
     """
@@ -123,7 +122,7 @@ def diagnose(
 
 
 def build_diagnosis(captured: CapturedModel, seconds: float = 0.0) -> Diagnosis:
-    """The diagnosis of a model that was captured."""
+    """Return the diagnosis of a captured model."""
     graph = captured.graph.graph
     read = {str(n.target) for n in graph.nodes if n.op == "get_attr" and n.users}
     trained = [name for name in captured.parameters if captured.state[name].requires_grad]
@@ -154,7 +153,7 @@ def build_diagnosis(captured: CapturedModel, seconds: float = 0.0) -> Diagnosis:
 
 
 def _all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of the graph and of the regions nested in it."""
+    """Yield the nodes of the graph and of its nested regions."""
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             yield from inner.graph.nodes
@@ -173,17 +172,17 @@ def _uses(nodes: Any, wanted: Callable[[fx.Node], bool]) -> tuple[OpUse, ...]:
 
 
 def _writes_in_place(node: fx.Node) -> bool:
-    """Whether the op writes a value of the graph; batch_norm's own statistics do not count."""
+    """Return whether the op writes a value of the graph; batch_norm statistics do not count."""
     return bool(list_written_nodes(node)) and bool(views(node))
 
 
 def _is_region(node: fx.Node) -> bool:
-    """Whether a node runs a nested graph."""
+    """Return whether a node runs a nested graph."""
     return _body(node) is not None
 
 
 def _body(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
-    """A region's nested graph and the arguments for its placeholders."""
+    """Return a region's nested graph and the arguments for its placeholders."""
     owner = node.graph.owning_module
     for i, argument in enumerate(node.args):
         if isinstance(argument, fx.Node) and argument.op == "get_attr":
@@ -194,9 +193,9 @@ def _body(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
 
 
 def _written_inside(region: fx.Node) -> Iterator[str]:
-    """The names of the state that a region's ops write, through views."""
+    """Yield the names of the state that a region's ops write, through views."""
     found = _body(region)
-    assert found is not None, "asked of regions only"
+    assert found is not None, "the node is a region"
     body, arguments = found
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     outside = dict(zip(placeholders, arguments, strict=False))
@@ -214,12 +213,12 @@ def _written_inside(region: fx.Node) -> Iterator[str]:
 def _notes(captured: CapturedModel) -> Iterator[str]:
     if not captured.symbolic:
         size = captured.microbatch_size
-        yield f"captured at one size: every microbatch must have {size} rows"
+        yield f"captured at a fixed size: every microbatch must have {size} rows"
     if captured.loss_kind == "mean-square":
-        yield "no loss: the mean square of the outputs stands in, for comparison and costs only"
+        yield "no loss: the mean square of the outputs is used, for comparison and costs only"
     whole = [i.name for i in captured.inputs if i.batch_dim is None]
     if whole:
-        yield f"every microbatch gets the whole of {', '.join(whole)}"
+        yield f"not split over microbatches: {', '.join(whole)}"
     norms = [
         n
         for n in captured.graph.graph.nodes
@@ -228,6 +227,6 @@ def _notes(captured: CapturedModel) -> Iterator[str]:
         and list_written_nodes(n)
     ]
     if norms:
-        yield "batch normalisation in training mode: statistics are those of each microbatch"
+        yield "batch normalization in training mode: statistics are computed per microbatch"
     if any(t.device.type == "meta" for t in captured.state.values()):
-        yield "the model holds no data: it can be planned, and its weights loaded later"
+        yield "the model has no data: it can be planned, and its weights can be loaded later"

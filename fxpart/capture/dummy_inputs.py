@@ -1,7 +1,7 @@
-"""A usable batch for a transformers model: inputs of its main kind, and labels that yield a loss.
+"""Create a batch for a transformers model: its main inputs, and labels that give a loss.
 
-``dummy_inputs`` itself is a few tokens, and often wrong for models of images and speech; its keys
-are taken, its tensors made anew. Which labels a head takes is tried out on fake tensors.
+``dummy_inputs`` itself has few tokens, and is often wrong for image and speech models; only its
+keys are used. The labels that a head takes are found by running it on fake tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_target_positions
 
 
 def transformers_batch(model: Any, rows: int) -> dict[str, Any]:
-    """The first batch that runs and gives a loss, else the first that runs; FXP102 if none does.
+    """Return the first batch that gives a loss, else the first that runs; else raise FXP102.
 
-    A model without data may fail on fakes alone: then it is the first batch.
+    For a model without data, failures on fake tensors are ignored and the first batch is returned.
     """
     runs: dict[str, Any] | None = None
     failures: list[Exception] = []
@@ -51,12 +51,12 @@ def transformers_batch(model: Any, rows: int) -> dict[str, Any]:
         where=type(model).__name__,
         why=f"the inputs inferred from its configuration fail: {summarize_exception(failures[-1])} "
         f"({find_source_line(failures[-1])})",
-        fix="give example_inputs: a dict of keyword arguments, labels included",
+        fix="pass example_inputs: a dict of keyword arguments, including labels",
     )
 
 
 def _loss_kind(model: nn.Module, batch: dict[str, Any]) -> str | Exception:
-    """Which loss a run on this batch gives, or how it fails."""
+    """Return the kind of loss of a run on this batch, or its exception."""
     parts = flatten_batch(batch)
     whole = ModelWithLoss(model, None, split_batch_arguments(model, None, parts, has_kwargs=False))
     with prepare_capture(model, model.training), replace_with_fakes(model) as mode:
@@ -69,7 +69,7 @@ def _loss_kind(model: nn.Module, batch: dict[str, Any]) -> str | Exception:
 
 
 def _candidates(model: Any, rows: int) -> Iterator[dict[str, Any]]:
-    """Batches to try, the most wanted first: with labels, each kind of label, then without."""
+    """Yield batches to try: with each kind of label first, then without labels."""
     maker = _DummyBatchFactory(model, rows)
     for inputs in maker.inputs():
         for labels in maker.labels(inputs):
@@ -81,7 +81,7 @@ def _candidates(model: Any, rows: int) -> Iterator[dict[str, Any]]:
 
 
 class _DummyBatchFactory:
-    """Makes inputs and labels for one model from its configuration, seeded."""
+    """Creates inputs and labels for one model from its configuration, with a fixed seed."""
 
     def __init__(self, model: Any, rows: int) -> None:
         self.model = model
@@ -100,7 +100,7 @@ class _DummyBatchFactory:
         self.length = max(2, min(LENGTH, *limits))
 
     def setting(self, name: str, default: int) -> int:
-        """The first configuration's value of ``name`` that is a positive number."""
+        """Return the first configuration's positive integer value of ``name``."""
         for config in self.configs:
             value = getattr(config, name, None)
             if isinstance(value, int) and value > 0:
@@ -108,13 +108,13 @@ class _DummyBatchFactory:
         return default
 
     def ids(self, shape: Sequence[int], limit: int) -> torch.Tensor:
-        """Random ids below ``limit``; 0, which often is padding, only where there is no other."""
+        """Return random ids below ``limit``, avoiding 0, which is often padding, if possible."""
         low = 1 if limit > 1 else 0
         values = torch.randint(low, max(limit, low + 1), tuple(shape), generator=self.generator)
         return values.to(self.device)
 
     def inputs(self) -> Iterator[dict[str, Any]]:
-        """Inputs of the model's main kind; with and without images where it has two towers."""
+        """Yield inputs of the model's main kind; with and without images for two-tower models."""
         extra = {"return_loss": True} if "return_loss" in self.takes else {}
         main = getattr(self.model, "main_input_name", "input_ids")
         if main == "pixel_values":
@@ -132,7 +132,7 @@ class _DummyBatchFactory:
             yield tokens
 
     def tokens(self) -> dict[str, Any]:
-        """The integer tensors that ``dummy_inputs`` names, as [rows, length]."""
+        """Return the integer tensors that ``dummy_inputs`` names, as [rows, length]."""
         vocabulary = self.setting("vocab_size", 8)
         batch: dict[str, Any] = {}
         for name, value in self.model.dummy_inputs.items():
@@ -148,7 +148,7 @@ class _DummyBatchFactory:
         return batch or {"input_ids": self.ids((self.rows, self.length), vocabulary)}
 
     def image(self) -> torch.Tensor:
-        """Noise in the size of the configuration: [rows, channels, height, width]."""
+        """Return noise of the configured image size: [rows, channels, height, width]."""
         size: Any = 224
         for config in reversed(self.configs):
             size = getattr(config, "image_size", None) or size
@@ -159,7 +159,7 @@ class _DummyBatchFactory:
         return torch.randn(tuple(shape), generator=self.generator).to(self.device)
 
     def labels(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Labels of every kind that the forward has a name for, the likely kind first."""
+        """Yield labels of every kind that forward accepts, the likely kind first."""
         if {"start_positions", "end_positions"} <= self.takes and "labels" not in self.takes:
             spans = {n: self.ids((self.rows,), self.length) for n in ("start_positions",)}
             yield {**spans, "end_positions": spans["start_positions"].clone()}

@@ -1,7 +1,7 @@
-"""Example inputs where the user gave none: what the model itself says of them.
+"""Infer example inputs from the model itself.
 
-Lightning's ``example_input_array``, transformers' ``dummy_inputs`` and timm's ``pretrained_cfg``
-are read; nothing of these libraries is imported.
+Sources are Lightning's ``example_input_array``, transformers' ``dummy_inputs`` and timm's
+``pretrained_cfg``; these libraries are not imported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DEFAULT_BATCH = 8
 
 
 def infer_examples(model: nn.Module, batch_size: int | None) -> Any:
-    """A batch (tuple or dict) with ``batch_size`` rows, 8 by default, on the model's device.
+    """Return a batch (tuple or dict) with ``batch_size`` rows, 8 by default, on the model's device.
 
-    The values are drawn from a generator of their own: the global one is left alone. FXP102 when
-    the model says nothing of its inputs.
+    The values come from a separate random generator. Raise FXP102 if the model does not describe
+    its inputs.
     """
     rows = batch_size or DEFAULT_BATCH
     array = getattr(model, "example_input_array", None)
@@ -40,25 +40,25 @@ def infer_examples(model: nn.Module, batch_size: int | None) -> Any:
 
 
 def no_examples(model: nn.Module) -> FxpartError:
-    """FXP102: this model's inputs must be given."""
+    """Return FXP102: this model's inputs must be given."""
     return error(
         "FXP102",
         where=type(model).__name__,
         why="it has no example_input_array (Lightning), dummy_inputs (transformers) or "
         "pretrained_cfg with input_size (timm) to infer inputs from",
-        fix="give example_inputs: a tuple of tensors, or a dict of keyword arguments, loss "
-        "targets included",
+        fix="pass example_inputs: a tuple of tensors or a dict of keyword arguments, with the loss "
+        "targets",
     )
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where inputs for the model belong: its first parameter's device, the CPU for meta tensors."""
+    """Return the device for the model's inputs: its first parameter's, CPU for meta tensors."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def _image_size(model: nn.Module) -> tuple[int, ...] | None:
-    """timm's (channels, height, width), from ``pretrained_cfg`` or the older ``default_cfg``."""
+    """Return timm's (channels, height, width), from ``pretrained_cfg`` or ``default_cfg``."""
     for name in ("pretrained_cfg", "default_cfg"):
         settings = getattr(model, name, None)
         size = (

@@ -1,4 +1,4 @@
-"""Why a capture failed: exceptions of torch's tracers as problems with user's line and fix."""
+"""Convert exceptions of torch's tracers to problems with the user's source line and a fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USER_CODE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of the user's code: ``file`` as short path, ``code`` stripped; empty if unknown."""
+    """A line of the user's code: short path and stripped code; empty if unknown."""
 
     file: str = ""
     line: int = 0
@@ -37,10 +37,10 @@ class SourceLine:
 
 
 def find_source_line(failure: BaseException) -> SourceLine:
-    """The innermost line of the user's (or the model library's) code that led to ``failure``.
+    """Return the innermost line of the user's (or a model library's) code that led to ``failure``.
 
-    Looks at the traceback, then at the lines that torch writes into its messages ("from user
-    code: File ..."), then at the exception's cause.
+    Sources are the traceback, the lines that torch writes into its messages ("from user code: File
+    ..."), and the exception's cause.
     """
     frames = [f for f in traceback.extract_tb(failure.__traceback__) if is_users(f.filename)]
     inside = [f for f in frames if _after_entry(f, failure)]
@@ -55,14 +55,14 @@ def find_source_line(failure: BaseException) -> SourceLine:
 
 
 def problem_of(failure: BaseException) -> Problem:
-    """One failure as a problem with its place, reason and fix."""
+    """Return one failure as a problem with location, cause and fix."""
     if isinstance(failure, FxpartError):
         return failure.problems[0]
     place = find_source_line(failure)
     summary = summarize_exception(failure)
     text = f"{type(failure).__name__} {failure}"
     if _DATA.search(text):
-        code, why = "FXP103", f"the program's path here depends on a tensor's value ({summary})"
+        code, why = "FXP103", f"control flow here depends on a tensor's value ({summary})"
     elif _UNSUPPORTED.search(text):
         code, why = "FXP108", f"torch cannot trace this operation ({summary})"
     else:
@@ -71,10 +71,10 @@ def problem_of(failure: BaseException) -> Problem:
 
 
 def problems_of(failures: Sequence[tuple[str, BaseException]]) -> list[Problem]:
-    """Every distinct cause among the failures of the ways, tried in this order.
+    """Return every distinct cause among the failures of the trace methods, in order.
 
-    Failures at one line are one cause. What the first way (torch.export, non-strict) found comes
-    as problems of their own; causes that only the fallbacks have are told with the first one.
+    Failures at one line are one cause. Failures of the first method (torch.export, non-strict) are
+    separate problems; causes found only by fallbacks are appended to the first problem.
     """
     merged: dict[str, tuple[Problem, list[str]]] = {}
     for label, failure in failures:
@@ -96,13 +96,13 @@ def problems_of(failures: Sequence[tuple[str, BaseException]]) -> list[Problem]:
 
 
 def summarize_exception(failure: BaseException) -> str:
-    """The first line of what an exception says, with its type."""
+    """Return the type of an exception and the first line of its message."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
 
 
 def _after_entry(frame: traceback.FrameSummary, failure: BaseException) -> bool:
-    """Whether a frame lies below fxpart's own: a caller of capture() is no cause."""
+    """Return whether a frame is below fxpart's frames; a caller of capture() is not a cause."""
     stack = traceback.extract_tb(failure.__traceback__)
     own = [i for i, f in enumerate(stack) if not is_users(f.filename)]
     return bool(own) and stack.index(frame) > own[0]
@@ -113,7 +113,7 @@ def _place(file: str, line: int) -> SourceLine:
 
 
 def _fix(code: str, place: SourceLine, text: str) -> str:
-    """Advice for a cause, from its code and the line it points to."""
+    """Return advice for a cause, from its code and source line."""
     source = place.code.lower()
     if "layerdrop" in source or "layer_drop" in source:
         return (
@@ -121,21 +121,21 @@ def _fix(code: str, place: SourceLine, text: str) -> str:
             "in the model's config"
         )
     if code == "FXP103" and "labels" in source:
-        return "leave labels out of the example, and give loss= a function of your own"
+        return "remove labels from the example, and pass your own loss="
     if code == "FXP103" and re.search(r"\.item\(|\.tolist\(|int\(|float\(|bool\(", source):
-        return "keep the value a tensor: no .item(), .tolist(), int(), float() or bool() of it"
+        return "keep the value as a tensor: avoid .item(), .tolist(), int(), float() and bool()"
     if code == "FXP103" and re.search(r"nonzero|unique|masked_select|\[.*[<>=]=?.*\]", source):
-        return "the size depends on data: use torch.where or a mask of fixed size instead"
+        return "use torch.where or a mask of fixed size instead of a data-dependent size"
     if code == "FXP103":
         return (
-            "replace the branch by torch.where or torch.cond, or decide it by a config option or "
+            "replace the branch with torch.where or torch.cond, or select it by a config option or "
             "a constructor argument"
         )
     if code == "FXP108":
         return (
             "register a fake kernel (torch.library.register_fake) for a custom operator, or "
-            "write the line with torch's own operations"
+            "rewrite the line with torch operations"
         )
     if "Constraints violated" in text or "specializ" in text:
-        return "the model fixes a size in its code; capture at that size (microbatch_size=)"
+        return "the model fixes a size in its code; pass that size as microbatch_size="
     return "make this line traceable by torch.export; `fxpart doctor` shows every attempt"

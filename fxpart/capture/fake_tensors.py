@@ -1,7 +1,7 @@
-"""Models without data: meta and fake tensors replaced, for the capture alone, by fakes of one mode.
+"""Replace meta and fake tensors of a model by fake tensors of one mode during capture.
 
-The fakes stand on the CPU (or on the fake's own device), so that the graph names a real device
-rather than "meta".
+The fakes are on the CPU (or on the fake's own device), so that the graph has a real device instead
+of "meta".
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fxpart.compat import fake_mode, is_fake, storage_identity, tensor_slots
 
 
 def has_no_data(model: nn.Module, tensors: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether any parameter, buffer or given tensor is a meta or fake tensor."""
+    """Return whether any parameter, buffer or given tensor is a meta or fake tensor."""
     own = (*model.parameters(), *model.buffers())
     return any(is_fake(t) for t in (*own, *tensors))
 
 
 def make_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of ``mode`` with the metadata of ``tensor``; a Parameter for a Parameter."""
+    """Return a fake tensor of ``mode`` with the metadata of ``tensor``; a Parameter stays one."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     with mode:
         fake = torch.empty_strided(
@@ -35,7 +35,7 @@ def make_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor for a fake one; any other tensor as it is."""
+    """Return a meta tensor for a fake one; other tensors unchanged."""
     if not is_fake(tensor) or tensor.device.type == "meta":
         return tensor
     meta = torch.empty_strided(
@@ -48,9 +48,9 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def replace_with_fakes(model: nn.Module) -> Iterator[Any | None]:
-    """Within: every tensor of a model without data is a fake of one mode; ties are kept.
+    """Replace every tensor of a model without data by fakes of one mode; ties are kept.
 
-    Yields that mode, or None for a model with data, which is left alone.
+    Yield that mode, or None for a model with data, which is unchanged.
     """
     if not has_no_data(model):
         yield None

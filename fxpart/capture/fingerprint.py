@@ -1,7 +1,7 @@
-"""A digest of a graph that is the same in every process and on every machine.
+"""Compute a graph digest that is equal in every process and on every machine.
 
-It covers ops, their arguments, shapes, strides, dtypes, gradients, state names, inputs and blocks;
-not names of nodes, source lines, devices, addresses or the order in which symbols were made.
+It covers ops, arguments, shapes, strides, dtypes, gradients, state names, inputs and blocks, but
+not node names, source lines, devices, addresses or the order of symbols.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fxpart.compiler.graph_edit import annotation, describe_node, value
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """The first node at which two graphs differ: its number, its place in each, and both lines.
+    """The first node at which two graphs differ: index, location in each, and both lines.
 
-    A graph that ends before has "" for its place and line.
+    A graph that ends earlier has "" for location and line.
     """
 
     index: int
@@ -34,7 +34,7 @@ class GraphDifference:
 
 
 def fingerprint(graph_module: fx.GraphModule) -> str:
-    """SHA-256 in hex of the canonical lines of the graph."""
+    """Return the SHA-256 hex digest of the graph's canonical lines."""
     digest = hashlib.sha256()
     for line in canonical_lines(graph_module):
         digest.update(line.encode())
@@ -43,14 +43,14 @@ def fingerprint(graph_module: fx.GraphModule) -> str:
 
 
 def canonical_lines(graph_module: fx.GraphModule) -> Iterator[str]:
-    """One line of text for each node, in order."""
+    """Yield one line of text per node, in order."""
     writer = _CanonicalGraphWriter(graph_module)
     for node in graph_module.graph.nodes:
         yield writer.line(node)
 
 
 def describe_difference(a: fx.GraphModule, b: fx.GraphModule) -> GraphDifference | None:
-    """Where two graphs first differ; None if their fingerprints are equal."""
+    """Return where two graphs first differ; None if their fingerprints are equal."""
     sides = [list(zip(g.graph.nodes, canonical_lines(g), strict=True)) for g in (a, b)]
     for index in range(max(map(len, sides))):
         pair = [side[index] if index < len(side) else (None, "") for side in sides]
@@ -69,7 +69,7 @@ class _CanonicalGraphWriter:
     symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
 
     def line(self, node: fx.Node) -> str:
-        """op, target, arguments -> value, gradient, block."""
+        """Return op, target, arguments -> value, gradient, block."""
         self.numbers[node] = len(self.numbers)
         known: NodeAnnotation = annotation(node)
         parts = [node.op, self._target(node)]
@@ -81,7 +81,7 @@ class _CanonicalGraphWriter:
         return " ".join(p for p in parts if p)
 
     def _target(self, node: fx.Node) -> str:
-        """A name that does not depend on the process."""
+        """Return a target name that does not depend on the process."""
         if node.op == "get_attr":
             attribute = attrgetter(str(node.target))(self.root)
             kind = type(attribute).__name__ if isinstance(attribute, fx.GraphModule) else ""
@@ -91,7 +91,7 @@ class _CanonicalGraphWriter:
         return _callable_name(node.target)
 
     def _text(self, item: Any) -> str:
-        """An argument or a value; exact for every type that a graph may hold."""
+        """Return an argument or value as text, exact for every type in a graph."""
         if isinstance(item, fx.Node):
             return f"%{self.numbers[item]}"
         if isinstance(item, torch.Tensor):
@@ -113,7 +113,7 @@ class _CanonicalGraphWriter:
         return f"{type(item).__name__}:{item!r}"
 
     def _expression(self, expression: Any) -> str:
-        """A size with symbols named by order of appearance."""
+        """Return a size with symbols named in order of appearance."""
         for symbol in sorted(getattr(expression, "free_symbols", ()), key=lambda s: str(s)):
             self.symbols.setdefault(symbol, sympy.Symbol(f"d{len(self.symbols)}", integer=True))
         renamed = expression.xreplace(self.symbols) if self.symbols else expression
@@ -121,7 +121,7 @@ class _CanonicalGraphWriter:
 
 
 def _callable_name(target: str | Callable[..., Any]) -> str:
-    """The name of an op, a function, or an input."""
+    """Return the name of an op, a function or an input."""
     if isinstance(target, str) or is_op(target):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

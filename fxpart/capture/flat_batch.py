@@ -1,4 +1,4 @@
-"""The user's batch object taken apart into tensors and constants, and put together again.
+"""Flatten the user's batch object to tensors and constants, and rebuild it.
 
 A batch is a tuple (positional inputs), a dict (keyword inputs), or ``(*inputs, {keyword: input})``.
 Containers may nest; a leaf is a tensor or a constant (None, bool, int, float, str).
@@ -20,16 +20,16 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class BatchSlot:
-    """The place of tensor number ``index`` in a batch whose tensors were taken out."""
+    """Placeholder for tensor number ``index`` in a flattened batch."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A batch taken apart: ``tree`` has a :class:`BatchSlot` where each of ``tensors`` was.
+    """A flattened batch: ``tree`` has a :class:`BatchSlot` in place of each of ``tensors``.
 
-    paths: per tensor, the keys that lead to it. constants: the leaves that are no tensors.
+    paths: the keys to each tensor. constants: the other leaves.
     """
 
     tree: Any
@@ -39,7 +39,7 @@ class FlatBatch:
 
 
 def assemble(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | dict[str, Any]:
-    """The batch object of example inputs: a tuple, a dict, or ``(*inputs, {kwargs})``.
+    """Return the batch object of example inputs: a tuple, a dict, or ``(*inputs, {kwargs})``.
 
     A single tensor counts as a tuple of one.
     """
@@ -48,8 +48,8 @@ def assemble(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] |
             raise error(
                 "FXP109",
                 where="example_kwargs",
-                why="example_inputs is a dict of keyword arguments already",
-                fix="give positional inputs as a tuple, or all of them in one dict",
+                why="example_inputs is already a dict of keyword arguments",
+                fix="pass positional inputs as a tuple, or all inputs in one dict",
             )
         return {str(k): v for k, v in inputs.items()}
     if inputs is None:
@@ -59,7 +59,7 @@ def assemble(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] |
 
 
 def flatten_batch(batch: Any) -> FlatBatch:
-    """Flatten ``batch`` depth first, in its containers' order; FXP109 names every odd leaf."""
+    """Flatten ``batch`` depth first in container order; raise FXP109 with every invalid leaf."""
     tensors: list[torch.Tensor] = []
     paths: list[Path] = []
     constants: list[ConstantSpec] = []
@@ -94,9 +94,9 @@ def flatten_batch(batch: Any) -> FlatBatch:
 
 
 def distinct(parts: FlatBatch) -> FlatBatch:
-    """The same with a copy for each tensor that was given before (``labels=input_ids``).
+    """Copy each tensor that appears more than once (``labels=input_ids``).
 
-    Tracers know an input by the identity of its tensor and would take two for one.
+    Tracers identify inputs by tensor identity and would merge the two.
     """
     seen: set[int] = set()
     tensors = []
@@ -107,7 +107,7 @@ def distinct(parts: FlatBatch) -> FlatBatch:
 
 
 def unflatten_batch(tree: Any, tensors: Sequence[Any]) -> Any:
-    """The inverse of :func:`flatten_batch` for one (sub)tree."""
+    """Invert :func:`flatten_batch` for one (sub)tree."""
     if isinstance(tree, BatchSlot):
         return tensors[tree.index]
     if isinstance(tree, dict):
@@ -118,7 +118,7 @@ def unflatten_batch(tree: Any, tensors: Sequence[Any]) -> Any:
 
 
 def look_up(batch: Any, path: Path) -> Any:
-    """The leaf of ``batch`` at ``path``; a lone tensor counts as a tuple of one."""
+    """Return the leaf of ``batch`` at ``path``; a single tensor counts as a tuple of one."""
     value: Any = (batch,) if isinstance(batch, torch.Tensor) else batch
     for key in path:
         value = value[key]
@@ -126,12 +126,12 @@ def look_up(batch: Any, path: Path) -> Any:
 
 
 def show_path(path: Path) -> str:
-    """A path as Python would index it: ``[2]['mask']``."""
+    """Return a path as a Python index expression: ``[2]['mask']``."""
     return "".join(f"[{key!r}]" for key in path)
 
 
 def _like(container: Any, items: list[Any]) -> Any:
-    """A container of the same kind (list, tuple or named tuple) with other items."""
+    """Return a container of the same kind (list, tuple or named tuple) with other items."""
     if isinstance(container, list):
         return items
     if hasattr(container, "_fields"):

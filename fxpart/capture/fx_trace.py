@@ -1,8 +1,8 @@
-"""The last way: torch.fx symbolic tracing, then the same ops recorded with their shapes.
+"""Fallback trace method: torch.fx symbolic tracing, then recording the ops with their shapes.
 
-torch.fx runs the module on proxies and so needs no fake kernel; what it records are Python calls.
-These are replayed on real tensors and recorded again as torch's own operations, with shapes, so
-that the passes see one kind of graph whatever the way.
+torch.fx runs the module on proxies and needs no fake kernels, but records Python calls. These are
+replayed on real tensors and recorded as torch operations with shapes, so that passes see the same
+kind of graph from every method.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fxpart.compiler import LEVEL_KEY, Level
 
 
 class _StatelessInterpreter(fx.Interpreter):
-    """Runs the traced graph with parameters and buffers given from outside, by full name."""
+    """Runs the traced graph with external parameters and buffers, by full name."""
 
     def __init__(self, module: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(module)
         self.values = values
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The given tensor of this name."""
+        """Return the given tensor of this name."""
         return self.values[str(target)]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A leaf module (torch.nn's own) on the given tensors under its name."""
+        """Run a leaf module (of torch.nn) with the given tensors under its name."""
         module = self.fetch_attr(str(target))
         given = {name: self.values[f"{target}.{name}"] for name, _ in _tensors(module)}
         return torch.func.functional_call(module, given, args, kwargs)
@@ -45,7 +45,7 @@ class _StatelessInterpreter(fx.Interpreter):
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """A recorded graph whose placeholders are ``names`` (state, original names) then the inputs."""
+    """A recorded graph with placeholders for ``names`` (state, original names) and the inputs."""
 
     graph: fx.Graph
     names: tuple[str, ...]
@@ -54,15 +54,15 @@ class TracedGraph:
 
 
 def symbolic_trace(whole: ModelWithLoss, tensors: Sequence[torch.Tensor]) -> TracedGraph:
-    """Trace and record a module with data at the size of ``tensors``; raises what torch raises."""
+    """Trace and record a module with data at the size of ``tensors``; raise torch's errors."""
     tracer = fx.Tracer()
     tracer.record_stack_traces = True
     tracer.proxy_buffer_attributes = True
     drawn = torch.random.get_rng_state()
     graph = tracer.trace(whole)
     if not torch.equal(drawn, torch.random.get_rng_state()):
-        # What does not depend on an input runs at once and would be baked in.
-        raise RuntimeError("torch.fx would fix random numbers that are drawn without an input")
+        # Code that does not depend on an input runs during tracing and would become a constant.
+        raise RuntimeError("torch.fx would record random numbers without an input as constants")
     module = fx.GraphModule(whole, graph)
     values = _used(whole, graph)
     returned: list[str] = []
@@ -84,7 +84,7 @@ def symbolic_trace(whole: ModelWithLoss, tensors: Sequence[torch.Tensor]) -> Tra
 def name_state(
     traced: TracedGraph, names: Sequence[str], state: ModelTensors, loss_prefix: str
 ) -> UnliftedGraph:
-    """The recorded graph with state under original names, as :func:`~.unlift.unlift` makes it."""
+    """Return the recorded graph with state under original names, like :func:`~.unlift.unlift`."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     nodes = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -124,7 +124,7 @@ def name_state(
 
 
 def _used(whole: nn.Module, graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """The tensors that a traced graph reads, directly or in a leaf module, by full name."""
+    """Return the tensors that a traced graph reads, directly or in a leaf module, by full name."""
     values: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         if node.op not in ("get_attr", "call_module"):

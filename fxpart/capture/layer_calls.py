@@ -1,4 +1,4 @@
-"""One call of a layer: what calls alike have in common, and all that a traced one did."""
+"""One call of a layer: its signature, and the trace of a recorded call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fxpart.compat import (
 
 @dataclass(frozen=True)
 class RepeatedLayer:
-    """A layer of a row of equal ones: its counting numbers, and whether it is the row's last."""
+    """One of several equal layers: its index attributes, and whether it is the last one."""
 
     module: nn.Module
     slots: frozenset[Slot]
@@ -47,16 +47,16 @@ class RepeatedLayer:
 
 @dataclass
 class _CallSignatureBuilder(ModuleSignatureBuilder):
-    """Writes a call down: the module, and what it is given.
+    """Describes a call: the module and its arguments.
 
-    A class and no function in a function, which would keep the tensors alive in a cycle.
+    It is a class because a nested function would keep the tensors alive in a cycle.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     seen: dict[int, int] = field(default_factory=dict)
 
     def argument(self, held: Any) -> Hashable:
-        """One argument; IncomparableModuleError for an object that may be changed."""
+        """Describe one argument; raise IncomparableModuleError for a mutable object."""
         if isinstance(held, torch.Tensor):
             if not is_plain_fake(held):
                 raise IncomparableModuleError("a tensor with data")
@@ -76,7 +76,7 @@ class _CallSignatureBuilder(ModuleSignatureBuilder):
 def describe(
     member: RepeatedLayer, args: tuple[Any, ...], kwargs: dict[str, Any], tracer: Any
 ) -> tuple[Hashable, list[torch.Tensor]] | None:
-    """What calls alike have in common, and the call's tensors; None for a call of another sort."""
+    """Return a call's signature and tensors; None for a call that cannot be compared."""
     describer = _CallSignatureBuilder(member.slots)
     try:
         rows = describer.module(member.module, "")
@@ -87,7 +87,7 @@ def describe(
 
 
 def _modes() -> Hashable:
-    """Settings of the thread that change what ops record."""
+    """Return thread settings that change the recorded ops."""
     casts = [
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -96,9 +96,9 @@ def _modes() -> Hashable:
 
 
 class LayerCallRecorder:
-    """One traced call: what it recorded, and whether it did anything else.
+    """One traced call: the recorded nodes, and whether it had other effects.
 
-    result: what it returned, to be set by who calls.
+    result: the call's return value, set by the caller.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LayerCallRecorder:
         given: tuple[tuple[Any, ...], dict[str, Any]],
         tracer: Any,
     ) -> None:
-        """Note how things are before the call; given: its arguments."""
+        """Record the state before the call; given: its arguments."""
         self.member, self.given, self.tracer = member, given, tracer
         self.key, self.tensors = described
         self.result: Any = None
@@ -128,9 +128,9 @@ class LayerCallRecorder:
         self.numbers.__exit__(*failure)
 
     def segment(self, ends: SegmentBoundary) -> TraceSegment | None:
-        """What the call recorded; None if it wrote or kept anything or is not understood.
+        """Return the recorded nodes; None if the call wrote or kept anything, or is unsupported.
 
-        Its results are exchanged for equal ones, so that who kept the call's own is found out.
+        Its results are replaced by equal tensors, to detect references to the original ones.
         """
         if self._wrote():
             return None
@@ -156,7 +156,7 @@ class LayerCallRecorder:
         )
 
     def _wrote(self) -> bool:
-        """Whether the call wrote to tensors, to modules, to what they share, or to arguments."""
+        """Return whether the call wrote to tensors, modules, shared objects or arguments."""
         after = snapshot_contents(self.member.module)
         if len(after) != len(self.contents) or any(map(_is_not, after, self.contents)):
             return True
@@ -171,7 +171,7 @@ class LayerCallRecorder:
         made: list[tuple[fx.Node, torch.Tensor]],
         fakes: list[tuple[fx.Node, torch.Tensor]],
     ) -> bool:
-        """Give the result other tensors; whether somebody kept an argument or a result."""
+        """Replace the result's tensors; return whether any argument or result is referenced."""
         own = [weakref.ref(tensor) for _, tensor in made]
         made.clear()
         self.result = None
@@ -182,13 +182,13 @@ class LayerCallRecorder:
         return kept
 
     def _references(self) -> list[int]:
-        """How many references to each argument there are."""
+        """Return the reference count of each argument."""
         return [sys.getrefcount(tensor) for tensor in self.tensors]
 
     def _tree(
         self, held: Any, made: list[tuple[fx.Node, torch.Tensor]], inner: frozenset[fx.Node]
     ) -> Any:
-        """The result with each tensor's origin in its place."""
+        """Return the result with each tensor replaced by its origin."""
         if isinstance(held, torch.Tensor):
             for index, given in enumerate(self.tensors):
                 if given is held:
@@ -214,11 +214,11 @@ def _is_not(a: object, b: object) -> bool:
 
 
 def _last(graph: fx.Graph) -> fx.Node:
-    """The graph's newest node."""
+    """Return the graph's newest node."""
     newest: fx.Node = next(iter(reversed(graph.nodes)))
     return newest
 
 
 def _has_symbols_of_its_own(node: fx.Node) -> bool:
-    """Whether the node makes a size that depends on data."""
+    """Return whether the node creates a data-dependent size."""
     return "unbacked_bindings" in node.meta

@@ -1,16 +1,15 @@
-"""Layers that are the same program are traced a few times, and what they recorded is repeated.
+"""Trace only a few of many equal layers, and replay their recorded operations for the others.
 
-Tracing a model of 96 equal layers costs 96 times one layer. Here the model's own code runs as ever
-under the tracer, but a call of a layer that is the same program as layers before it, on arguments
-of the same description and with the same globals around, only records the same operations again
-with its own inputs and state. The graph is that of the plain way, node for node.
+Tracing a model of 96 equal layers costs 96 times one layer. Here the model's code runs normally
+under the tracer, but a call of a layer that equals earlier layers, on arguments of the same
+description and with unchanged globals, only records the same operations with its own inputs and
+state. The resulting graph is identical, node for node.
 
-What is the same program is decided by :mod:`fxpart.capture.module_signature`: class, every
-attribute, shapes and ties of tensors; numbers that only count layers must stay unlooked at. Three
-layers are really traced before anything is repeated, and the last layer of a row: these must have
-recorded the same operations. A layer with hooks, or one that writes to a tensor, to itself or to
-what it shares, keeps a constant or a region, or has values that anything outside of it uses, is
-traced as ever.
+:mod:`fxpart.capture.module_signature` decides equality: class, every attribute, shapes and ties of
+tensors; layer indices must not be read. Three layers are traced before anything is replayed, and
+the last layer of a container; all must record the same operations. A layer is traced normally if it
+has hooks, writes to a tensor, to itself or to shared objects, contains a constant or a region, or
+has inner values that are used outside of it.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from fxpart.capture.module_signature import (
 from fxpart.capture.trace_segments import TraceSegment, ends_of, replay_segment, results, same
 from fxpart.compat import active_tracer, has_module_hooks, intercept_module_calls, traced_node
 
-REAL = 3  # layers of a kind that are traced before one is repeated
-LEAST = REAL + 3  # equal layers that are worth the comparison
+REAL = 3  # equal layers that are traced before one is replayed
+LEAST = REAL + 3  # minimum number of equal layers
 
 
 class ReplayMismatchError(Exception):
-    """Something was repeated that should not have been; the model is to be traced in full."""
+    """Raised if a replay was invalid; the model must be traced in full."""
 
 
 @dataclass
 class _LayerCallGroup:
-    """Calls alike: how many were traced, the segment to repeat, another that equals it.
+    """Calls with one signature: number traced, the segment to replay, and an equal segment.
 
-    ready: calls may be repeated. unfit: they are to be traced, each of them. around: what globals
-    held at the last traced call; a call that finds others is traced.
+    ready: calls may be replayed. unfit: calls must be traced. around: globals at the last traced
+    call; a call with other globals is traced.
     """
 
     traced: int = 0
@@ -62,10 +61,10 @@ class _LayerCallGroup:
 
 @dataclass
 class LayerReplay:
-    """The rows of equal layers of a module, and what is known of their calls while it is traced.
+    """The equal layers of a module, and their calls during a trace.
 
-    real: layers to trace before one is repeated. least: equal layers that make a row. repeated: how
-    many calls were not traced. touched: whether a layer looked at a number that counts layers.
+    real: layers to trace before one is replayed. least: minimum number of equal layers. repeated:
+    number of replayed calls. touched: whether a layer read its index.
     """
 
     root: nn.Module
@@ -80,10 +79,10 @@ class LayerReplay:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within: a tracer that calls the root module once repeats what it may.
+        """Replay calls of equal layers under a tracer that calls the root module once.
 
-        ReplayMismatchError, or any other failure while ``repeated`` is not 0 or ``touched`` is set,
-        says that the model is to be traced without.
+        After a ReplayMismatchError, or any other failure while ``repeated`` is not 0 or ``touched``
+        is set, the model must be traced without replay.
         """
         if not has_module_hooks():
             self._find_rows()
@@ -95,17 +94,17 @@ class LayerReplay:
                 yield
             except LayerIndexAccessError as touched:
                 self.touched = True
-                raise ReplayMismatchError("a layer looks at its own number") from touched
+                raise ReplayMismatchError("a layer reads its own index") from touched
         if self.repeated and not self.checked:
             raise ReplayMismatchError("the tracer did not call the root")
 
     @property
     def doubtful(self) -> bool:
-        """Whether a failure may be due to repetition."""
+        """Whether a failure may be caused by replay."""
         return self.touched or self.repeated > 0
 
     def _find_rows(self) -> None:
-        """Equal layers of one container each, by class and number."""
+        """Find the equal layers of each container, by class."""
         for container in self.root.modules():
             if not isinstance(container, (nn.ModuleList, nn.Sequential)):
                 continue
@@ -125,8 +124,8 @@ class LayerReplay:
     def _call(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """One call of any module: traced, or repeated."""
-        # Tracers wrap modules in proxies that share the module's dict of attributes.
+        """Run one call of any module: traced or replayed."""
+        # Tracers wrap modules in proxies that share the module's attribute dict.
         member = self.members.get(id(vars(module)))
         tracer = active_tracer()
         if vars(module) is vars(self.root) and tracer is not None:
@@ -165,7 +164,7 @@ class LayerReplay:
         return watch.result
 
     def _check(self, result: Any, tracer: Any) -> None:
-        """ReplayMismatchError if a value inside a traced layer is used outside of it."""
+        """Raise ReplayMismatchError if a value inside a traced layer is used outside of it."""
         returned = {traced_node(t, tracer) for t in _tensors(result)}
         for kind in self.kinds.values():
             for segment in (kind.template, kind.other) if kind.repeated else ():
@@ -173,15 +172,15 @@ class LayerReplay:
                 for node in segment.leaving():
                     raise ReplayMismatchError(f"{node.name} leaves its layer")
                 if not returned.isdisjoint(segment.private()):
-                    raise ReplayMismatchError("a value inside of a layer is returned")
+                    raise ReplayMismatchError("a value inside a layer is returned")
         self.checked = True
 
 
 def _learn(kind: _LayerCallGroup, segment: TraceSegment | None, real: int) -> None:
-    """Take up what a traced call recorded; None: it does more than record operations.
+    """Record a traced call; None if it does more than record operations.
 
-    The first layers may make sizes that later ones find made, so the comparison starts anew with
-    each that differs, a few times.
+    The first layers may create sizes that later ones reuse, so the comparison restarts after each
+    difference, a few times.
     """
     kind.traced += 1
     if segment is not None and kind.template is not None and same(kind.template, segment):
@@ -189,12 +188,12 @@ def _learn(kind: _LayerCallGroup, segment: TraceSegment | None, real: int) -> No
         kind.ready = kind.traced >= real
         return
     if kind.repeated:
-        raise ReplayMismatchError("a layer recorded other operations than those before it")
+        raise ReplayMismatchError("a layer recorded other operations than the layers before it")
     kind.unfit = segment is None or kind.traced > 2 * REAL
     kind.template = kind.other = segment
     kind.ready = kind.traced >= real == 1
 
 
 def _tensors(held: Any) -> Sequence[torch.Tensor]:
-    """The tensors in a result of the whole module."""
+    """Return the tensors in a result of the whole module."""
     return [t for t in held.values() if isinstance(t, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Lazy modules (``nn.LazyLinear``): parameters that get their shape from the first batch."""
+"""Lazy modules (``nn.LazyLinear``), whose parameters get their shape from the first batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fxpart.errors import error
 
 
 def initialize_lazy(model: nn.Module, call: CallArguments, parts: FlatBatch) -> None:
-    """Run a model with lazy modules once on the example, as PyTorch asks for before training.
+    """Run a model with lazy modules once on the example, as PyTorch requires before training.
 
-    The run is without gradients and in evaluation mode: it draws only the numbers of the new
-    parameters, and changes no running statistics. FXP108 where the model cannot be run.
+    The run has no gradients and is in evaluation mode, so it draws random numbers only for the new
+    parameters and changes no running statistics. Raise FXP108 if the model cannot run.
     """
     names = _uninitialized(model)
     if not names:
@@ -27,7 +27,7 @@ def initialize_lazy(model: nn.Module, call: CallArguments, parts: FlatBatch) -> 
     try:
         with torch.no_grad(), training_mode(model, False):
             model(*unflatten_batch(call.args, tensors), **unflatten_batch(call.kwargs, tensors))
-    except Exception as raised:  # whatever the user's module raises
+    except Exception as raised:  # the user's module may raise anything
         failure = f"; the model fails on the example inputs: {summarize_exception(raised)}"
     names = _uninitialized(model)
     if names:
@@ -40,7 +40,7 @@ def initialize_lazy(model: nn.Module, call: CallArguments, parts: FlatBatch) -> 
 
 
 def _uninitialized(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers without a shape."""
+    """Return the names of parameters and buffers without a shape."""
     kinds = (UninitializedParameter, UninitializedBuffer)
     named = (*model.named_parameters(), *model.named_buffers())
     return [name for name, tensor in named if isinstance(tensor, kinds)]

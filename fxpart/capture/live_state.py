@@ -1,4 +1,4 @@
-"""The tensors of a captured model as its modules have them now."""
+"""Current tensors of a captured model in its modules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fxpart.errors import FxpartError, Problem
 
 
 def refresh_state(captured: CapturedModel) -> None:
-    """Have the state be what the modules have now: a tensor may have been replaced since.
+    """Update the state to the modules' current tensors, which may have been replaced.
 
-    Raises FXP113 where there is none, or one of another shape or dtype.
+    Raise FXP113 for a missing tensor, or one of another shape or dtype.
     """
     problems: list[Problem] = []
     for name, (place, key) in captured.slots.items():
@@ -28,7 +28,7 @@ def refresh_state(captured: CapturedModel) -> None:
                 Problem(
                     "FXP113",
                     f"the module's {name}",
-                    f"it was {known.dtype} {list(known.shape)} when the model was compiled, and is "
+                    f"it was {known.dtype} {list(known.shape)} when the model was compiled, but is "
                     f"{what} now",
                     "compile again after changing the module",
                 )

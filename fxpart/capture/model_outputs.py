@@ -1,4 +1,4 @@
-"""What a model returns, reduced to named tensors; and the loss where the user gave none."""
+"""Named tensors of a model's output, and the loss if the user gave none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpart.errors import FxpartError, error
 
 
 def named_tensors(output: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of ``output`` by name; None, numbers and cache objects are dropped.
+    """Return every tensor of ``output`` by name; None, numbers and cache objects are dropped.
 
     A single tensor is "output"; tuple items are "output_0", ...; dict keys and dataclass fields
     keep their names, and nesting joins with "_".
@@ -28,16 +28,16 @@ Form = Callable[[Mapping[str, Any]], Any]
 
 
 def form_of(output: Any) -> Form:
-    """What puts tensors by name, as :func:`named_tensors` names them, into the output's structure.
+    """Return a function that puts tensors, named by :func:`named_tensors`, into the structure.
 
-    A tensor that is not given is None. Of the output itself only types and plain values are kept;
-    a cache object is None.
+    A missing tensor is None. Only types and plain values of the output itself are kept; a cache
+    object is None.
     """
     return _form(output, "", {})
 
 
 def _form(value: Any, name: str, taken: dict[str, None]) -> Form:
-    """In the order of :func:`_walk`, so that names come out alike."""
+    """Build the form in the order of :func:`_walk`, so that names agree."""
     if isinstance(value, (torch.Tensor, fx.Proxy)):
         own = _unique(name or "output", taken)
         taken[own] = None
@@ -52,7 +52,7 @@ def _form(value: Any, name: str, taken: dict[str, None]) -> Form:
 
 
 def _rebuilt(kind: type, items: list[tuple[Any, Any]]) -> Any:
-    """An object of the type with these items; a plain dict where the type cannot be made so."""
+    """Return an object of the type with these items; a plain dict if construction fails."""
     if issubclass(kind, (tuple, list)):
         values = [value for _, value in items]
         return kind(*values) if hasattr(kind, "_fields") else kind(values)
@@ -72,7 +72,7 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def own_loss(output: Any) -> torch.Tensor | None:
-    """The loss that the output itself carries, ``output.loss`` or ``output["loss"]``, or None."""
+    """Return the loss in the output, ``output.loss`` or ``output["loss"]``, or None."""
     if isinstance(output, fx.Proxy):
         return None  # any attribute of a proxy exists
     if isinstance(output, Mapping):
@@ -85,10 +85,10 @@ def own_loss(output: Any) -> torch.Tensor | None:
 
 
 def scalar_outputs(output: Any) -> dict[str, str]:
-    """The outputs that may be the loss: name -> the expression that takes it from ``out``.
+    """Return the outputs that may be the loss: name -> Python expression of ``out``.
 
-    These are floating scalars with a gradient. None of an object that has a field for its loss,
-    which is empty (a transformers model without labels): its other scalars are parts of a loss.
+    These are floating-point scalars with a gradient. The result is empty for an object with an
+    empty loss field (a transformers model without labels), whose other scalars are parts of a loss.
     """
     if isinstance(output, fx.Proxy) or getattr(output, "loss", output) is None:
         return {}
@@ -105,7 +105,7 @@ def scalar_outputs(output: Any) -> dict[str, str]:
 
 
 def _expression(value: Any, wanted: torch.Tensor, before: str) -> str:
-    """The Python expression that takes a tensor out of a structure; "" where it is not there."""
+    """Return the Python expression that selects a tensor from a structure; "" if it is missing."""
     if value is wanted:
         return before
     for key, item, _ in _parts(value, ""):
@@ -118,18 +118,18 @@ def _expression(value: Any, wanted: torch.Tensor, before: str) -> str:
 
 
 def ambiguous_loss(paths: Mapping[str, str], why: str) -> FxpartError:
-    """FXP106 for outputs of which any may be the loss; paths as of :func:`scalar_outputs`."""
+    """Return FXP106 for several possible losses; paths as of :func:`scalar_outputs`."""
     choices = " or ".join(f"loss=lambda out: {path}" for path in paths.values())
-    return error("FXP106", where="the model's output", why=why, fix=f"give compile() {choices}")
+    return error("FXP106", where="the model's output", why=why, fix=f"pass {choices} to compile()")
 
 
 def mean_square(
     outputs: Mapping[str, torch.Tensor], floating: frozenset[str] | None = None
 ) -> torch.Tensor:
-    """The mean over all floating outputs of each one's mean square: a scalar float tensor.
+    """Return the mean over all floating-point outputs of their mean squares, a scalar tensor.
 
-    floating: which outputs float, where that is known already. It stands in for a loss in
-    verification and prediction. FXP106 when nothing floats.
+    floating: names of the floating-point outputs, if known. The result replaces a loss in
+    verification and prediction. Raise FXP106 without floating-point outputs.
     """
     names = [n for n, t in outputs.items() if floating is None and t.is_floating_point()]
     squares = [outputs[n].float().pow(2).mean() for n in floating or names]
@@ -138,7 +138,7 @@ def mean_square(
             "FXP106",
             where="the model's output",
             why="it has no .loss and no floating-point tensor",
-            fix="give loss=, a function of the output and the targets",
+            fix="pass loss=, a function of the output and the targets",
         )
     total = squares[0]
     for square in squares[1:]:
@@ -154,7 +154,7 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
-    """Key, value and name of each item of a container; nothing for anything else."""
+    """Yield key, value and name of each item of a container; nothing for other values."""
     if isinstance(value, (torch.Tensor, fx.Proxy)):
         return
     if isinstance(value, Mapping):

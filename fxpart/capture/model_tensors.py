@@ -17,7 +17,7 @@ class ModelTensors:
     """A model's tensors. ``tensors``: main name -> tensor, parameters first, in the model's order.
 
     aliases: every other name of a storage -> its main name (also names that a GraphModule cannot
-    hold -> the name used instead). persistent: main names of buffers saved with the model.
+    store -> the replacement). persistent: main names of buffers saved with the model.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -26,12 +26,12 @@ class ModelTensors:
     aliases: dict[str, str]
 
     def main(self, name: str) -> str:
-        """The main name of any original name."""
+        """Return the main name of any original name."""
         return self.aliases.get(name, name)
 
 
 def state_of(model: nn.Module, loss: object = None, prefix: str = "loss") -> ModelTensors:
-    """Collect the tensors of ``model``, and of ``loss`` under ``prefix`` where it is a module."""
+    """Collect the tensors of ``model``, and of ``loss`` under ``prefix`` if it is a module."""
     tensors: dict[str, torch.Tensor] = {}
     parameters: list[str] = []
     aliases: dict[str, str] = {}
@@ -69,7 +69,7 @@ def slots_of(
 ) -> Slots:
     """Return where the modules store each tensor of a state: a dict of a module, and the key.
 
-    What is there later is what the modules use then, also where a parameter was replaced.
+    The slot also shows a parameter that was replaced later.
     """
     found: Slots = {}
     for module, start in ((model, ""), (loss, f"{prefix}.")):
@@ -85,7 +85,7 @@ def slots_of(
 
 
 def loss_prefix(model: nn.Module) -> str:
-    """The prefix for names of the loss module's state: "loss", longer if the model has a "loss"."""
+    """Return the prefix for the loss module's state: "loss", longer if the model has a "loss"."""
     prefix = "loss"
     while hasattr(model, prefix):
         prefix += "_"
@@ -93,7 +93,7 @@ def loss_prefix(model: nn.Module) -> str:
 
 
 def _holdable(name: str) -> str:
-    """``name``, unless a GraphModule has an attribute of its own by the first part of it."""
+    """Return ``name``, changed if its first part is an attribute of GraphModule."""
     first, dot, rest = name.partition(".")
     while hasattr(fx.GraphModule, first) or first == "meta":
         first += "_"

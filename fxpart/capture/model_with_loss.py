@@ -29,14 +29,13 @@ Loss = Callable[..., Any]
 class ModelWithLoss(nn.Module):
     """Model and loss in one: ``forward(tensors) -> {"loss/KIND": loss, name: output, ...}``.
 
-    The model sits at attribute ``model``, a loss module at ``loss``, so that the names of their
-    parameters are known by prefix. floating: names of the floating outputs once they are known,
-    for tracing on proxies, which cannot tell. autocast: the dtype of ``torch.autocast`` around
-    model and loss; None for no autocast. scalars: the outputs that may be the loss, once a run
-    with gradients has noted them. loss_name: the one of these that is taken as the loss. assigned:
-    registered buffers (module path and name) to which forward assigns new tensors; where
-    ``states_kept`` is set, each new value is copied into the registered tensor at the end, so that
-    a tracer records it as a write to state.
+    The model is attribute ``model`` and a loss module is ``loss``, so their parameters have known
+    prefixes. floating: names of the floating-point outputs once known, for tracing on proxies.
+    autocast: the dtype of ``torch.autocast`` around model and loss; None for no autocast. scalars:
+    the outputs that may be the loss, recorded by a run with gradients. loss_name: the one used as
+    the loss. assigned: registered buffers (module path and name) to which forward assigns new
+    tensors; with ``states_kept``, each new value is copied into the registered tensor at the end,
+    so that a tracer records it as a write to state.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class ModelWithLoss(nn.Module):
         call: CallArguments,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Keep the model as it is; nothing of it is changed."""
+        """Store the model unchanged."""
         super().__init__()
         self.model = model
         self.loss = loss
@@ -62,10 +61,10 @@ class ModelWithLoss(nn.Module):
         self.states_kept = False
 
     def forward(self, batch: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        """Run the model, then its loss; FXP106 when the loss is no scalar tensor."""
+        """Run the model, then its loss; raise FXP106 if the loss is not a scalar tensor."""
         if self.autocast is None:
             return self._run(batch)
-        # torch.export switches the cache off around a trace, which regions would then say too.
+        # torch.export disables the autocast cache during a trace, which regions would record.
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=True):
             return self._run(batch)
 
@@ -77,14 +76,14 @@ class ModelWithLoss(nn.Module):
             return self._called(batch)
         slots = [(self.get_submodule(path), name) for path, name in sorted(self.assigned)]
         registered = [module._buffers[name] for module, name in slots]
-        # Backward passes may need the old values after the new ones are copied.
+        # Backward may need the old values after the new ones are copied.
         for (module, name), tensor in zip(slots, registered, strict=True):
             assert tensor is not None, "an assigned buffer has a value before"
             module._buffers[name] = tensor.clone()
         returned = self._called(batch)
         for (module, name), tensor in zip(slots, registered, strict=True):
             value = module._buffers[name]
-            assert tensor is not None and value is not None, "checked when it was noted"
+            assert tensor is not None and value is not None, "checked when it was recorded"
             tensor.copy_(value.detach())
             module._buffers[name] = tensor
         return returned
@@ -118,9 +117,9 @@ class ModelWithLoss(nn.Module):
 
 @contextmanager
 def noted_assignments(whole: ModelWithLoss) -> Iterator[None]:
-    """Note to which registered buffers the code within assigns tensors of the same shape and dtype.
+    """Record registered buffers to which the code assigns tensors of the same shape and dtype.
 
-    The registered tensors are put back.
+    The registered tensors are restored.
     """
     before = [
         (path, name, module, tensor)
@@ -140,7 +139,7 @@ def noted_assignments(whole: ModelWithLoss) -> Iterator[None]:
 
 
 def autocast_device(model: nn.Module) -> str:
-    """The type of device whose rules ``torch.autocast`` follows: that of the model's state."""
+    """Return the device type for ``torch.autocast``: that of the model's state."""
     tensor = next((t for t in (*model.parameters(), *model.buffers())), None)
     return "cpu" if tensor is None or tensor.device.type == "meta" else tensor.device.type
 
@@ -160,6 +159,6 @@ def _scalar(value: Any) -> torch.Tensor:
     raise error(
         "FXP106",
         where="loss",
-        why=f"it returned {shown}, not one number",
+        why=f"it returned {shown} instead of a scalar",
         fix="return the mean over the batch as a scalar tensor",
     )

@@ -1,7 +1,7 @@
-"""Whether two modules are the same program: one class, equal attributes, tensors of one shape.
+"""Compare modules: equal class, equal attributes, tensors of equal shape.
 
-Numbers that only count layers (``layer_idx``) differ from one layer to the next. They do not stand
-in the way if the layer's code never looks at them, which :data:`Untouchable` finds out.
+Layer indices (``layer_idx``) differ between layers. They do not matter if the layer's code never
+reads them, which :data:`Untouchable` detects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from fxpart.compat import storage_address
 
-Slot = tuple[str, str]  # the path of a submodule, "" for the layer itself, and an attribute's name
+Slot = tuple[str, str]  # submodule path ("" for the layer itself) and attribute name
 
 _SINGLE = (type, types.FunctionType, types.ModuleType, nn.Module, torch.Tensor)
 _NOT_THE_MODELS = {"torch", *sys.stdlib_module_names}
@@ -28,11 +28,11 @@ _PLAIN = (bool, float, complex, str, bytes, torch.dtype, torch.device, torch.Siz
 
 
 class IncomparableModuleError(Exception):
-    """A module that cannot be compared: its own code or a hook may do anything."""
+    """Raised for a module that cannot be compared, because its code or hooks may do anything."""
 
 
 class LayerIndexAccessError(BaseException):
-    """A layer looked at a number that only counts layers; no Exception, lest it be caught."""
+    """Raised when a layer reads its index; a BaseException, so that model code cannot catch it."""
 
 
 def _touched(self: object, *args: object, **kwargs: object) -> Any:
@@ -49,17 +49,17 @@ _DUNDERS = """
 
 _METHODS: dict[str, Any] = {f"__{name}__": _touched for name in _DUNDERS}
 
-# Stands for a number that must not matter: whatever is done with it raises LayerIndexAccessError,
-# but to pass it on, to keep it, and to ask whether it is None.
+# Placeholder for a number that must not be read: any use raises LayerIndexAccessError, except
+# passing it on, storing it and comparing it with None.
 Untouchable = type("Untouchable", (), {**_METHODS, "__class__": property(_touched)})
 
 
 @dataclass
 class ModuleSignatureBuilder:
-    """Writes one module down as something hashable.
+    """Builds a hashable description of one module.
 
-    slots: numbers to be left out. counters: the numbers found, by their place. homes: storages in
-    order of appearance. inside: submodules by id, with their paths.
+    slots: numbers to ignore. counters: integers found, by slot. homes: storages in order of
+    appearance. inside: submodule paths by id.
     """
 
     slots: frozenset[Slot]
@@ -68,7 +68,7 @@ class ModuleSignatureBuilder:
     inside: dict[int, str] = field(default_factory=dict)
 
     def module(self, module: nn.Module, path: str) -> Hashable:
-        """Class and attributes, submodules within."""
+        """Describe class and attributes, including submodules."""
         if id(module) in self.inside:
             return "seen", self.inside[id(module)]
         self.inside[id(module)] = path
@@ -88,7 +88,7 @@ class ModuleSignatureBuilder:
         return tuple(rows)
 
     def tensor(self, tensor: torch.Tensor | None) -> Hashable:
-        """What code can see of a tensor without its values; which tensors share storage."""
+        """Describe a tensor without its values, and which tensors share storage."""
         if tensor is None:
             return None
         home = self.homes.setdefault(storage_address(tensor), len(self.homes))
@@ -99,7 +99,7 @@ class ModuleSignatureBuilder:
         )  # fmt: skip
 
     def _attribute(self, held: Any, slot: Slot) -> Hashable:
-        """An attribute of a module; whole numbers are noted as possible counters."""
+        """Describe an attribute of a module; record integers as possible layer indices."""
         if type(held) is Untouchable or (type(held) is int and slot in self.slots):
             return "counter"
         if type(held) is int:
@@ -107,7 +107,7 @@ class ModuleSignatureBuilder:
         return self.value(held)
 
     def value(self, held: Any) -> Hashable:
-        """A plain value by content, anything else by identity."""
+        """Describe a plain value by content, anything else by identity."""
         if type(held) is Untouchable:
             return "counter"
         if held is None or isinstance(held, (int, *_PLAIN)):
@@ -124,7 +124,7 @@ class ModuleSignatureBuilder:
 
 
 def size(number: int | torch.SymInt) -> Hashable:
-    """A size as something hashable: symbols by their expression."""
+    """Return a hashable size; symbols by their expression."""
     if isinstance(number, torch.SymInt):
         known = number.node.expr
         return int(known) if known.is_Integer else known
@@ -132,16 +132,16 @@ def size(number: int | torch.SymInt) -> Hashable:
 
 
 def structure(module: nn.Module, slots: frozenset[Slot] = frozenset()) -> Hashable:
-    """Equal for modules that are the same program, the numbers in ``slots`` aside.
+    """Return a value that is equal for equal modules, ignoring the numbers in ``slots``.
 
-    Objects that are not plain values (a configuration, a function) must be the same object.
-    Raises IncomparableModuleError for hooks. Valid while the modules are alive.
+    Objects that are not plain values (a configuration, a function) must be identical. Raise
+    IncomparableModuleError for hooks. Valid while the modules are alive.
     """
     return ModuleSignatureBuilder(slots).module(module, "")
 
 
 def counters(members: Sequence[nn.Module]) -> frozenset[Slot]:
-    """The whole numbers that differ between every two of the members: they count layers."""
+    """Return the integer attributes that differ between all members: layer indices."""
     values: dict[Slot, list[int]] = defaultdict(list)
     for member in members:
         describer = ModuleSignatureBuilder(frozenset())
@@ -156,9 +156,9 @@ def counters(members: Sequence[nn.Module]) -> frozenset[Slot]:
 
 
 def snapshot_contents(module: nn.Module) -> list[object]:
-    """What a call replaces when it writes to the module or to what its attributes share.
+    """Return the objects in a module's attributes, to detect writes.
 
-    To be compared item by item with ``is``.
+    Compare two snapshots item by item with ``is``.
     """
     found: list[object] = []
     for inner in module.modules():
@@ -167,10 +167,10 @@ def snapshot_contents(module: nn.Module) -> list[object]:
 
 
 def snapshot_globals(module: nn.Module) -> list[object]:
-    """What the globals of the module's code hold: one that counts calls makes two calls differ.
+    """Return the objects in the globals of the module's code, to detect changes.
 
-    Those of the files that its classes are in, and of the files that these import from, but torch's
-    and Python's own. To be compared item by item with ``is``.
+    These are the files of its classes and the files that they import from, except torch and the
+    standard library. Compare two snapshots item by item with ``is``.
     """
     kinds = dict.fromkeys(base for inner in module.modules() for base in type(inner).__mro__)
     near = _files(kinds)
@@ -182,7 +182,7 @@ def snapshot_globals(module: nn.Module) -> list[object]:
 
 
 def _files(held: Iterable[object]) -> list[types.ModuleType]:
-    """The Python modules among these, and those in which the classes and functions are written."""
+    """Return the Python modules among these objects, and those that define them."""
     found: dict[types.ModuleType, None] = {}
     for item in held:
         if isinstance(item, (type, types.FunctionType)):
@@ -195,7 +195,7 @@ def _files(held: Iterable[object]) -> list[types.ModuleType]:
 
 
 def _inside(held: object) -> Iterable[object]:
-    """The attributes of an object, without any code of its own."""
+    """Return the attribute values of an object without running its code."""
     try:
         own = object.__getattribute__(held, "__dict__")
     except AttributeError:
@@ -204,10 +204,10 @@ def _inside(held: object) -> Iterable[object]:
 
 
 def _take(attributes: Mapping[str, object], found: list[object]) -> None:
-    """Add what the attributes are, and what is in those that hold more."""
+    """Add the attribute values and the items of containers and objects."""
     for held in tuple(attributes.values()):
         found.append(held)
-        if isinstance(held, dict):  # some have a values() of their own, which imports things
+        if isinstance(held, dict):  # some override values() and import modules
             found += [*dict.keys(held), *dict.values(held)]
         elif type(held) in (list, tuple, set):
             found += held  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def _take(attributes: Mapping[str, object], found: list[object]) -> None:
 
 @contextmanager
 def forbid_counter_access(module: nn.Module, slots: Iterable[Slot]) -> Iterator[None]:
-    """Within: the numbers in ``slots`` raise LayerIndexAccessError when they are looked at."""
+    """Raise LayerIndexAccessError if the numbers in ``slots`` are read in this context."""
     replaced = []
     stand_in = Untouchable()
     for path, name in slots:

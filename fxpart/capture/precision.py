@@ -1,4 +1,4 @@
-"""What ``precision`` may be, and the autocast that it stands for."""
+"""Values of ``precision``, and the autocast dtype of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of ``torch.autocast`` around model and loss; None for "fp32". FXP109 for others."""
+    """Return the dtype of ``torch.autocast`` around model and loss; None for "fp32".
+
+    Raise FXP109 for an unknown precision.
+    """
     if precision == "fp32":
         return None
     if precision == "bf16":
@@ -19,8 +22,10 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     raise error(
         "FXP109",
         where=f"precision={precision!r}",
-        why="float16 needs its loss scaled, which fxpart does not do" if half else "not known",
-        fix='precision="bf16", which has the range of float32 and needs no scaling'
+        why="float16 requires loss scaling, which fxpart does not support"
         if half
-        else " or ".join(f'"{name}"' for name in PRECISIONS),
+        else f"unknown precision {precision!r}",
+        fix='use precision="bf16", which has the range of float32 and needs no loss scaling'
+        if half
+        else "use " + " or ".join(f'"{name}"' for name in PRECISIONS),
     )

@@ -1,8 +1,8 @@
 """Python state that a run of the model may change, restored after the run.
 
-A capture runs the user's forward several times, on fake tensors and under a tracer. Each run has to
-start from the state that the user left: a flag, a cache or a hook of an earlier run would change
-the graph, and a fake tensor in a cache would break the model.
+A capture runs the user's forward several times, on fake tensors and under a tracer. Each run must
+start from the same state: a flag, a cache or a hook of an earlier run would change the graph, and a
+fake tensor in a cache would break the model.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_MAPPINGS, list, set, deque)
 _CACHE = type(functools.lru_cache(lambda: None))
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "fxpart", "numpy"}
-_MOST = 100_000  # objects that are noted
-_SMALL = 65_536  # elements of a tensor whose value is kept
-_LARGE = 10_000  # items: the objects inside of larger containers are not looked at
+_MOST = 100_000  # maximum number of recorded objects
+_SMALL = 65_536  # maximum elements of a tensor whose value is copied
+_LARGE = 10_000  # items; larger containers are not searched
 
 
 @dataclass
 class PythonState:
-    """What the code of modules and functions can change without an operation on a tensor.
+    """State that modules and functions can change without a tensor operation.
 
-    That is: class and attributes of every submodule; the content of containers and the attributes
-    of the user's own objects in these; global variables, closures and lru_caches that the code
-    names; and the values of small tensors, which fake modes may write for real (``n += 1``). Larger
-    tensors are kept by identity: :func:`fxpart.capture.context_managers.preserve_tensors` is for
-    these. Caches of functools are only ever emptied. seen keeps a reference to each object, so that
-    an id stays the object's.
+    This covers the class and attributes of every submodule; the content of containers and the
+    attributes of the user's objects in them; global variables, closures and lru_caches that the
+    code names; and the values of small tensors, which fake modes may really write (``n += 1``).
+    Larger tensors are recorded by identity;
+    :func:`fxpart.capture.context_managers.preserve_tensors` covers their values. Caches of
+    functools are only cleared. seen keeps a reference to each object, so that its id stays unique.
     """
 
     seen: dict[int, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class PythonState:
 
     @classmethod
     def of(cls, *roots: Any) -> PythonState:
-        """The state that is reachable from modules and functions as it is now; None is nothing."""
+        """Record the current state reachable from modules and functions; None is ignored."""
         state = cls()
         for root in roots:
             state._add(root)
@@ -66,7 +66,7 @@ class PythonState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within: the state may change; after: it is as it was when it was noted."""
+        """Restore the recorded state after this context."""
         self._empty_caches()
         try:
             yield
@@ -74,7 +74,7 @@ class PythonState:
             self._restore()
 
     def _add(self, root: Any) -> None:
-        """Note the state of an object and of all that is reachable from it."""
+        """Record the state of an object and everything reachable from it."""
         waiting = [root]
         while waiting:
             item = waiting.pop()
@@ -90,7 +90,7 @@ class PythonState:
             waiting += self._parts(item)
 
     def _parts(self, item: Any) -> Iterator[Any]:
-        """Note one object; what is to be looked at next."""
+        """Record one object; yield the objects to visit next."""
         if isinstance(item, nn.Module):
             yield from self._module(item)
         elif type(item) in _CONTAINERS:
@@ -127,7 +127,7 @@ class PythonState:
         yield from held.values()
 
     def _class(self, kind: type) -> Iterator[Any]:
-        """The methods of a user's class, whose globals may hold caches, and its own containers."""
+        """Yield a user class's methods, whose globals may contain caches, and its containers."""
         for base in kind.__mro__:
             if base in self.kinds or _is_library(base.__module__):
                 continue
@@ -144,7 +144,7 @@ class PythonState:
         for cell in item.__closure__ or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # an empty cell
+            except ValueError:  # empty cell
                 continue
             self.cells.append((cell, content))
             yield content
@@ -153,11 +153,12 @@ class PythonState:
             yield from self._globals(item.__code__, item.__globals__)
 
     def _globals(self, code: types.CodeType, scope: dict[str, Any]) -> Iterator[Any]:
-        """Variables that the code names in its module, and in modules of the user that it names."""
+        """Yield variables that the code names in its module, and in the user's modules it names."""
         scopes = [scope]
         for name in code.co_names:
             held = scope.get(name)
-            # A name that is no identifier is not the user's: pytest's asserts use "@pytest_ar".
+            # A name that is not an identifier is not the user's, such as "@pytest_ar" in pytest's
+            # asserts.
             if isinstance(held, types.ModuleType) and name.isidentifier():
                 scopes += [] if _is_library(held.__name__) else [vars(held)]
         for held in scopes:
@@ -170,12 +171,12 @@ class PythonState:
                 yield from self._globals(constant, scope)
 
     def _empty_caches(self) -> None:
-        """Forget results that functools keeps: they may belong to another run."""
+        """Clear functools caches, which may contain results of another run."""
         for cache in self.caches:
             cache.cache_clear()
 
     def _restore(self) -> None:
-        """Put everything back that is not as it was."""
+        """Restore everything that has changed."""
         for module, kind in self.classes:
             if type(module) is not kind:
                 module.__class__ = kind
@@ -203,13 +204,13 @@ _PLAIN = (
 
 
 def copy_tensors(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Tensors with copies of their values; those without values of their own are left out."""
+    """Return tensors with copies of their values; tensors without values are skipped."""
     with torch.no_grad():
         return [(t, t.detach().clone()) for t in tensors if _has_values(t)]
 
 
 def restore_tensors(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write copied values back; only where they changed: a tensor may be mapped from a file."""
+    """Write copied values back if they changed, since a tensor may be mapped from a file."""
     with torch.no_grad():
         for tensor, value in values:
             if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -227,17 +228,17 @@ _HOLDER_MODULES = frozenset(("argparse", "collections", "optparse", "types"))
 
 
 def is_holder(kind: type) -> bool:
-    """Whether a class of the standard library holds values of the user's, as Namespace does."""
+    """Return whether a standard-library class holds the user's values, such as Namespace."""
     return kind.__module__ in _HOLDER_MODULES and kind.__name__ in (
         "Namespace", "SimpleNamespace", "Values", "UserDict", "UserList", "ChainMap",
     )  # fmt: skip
 
 
 def slots_of_object(item: Any) -> dict[str, tuple[types.MemberDescriptorType, Any]]:
-    """What an object has in ``__slots__`` of the user's classes: by name the slot and its value.
+    """Return the ``__slots__`` values of the user's classes: by name, the slot and its value.
 
-    A class may hide a base's slot behind a property, so that values are read and written by the
-    slots themselves (:func:`put_in_slot`).
+    A class may hide a base's slot behind a property, so values are read and written through the
+    slots (:func:`put_in_slot`).
     """
     found: dict[str, tuple[types.MemberDescriptorType, Any]] = {}
     for kind in type(item).__mro__:
@@ -254,11 +255,11 @@ def slots_of_object(item: Any) -> dict[str, tuple[types.MemberDescriptorType, An
     return found
 
 
-EMPTY = object()  # the value of a slot that has none
+EMPTY = object()  # marks an unset slot
 
 
 def in_slot(item: Any, slot: types.MemberDescriptorType) -> Any:
-    """The value in an object's slot, EMPTY if there is none."""
+    """Return the value in an object's slot, EMPTY if it is unset."""
     try:
         return slot.__get__(item)
     except AttributeError:
@@ -266,7 +267,7 @@ def in_slot(item: Any, slot: types.MemberDescriptorType) -> Any:
 
 
 def put_in_slot(item: Any, slot: types.MemberDescriptorType, value: Any) -> None:
-    """Put a value back into an object's slot if another is there."""
+    """Set an object's slot unless it already has the value."""
     if in_slot(item, slot) is not value:
         slot.__set__(item, value)
 
@@ -276,12 +277,12 @@ def _is_mangled(name: str) -> bool:
 
 
 def _is_library(name: str | None) -> bool:
-    """Whether a module belongs to torch, NumPy, the standard library or fxpart."""
+    """Return whether a module belongs to torch, NumPy, the standard library or fxpart."""
     return (name or "").partition(".")[0] in _LIBRARIES
 
 
 def _own(item: Any) -> Any:
-    """The dict of an object's own attributes, None where it has none."""
+    """Return the dict of an object's own attributes, None if it has none."""
     try:
         return object.__getattribute__(item, "__dict__")
     except AttributeError:
@@ -294,14 +295,14 @@ def _members(container: Any) -> Iterator[Any]:
 
 
 def _same(held: dict[str, Any], content: dict[str, Any]) -> bool:
-    """Whether two dicts have the same objects under the same keys in the same order."""
+    """Return whether two dicts have the same objects under the same keys in the same order."""
     return len(held) == len(content) and all(
         a is b and held[a] is content[b] for a, b in zip(held, content, strict=True)
     )
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Give a container the content that it had, if it has another."""
+    """Restore a container's content if it changed."""
     if isinstance(container, _MAPPINGS):
         if not _same(container, content):
             container.clear()

@@ -1,6 +1,4 @@
-"""From a request to a :class:`CapturedModel`: trace in the first way that works, describe the
-result.
-"""
+"""Process a capture request: trace with the first method that works, describe the result."""
 
 from __future__ import annotations
 
@@ -50,12 +48,11 @@ from fxpart.program.spec import InputSpec
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """One call of :func:`~fxpart.capture.capture`, its example inputs taken apart.
+    """One call of :func:`~fxpart.capture.capture`, with flattened example inputs.
 
-    floating: the names of the floating outputs, and form: the structure that the model returns,
-    where it could be run. precision: "fp32" or
-    "bf16". loss_name: the output that is the loss where none was given. assigned: registered
-    buffers to which forward assigns new tensors.
+    floating: names of the floating-point outputs, and form: the structure that the model returns,
+    if it could run. precision: "fp32" or "bf16". loss_name: the output that is the loss if none was
+    given. assigned: registered buffers to which forward assigns new tensors.
     """
 
     model: nn.Module
@@ -75,22 +72,22 @@ class CaptureRequest:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast around the model, None without."""
+        """The dtype of autocast around the model; None without autocast."""
         return autocast_dtype(self.precision)
 
     @property
     def batch_dims(self) -> tuple[int | None, ...]:
-        """Per tensor, the dim of the batch."""
+        """The batch dim of each tensor."""
         return self.inferred.dims
 
     def resized(self, rows: int) -> list[torch.Tensor]:
-        """The example's tensors with ``rows`` rows."""
+        """Return the example's tensors with ``rows`` rows."""
         pairs = zip(self.parts.tensors, self.batch_dims, strict=True)
         return [resize(t, d, rows) for t, d in pairs]
 
 
 def trace_request(request: CaptureRequest) -> CapturedModel:
-    """Trace one request in the first way that works and assemble the result."""
+    """Trace one request with the first method that works, and assemble the result."""
     with unwrap_compiled(request.model, request.loss):
         return _run(request)
 
@@ -119,7 +116,7 @@ def _run(request: CaptureRequest) -> CapturedModel:
             exported = _export(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
-        # torch.fx's way records no autocast: its graph would be another model's.
+        # torch.fx tracing does not record autocast.
         runs = mode is None and request.autocast is None
         ways = [way for way in WAYS if _possible(way, has_rows=has_rows, runs=runs)]
         try:
@@ -145,7 +142,7 @@ def _export(
     way: TraceMethod,
     python: PythonState,
 ) -> ExportedProgram:
-    """torch.export in one way, equal layers traced once; in full where that does not work."""
+    """Run torch.export with layer replay, and again in full if replay fails."""
     if not way.strict:
         repeats = LayerReplay(whole)
         try:
@@ -158,7 +155,7 @@ def _export(
 
 
 def _possible(way: TraceMethod, *, has_rows: bool, runs: bool) -> bool:
-    """Symbols need a batch dim; torch.fx's way runs the model on data, as it is."""
+    """Return whether a method applies: symbols need a batch dim, torch.fx needs real data."""
     return (has_rows or not way.symbolic) and (runs or way.method != "symbolic-trace")
 
 
@@ -207,7 +204,7 @@ def _assemble(
 def _describe(
     unlifted: UnliftedGraph, request: CaptureRequest
 ) -> tuple[tuple[InputSpec, ...], dict[str, tuple[str, int]], dict[str, int]]:
-    """The input specs, where each symbol is read from, and the size it had when traced."""
+    """Return the input specs, where each symbol is read from, and its traced size."""
     values = {n.name: n.meta["val"] for n in unlifted.graph.graph.nodes if n.op == "placeholder"}
     inputs: list[InputSpec] = []
     symbols: dict[str, tuple[str, int]] = {}
@@ -229,12 +226,12 @@ def _describe(
 
 
 def _example(request: CaptureRequest) -> Any:
-    """The example as a global batch: its rows cut or repeated to the batch size."""
+    """Return the example as a global batch, with its rows cut or repeated to the batch size."""
     return unflatten_batch(request.parts.tree, request.resized(request.batch_size))
 
 
 def run_eagerly(request: CaptureRequest, batch: Any) -> tuple[torch.Tensor, ...]:
-    """The user's own module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
+    """Run the user's module and loss on a batch object: ``(loss, *outputs)``, with autograd."""
     tensors = tuple(look_up(batch, path) for path in request.parts.paths)
     whole = ModelWithLoss(request.model, request.loss, request.call, request.autocast)
     whole.loss_name = request.loss_name

@@ -1,4 +1,4 @@
-"""Running the user's module once, without data where possible, to learn shapes."""
+"""Run the user's module once, on fake tensors if possible, to learn shapes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fxpart.compat import fake_mode
 
 @dataclass
 class ShapeProbe:
-    """Runs a whole module on tensors of given shapes.
+    """Runs a module with loss on tensors of given shapes.
 
-    mode: the fakes' mode of a model without data. real: whether to run with data, because the
-    model looks at values (chosen by :meth:`choose`). first: the shapes that choose() found.
-    trained: whether it ran on fakes with gradients; graph is what it returned then, with its
-    autograd graph.
+    mode: the fake mode of a model without data. real: whether to run on real data, because the
+    model reads values (set by :meth:`choose`). first: the shapes that choose() found. trained:
+    whether it ran on fakes with gradients; graph: the results of that run with their autograd
+    graph.
     """
 
     whole: ModelWithLoss
@@ -34,28 +34,28 @@ class ShapeProbe:
     state: PythonState = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Note the Python state that every run starts from."""
+        """Record the Python state that every run starts from."""
         self.state = PythonState.of(self.whole.model, self.whole.loss)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """The shapes of loss and outputs by name; raises what the module raises."""
+        """Return the shapes of loss and outputs by name; raise the module's errors."""
         try:
             with torch.no_grad():
                 return self._shapes(self._call(tensors))
-        except Exception:  # whatever the user's module raises
+        except Exception:  # the user's module may raise anything
             if not self.trained:
                 raise
         return self._shapes(self._graph(tensors))
 
     def _shapes(self, returned: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-        """Their shapes; which of them float is noted."""
+        """Return the shapes, and record which outputs are floating-point."""
         self.whole.floating = frozenset(
             n for n, t in returned.items() if "/" not in n and t.is_floating_point()
         )
         return {name: tuple(int(s) for s in t.shape) for name, t in returned.items()}
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Loss and outputs themselves, with their autograd graph; those of choose(), once."""
+        """Return loss and outputs with their autograd graph, reusing the run of choose() once."""
         found, self.graph = self.graph, None
         return self._graph(tensors) if found is None else found
 
@@ -81,10 +81,10 @@ class ShapeProbe:
             return self.whole(fakes)  # type: ignore[no-any-return]
 
     def choose(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
-        """Run once; turn to real data where the fakes will not do. Returns the failure, if any.
+        """Run once; switch to real data if fakes fail. Return the failure, if any.
 
-        Operators' fake kernels can be missing, or stricter than the real ones: only a failure with
-        data says that the model itself fails (then ``real`` is set).
+        Fake kernels can be missing or stricter than the real ones, so only a failure on real data
+        means that the model itself fails (then ``real`` is set).
         """
         if self._with_gradients(tensors):
             return None
@@ -98,15 +98,15 @@ class ShapeProbe:
     def _attempt(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
         try:
             self.first = self.run(tensors)
-        except Exception as failure:  # whatever the user's module raises
+        except Exception as failure:  # the user's module may raise anything
             return failure
         return None
 
     def _with_gradients(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Run once on fakes as in training, which tells two things at once; False if it fails."""
+        """Run once on fakes with gradients; return whether it succeeded."""
         try:
             self.graph = self._graph(tensors)
-        except Exception:  # whatever the user's module raises
+        except Exception:  # the user's module may raise anything
             return False
         self.trained = True
         self.first = self._shapes(self.graph)

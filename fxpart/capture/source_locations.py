@@ -1,4 +1,4 @@
-"""Where a node came from: module path and the user's source line."""
+"""Origin of a node: module path and the user's source line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OURS = Path(__file__).parents[1].as_posix() + "/"
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is the user's or a model library's: not torch, not fxpart itself."""
+    """Return whether a file belongs to the user or a model library, not to torch or fxpart."""
     path = Path(file).as_posix()
     # torch writes some of its own files in short form; "<...>" is code without a file.
     return not path.startswith((_TORCH, _OURS, "torch/", "<"))
 
 
 def shorten_path(file: str) -> str:
-    """A path from the package or the working folder on, so that no machine's paths get in."""
+    """Return a path relative to its package or the working folder, without machine paths."""
     path = Path(file)
     parts = path.parts
     for marker in ("site-packages", "dist-packages"):
@@ -36,7 +36,7 @@ def shorten_path(file: str) -> str:
 
 
 def source_line(stack_trace: str | None) -> str:
-    """The innermost line of the user's code in a stack trace as "file.py:12", "" if none."""
+    """Return the innermost line of the user's code in a stack trace as "file.py:12", "" if none."""
     for match in reversed(list(_FRAME.finditer(stack_trace or ""))):
         if is_users(match["file"]):
             return f"{shorten_path(match['file'])}:{match['line']}"
@@ -44,7 +44,7 @@ def source_line(stack_trace: str | None) -> str:
 
 
 def module_path(node: fx.Node, loss_prefix: str) -> str:
-    """The innermost module of the user's model that the node came from, "" for its root."""
+    """Return the innermost module of the user's model that the node came from, "" for the root."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -61,7 +61,7 @@ def module_path(node: fx.Node, loss_prefix: str) -> str:
 
 
 def annotate(module: fx.GraphModule, loss_prefix: str) -> None:
-    """Give every node of the graph, and of graphs nested in it, its :class:`NodeAnnotation`."""
+    """Add a :class:`NodeAnnotation` to every node of the graph and of nested graphs."""
     for inner in module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue

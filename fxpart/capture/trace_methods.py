@@ -1,4 +1,4 @@
-"""The ways to a graph, tried in order: torch.export with symbols, static, strict, then torch.fx."""
+"""Trace methods in order: torch.export symbolic, static, strict, then torch.fx."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TraceMethod:
-    """One way of tracing: its name for people, the method it counts as, and what is symbolic."""
+    """One trace method: its label, the reported method, and what is symbolic."""
 
     label: str
     method: str
@@ -43,10 +43,10 @@ WAYS = (
 def sequence_dims(
     tensors: Sequence[torch.Tensor], batch_dims: Sequence[int | None]
 ) -> tuple[frozenset[int], ...]:
-    """Per input, the dims that may be a sequence length.
+    """Return, per input, the dims that may be a sequence length.
 
-    The second dim of integer inputs [batch, length] says which sizes are lengths; every dim of
-    that size in any input but its batch dim is one.
+    The second dim of integer inputs [batch, length] gives the lengths; every non-batch dim of that
+    size in any input counts.
     """
     sizes = {
         t.shape[1 - b]
@@ -71,7 +71,7 @@ def run_export(
     way: TraceMethod,
     python: PythonState,
 ) -> ExportedProgram:
-    """torch.export of the whole module in one way; raises whatever torch raises.
+    """Run torch.export with one method; raise torch's errors.
 
     python: the Python state of model and loss, restored after the trace.
     """
@@ -99,8 +99,9 @@ def _shapes(
 def run_first_successful(
     ways: Sequence[TraceMethod], attempt: Callable[[TraceMethod], Result]
 ) -> tuple[TraceMethod, Result, list[tuple[TraceMethod, Exception]]]:
-    """Try each way; returns the first that works, or raises :class:`AllTraceMethodsFailedError`
-    with all.
+    """Return the result of the first method that works, with the failures before it.
+
+    Raise :class:`AllTraceMethodsFailedError` if none works.
     """
     failures: list[tuple[TraceMethod, Exception]] = []
 
@@ -109,7 +110,7 @@ def run_first_successful(
 
     for way in ways:
         if way.method == "symbolic-trace" and any(map(depends_on_data, failures)):
-            break  # torch.fx would take one branch, or one size, and keep quiet about it
+            break  # torch.fx would silently record one branch or one size
         try:
             return way, attempt(way), failures
         except Exception as failure:  # torch.export raises many unrelated types
@@ -118,9 +119,9 @@ def run_first_successful(
 
 
 class AllTraceMethodsFailedError(Exception):
-    """No way worked; ``failures`` pairs each with what it raised."""
+    """Raised if no trace method works; ``failures`` pairs each with its exception."""
 
     def __init__(self, failures: list[tuple[TraceMethod, Exception]]) -> None:
-        """Keep the failures in the order of the ways."""
+        """Store the failures in order."""
         self.failures = failures
-        super().__init__(f"{len(failures)} ways failed")
+        super().__init__(f"{len(failures)} trace methods failed")

@@ -1,4 +1,4 @@
-"""The operations that one call of a layer recorded: compare them, and record them once more."""
+"""Recorded operations of one layer call: compare and replay them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpart.compat import like_fake, trace_as, traced_node
 
 @dataclass(frozen=True)
 class SegmentBoundary:
-    """Where a call is tied to the graph around it.
+    """Connections of a layer call to the graph around it.
 
     inputs: the nodes of its tensors, in order. state: the nodes of the layer's parameters and
-    buffers by name within the layer. stack: the modules that are being called, outermost first, as
-    the tracer notes them on nodes.
+    buffers by name in the layer. stack: the modules being called, outermost first, as the tracer
+    records them on nodes.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -27,7 +27,7 @@ class SegmentBoundary:
     stack: tuple[tuple[str, tuple[str, str]], ...]
 
     def roles(self) -> dict[tuple[str, int | str], fx.Node]:
-        """Every end under a name that it has in each layer."""
+        """Return every boundary node under a name that is the same in each layer."""
         found: dict[tuple[str, int | str], fx.Node] = {}
         found.update((("input", i), node) for i, node in enumerate(self.inputs))
         found.update((("state", name), node) for name, node in self.state.items())
@@ -36,10 +36,10 @@ class SegmentBoundary:
 
 @dataclass(frozen=True)
 class TraceSegment:
-    """What a call recorded: its nodes in order, its ends, the nodes and fakes that it returned.
+    """A recorded call: its nodes in order, its boundary, the returned nodes and fakes.
 
-    result: what it returned, with a :class:`SegmentInputRef` or :class:`SegmentOutputRef` for each
-    tensor. inner: all nodes, those of unused sizes too.
+    result: the return value, with a :class:`SegmentInputRef` or :class:`SegmentOutputRef` for each
+    tensor. inner: all nodes, including unused sizes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -49,12 +49,12 @@ class TraceSegment:
     inner: frozenset[fx.Node] = field(default=frozenset(), repr=False)
 
     def private(self) -> set[fx.Node]:
-        """The nodes that were not returned; sizes aside, which are the same everywhere."""
+        """Return the nodes that were not returned, except sizes, which are the same everywhere."""
         given = {node for node, _ in self.made}
         return {n for n in self.nodes if n not in given and not _is_size(n)}
 
     def leaving(self) -> Iterator[fx.Node]:
-        """The private nodes that something outside of the call uses."""
+        """Yield the private nodes that are used outside of the call."""
         private = self.private()
         for node in self.nodes:
             if node in private and any(user not in self.inner for user in node.users):
@@ -63,14 +63,14 @@ class TraceSegment:
 
 @dataclass(frozen=True)
 class SegmentInputRef:
-    """A result that is the call's own tensor number ``index``."""
+    """A result that is the call's argument tensor number ``index``."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class SegmentOutputRef:
-    """A result that the call made: number ``index`` of ``TraceSegment.made``."""
+    """A result that the call computed: number ``index`` of ``TraceSegment.made``."""
 
     index: int
 
@@ -78,7 +78,7 @@ class SegmentOutputRef:
 def ends_of(
     module: nn.Module, tensors: Sequence[torch.Tensor], tracer: Any
 ) -> SegmentBoundary | None:
-    """The ends of a call that is about to be made; None if the tracer does not know a tensor."""
+    """Return the boundary of a call; None if the tracer does not know a tensor."""
     inputs = [traced_node(t, tracer) for t in tensors]
     if any(node is None for node in inputs):
         return None
@@ -94,12 +94,12 @@ def ends_of(
 
 
 def _name(kind: Any) -> str:
-    """A class as the tracer writes it on nodes."""
+    """Return a class name as the tracer writes it on nodes."""
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
 
 
 def drop_unused_sizes(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Without sizes that nobody uses: a fake kernel computes them anew or finds them cached."""
+    """Drop unused sizes, which a fake kernel computes again or finds cached."""
     used: set[fx.Node] = set()
     kept = []
     for node in reversed(nodes):
@@ -111,12 +111,12 @@ def drop_unused_sizes(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether the node computes a size or a truth about sizes."""
+    """Return whether the node computes a size or a condition on sizes."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def same(a: TraceSegment, b: TraceSegment) -> bool:
-    """Whether two calls recorded the same operations on what corresponds to each other."""
+    """Return whether two calls recorded the same operations on corresponding values."""
     if len(a.nodes) != len(b.nodes) or a.result != b.result:
         return False
     env = dict(zip(a.nodes, b.nodes, strict=True))
@@ -136,8 +136,8 @@ def same(a: TraceSegment, b: TraceSegment) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equality of arguments with types; nodes by identity, those of sizes by what they say."""
-    if isinstance(a, (list, tuple)):  # torch.fx has list and dict types of its own
+    """Compare arguments with types; nodes by identity, size nodes by their value."""
+    if isinstance(a, (list, tuple)):  # torch.fx has its own list and dict types
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
@@ -145,18 +145,18 @@ def _equal(a: Any, b: Any) -> bool:
         parts = (a.start, a.stop, a.step)
         return isinstance(b, slice) and _equal(parts, (b.start, b.stop, b.step))
     if isinstance(a, fx.Node):
-        # Which op a size is read from depends on what was traced before; export makes them one.
+        # The op that a size is read from depends on earlier traces; export merges these sizes.
         return a is b or (isinstance(b, fx.Node) and _is_size(a) and _is_size(b) and _alike(a, b))
     return type(a) is type(b) and bool(a == b or repr(a) == repr(b))
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes have values of one description."""
+    """Return whether two nodes have values with equal metadata."""
     return bool(_described(a.meta.get("val")) == _described(b.meta.get("val")))
 
 
 def _described(known: Any) -> Any:
-    """What two values must share."""
+    """Return the metadata that two values must share."""
     if isinstance(known, torch.Tensor):
         sizes = (tuple(map(size, known.shape)), tuple(map(size, known.stride())))
         return *sizes, known.dtype, known.device, size(known.storage_offset())
@@ -168,11 +168,11 @@ def _described(known: Any) -> Any:
 def replay_segment(
     template: TraceSegment, other: TraceSegment, ends: SegmentBoundary, tracer: Any
 ) -> list[Any] | None:
-    """Record the template's operations again at other ends; returns new fakes for ``made``.
+    """Record the template's operations at another boundary; return new fakes for ``made``.
 
-    other: a second segment that is the same. An end that these two share may be reached by another
-    way than as an argument or an attribute, so it must be shared by the new call too: otherwise
-    None, and nothing was recorded.
+    other: a second, equal segment. A boundary node that both share may be used other than as an
+    argument or attribute, so the new call must share it too; otherwise return None without
+    recording.
     """
     first, second, wanted = template.ends.roles(), other.ends.roles(), ends.roles()
     env: dict[fx.Node, fx.Node] = {}
@@ -200,7 +200,7 @@ def _moved(
     old: tuple[tuple[str, tuple[str, str]], ...],
     new: tuple[tuple[str, tuple[str, str]], ...],
 ) -> dict[str, tuple[str, Any]]:
-    """A node's modules in another layer; those outside of the layer are the new call's own."""
+    """Return a node's module stack in another layer, with the new call's outer modules."""
     items = list(stack.items())
     if not old or [key for key, _ in items[: len(old)]] != [key for key, _ in old]:
         return dict(stack)
@@ -214,7 +214,7 @@ def _moved(
 
 
 def results(tree: Any, kept: Callable[[int], Any], made: Sequence[Any]) -> Any:
-    """``TraceSegment.result`` with tensors again."""
+    """Return ``TraceSegment.result`` with tensors in place of references."""
     if isinstance(tree, SegmentInputRef):
         return kept(tree.index)
     if isinstance(tree, SegmentOutputRef):

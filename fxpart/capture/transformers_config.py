@@ -1,4 +1,4 @@
-"""The configuration of a transformers model, as its checkpoints hold it."""
+"""The configuration of a transformers model, in the form that its checkpoints store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def config_text(model: nn.Module) -> str:
-    """The text of ``config.json``; empty for a model that was not made from a configuration."""
+    """Return the text of ``config.json``; "" for a model without a configuration."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(type(model), "from_pretrained"):
         return ""

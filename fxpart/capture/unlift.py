@@ -1,8 +1,8 @@
-"""From torch.export's flat graph to a GraphModule that holds its state under original names.
+"""Convert torch.export's flat graph to a GraphModule with state under original names.
 
 The exported graph takes parameters, buffers and constants as placeholders. Here each becomes a
-``get_attr`` node, and only the user's tensors stay placeholders. ``ExportedProgram.module()`` is
-not used: it adds guards and renames.
+``get_attr`` node, and only the user's tensors remain placeholders. ``ExportedProgram.module()`` is
+not used because it adds guards and renames.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _STATE_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 
 
 def original_name(name: str, loss_prefix: str) -> str:
-    """A name inside the :class:`~fxpart.capture.model_with_loss.ModelWithLoss` module as the user
-    knows it.
+    """Return the user's name for a name inside the ModelWithLoss module.
+
+    See :class:`~fxpart.capture.model_with_loss.ModelWithLoss`.
     """
     first, _, rest = name.partition(".")
     if rest and first == "model":
@@ -99,7 +100,7 @@ def _copy_body(
     env: dict[fx.Node, fx.Node],
     root: dict[str, torch.Tensor | torch.nn.Module],
 ) -> tuple[tuple[str, ...], str]:
-    """Copy the ops, bring nested graphs along, and write the output ``(loss, *outputs)``."""
+    """Copy the ops and nested graphs, and write the output ``(loss, *outputs)``."""
     source = exported.graph_module
     for node in source.graph.nodes:
         if node.op == "placeholder":
@@ -122,7 +123,7 @@ def _copy_body(
 
 
 def _with_code(attribute: Any) -> Any:
-    """A region's graph module with its code written, which torch.export was told to put off."""
+    """Return a region's graph module with its code generated, which torch.export deferred."""
     if isinstance(attribute, torch.nn.Module):
         for module in attribute.modules():
             if isinstance(module, fx.GraphModule):
@@ -131,7 +132,7 @@ def _with_code(attribute: Any) -> Any:
 
 
 def write_output(graph: fx.Graph, returned: Mapping[str, fx.Node]) -> tuple[tuple[str, ...], str]:
-    """Write the output ``(loss, *outputs)``; returns the outputs' names and the kind of loss."""
+    """Write the output ``(loss, *outputs)``; return the outputs' names and the kind of loss."""
     loss_key = next(key for key in returned if key.startswith("loss/"))
     outputs = tuple(key for key in returned if key != loss_key)
     values = (returned[loss_key], *(returned[key] for key in outputs))
@@ -141,7 +142,7 @@ def write_output(graph: fx.Graph, returned: Mapping[str, fx.Node]) -> tuple[tupl
 
 
 def _user_outputs(exported: ExportedProgram) -> int:
-    """How many of the graph's outputs the user's forward returned (mutations come before them)."""
+    """Return the number of outputs of the user's forward (mutations come before them)."""
     return len(exported.graph_signature.user_outputs)
 
 
@@ -156,6 +157,6 @@ def _unsupported(kind: str, target: str) -> Exception:
     return error(
         "FXP108",
         where=target,
-        why=f"the graph takes an input of kind {kind}, which is no tensor",
+        why=f"the graph takes an input of kind {kind}, which is not a tensor",
         fix="keep custom objects and tokens out of forward, or move that part out of the model",
     )

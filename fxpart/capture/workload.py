@@ -1,4 +1,4 @@
-"""What a user names on the command line: a place in his code that gives a model to work on."""
+"""Targets of the command line: a function of the user that returns a model to work on."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FORM = "name it as file.py:function or package.module:function"
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with what belongs to training it; everything but the model may be left out.
+    """A model with its training setup; everything except the model is optional.
 
-    example: one batch, a tuple of positional inputs or a dict of inputs by name, with the targets
-    of the loss last or under its parameter names. loss: a function of the output and the targets.
-    data: batches like the example, or a function that returns them anew. batch_size: samples in a
-    global batch. optimizer: a name, class, instance or factory. example_kwargs: inputs by name
-    beside a tuple. All as :func:`fxpart.compile` takes them.
+    example: one batch, a tuple of positional inputs or a dict of inputs by name, with the loss
+    targets last or under their parameter names. loss: a function of the output and the targets.
+    data: batches like the example, or a function that returns them. batch_size: samples per global
+    batch. optimizer: a name, class, instance or factory. example_kwargs: keyword inputs in addition
+    to a tuple. All as :func:`fxpart.compile` takes them.
     """
 
     model: nn.Module
@@ -41,23 +41,23 @@ class Workload:
     example_kwargs: dict[str, Any] | None = None
 
     def batches(self) -> Iterable[Any] | None:
-        """The data from its start; None where there is none."""
+        """Return the data from its start; None without data."""
         return self.data() if callable(self.data) else self.data
 
 
 def load_target(text: str, seed: int = 0) -> Workload:
-    """The workload that ``file.py:function`` or ``package.module:function`` gives.
+    """Return the workload of ``file.py:function`` or ``package.module:function``.
 
     The function takes no arguments and returns a model, (model, example inputs as a tuple or as a
-    dict of keyword arguments), or a :class:`Workload`; a model or a workload may also stand there
-    by itself. seed: of torch's generator when it is called, so that every rank and every run draws
-    the same weights. Raises FXP107 with the place; the user's own exception is its cause.
+    dict of keyword arguments), or a :class:`Workload`; the name may also refer to a model or
+    workload. seed: for torch's generator, so that every rank and run draws the same weights. Raise
+    FXP107 with the location; the user's own exception is its cause.
     """
     import torch
 
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
-        raise error("FXP107", where=text, why="it names no function", fix=_FORM)
+        raise error("FXP107", where=text, why="it does not name a function", fix=_FORM)
     torch.manual_seed(seed)
     module = _file(place, text) if place.endswith(".py") else _module(place, text)
     found = _attribute(module, name, text)
@@ -65,12 +65,12 @@ def load_target(text: str, seed: int = 0) -> Workload:
 
 
 def as_workload(result: object, where: str) -> Workload:
-    """A :class:`Workload` of what a target returned; FXP107 where it is nothing of the kind."""
+    """Return a :class:`Workload` for the result of a target; raise FXP107 for other objects."""
     from torch import nn
 
     if isinstance(result, Workload):
         if not isinstance(result.model, nn.Module):
-            raise _wrong(where, f"its Workload holds a {_kind(result.model)} as model")
+            raise _wrong(where, f"the model of its Workload is a {_kind(result.model)}")
         return result
     if isinstance(result, nn.Module):
         return Workload(result)
@@ -78,12 +78,12 @@ def as_workload(result: object, where: str) -> Workload:
         model, example = result
         if isinstance(example, (tuple, list, dict)):
             return Workload(model, example if isinstance(example, dict) else tuple(example))
-        raise _wrong(where, f"beside the model it returns a {_kind(example)}")
+        raise _wrong(where, f"its second result is a {_kind(example)}, not example inputs")
     raise _wrong(where, f"it returns a {_kind(result)}")
 
 
 def _file(place: str, text: str) -> ModuleType:
-    """The module in a file, run under a name that no installed package has."""
+    """Run the file as a module under a name that no installed package has."""
     path = Path(place).resolve()
     if not path.is_file():
         raise error("FXP107", where=text, why=f"there is no file {place}", fix=_FORM)
@@ -91,7 +91,7 @@ def _file(place: str, text: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    # As `python file.py` does: the file's neighbours can be imported.
+    # Like `python file.py`, allow imports from the file's folder.
     _search_first(str(path.parent))
     sys.modules[name] = module
     try:
@@ -125,12 +125,12 @@ def _attribute(module: ModuleType, name: str, text: str) -> Any:
         return getattr(module, name)
     own = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
     own = [n for n in own if getattr(module, n).__module__ == module.__name__]
-    fix = f"it has {', '.join(own[:8])}" if own else _FORM
+    fix = f"use one of its functions: {', '.join(own[:8])}" if own else _FORM
     raise error("FXP107", where=text, why=f"the module has no {name}", fix=fix)
 
 
 def _result(found: Any, name: str, module: ModuleType, text: str) -> object:
-    """What the function returns; a model or a workload is taken as it stands."""
+    """Call the function; return a model or workload unchanged."""
     from torch import nn
 
     if isinstance(found, (nn.Module, Workload)):
@@ -143,7 +143,7 @@ def _result(found: Any, name: str, module: ModuleType, text: str) -> object:
         fix = "write a function without arguments that returns the model"
         raise error("FXP107", where=text, why=f"{name}: {fault}", fix=fix) from fault
     except ValueError:
-        pass  # a builtin without a signature: calling it tells
+        pass  # a builtin without a signature
     try:
         return found()
     except FxpartError:
@@ -154,9 +154,9 @@ def _result(found: Any, name: str, module: ModuleType, text: str) -> object:
 
 
 def make_user_error(fault: BaseException, path: str | None, text: str, doing: str) -> FxpartError:
-    """The user's own exception as FXP107, with the last of his lines that was on the way to it.
+    """Return the user's exception as FXP107, with the last line of the user's code.
 
-    path: his file where it is known. text: the target. doing: what was going on, in words.
+    path: the user's file, if known. text: the target. doing: the current activity, for the message.
     """
     frames = traceback.extract_tb(fault.__traceback__)
     own = [f for f in frames if f.filename == path] or [f for f in frames if not _ours(f.filename)]
@@ -166,7 +166,7 @@ def make_user_error(fault: BaseException, path: str | None, text: str, doing: st
         where = f"{own[-1].filename}:{own[-1].lineno}" if own else text
     line = f"\n{own[-1].line}" if own and own[-1].line else ""
     why = f"{type(fault).__name__}: {fault} ({doing}){line}"
-    return error("FXP107", where=where, why=why, fix="correct this line; it is not fxpart's")
+    return error("FXP107", where=where, why=why, fix="fix this line of the target's code")
 
 
 def _ours(filename: str) -> bool:

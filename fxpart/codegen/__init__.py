@@ -1,5 +1,5 @@
-"""An assigned graph turned into readable Python modules, one for each stage, and their files.
+"""Code generation: from an assigned graph to readable Python modules, one per stage.
 
-Import what is needed from the modules themselves: those that write modules need sympy and the
-passes, those that load them do not, and a rank that starts again does no more than load.
+Import from the submodules. The submodules that write stage modules need sympy and the passes; those
+that load them do not, so that a restarted rank imports little.
 """

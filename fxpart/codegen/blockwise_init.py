@@ -1,4 +1,4 @@
-"""Init functions that make a tensor some rows at a time, so that nobody has to hold all of it."""
+"""Init functions that create a large tensor in blocks of rows, to limit peak memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ Slices = tuple[slice, ...]
 
 
 class InBlocks:
-    """An init function for tables that no rank can hold: it is called for blocks of rows.
+    """An init function for tables that no rank can store: it is called for blocks of rows.
 
         weights=InBlocks(lambda name, like: torch.empty_like(like, device="cpu").normal_(0, 0.01))
 
-    Each rank has the function make the blocks of its own rows alone, one at a time. Random numbers
-    are seeded by the program's seed, the name and the number of the block, so that they depend on
-    no plan. init: name, a meta tensor of a block's shape (of the whole for a tensor of fewer rows,
-    or without dims) -> a tensor of that shape.
+    Each rank creates only the blocks of its own rows, one at a time. The random generator is seeded
+    by the program's seed, the tensor name and the block number, so values do not depend on the
+    plan. init: name, a meta tensor of a block's shape (of the whole tensor if it has fewer rows or
+    no dims) -> a tensor of that shape.
     """
 
     def __init__(self, init: Init, rows: int = 1 << 16) -> None:
-        """rows: of a block."""
+        """rows: number of rows per block."""
         if rows < 1:
-            raise ValueError(f"rows={rows}: a block has 1 or more")
+            raise ValueError(f"rows={rows}: a block needs at least 1 row")
         self.init, self.rows = init, rows
 
     def __call__(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """All of a tensor, whose random numbers the caller seeds."""
+        """Return the whole tensor; the caller seeds the random generator."""
         return self.init(name, like)
 
     def part(
@@ -38,10 +38,11 @@ class InBlocks:
         slices: Slices | None,
         seeded: Callable[[int, Callable[[], torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
-        """A tensor, or the part that ``slices`` take of it.
+        """Return a tensor, or the part of it that ``slices`` selects.
 
-        like: whole, on the meta device. seeded: calls a function with the generator seeded for a
-        block. What the function returns in another shape is given back: the caller says so.
+        like: the whole tensor on the meta device. seeded: calls a function with the generator
+        seeded for a block. A function result of the wrong shape is returned unchanged; the caller
+        reports it.
         """
         count = like.shape[0] if like.dim() else 0
         if count <= self.rows:

@@ -1,4 +1,4 @@
-"""Under which name a checkpoint holds a tensor: ties, and prefixes that it or the model lacks."""
+"""Map program state to checkpoint tensor names: tied names and missing or extra prefixes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable, Collection, Iterable
 
 from fxpart.program.spec import ProgramSpec
 
-_DEPTH = 2  # dotted words of a prefix
+_DEPTH = 2  # maximum components of a prefix
 
 
 def stored_names(spec: ProgramSpec, stored: Collection[str]) -> dict[str, str]:
-    """The stored name of each of the program's tensors that is there, by main name.
+    """Return the checkpoint name of each stored tensor of the program, by main name.
 
-    A tie may be stored under any of its names. Where more names fit without the prefix that all
-    names of a part of the model have ("transformer.", where the checkpoint is of the base model) or
-    with one that it lacks ("module."), that prefix is left out or put in. The same on every rank.
+    A tied tensor may be stored under any of its names. If more names match after removing a common
+    prefix of the model's names ("transformer.", for a checkpoint of the base model) or after adding
+    a prefix of the checkpoint ("module."), that prefix is removed or added. The result is the same
+    on every rank.
     """
     aliases: dict[str, list[str]] = {}
     for alias, main in spec.aliases.items():
@@ -28,7 +29,7 @@ def stored_names(spec: ProgramSpec, stored: Collection[str]) -> dict[str, str]:
         fitting = {}
         for main, known in names.items():
             hit = next((n for n in map(change, known) if n in there), None)
-            if hit is None:  # what has no such prefix: the head beside a base model
+            if hit is None:  # names without the prefix, such as the head on top of a base model
                 hit = next((n for n in known if n in there), None)
             if hit is not None:
                 fitting[main] = hit
@@ -47,7 +48,7 @@ def stored_names(spec: ProgramSpec, stored: Collection[str]) -> dict[str, str]:
 
 
 def _heads(names: Iterable[str]) -> list[str]:
-    """The first words of dotted names, each with its dot."""
+    """Return the leading components of dotted names, each with its trailing dot."""
     found: dict[str, None] = {}
     for name in names:
         words = name.split(".")

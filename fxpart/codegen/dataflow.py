@@ -1,4 +1,4 @@
-"""What a graph needs, writes and differentiates: the facts that the split rests on."""
+"""Dataflow facts for the stage split: live nodes, written state and gradient flow."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fxpart.compiler.graph_edit import annotation, describe_node
 
 
 def format_node(node: fx.Node) -> str:
-    """A node for an error message: name, operation, module path and source line."""
+    """Describe a node for an error message: name, operation, module path and source line."""
     return f"{describe_node(node)}: {node.target}"
 
 
 def is_tuple(node: fx.Node) -> bool:
-    """Whether the node's value is several tensors."""
+    """Return whether the node's value consists of several tensors."""
     return isinstance(node.meta.get("val"), tuple | list)
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the node runs on one stage: no placeholder, state, output, and no rebuilt size."""
+    """Return whether the node runs on one stage: not an input, state, output or rebuilt size."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     return not is_size(node.meta.get("val"))
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """The loss (or None) and the user's outputs, as the output node lists them."""
+    """Return the loss (or None) and the user's outputs, as the output node lists them."""
     (node,) = graph.find_nodes(op="output")
     returned: tuple[Any, ...] = node.args[0]
     return returned
@@ -40,14 +40,14 @@ def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class StateWrites:
-    """State that ops write in place: which ops write it, and every op that touches its storage."""
+    """State written in place: the ops that write it, and all ops that access its storage."""
 
     writers: tuple[fx.Node, ...]
     touching: Mapping[str, tuple[fx.Node, ...]]
 
 
 def writes(graph: fx.Graph) -> StateWrites:
-    """Find every op that writes state, and all that read what is written, through any view."""
+    """Find the ops that write state and the ops that access that state, through any view."""
     written = state_written(graph)
     roots = state_roots(graph)
     names = {name for group in written.values() for name in group}
@@ -60,7 +60,7 @@ def writes(graph: fx.Graph) -> StateWrites:
 
 
 def find_live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the roots need, themselves included."""
+    """Return the nodes that the roots depend on, including the roots."""
     todo = list(roots)
     found: set[fx.Node] = set()
     while todo:
@@ -72,7 +72,7 @@ def find_live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 class GradientFlow:
-    """Which values a gradient of the loss flows back to, decided before anything runs."""
+    """Values that receive a gradient of the loss, determined statically."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GradientFlow:
         alive: set[fx.Node],
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        """``alive``: the nodes that are computed; ``state``: parameters by name."""
+        """alive: the nodes that are computed. state: parameters by name."""
         self.state = state
         self.flow: set[fx.Node] = set()
         for node in reversed(graph.nodes):
@@ -91,7 +91,7 @@ class GradientFlow:
                 self.flow.add(node)
 
     def requires(self, node: fx.Node) -> bool:
-        """Whether the value requires a gradient, by its annotation or its parameter's flag."""
+        """Return whether the value requires a gradient, by its annotation or its parameter."""
         if node.op == "get_attr":
             tensor = self.state.get(str(node.target))
             return tensor is not None and tensor.requires_grad
@@ -102,5 +102,5 @@ class GradientFlow:
         return annotation(node).requires_grad
 
     def wanted(self, node: fx.Node, users: Iterable[fx.Node]) -> bool:
-        """Whether one of these users sends a gradient back to the value."""
+        """Return whether one of these users sends a gradient to the value."""
         return self.requires(node) and any(user in self.flow for user in users)

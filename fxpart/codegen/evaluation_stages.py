@@ -1,4 +1,4 @@
-"""Stages for a model in evaluation mode: its weights stay where training put them."""
+"""Stage assignment for the evaluation graph, with weights on the stages that train them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fxpart.errors import FxpartError, Problem
 
 
 def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``graph`` (the same model in evaluation mode) with the stages of ``train``.
+    """Return a copy of ``graph`` (the evaluation mode of the model) with the stages of ``train``.
 
-    An op goes to the first stage that is not before its operands and that holds its parameters and
-    the buffers that training writes. Ops of user inputs alone go where they are first used. Other
-    buffers are read where training holds them, as far as the order of stages allows it, and are
-    copied from the model otherwise. Raises FXP201 that names each op whose parameters are on
-    earlier stages than its operands.
+    An op goes to the first stage that is not before its operands and that stores its parameters and
+    the buffers that training writes. Ops that depend only on user inputs go to the stage of their
+    first use. Other buffers are read where training stores them if the order of stages allows it,
+    and copied from the model otherwise. Raise FXP201 with each op whose parameters are on stages
+    before its operands.
     """
     holders, others = _holders(train)
     result = fork(graph)
@@ -56,7 +56,7 @@ def assign_like(train: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _holders(train: fx.GraphModule) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-    """The stages that hold a parameter or a buffer that training writes; those of other buffers."""
+    """Return the stages that store parameters and written buffers, and those of other buffers."""
     stages = stages_of(train.graph)
     written = writes(train.graph).touching
     parameters = {name for name, _ in train.named_parameters(remove_duplicate=False)}
@@ -72,7 +72,7 @@ def _holders(train: fx.GraphModule) -> tuple[dict[str, set[int]], dict[str, set[
 
 
 def _sink(graph: fx.Graph, stages: dict[fx.Node, int], free: set[fx.Node]) -> None:
-    """Move ops that need no other stage's values to the first stage that uses them."""
+    """Move ops that need no values of other stages to the first stage that uses them."""
     for node in reversed(graph.nodes):
         if node in free:
             users = [stages[user] for user in node.users if user in stages]
@@ -84,6 +84,6 @@ def _late(node: fx.Node, least: int, holders: dict[str, set[int]]) -> Problem:
     return Problem(
         "FXP201",
         format_node(node),
-        f"in evaluation it needs values of stage {least}, and its state is held by stages: {held}",
-        "keep these layers on one stage, or evaluate in the order of training",
+        f"in evaluation it needs values of stage {least}, but its state is on stages: {held}",
+        "put these layers on one stage, or evaluate in the order of training",
     )

@@ -1,4 +1,4 @@
-"""The program that a plan describes: what follows from its cuts, its mesh and its copies."""
+"""The program that a plan describes: stages, mesh and replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratedProgram:
-    """The fields of a program that follow from its cuts and its mesh."""
+    """Generated stage modules of one plan, and the graphs they come from."""
 
     captured: CapturedModel
     prepared: fx.GraphModule
@@ -48,7 +48,7 @@ class GeneratedProgram:
 def apply_plan(
     captured: CapturedModel, graph: fx.GraphModule, info: PlanModel, plan: Plan
 ) -> GeneratedProgram:
-    """Make the program that a given plan describes; FXP304 where it is another model's."""
+    """Generate the program of a plan; raise FXP304 if the plan belongs to another model."""
     check_model(plan, info)
     sharded = None if plan.sharding is None else restore_sharding(graph, captured, plan.sharding)
     if plan.replicas:
@@ -74,21 +74,22 @@ def apply_plan(
 
 
 def check_model(plan: Plan, info: PlanModel) -> None:
-    """Raises FXP304 where the plan is another model's."""
+    """Raise FXP304 if the plan belongs to another model."""
     if plan.model.fingerprint != info.fingerprint:
         raise error(
             "FXP304",
             where=f"plan for {plan.model.name}",
             why=describe_model_difference(plan.model, info),
-            fix="plan again for this model: fxpart plan TARGET -o plan.json",
+            fix="create a new plan for this model: fxpart plan TARGET -o plan.json",
         )
 
 
 def replicate_program_stages(
     parts: GeneratedProgram, rounds: Sequence[Sequence[int]]
 ) -> GeneratedProgram:
-    """The same with copies of its stages
-    (:func:`fxpart.runtime.gradients.stage_replicas.replicate_stages`).
+    """Replicate the stages of a program.
+
+    See :func:`fxpart.runtime.gradients.stage_replicas.replicate_stages`.
     """
     spec = (
         replicate_stages(parts.spec, rounds)
@@ -113,11 +114,11 @@ def generate_program(
     *,
     microbatches: int = 1,
 ) -> GeneratedProgram:
-    """Stages and their text from the first block of each, counted in ``order``.
+    """Generate the stages and their source text from the first block of each stage.
 
-    transfer_dtype: in which float32 values go from rank to rank, "" as they are. in_blocks: stages
-    whose blocks can run again by themselves, to recompute activations. microbatches: of a step;
-    with several, totals of the batch become inputs.
+    starts: in units of ``order``. transfer_dtype: dtype in which float32 values are sent between
+    ranks, "" for unchanged. in_blocks: stages whose blocks can be rerun one by one for activation
+    recomputation. microbatches: per step; with more than one, totals of the batch become inputs.
     """
     assigned = divide_graph(assign(graph, starts, order), captured, microbatches)
     lanes = None
@@ -138,12 +139,12 @@ def generate_program(
 
 
 def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
-    """Every stage's actions with transfers."""
+    """Return the actions of every stage, including transfers."""
     return make(name, range(len(spec.stages)), microbatches, find_stage_edges(spec))
 
 
 def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) -> tuple[Path, ...]:
-    """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
+    """Write plan, stage modules, actions and manifest to ``directory``; return the files."""
     schedule = plan_schedule(plan)
     texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
     by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
@@ -160,5 +161,5 @@ def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) ->
 
 
 def fields_of(parts: GeneratedProgram) -> dict[str, Any]:
-    """The parts by name."""
+    """Return the fields by name."""
     return {name: getattr(parts, name) for name in parts.__dataclass_fields__}

@@ -1,6 +1,6 @@
-"""Names from a model made into Python identifiers and comments that can never become code.
+"""Python identifiers and comments from model names that can never become code.
 
-Everything is ASCII and depends on the text alone, so that the same model gives the same bytes.
+All output is ASCII and depends only on the text, so the same model gives the same bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _RESERVED = frozenset(
 
 
 def identifier(text: str, taken: set[str], prefix: str = "") -> str:
-    """A fresh ASCII identifier that resembles ``text``; it is added to ``taken``.
+    """Return a new ASCII identifier similar to ``text``, and add it to ``taken``.
 
-    Other characters become underscores; names that start with a digit or an underscore (two are
-    mangled inside a class) get a "v"; a number sets apart a repeated name, a keyword, a builtin.
+    Other characters become underscores. Names that start with a digit or an underscore (two are
+    mangled inside a class) get a "v". A number distinguishes repeated names, keywords and builtins.
     """
     name = prefix + re.sub(r"[^A-Za-z0-9_]", "_", text)
     if not name or name[0].isdigit() or name[0] == "_":
@@ -35,29 +35,29 @@ def identifier(text: str, taken: set[str], prefix: str = "") -> str:
 
 
 def attributes(names: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Original name -> attribute of the stage module, for pairs (original name, kind).
+    """Map original names to attributes of the stage module, for pairs (original name, kind).
 
-    The prefix of the kind (``p_``, ``b_``, ``c_``) keeps clear of ``torch.nn.Module``'s own names.
+    The prefix of the kind (``p_``, ``b_``, ``c_``) avoids the names of ``torch.nn.Module``.
     """
     taken: set[str] = set()
     return {name: identifier(name, taken, prefix=f"{kind[0]}_") for name, kind in names}
 
 
 def quoted(text: str) -> str:
-    """A string literal, in double quotes where nothing has to be escaped."""
+    """Return a string literal, in double quotes if no character needs an escape."""
     plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
     return f'"{text}"' if plain else ascii(text)
 
 
 def comment(text: str) -> str:
-    """One printable ASCII line: control characters and all else are escaped."""
+    """Return text as one printable ASCII line; all other characters are escaped."""
     return text.encode("unicode_escape").decode("ascii")
 
 
 def place(source: str) -> str:
-    """A source reference without the machine's folders: "site-packages" and all before it go.
+    """Return a source reference without machine-specific folders, relative to "site-packages".
 
-    Paths that are absolute otherwise keep their last two parts.
+    Other absolute paths keep their last two components.
     """
     path, colon, line = source.rpartition(":")
     if not colon:

@@ -1,7 +1,7 @@
-"""Arguments and targets of fx nodes as Python text.
+"""Python text for arguments and targets of FX nodes.
 
-Whatever may stand in an fx argument is written here, or refused with FXP108. Strings become escaped
-literals, names are checked to be identifiers that resolve to the very object that was traced.
+Every value allowed in an FX argument is written or rejected with FXP108. Strings become escaped
+literals; names must be identifiers that resolve to the traced object.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ _BUILTINS = frozenset(
     ("abs", "bool", "complex", "float", "int", "len", "max", "min", "pow", "round")
 )
 DEVICE = "self.device"
-MESH = "self.mesh"  # the lane's communicator
+MESH = "self.mesh"  # the rank's communicator
 COLLECTIVES = "fxpart.collectives"
 
 
 class NameScope:
-    """The names of one module: operations at the top, values inside ``forward``."""
+    """Names of one generated module: operations at module level, values inside ``forward``."""
 
     def __init__(self) -> None:
-        """Nothing is taken but what every module uses."""
+        """Start with the names that every module uses."""
         self.taken = {"NAMES", "self", "torch", "math", "operator", "seeded", "aten", "collectives"}
-        self.operations: dict[str, str] = {}  # alias -> the text it stands for
+        self.operations: dict[str, str] = {}  # alias -> dotted path
         self.modules: set[str] = set()
         self.values: dict[fx.Node, str] = {}
         self._aliases: dict[Any, str] = {}
 
     def operation(self, target: Any, where: str) -> str:
-        """The module-level name of a callable, defined on first use."""
+        """Return the module-level name of a callable, defined on first use."""
         if target is rng.seeded:
             self.modules.add("fxpart.rng")
             return "seeded"
@@ -84,7 +84,7 @@ class NameScope:
                 return path.removeprefix("builtins.")
             self.modules.add("torch" if is_op(target) else path.partition(".")[0])
             if is_op(target) and (home := registering_module(target)) and _importable(home):
-                self.modules.add(home)  # an op of another package exists once this is imported
+                self.modules.add(home)  # importing this module registers the op
             short = str(target) if is_op(target) else path.removeprefix("torch.")
             short = short.removesuffix(".default")
             alias = identifier(short, self.taken)
@@ -93,28 +93,28 @@ class NameScope:
         return self._aliases[target]
 
     def value(self, node: fx.Node) -> str:
-        """The local name of a node's value."""
+        """Return the local name of a node's value."""
         if node not in self.values:
             self.values[node] = identifier(node.name, self.taken)
         return self.values[node]
 
 
 def _importable(module: str) -> bool:
-    """Whether a module can be imported by this name in another process, and be written as code."""
+    """Return whether another process can import a module by this name."""
     parts = module.split(".")
     plain = all(p.isidentifier() and p.isascii() and not keyword.iskeyword(p) for p in parts)
     return plain and module != "__main__"
 
 
 def _path(target: Any, where: str) -> str:
-    """The dotted name under which ``target`` is found again."""
+    """Return the dotted path that resolves to ``target``."""
     if is_op(target):
         parts = str(target).split(".")
         if len(parts) == 3 and all(p.isidentifier() and p.isascii() for p in parts):
             if keyword.iskeyword(parts[2]):  # aten.random has the overload "from"
                 return f'getattr(torch.ops.{parts[0]}.{parts[1]}, "{parts[2]}")'
             return ".".join(("torch", "ops", *parts))
-        raise _refuse(where, f"operator {target} has a name that is no identifier")
+        raise _refuse(where, f"the name of operator {target} is not an identifier")
     name = getattr(target, "__name__", "")
     for module in (operator, math, builtins):
         if name and getattr(module, name, None) is target:
@@ -127,12 +127,12 @@ def _path(target: Any, where: str) -> str:
             found = getattr(found, part, None) if part.isidentifier() else None
         if found is target and path.startswith("torch.") and path.isascii():
             return path
-    raise _refuse(where, f"{type(target).__name__} {target!r} is called")
+    raise _refuse(where, f"it calls the {type(target).__name__} {target!r}")
 
 
 @cache
 def _functions() -> frozenset[Any]:
-    """torch's functions of tensors and symbolic numbers; nothing that touches files or modes."""
+    """Return torch's functions of tensors and symbolic numbers, without file and mode functions."""
     tables = torch.overrides.get_overridable_functions()
     sizes = (torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_int, torch.sym_float)
     return frozenset(f for functions in tables.values() for f in functions) | frozenset(sizes)
@@ -142,13 +142,13 @@ def _refuse(where: str, why: str) -> FxpartError:
     return error(
         "FXP108",
         where=where,
-        why=f"{why}; it cannot be written as Python",
+        why=f"{why}, which cannot be written as Python code",
         fix="rewrite the line with torch operations, or wrap it in torch.library.custom_op",
     )
 
 
 def literal(value: Any, names: NameScope, where: str) -> str:
-    """The Python text of one argument; node values by their local names."""
+    """Return the Python text of one argument; node values appear by their local names."""
     if isinstance(value, fx.Node):
         return names.value(value)
     if value is None or value is Ellipsis or isinstance(value, bool):
@@ -177,11 +177,11 @@ def literal(value: Any, names: NameScope, where: str) -> str:
         return "{" + ", ".join(items) + "}"
     if is_op(value):
         return names.operation(value, where)
-    raise _refuse(where, f"an argument is a {type(value).__name__}")
+    raise _refuse(where, f"it has an argument of type {type(value).__name__}")
 
 
 def number(value: int | float | complex, names: NameScope) -> str:
-    """A number that reads back as itself: infinities, NaN and minus zero too."""
+    """Return the text of a number that evaluates to the same number, including NaN."""
     if isinstance(value, complex):
         return f"complex({number(value.real, names)}, {number(value.imag, names)})"
     if isinstance(value, float):
@@ -198,16 +198,16 @@ def _torch_constant(value: torch.dtype | torch.layout | torch.memory_format, whe
     text = str(value)
     if text.startswith("torch.") and getattr(torch, text[6:], None) is value:
         return text
-    raise _refuse(where, f"{text} is not found in torch")
+    raise _refuse(where, f"it uses {text}")
 
 
 def call(node: fx.Node, names: NameScope, where: str) -> str:
-    """The Python expression of one ``call_function`` or ``call_method`` node."""
+    """Return the Python expression of one ``call_function`` or ``call_method`` node."""
     args = node.args
     if node.op == "call_method":
         name = str(node.target)
         if not name.isidentifier() or name.startswith("_") or not hasattr(torch.Tensor, name):
-            raise _refuse(where, f"method {name!r} is called")
+            raise _refuse(where, f"it calls the method {name!r}")
         return f"{_atom(args[0], names, where)}.{name}({_arguments(args[1:], node, names, where)})"
     target: Any = node.target
     if not node.kwargs:
@@ -227,7 +227,7 @@ def call(node: fx.Node, names: NameScope, where: str) -> str:
 
 
 def _atom(value: Any, names: NameScope, where: str) -> str:
-    """An argument as an operand: in brackets unless it is a name or a plain number."""
+    """Return an argument as an operand, in parentheses unless it is a name or a plain number."""
     text = literal(value, names, where)
     return text if text.isidentifier() or text.isdecimal() else f"({text})"
 
@@ -238,6 +238,6 @@ def _arguments(args: tuple[Any, ...], node: fx.Node, names: NameScope, where: st
         text = DEVICE if key == "device" and value is not None else literal(value, names, where)
         if key.isidentifier() and key.isascii() and not keyword.iskeyword(key):
             parts.append(f"{key}={text}")
-        else:  # aten has arguments named "from"
+        else:  # aten ops have arguments named "from"
             parts.append(f"**{{{quoted(key)}: {text}}}")
     return ", ".join(parts)

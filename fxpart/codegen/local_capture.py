@@ -1,4 +1,4 @@
-"""What a local graph is to the rest of the compiler: a captured model of one lane's shapes."""
+"""Rank-local captured model: the model with the local shapes of one mesh rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placement
 
 
 def build_local_capture(captured: CapturedModel, local_graph: fx.GraphModule) -> CapturedModel:
-    """The captured model as one lane sees it: local shapes of inputs and state, its share of rows.
+    """Return the captured model with the local shapes of inputs and state and the local batch size.
 
-    State that the graph reads is on the meta device; the rest stays as it is. Nothing of it can be
-    run or captured again: that is the whole model's business.
+    State that the graph reads is on the meta device; other state is unchanged. The result cannot be
+    run or captured again; use the whole model for that.
     """
     nodes = _inputs(captured, local_graph)
     inputs = tuple(replace_shape(spec, nodes[spec.name].meta["val"]) for spec in captured.inputs)
@@ -48,7 +48,7 @@ def build_local_capture(captured: CapturedModel, local_graph: fx.GraphModule) ->
 def sharding_spec(
     captured: CapturedModel, local_graph: fx.GraphModule, zero: int = 0, zero_axis: str = ""
 ) -> ShardingSpec:
-    """How the whole model lies over the mesh of the local graph.
+    """Return the sharding of the whole model over the mesh of the local graph.
 
     captured: the whole model. zero, zero_axis: as in :class:`~fxpart.program.ShardingSpec`.
     """
@@ -73,7 +73,7 @@ def sharding_spec(
 
 
 def rows_cut(captured: CapturedModel, local_graph: fx.GraphModule) -> int:
-    """Into how many parts the mesh cuts the rows of a batch; 1 where no input's rows are cut."""
+    """Return the number of parts into which the mesh shards the rows of a batch."""
     mesh: Mesh = local_graph.meta[MESH_KEY]
     nodes = _inputs(captured, local_graph)
     found = 1
@@ -87,14 +87,14 @@ def rows_cut(captured: CapturedModel, local_graph: fx.GraphModule) -> int:
 
 
 def placements_of(node: fx.Node) -> Placements:
-    """The placements of an input or a piece of state of a local graph."""
+    """Return the placements of an input or state tensor of a local graph."""
     known = annotation(node).sharding
     assert known is not None, f"{node.name} has no sharding"
     return known.results[0]
 
 
 def replace_shape(spec: InputSpec, value: torch.Tensor) -> InputSpec:
-    """The input with the shape of a (fake) tensor."""
+    """Return the input with the shape of a (fake) tensor."""
     return InputSpec(
         name=spec.name,
         path=spec.path,
@@ -105,18 +105,18 @@ def replace_shape(spec: InputSpec, value: torch.Tensor) -> InputSpec:
 
 
 def _inputs(captured: CapturedModel, local_graph: fx.GraphModule) -> dict[str, fx.Node]:
-    """The user's inputs by name, in order."""
+    """Return the user's inputs by name, in order."""
     nodes = [n for n in local_graph.graph.find_nodes(op="placeholder") if n.name != RNG_KEY]
     nodes = nodes[: len(captured.inputs)]  # totals of the batch follow
     return {spec.name: node for spec, node in zip(captured.inputs, nodes, strict=True)}
 
 
 def _state(local_graph: fx.GraphModule) -> dict[str, fx.Node]:
-    """The state that the graph reads, by name."""
+    """Return the state that the graph reads, by name."""
     return {str(n.target): n for n in local_graph.graph.find_nodes(op="get_attr")}
 
 
 def _text(node: fx.Node, mesh: Mesh) -> str:
-    """Placements without those that are plainly replicated."""
+    """Format placements, leaving out replicated axes."""
     held = placements_of(node)
     return format_placements(tuple(None if p == REPLICATE else p for p in held), mesh)

@@ -1,4 +1,4 @@
-"""A stage's weights: from live tensors, from safetensors files, or from an init function."""
+"""Load a stage's weights from live tensors, safetensors files or an init function."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SHOWN = 20
 
 
 class ShardSelector(Protocol):
-    """A rank's part of whole tensors, by name."""
+    """Selects a rank's shard of whole tensors, by name."""
 
     def __call__(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part."""
+        """Return the rank's shard."""
 
     def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-        """The part as one range of each dim of the whole shape, None if it is not."""
+        """Return the shard as one range per dim of the whole shape; None if not contiguous."""
 
 
 class _TensorSource(Protocol):
-    """Tensors by name, read one by one."""
+    """Tensors by name, read one at a time."""
 
     def names(self) -> Collection[str]: ...
     def read(self, name: str) -> torch.Tensor: ...
@@ -72,17 +72,18 @@ def materialize(
     strict: bool = True,
     part: ShardSelector | None = None,
 ) -> None:
-    """Fill the state of a stage module, on the module's device; every tensor is a copy.
+    """Load the state of a stage module on the module's device; every tensor is a copy.
 
-    source: tensors by original name; or a safetensors file or folder (also of a sharded Hugging
-    Face checkpoint), of which only this rank's part of this stage's tensors is read; or a function
-    ``(name, meta tensor) -> tensor``, whose random numbers are seeded by the program's seed and the
-    name, so that they depend on no plan. Beside what is filled, one whole tensor at most is in
-    memory at a time, and of an :class:`~fxpart.codegen.blockwise_init.InBlocks` one block.
-    constants: tensors that no checkpoint holds (lifted constants, buffers that are not persistent).
-    strict: names that the model does not know are a fault. part: what takes this rank's part out of
-    a whole tensor, where a stage is several ranks. Floating tensors are converted to the stage's
-    dtype. Raises FXP110 with all faults at once, and then changes nothing.
+    source: tensors by original name; or a safetensors file or folder (also a sharded Hugging Face
+    checkpoint), of which only this rank's part of this stage's tensors is read; or a function
+    ``(name, meta tensor) -> tensor``. The random numbers of such a function are seeded by the
+    program's seed and the name, so they do not depend on the plan. At most one whole tensor is in
+    memory beside the loaded state, or one block for
+    :class:`~fxpart.codegen.blockwise_init.InBlocks`. constants: tensors that no checkpoint stores
+    (lifted constants, non-persistent buffers). strict: reject names that the model does not know.
+    part: selects this rank's shard of a whole tensor, for stages on several ranks. Floating-point
+    tensors are converted to the stage's dtype. Raise FXP110 with all problems at once, before
+    anything changes.
     """
     index = module.INDEX
     assert isinstance(index, int)
@@ -99,9 +100,9 @@ def materialize(
 def unused_state(
     source: Source, spec: ProgramSpec, wanted: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """State that no stage needs and a whole checkpoint holds, as far as the source has it.
+    """Return state that no stage uses but that a whole checkpoint stores, as far as available.
 
-    wanted: by main name, tensors of its shape and dtype (meta).
+    wanted: meta tensors with its shape and dtype, by main name.
     """
     if callable(source) and not isinstance(source, Mapping):
         return {name: _seeded(source, spec, name, like.to("meta")) for name, like in wanted.items()}
@@ -117,7 +118,7 @@ def _open(source: Mapping[str, torch.Tensor] | str | Path) -> _TensorSource:
 
 @dataclass(frozen=True)
 class _StageMaterializer:
-    """One stage to fill."""
+    """Loads the state of one stage."""
 
     module: torch.nn.Module
     spec: ProgramSpec
@@ -126,7 +127,7 @@ class _StageMaterializer:
     part: ShardSelector | None
 
     def read(self, tensors: _TensorSource, strict: bool) -> dict[str, torch.Tensor]:
-        """Values by attribute, out of tensors by name; everything is checked before any is read."""
+        """Return values by attribute from named tensors; all are checked before any is read."""
         stored = stored_names(self.spec, tensors.names())
         problems: list[Problem] = []
         missing: list[str] = []
@@ -137,7 +138,7 @@ class _StageMaterializer:
             elif state.name not in self.constants:
                 missing.append(state.name)
         if missing:
-            fix = "give a checkpoint of this model, with the names of model.state_dict()"
+            fix = "load a checkpoint of this model, with the names of model.state_dict()"
             what = f"{len(missing)} missing"
             problems.append(_problem(self.stage, what, _list(missing), fix))
         if strict:
@@ -161,7 +162,7 @@ class _StageMaterializer:
         return made
 
     def called(self, init: Init) -> dict[str, torch.Tensor]:
-        """Values by attribute, from a function."""
+        """Return values by attribute, from an init function."""
         made: dict[str, torch.Tensor] = {}
         problems: list[Problem] = []
         for state in self.stage.state:
@@ -194,8 +195,11 @@ class _StageMaterializer:
     def _value(
         self, state: StateSpec, tensor: torch.Tensor, *, cut: bool = False, own: bool = False
     ) -> torch.Tensor:
-        """What takes the place of the empty tensor. cut: it is a part already. own: no copy of it
-        is needed, nobody else has it."""
+        """Return the value that replaces the empty tensor.
+
+        cut: the tensor is already this rank's shard. own: no copy is needed because nothing else
+        uses it.
+        """
         if self.part is not None and not cut:
             part = self.part(state.name, tensor)
             # A view of the whole would keep it in memory.
@@ -214,10 +218,10 @@ class _StageMaterializer:
         whys = []
         shape = _whole(self.spec, state)
         if found != shape:
-            whys.append(f"its shape is {list(found)}, the model's is {list(shape)}")
+            whys.append(f"its shape is {list(found)}, but the model needs {list(shape)}")
         wanted: torch.dtype = getattr(torch, state.dtype)
         if dtype != wanted and not (dtype.is_floating_point and wanted.is_floating_point):
-            whys.append(f"its dtype is {dtype}, the model's is {wanted}")
+            whys.append(f"its dtype is {dtype}, but the model needs {wanted}")
         return [_problem(self.stage, state.name, why, "load weights of this model") for why in whys]
 
     def _empty(self, state: StateSpec) -> list[Problem]:
@@ -232,9 +236,9 @@ def _seeded(
     meta: torch.Tensor,
     slices: tuple[slice, ...] | None = None,
 ) -> torch.Tensor:
-    """The init function's tensor, its random numbers those of this name in every plan.
+    """Call the init function with the random generator seeded by name, independent of the plan.
 
-    slices: the part that is wanted of it, where it is made in blocks.
+    slices: the part to create, for functions that create tensors in blocks.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     generator, before = torch.default_generator, torch.default_generator.get_state()
@@ -253,13 +257,13 @@ def _seeded(
 
 
 def _whole(spec: ProgramSpec, state: StateSpec) -> tuple[int, ...]:
-    """The shape of the whole tensor, which is what checkpoints hold."""
+    """Return the shape of the whole tensor, as stored in checkpoints."""
     held = None if spec.sharding is None else spec.sharding.state.get(state.name)
     return state.shape if held is None else held.shape
 
 
 def constants_of(spec: ProgramSpec, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that no checkpoint holds, of those that have data: by main name, sorted."""
+    """Return the tensors with data that no checkpoint stores, by main name, sorted."""
     names = {s.name for stage in spec.stages for s in stage.state if not s.persistent}
     return {n: state[n] for n in sorted(names) if n in state and not is_fake(state[n])}
 
@@ -272,8 +276,8 @@ def _unknown(
     extra = [name for name in names if name not in known]
     if not extra:
         return []
-    fix = "give a checkpoint of this model, or strict=False to leave them out"
-    return [_problem(stage, f"{len(extra)} that the model does not have", _list(extra), fix)]
+    fix = "load a checkpoint of this model, or pass strict=False to ignore them"
+    return [_problem(stage, f"{len(extra)} unknown to the model", _list(extra), fix)]
 
 
 def _problem(stage: StageSpec, what: str, why: str, fix: str) -> Problem:

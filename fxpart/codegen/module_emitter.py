@@ -1,5 +1,7 @@
-"""A stage as a Python module: one operation a line, freed after its last use, nothing executable
-that comes from a name in the model."""
+"""Generate the Python module of a stage: one operation per line, freed after its last use.
+
+No name of the model ever becomes executable code.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,11 @@ _SHORT = {
 
 
 def emit(stage: StageGraph, *, blocks: bool = False) -> str:
-    """The module's text: ``class Stage<k>`` with ``forward(key, *inputs) -> tuple``.
+    """Return the module's text: ``class Stage<k>`` with ``forward(key, *inputs) -> tuple``.
 
-    blocks: each block is a method of its own, which ``forward`` runs through ``self.call``; what
-    recomputes activations takes its place.
-
-    Depends on the graph alone: the same input gives the same bytes. Raises FXP108 with every
-    argument or target that cannot be written.
+    blocks: make each block a method, which ``forward`` runs through ``self.call``; activation
+    recomputation replaces ``self.call``. The text depends only on the graph: the same input gives
+    the same bytes. Raise FXP108 with every argument or target that cannot be written.
     """
     names = NameScope()
     cls = f"Stage{stage.spec.index}"
@@ -138,7 +138,7 @@ def _register(state: StateSpec) -> Iterator[str]:
 def _forward(
     stage: StageGraph, names: NameScope, pieces: Sequence[RecomputeSegment]
 ) -> Iterator[str]:
-    """The lines of ``forward``, signature included; the names of operations are gathered."""
+    """Yield the lines of ``forward`` with its signature; record the names of operations."""
     graph = stage.graph
     key, *inputs = graph.find_nodes(op="placeholder")
     _define_operations(graph, names)
@@ -176,7 +176,7 @@ def _calling(
     names: NameScope,
     last: dict[fx.Node, list[fx.Node]],
 ) -> str:
-    """The line of ``forward`` that runs a piece, and drops what nothing uses after it."""
+    """Return the line of ``forward`` that runs a segment and frees values after their last use."""
     takes = [names.value(n) for n in piece.takes if n is not key]
     gives = [names.value(n) for n in piece.gives]
     given = ", ".join([f"self.block_{number}", names.value(key), *takes])
@@ -212,7 +212,7 @@ def _result(value: Any, names: NameScope) -> str:
 
 
 def _define_operations(graph: fx.Graph, names: NameScope) -> None:
-    """Name every operation before any value, and collect everything that cannot be written."""
+    """Name every operation before any value, and collect all unsupported arguments."""
     problems: list[Problem] = []
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
@@ -225,19 +225,19 @@ def _define_operations(graph: fx.Graph, names: NameScope) -> None:
 
 
 class _DryRunNames(NameScope):
-    """Names whose operations are kept and whose values are not."""
+    """Names that record operations but not values."""
 
     def __init__(self, names: NameScope) -> None:
         self.__dict__.update(names.__dict__)
         self.values = {}
 
     def value(self, node: fx.Node) -> str:
-        """No value has a name yet."""
+        """Return a dummy name."""
         return "_"
 
 
 def _section(node: fx.Node) -> str:
-    """The module path and source line, for the comment above a group of lines."""
+    """Return the module path and source line, for the comment above a group of lines."""
     note = annotation(node)
     return "  ".join(t for t in (comment(note.module), place(note.source)) if t)
 
@@ -252,7 +252,7 @@ def _line(node: fx.Node, names: NameScope, ended: list[fx.Node]) -> str:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Per op, the tensors that nothing after it uses."""
+    """Map each op to the tensors that it uses last."""
     seen: set[fx.Node] = set(graph.output_node().all_input_nodes)
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -267,7 +267,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """The key and sizes cost nothing to keep."""
+    """Return whether a value is the key or a size, which needs no explicit deletion."""
     value = node.meta.get("val")
     return value is None or isinstance(
         value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool

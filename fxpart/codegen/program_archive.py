@@ -1,11 +1,10 @@
-"""A program as files: plan, description, one module for each stage, actions, and their digests.
+"""Files of an exported program.
 
-plan.json               the plan, as given
-program.json            the ProgramSpec; program_lane<l>.json that of another lane, if it differs
-stage<k>.py             the module of stage k; stage<k>_lane<l>.py likewise
-rank<r>.txt             the actions of rank r
-constants.safetensors   lifted constants and buffers that no checkpoint holds
-manifest.json           a SHA-256 digest of each of the files above
+plan.json               the plan, as given program.json            the ProgramSpec;
+program_lane<l>.json for mesh rank l, if it differs stage<k>.py             the module of stage k;
+stage<k>_lane<l>.py likewise rank<r>.txt             the actions of rank r constants.safetensors
+lifted constants and buffers that no checkpoint stores manifest.json           a SHA-256 digest of
+each of the files above
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from fxpart.program.spec import ProgramSpec
 
 MANIFEST = "manifest.json"
 _PLAIN = re.compile(r"[a-z0-9_]+\.(py|json|txt|safetensors)")
-_LARGEST = 1 << 24  # bytes of a manifest
-_LARGEST_FILE = 1 << 40  # of constants, too
+_LARGEST = 1 << 24  # maximum bytes of a manifest
+_LARGEST_FILE = 1 << 40  # maximum bytes of any other file
 
 
-# What files raise whose digests are right and whose content is not.
-# Tensors: torch and safetensors have several for a header that fits no bytes.
+# Errors from files with correct digests but invalid content. torch and safetensors raise several
+# types for an invalid header.
 _UNFIT = (KeyError, msgspec.MsgspecError, SafetensorError, ValueError, TypeError, ArithmeticError,
           RuntimeError)  # fmt: skip
 
@@ -52,10 +51,10 @@ class ProgramManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(frozen=True)
 class ProgramArchive:
-    """A program read back: its description, stage modules (meta until materialised), and the rest.
+    """A loaded program: description, stage modules (on the meta device) and file contents.
 
-    spec, modules: of the first lane; modules by stage index, those that were asked for. actions:
-    the text for each rank. files: the bytes of every file, verified.
+    spec, modules: of mesh rank 0; modules by stage index, only those requested. actions: the text
+    for each rank. files: the verified bytes of every file.
     """
 
     spec: ProgramSpec
@@ -66,7 +65,7 @@ class ProgramArchive:
     files: Mapping[str, bytes]
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
-        """The program of a lane, and the text of its stages; FXP505 where they are none."""
+        """Return the program of a mesh rank and its stage sources; raise FXP505 if invalid."""
         own = self.files.get(name := f"program_lane{index}.json")
         try:
             spec = self.spec if own is None else from_json(own, ProgramSpec)
@@ -75,7 +74,7 @@ class ProgramArchive:
             texts = [self.files.get(name, self.files[shared]) for name, shared in names]
             return spec, tuple(text.decode() for text in texts)
         except _UNFIT as cause:
-            raise _changed(Path(name), f"its content does not fit together: {cause}") from cause
+            raise _changed(Path(name), f"its content is inconsistent: {cause}") from cause
 
 
 def export(
@@ -88,13 +87,13 @@ def export(
     constants: Mapping[str, torch.Tensor] | None = None,
     lanes: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
 ) -> tuple[Path, ...]:
-    """Write a program into a folder and return the files, the manifest last.
+    """Write a program into a folder and return the files, with the manifest last.
 
-    plan: the plan's text. sources: the module text of each stage. actions: the text for each
-    rank. lanes: where a stage is several ranks, description and texts of the other lanes. The
-    files are written beside the folder, which then takes its name: a reader sees all of the old
-    program or all of the new one. The same input gives the same bytes. FXP603 if the folder holds
-    something else or cannot be written.
+    plan: the plan's text. sources: the module text of each stage. actions: the text for each rank.
+    lanes: description and texts of the other mesh ranks, for stages on several ranks. The files are
+    written to a temporary folder, which is then renamed, so that readers never see a mix of two
+    programs. The same input gives the same bytes. Raise FXP603 if the folder contains other files
+    or cannot be written.
     """
     target = Path(directory).absolute()
     files = _contents(plan, spec, sources, actions, constants or {})
@@ -123,7 +122,7 @@ def _contents(
     files.update((f"stage{i}.py", text.encode()) for i, text in enumerate(sources))
     files.update((f"rank{i}.txt", text.encode()) for i, text in enumerate(actions))
     if constants:
-        # Copies, because safetensors refuses tensors that share memory.
+        # Clone, because safetensors rejects tensors that share memory.
         tensors = {n: constants[n].detach().cpu().contiguous().clone() for n in sorted(constants)}
         files["constants.safetensors"] = safetensors.torch.save(tensors)
     return files
@@ -136,7 +135,7 @@ def _lane(
     first: ProgramSpec,
     shared: Sequence[str],
 ) -> dict[str, bytes]:
-    """What a lane has that the first one has not."""
+    """Return the files in which a mesh rank differs from rank 0."""
     pairs = enumerate(zip(sources, shared, strict=True))
     files = {f"stage{i}_lane{index}.py": a.encode() for i, (a, b) in pairs if a != b}
     if spec != first:
@@ -149,11 +148,11 @@ def _json(value: msgspec.Struct) -> bytes:
 
 
 def _replace(target: Path, files: Mapping[str, bytes]) -> None:
-    """Write a fresh folder, then give it the target's name."""
+    """Write a new folder, then rename it to the target."""
     if target == Path.cwd():
-        raise FileExistsError("it is the current folder, which cannot be replaced as a whole")
+        raise FileExistsError("it is the current folder, which cannot be replaced")
     if target.exists() and not _ours(target):
-        raise FileExistsError(f"{target.name} holds something that is no exported program")
+        raise FileExistsError(f"{target.name} contains files that are not an exported program")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -175,7 +174,7 @@ def _replace(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _ours(target: Path) -> bool:
-    """Whether a folder may be replaced: it is empty, or an exported program and nothing else."""
+    """Return whether a folder may be replaced: it is empty or contains only an exported program."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {entry.name for entry in target.iterdir()} - {"__pycache__"}
@@ -188,10 +187,10 @@ def load_exported(
     stages: Iterable[int] | None = None,
     device: str | torch.device = "cpu",
 ) -> ProgramArchive:
-    """Read an exported program; ``stages`` says which modules are wanted (all by default).
+    """Load an exported program. ``stages``: the modules to load, all by default.
 
-    The digest of every file is checked first; what is executed are the very bytes that were
-    checked. Raises FXP505 that names each file that is missing or was changed.
+    All digests are verified before anything is executed, and exactly the verified bytes are used.
+    Raise FXP505 with each file that is missing or changed.
     """
     folder = Path(directory)
     files = _verified(folder)
@@ -204,7 +203,7 @@ def load_exported(
         count = sum(1 for name in files if re.fullmatch(r"rank\d+\.txt", name))
         actions = tuple(files[f"rank{rank}.txt"].decode() for rank in range(count))
     except _UNFIT as cause:
-        raise _changed(folder, f"its content does not fit together: {cause}") from cause
+        raise _changed(folder, f"its content is inconsistent: {cause}") from cause
     modules = {i: load_stage(text, spec.stages[i], device) for i, text in texts.items()}
     return ProgramArchive(spec, modules, plan, actions, constants, files)
 
@@ -213,7 +212,7 @@ _EMPTY = safetensors.torch.save({})
 
 
 def _verified(folder: Path) -> dict[str, bytes]:
-    """The bytes of every file of the manifest, each equal to its digest."""
+    """Return the bytes of every file of the manifest, after checking its digest."""
     path = folder / MANIFEST
     try:
         manifest = from_json(read_bytes(path, _LARGEST), ProgramManifest)
@@ -223,7 +222,7 @@ def _verified(folder: Path) -> dict[str, bytes]:
     problems: list[Problem] = []
     for name, digest in manifest.files.items():
         if not _PLAIN.fullmatch(name):
-            problems.extend(_changed(folder, f"{short(name)!a} is no file of a program").problems)
+            problems.extend(_changed(folder, f"{short(name)!a} is not a program file").problems)
             continue
         try:
             files[name] = read_bytes(folder / name, _LARGEST_FILE)
@@ -231,7 +230,7 @@ def _verified(folder: Path) -> dict[str, bytes]:
             problems.extend(_changed(folder / name, cause.strerror or str(cause)).problems)
             continue
         if hashlib.sha256(files[name]).hexdigest() != digest:
-            why = "its content is not what the manifest says"
+            why = "its content does not match the manifest"
             problems.extend(_changed(folder / name, why).problems)
     if problems:
         raise FxpartError(problems)

@@ -1,7 +1,7 @@
-"""A stage's operations in pieces, one for each stretch of a block, so that each can run again.
+"""Split a stage's operations into segments, one per contiguous part of a block.
 
-What a piece takes is all that it needs of others, and what it gives all that others need of it;
-so a runtime that recomputes activations keeps what lies between pieces and nothing inside them.
+A segment takes all values that it needs from other segments and returns all values that others
+need. Activation recomputation therefore stores only the values between segments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpart.compiler.graph_edit import annotation
 
 @dataclass(frozen=True)
 class RecomputeSegment:
-    """Operations in order. takes, gives: values (no state) from before it, and for after it."""
+    """Operations in order. takes, gives: values (no state) from before and after the segment."""
 
     ops: tuple[fx.Node, ...]
     takes: tuple[fx.Node, ...]
@@ -23,9 +23,9 @@ class RecomputeSegment:
 
 
 def split_recompute_segments(graph: fx.Graph) -> tuple[RecomputeSegment, ...]:
-    """The pieces of a stage's graph; none where it is a single one.
+    """Return the segments of a stage's graph; empty if there is only one.
 
-    Operations of no block belong to the piece that is under way.
+    Operations without a block belong to the current segment.
     """
     stretches: list[list[fx.Node]] = []
     current: int | None = None

@@ -1,4 +1,4 @@
-"""Where a stage reads the symbols of its sizes, and the nodes that compute sizes from them."""
+"""Read size symbols from a stage's inputs, and rebuild size computations as nodes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["SizeBuilder", "readable", "solvable"]
 class SizeBuilder:
     """Rebuilds sizes as nodes at the end of a stage's graph, each once.
 
-    sources: per symbol, the node and dim that it is read from, with the dim's expression (the
-    symbol itself, or linear in it).
+    sources: per symbol, the node and dim to read it from, with the dim's expression (the symbol
+    itself, or linear in it).
     """
 
     def __init__(
         self, graph: fx.Graph, sources: dict[sympy.Symbol, tuple[fx.Node, int, sympy.Expr]]
     ) -> None:
-        """Nothing is read before it is asked for."""
+        """Start without nodes; they are created on demand."""
         self.graph = graph
         self.sources = sources
         self._built: dict[Any, Any] = {}
 
     def symbol(self, symbol: sympy.Symbol) -> Any:
-        """The node that holds a symbol's value."""
+        """Return the node with a symbol's value."""
         if symbol not in self._built:
             tensor, dim, expr = self.sources[symbol]
             target = torch.ops.aten.sym_size.int
@@ -47,7 +47,7 @@ class SizeBuilder:
         return self._built[symbol]
 
     def integer(self, expr: sympy.Expr) -> Any:
-        """An int or the node of an integer expression."""
+        """Return an int, or the node of an integer expression."""
         if expr not in self._built:
             self._built[expr] = fold(expr, self.symbol, self._apply)
         return self._built[expr]

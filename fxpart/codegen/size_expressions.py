@@ -1,6 +1,6 @@
-"""Sizes as expressions: rebuilt inside a stage as fx nodes, or written as text.
+"""Size expressions: rebuilt as FX nodes inside a stage, or written as text.
 
-One fold over the sympy expression of a symbolic integer serves both.
+Both fold over the sympy expression of a symbolic integer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEXT: dict[Callable[..., Any], str] = {
 
 
 def dim_text(size: Any) -> int | str:
-    """A dim for a spec: an int, or text that :func:`fxpart.program.dim_value` evaluates."""
+    """Return a dim as an int, or as text that :func:`fxpart.program.dim_value` evaluates."""
     expr = expression(size)
     try:
         value = fold(expr, str, _text)
@@ -39,14 +39,14 @@ def dim_text(size: Any) -> int | str:
 
 
 def _text(do: Callable[..., Any], left: Any, right: Any) -> str:
-    """One operation; a product that divides needs brackets, since // and * bind alike."""
+    """Format one operation; parenthesize products after a division, since // and * bind alike."""
     if do in (operator.floordiv, operator.mod) and "*" in str(right):
         right = f"({_bare(str(right))})"
     return _TEXT[do].format(left, right)
 
 
 def _bare(text: str) -> str:
-    """Without the outermost brackets of a sum or quotient."""
+    """Remove the outermost parentheses of a sum or quotient."""
     if not (text.startswith("(") and text.endswith(")")):
         return text
     depth = 0
@@ -58,7 +58,7 @@ def _bare(text: str) -> str:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a node's value is a number that every stage can compute from shapes alone."""
+    """Return whether a value is a number that every stage can compute from shapes alone."""
     if isinstance(value, bool | int | float):
         return True
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -66,7 +66,7 @@ def is_size(value: Any) -> bool:
 
 
 def symbols_of(value: Any) -> set[sympy.Symbol]:
-    """The symbols that a symbolic number is made of; none for a plain one."""
+    """Return the symbols of a symbolic number; empty for a plain number."""
     if isinstance(value, bool | int | float):
         return set()
     return set(value.node.expr.free_symbols)

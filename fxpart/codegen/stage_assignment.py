@@ -1,4 +1,4 @@
-"""Which stage each op runs on, and whether that is sound: all faults are reported at once."""
+"""Stage of each op, and validity checks that report all problems at once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fxpart.compat import has_unbacked_symbols
 from fxpart.compiler.graph_edit import annotation
 from fxpart.errors import FxpartError, Problem
 
-# graph.meta: how many stages there are, where some may have no op (evaluation).
+# graph.meta: number of stages, since some may have no op (evaluation).
 STAGES_KEY = "fxpart_stages"
 
 
 def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of every op.
+    """Return the stage of every op.
 
-    An item of a tuple stays with the op that returned the tuple, and a number computed from an
-    unbacked symbol without a stage of its own stays with what it is computed from.
+    An item of a tuple is on the stage of the op that returned the tuple. A number computed from an
+    unbacked symbol, without a stage of its own, is on the stage of its operands.
     """
     stages: dict[fx.Node, int] = {}
     homeless: list[fx.Node] = []
@@ -40,7 +40,7 @@ def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
             stages[node] = stage
     if homeless:
         raise FxpartError(
-            Problem("FXP900", format_node(n), "the operation is on no stage", "") for n in homeless
+            Problem("FXP900", format_node(n), "the operation has no stage", "") for n in homeless
         )
     return stages
 
@@ -48,10 +48,10 @@ def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
 def check_stage_assignment(
     stages: Mapping[fx.Node, int], alive: set[fx.Node], effects: StateWrites, outside: set[fx.Node]
 ) -> None:
-    """Raise FXP201 with everything that makes the stages impossible.
+    """Raise FXP201 with everything that makes the assignment invalid.
 
-    outside: values that leave their stage for the loss or as outputs. Checked: values go forward
-    only, only tensors of known shape cross, and state that is written is touched on one stage.
+    outside: values returned as the loss or as outputs. Values must only flow forward, only tensors
+    of known shape may cross, and written state must be used on a single stage.
     """
     problems: list[Problem] = []
     for node in stages:
@@ -63,8 +63,8 @@ def check_stage_assignment(
             problems.append(
                 Problem(
                     "FXP201",
-                    f"{name}, written by the model and used on stages {_numbers(used)}",
-                    "one stage writes it, and another would read an old copy",
+                    f"{name}, which the model writes, used on stages {_numbers(used)}",
+                    "one stage writes it, so the other stages would read stale copies",
                     "put the blocks that use it on one stage",
                 )
             )
@@ -85,8 +85,8 @@ def _inputs(node: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[Problem]:
             yield Problem(
                 "FXP201",
                 format_node(node),
-                f"it is on stage {here} and needs {used.name} of the later stage {there}",
-                "let stages follow the order of computation",
+                f"it is on stage {here} but needs {used.name} of the later stage {there}",
+                "assign stages in the order of computation",
             )
             continue
         value = used.meta.get("val")
@@ -98,13 +98,13 @@ def _inputs(node: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[Problem]:
                 "FXP201",
                 format_node(used),
                 f"its {kind} depends on the data, and stage {here} needs it from stage {there}",
-                "put both on one stage: such values do not cross",
+                "put both on one stage, since such values cannot be sent",
             )
 
 
 def _several(node: fx.Node, why: str) -> Problem:
     return Problem(
-        "FXP201", format_node(node), why, "only single tensors cross; take its items first"
+        "FXP201", format_node(node), why, "only tensors are sent between stages; index the tuple"
     )
 
 

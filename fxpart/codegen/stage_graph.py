@@ -1,4 +1,4 @@
-"""The graph of one stage: its ops copied, its inputs and state added, its sizes rebuilt."""
+"""Graph of one stage: copied ops, added inputs and state, rebuilt sizes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Source = tuple[fx.Node, int, sympy.Expr]
 
 @dataclass(frozen=True)
 class StageSubgraph:
-    """What one stage computes, in nodes of the whole graph.
+    """The part of the whole graph that one stage computes.
 
     ops: in order. inputs: user inputs that the ops read. crossing: values of earlier stages.
-    outputs: each with the stages that receive it. symbols: where user inputs give each symbol.
+    outputs: each with the stages that receive it. symbols: the user inputs that determine each
+    symbol.
     """
 
     index: int
@@ -37,7 +38,7 @@ class StageSubgraph:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """The state names that the stage reads or returns, in the order of use."""
+        """The state names that the stage reads or returns, in order of use."""
         nodes = [a for n in self.ops for a in n.all_input_nodes]
         nodes += [n for n, _ in self.outputs]
         return tuple(dict.fromkeys(str(n.target) for n in nodes if n.op == "get_attr"))
@@ -55,8 +56,8 @@ class BuiltStageGraph:
 def build_graph(part: StageSubgraph) -> BuiltStageGraph:
     """Copy a stage's ops into a graph ``(key, *inputs) -> outputs``.
 
-    A symbol is read from the first of the stage's inputs with a dim that gives it; otherwise the
-    user input that defines it becomes an input of the stage.
+    A symbol is read from the first input of the stage with a suitable dim; otherwise the user input
+    that defines it becomes an input of the stage.
     """
     returned = [n for n, _ in part.outputs if n.op == "placeholder"]
     inputs = list(dict.fromkeys([*part.inputs, *returned, *part.crossing]))
@@ -68,7 +69,7 @@ def build_graph(part: StageSubgraph) -> BuiltStageGraph:
             raise error(
                 "FXP900",
                 where=f"stage {part.index}",
-                why=f"size {symbol} is not the size of any input",
+                why=f"no input has the size {symbol}",
             )
         extra[symbol] = part.symbols[symbol]
     inputs = list(dict.fromkeys([*(source[0] for source in extra.values()), *inputs]))
@@ -76,7 +77,7 @@ def build_graph(part: StageSubgraph) -> BuiltStageGraph:
 
 
 def _sizes(node: fx.Node) -> Iterator[Any]:
-    """The sizes among a node's arguments: size nodes and bare symbolic integers."""
+    """Yield the sizes among a node's arguments: size nodes and symbolic integers."""
     found: list[Any] = []
 
     def visit(value: Any) -> Any:
@@ -92,7 +93,7 @@ def _sizes(node: fx.Node) -> Iterator[Any]:
 
 
 def _needed(size: Any) -> set[sympy.Symbol]:
-    """The symbols that must be read to rebuild a size."""
+    """Return the symbols needed to rebuild a size."""
     value = size.meta["val"] if isinstance(size, fx.Node) else size
     if isinstance(value, bool | int | float):
         return set()
@@ -112,7 +113,7 @@ def _integer(value: torch.SymInt) -> bool:
 
 
 class _StageGraphBuilder:
-    """Grows one stage's graph, op by op."""
+    """Builds one stage's graph, op by op."""
 
     def __init__(
         self, part: StageSubgraph, inputs: list[fx.Node], sources: dict[sympy.Symbol, Source]
@@ -131,7 +132,7 @@ class _StageGraphBuilder:
         )
 
     def build(self) -> BuiltStageGraph:
-        """All ops, then the outputs."""
+        """Copy all ops, then add the outputs."""
         for node in self.part.ops:
             self.env[node] = self._copy(node)
         self.graph.output(tuple(self._value(node) for node, _ in self.part.outputs))
@@ -157,7 +158,7 @@ class _StageGraphBuilder:
         return replace
 
     def _value(self, node: fx.Node) -> Any:
-        """The stage's own node (or number) for a node of the whole graph."""
+        """Return the stage's node (or number) for a node of the whole graph."""
         if node in self.env:
             return self.env[node]
         if node.op == "placeholder":  # all others were added before
@@ -172,7 +173,7 @@ class _StageGraphBuilder:
         return self.env[node]
 
     def _size_node(self, node: fx.Node) -> Any:
-        """A size rebuilt: integers from their expression, other numbers by the same operation."""
+        """Rebuild a size: integers from their expression, other numbers by the same operation."""
         value = node.meta["val"]
         if isinstance(value, bool | int | float):
             return value
@@ -192,6 +193,6 @@ def _unsupported(node: fx.Node, value: Any) -> Exception:
     return error(
         "FXP108",
         where=format_node(node),
-        why=f"the size {value} is no integer expression in the inputs' sizes",
+        why=f"the size {value} is not an integer expression of the inputs' sizes",
         fix="compute it with //, %, +, - and * from the inputs' shapes",
     )

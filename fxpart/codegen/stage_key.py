@@ -1,4 +1,4 @@
-"""Which stages run the same work: a key of a stage's code and shapes, whatever its names are."""
+"""Key of a stage's code and shapes, independent of names, to find equal stages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from fxpart.errors import FxpartError
 from fxpart.program.spec import Dim, ProgramSpec, ValueSpec, dim_value
 
-FIRST = " first"  # what the key of a microbatch that adds to no gradients ends with
+FIRST = " first"  # key suffix for the first microbatch, which writes gradients instead of adding
 
 
 def stage_key(
     source: str, spec: ProgramSpec, stage: int, sizes: Mapping[str, int], optimizer: str
 ) -> str:
-    """What a stage's time depends on, as a digest: its operations, shapes, and the optimizer.
+    """Return a digest of what determines a stage's time: operations, shapes and the optimizer.
 
-    Stages whose code differs in names alone (repeated layers) have one key. source: the stage's
+    Stages whose code differs only in names (repeated layers) have one key. source: the stage's
     module. sizes: of the program's symbols for one microbatch. optimizer: its name.
     """
     found = spec.stages[stage]
@@ -41,10 +41,10 @@ def symbol_sizes(
     hints: Mapping[str, int],
     rows: int,
 ) -> dict[str, int]:
-    """What symbols are worth for a microbatch of ``rows`` rows.
+    """Return the values of symbols for a microbatch of ``rows`` rows.
 
-    symbols: per symbol the input and dim that it is read from. batch_dims: by input. hints: the
-    sizes at capture, which all but the batch keep.
+    symbols: per symbol, the input and dim that it is read from. batch_dims: by input. hints: the
+    sizes at capture, which all symbols except the batch keep.
     """
     return {
         name: rows if batch_dims.get(place) == dim else hints.get(name, rows)
@@ -57,7 +57,7 @@ def _value(value: ValueSpec, sizes: Mapping[str, int]) -> tuple[object, ...]:
 
 
 def _number(dim: Dim, sizes: Mapping[str, int]) -> int | str:
-    """A dim as a number; as a question mark where only the run can tell."""
+    """Return a dim as a number, or "?" if it is only known at run time."""
     try:
         return dim_value(dim, sizes)
     except FxpartError:
@@ -65,20 +65,20 @@ def _number(dim: Dim, sizes: Mapping[str, int]) -> int | str:
 
 
 def _passed_on(spec: ProgramSpec, stage: int, name: str) -> bool:
-    """Whether a later stage uses the value too, so that its gradient may come through here."""
+    """Return whether a later stage also uses the value, so its gradient may arrive here."""
     later = spec.stages[stage + 1 :]
     return any(value.name == name for other in later for value in other.inputs)
 
 
 def canonical(source: str) -> str:
-    """A stage module's forward without its own names, comments and the numbers of random ops."""
+    """Return a module's forward without local names, comments and random-op indices."""
     every = ast.walk(ast.parse(source))
     forward = next(n for n in every if isinstance(n, ast.FunctionDef) and n.name == "forward")
     return ast.dump(_NameCanonicalizer(forward).visit(forward))
 
 
 class _NameCanonicalizer(ast.NodeTransformer):
-    """Local names and attributes of self by the order in which they come; ops keep theirs."""
+    """Replace local names and attributes of self by numbers in order of appearance."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         made = (n for n in ast.walk(function) if isinstance(n, ast.Name))
@@ -105,5 +105,5 @@ class _NameCanonicalizer(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Name) and node.func.id == "seeded":
-            node.args[1] = ast.Constant(0)  # which random op it is
+            node.args[1] = ast.Constant(0)  # index of the random op
         return self.generic_visit(node)

@@ -1,4 +1,4 @@
-"""An assigned graph cut into one graph per stage, and the description of the whole program."""
+"""Split an assigned graph into one graph per stage, and describe the whole program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StageGraph:
     """One stage: its call signature, and its ops as a graph.
 
     The graph's placeholders are the key and then ``spec.inputs`` in order; ``get_attr`` targets are
-    original names; it returns a tuple of ``spec.outputs``. blocks: names of the blocks on it.
+    original names; it returns a tuple of ``spec.outputs``. blocks: names of its blocks.
     """
 
     spec: StageSpec
@@ -46,15 +46,15 @@ def split(
     keep_outputs: bool = False,
     sharding: ShardingSpec | None = None,
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
-    """Cut an assigned graph into stages.
+    """Split an assigned graph into stages.
 
-    Each op that the loss needs (with ``keep_outputs`` the user's outputs too) is on exactly one
-    stage; a value goes directly from its stage to each stage that uses it; sizes are rebuilt from
-    shapes. sharding: of a local graph, kept in the program. Raises FXP106 without a loss, FXP201
-    with every reason why the stages are impossible.
+    Each op that the loss needs (with ``keep_outputs`` also the user's outputs) is on exactly one
+    stage. A value is sent directly from its stage to each stage that uses it; sizes are rebuilt
+    from shapes. sharding: of a rank-local graph, stored in the program. Raise FXP106 without a
+    loss, FXP201 with every reason why the assignment is invalid.
     """
     if graph.meta.get(LEVEL_KEY) != Level.ASSIGNED:
-        raise error("FXP900", where="split", why="the graph has no stages yet")
+        raise error("FXP900", where="split", why="the graph has no stage assignment")
     work = _StageSplitter(graph, captured, keep_outputs)
     parts = [work.part(index) for index in range(work.count)]
     owners = _holders(parts)
@@ -84,7 +84,7 @@ def split(
 
 
 class _StageSplitter:
-    """What all stages share: where each op runs, what leaves its stage, and under which name."""
+    """Shared data of all stages: the stage of each op, and names of values that leave a stage."""
 
     def __init__(self, module: fx.GraphModule, captured: CapturedModel, keep_outputs: bool) -> None:
         self.graph = module.graph
@@ -98,7 +98,7 @@ class _StageSplitter:
         self.loss = loss if isinstance(loss, fx.Node) else None
         if self.loss is None and not kept:
             raise error(
-                "FXP106", where="the captured graph", why="it returns no loss", fix="give loss="
+                "FXP106", where="the captured graph", why="it returns no loss", fix="pass loss="
             )
         returned = [*([self.loss] if self.loss is not None else []), *kept]
         effects = writes(self.graph)
@@ -108,7 +108,7 @@ class _StageSplitter:
         self.sparse = sparse_tables(self.graph, self.alive.__contains__)
         self.totals = totals_of(module)
         self.inputs = self._inputs()
-        # Sizes are read from inputs that are needed anyway, where those have them.
+        # Prefer live inputs as sources of sizes.
         self.given = sorted(self.inputs, key=lambda n: n not in self.alive)
         self.ops: list[list[fx.Node]] = [[] for _ in range(self.count)]
         for node, stage in self.stages.items():
@@ -122,14 +122,14 @@ class _StageSplitter:
         self.output_names = tuple(self.names[node] for node in kept)
 
     def _inputs(self) -> dict[fx.Node, str]:
-        """The user's input nodes in order, then totals of the batch, with their names."""
+        """Return the user's input nodes in order, then totals of the batch, with their names."""
         nodes = [n for n in self.graph.nodes if n.op == "placeholder" and n.name != RNG_KEY]
         count = len(self.captured.inputs)
         named = {n: spec.name for n, spec in zip(nodes[:count], self.captured.inputs, strict=True)}
         return named | {node: node.name for node in nodes[count:]}
 
     def _value_names(self, returned: Iterable[fx.Node]) -> dict[fx.Node, str]:
-        """Names of values that may leave a stage; a returned input or weight gets its own."""
+        """Name the values that may leave a stage; a returned input or weight gets a new name."""
         taken = set(self.inputs.values())
         names: dict[fx.Node, str] = {}
         for node in (*self.stages, *returned):
@@ -140,7 +140,7 @@ class _StageSplitter:
         return names
 
     def part(self, index: int) -> StageSubgraph:
-        """What stage ``index`` computes, takes and gives."""
+        """Return the subgraph that stage ``index`` computes."""
         returned = self.returned.get(index, [])
         used = [a for n in self.ops[index] for a in n.all_input_nodes]
         used += [n for n in returned if n not in self.stages]
@@ -165,7 +165,7 @@ class _StageSplitter:
         )
 
     def stage(self, part: StageSubgraph, owners: dict[str, list[int]]) -> StageGraph:
-        """Build the graph of a stage and its description."""
+        """Build the graph and the description of a stage."""
         crossing = build_graph(part)
         index = part.index
         ops = set(part.ops)
@@ -225,7 +225,7 @@ def _kind(name: str, captured: CapturedModel) -> str:
 
 
 def _holders(parts: Iterable[StageSubgraph]) -> dict[str, list[int]]:
-    """Per state name, the stages that use it, the owner (the first) first."""
+    """Return the stages that use each state tensor; the first is the owner."""
     holders: dict[str, list[int]] = {}
     for part in parts:
         for name in part.state:

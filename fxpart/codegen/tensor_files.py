@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, read one by one into memory of their own.
+"""Read tensors from safetensors files, one at a time into separate memory.
 
-The files are read, not mapped: pages of a mapped file count as the process's memory for as long as
-the file is open, and a rank that has read its part would hold it twice.
+Files are read, not mapped: pages of a mapped file count as process memory while the file is open,
+so a rank would need twice the memory for its part.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ DTYPES = {
     "U64": torch.uint64,
     "BOOL": torch.bool,
 }
-_LARGEST = 100_000_000  # bytes of a header, the format's own limit
+_LARGEST = 100_000_000  # maximum bytes of a header, defined by the format
 _UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
 )  # fmt: skip
-_CHUNK = 1 << 22  # bytes read at once of a tensor that is cut along an inner dim
+_CHUNK = 1 << 22  # bytes per read of a tensor sharded along an inner dim
 
 
 @dataclass(frozen=True)
 class _TensorFileEntry:
-    """Where one tensor lies. start: its first byte in the file."""
+    """Location of one tensor. start: its first byte in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -54,12 +54,11 @@ class _TensorFileEntry:
 
 
 class TensorFiles:
-    """The tensors of one ``.safetensors`` file, or of a folder.
+    """The tensors of one ``.safetensors`` file or of a folder.
 
-    Of a folder, the files that its ``model.safetensors.index.json`` lists, or all that lie there.
-    Only headers are read until a tensor is asked for. Raises FXP110 when there is no such file,
-    when one is damaged, when two have a tensor of the same name, or when one lacks a tensor that
-    the index says is there.
+    In a folder, these are the files that ``model.safetensors.index.json`` lists, or all files. Only
+    headers are read until a tensor is requested. Raise FXP110 if there is no file, if one is
+    damaged, if two have a tensor of the same name, or if a listed tensor is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,7 +71,7 @@ class TensorFiles:
             listed = sorted({path / name for name in index.values()})
             files = listed or sorted(path.glob("*.safetensors"))
         if not files:
-            raise _fault(path, "the folder has no .safetensors file")
+            raise _fault(path, "the folder contains no .safetensors file")
         self._entries: dict[str, _TensorFileEntry] = {}
         self._open: dict[Path, BinaryIO] = {}
         for file in files:
@@ -83,36 +82,36 @@ class TensorFiles:
                 continue
             for name, entry in found.items():
                 if name in self._entries:
-                    problems.extend(_fault(file, f"{short(name)} is in another file too").problems)
+                    problems.extend(_fault(file, f"{short(name)} is also in another file").problems)
                 self._entries[name] = entry
         lost = [name for name in index if name not in self._entries]
         if lost and not problems:
-            why = f"it lists {len(lost)} tensors that are in no file, {short(lost[0])} for one"
+            why = f"it lists {len(lost)} tensors that no file contains, such as {short(lost[0])}"
             problems.extend(_fault(path / INDEX, why).problems)
         if problems:
             raise FxpartError(problems)
 
     def names(self) -> Collection[str]:
-        """All names in all files."""
+        """Return all names in all files."""
         return self._entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor, from the header."""
+        """Return the shape of one tensor, from the header."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of one tensor, from the header."""
+        """Return the dtype of one tensor, from the header."""
         return self._entries[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU; nobody else has it."""
+        """Return one tensor on the CPU, in memory of its own."""
         entry = self._entries[name]
         return self._rows(entry, 0, math.prod(entry.shape), entry.shape)
 
     def read_part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """A range of each dim of one tensor, on the CPU; never more in memory than a little more.
+        """Return a range of each dim of one tensor, on the CPU, with little extra memory.
 
-        Along the first dim nothing else is read; along others the rows that hold the part are.
+        Along the first dim only the range is read; along other dims whole rows are read in chunks.
         """
         entry = self._entries[name]
         if not slices or not all(entry.shape):
@@ -134,7 +133,7 @@ class TensorFiles:
     def _rows(
         self, entry: _TensorFileEntry, start: int, count: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """``count`` elements from the element ``start`` on."""
+        """Return ``count`` elements, beginning with element ``start``."""
         tensor = torch.empty(shape, dtype=entry.dtype)
         if not count:
             return tensor
@@ -150,7 +149,7 @@ class TensorFiles:
             while done < len(buffer):
                 got = file.readinto(buffer[done:])  # type: ignore[attr-defined]
                 if not got:
-                    raise _fault(entry.file, "it has become shorter while it was read")
+                    raise _fault(entry.file, "the file was truncated while it was read")
                 done += got
         except OSError as cause:
             raise _fault(entry.file, f"it cannot be read: {cause}") from cause
@@ -158,25 +157,25 @@ class TensorFiles:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """File names by tensor name; empty without an index."""
+    """Return file names by tensor name; empty without an index."""
     if not path.exists():
         return {}
     try:
         found: dict[str, Any] = from_json(read_bytes(path, _LARGEST))["weight_map"]
         wrong = [file for file in found.values() if Path(file).name != file]
     except _UNREADABLE as cause:
-        raise _fault(path, f"it is no index of a checkpoint: {cause!r}") from cause
+        raise _fault(path, f"it is not a valid checkpoint index: {cause!r}") from cause
     if wrong:
-        raise _fault(path, f"{quoted(wrong[0])} is not the name of a file beside it")
+        raise _fault(path, f"{quoted(wrong[0])} is not the name of a file in the same folder")
     return found
 
 
 def _header(path: Path) -> dict[str, _TensorFileEntry]:
-    """The tensors of a file; ValueError where it is not as the format says."""
+    """Return the tensors of a file; raise ValueError for an invalid file."""
     with open_regular_file(path) as (file, size):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_LARGEST, size - 8):
-            raise ValueError("the file is shorter than its header says")
+            raise ValueError("the file is shorter than its header states")
         header: dict[str, Any] = from_json(file.read(length))
     found = {}
     for name, entry in header.items():
@@ -185,17 +184,17 @@ def _header(path: Path) -> dict[str, _TensorFileEntry]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             kind = quoted(entry["dtype"])
-            raise ValueError(f"{short(name)} is of dtype {kind}, which torch does not have")
+            raise ValueError(f"{short(name)} has the unsupported dtype {kind}")
         shape = tuple(int(n) for n in entry["shape"])
         start, stop = (int(n) for n in entry["data_offsets"])
         if min((*shape, start), default=0) < 0 or stop > size - 8 - length:
-            raise ValueError(f"{short(name)} lies outside of the file")
+            raise ValueError(f"{short(name)} exceeds the file")
         if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{short(name)} has not the bytes of {quoted(list(shape))}")
+            raise ValueError(f"{short(name)} does not have the bytes of {quoted(list(shape))}")
         found[name] = _TensorFileEntry(path, dtype, shape, 8 + length + start)
     return found
 
 
 def _fault(path: Path, why: str) -> FxpartError:
-    fix = "give a .safetensors file, or a folder of them"
+    fix = "pass a .safetensors file, or a folder of them"
     return FxpartError(Problem("FXP110", path.name, why, fix))

@@ -17,14 +17,14 @@ from fxpart.program.spec import ConstantTensor, TotalsSpec, TotalStep
 
 
 def totals_of(graph: fx.GraphModule) -> TotalInputs | None:
-    """What a divided graph takes beside the user's inputs; None for any other graph."""
+    """Return the additional inputs of a divided graph; None for any other graph."""
     found = graph.meta.get(OBJECTIVE_KEY)
     assert found is None or isinstance(found, TotalInputs)
     return found
 
 
 def totals_spec(totals: TotalInputs) -> TotalsSpec:
-    """The totals as data. FXP108 with an operation or argument that cannot be written."""
+    """Return the totals as data; raise FXP108 for an unsupported operation or argument."""
     work = _TotalStepWriter(totals)
     for node in totals.graph.nodes:
         work.add(node)
@@ -39,9 +39,9 @@ def totals_spec(totals: TotalInputs) -> TotalsSpec:
 
 
 def weight_spec(captured: fx.GraphModule) -> TotalsSpec | None:
-    """What computes a batch's weight in a mean over batches; None where its rows count.
+    """Return the computation of a batch's weight in a mean over batches; None to use its rows.
 
-    They count, too, where the weight takes an operation that cannot be written.
+    The rows are also used if the weight needs an unsupported operation.
     """
     found = captured.meta.get(WEIGHT_KEY)
     if found is None:
@@ -54,7 +54,7 @@ def weight_spec(captured: fx.GraphModule) -> TotalsSpec | None:
 
 
 class _TotalStepWriter:
-    """Writes the operations one after another. Results are numbered."""
+    """Writes operations one after another; results are numbered."""
 
     def __init__(self, totals: TotalInputs) -> None:
         self.module = totals.module
@@ -120,7 +120,9 @@ def _name(node: fx.Node) -> str:
     name = str(node.target)
     if not isinstance(node.target, torch._ops.OpOverload) or not name.startswith("aten."):
         raise error(
-            "FXP108", where=format_node(node), why="a total of the batch needs aten operations"
+            "FXP108",
+            where=format_node(node),
+            why="batch totals may use only aten operations",
         )
     return name
 

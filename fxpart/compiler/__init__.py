@@ -1,7 +1,7 @@
-"""Passes and the manager that runs them: levels, verification, observers, reproducers.
+"""Compiler passes over FX graphs: pass manager, levels, verifier, observers and reproducers.
 
-A graph is a ``torch.fx.GraphModule`` whose ``meta["fxpart_level"]`` says how far it has come and
-whose nodes carry one frozen :class:`NodeAnnotation` under ``node.meta["fxpart"]``.
+A graph is a ``torch.fx.GraphModule``. ``meta["fxpart_level"]`` is its level, and each node carries
+one frozen :class:`NodeAnnotation` in ``node.meta["fxpart"]``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Arguments of ops as JSON and back; whatever JSON has no word for becomes a dict with one key."""
+"""Convert FX node arguments to JSON and back.
+
+A value that JSON cannot represent becomes a dict with one key, which names its type.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode(item: Any) -> Json:
-    """An argument in JSON's own types; FXP900 for an object that has no name."""
+    """Return an argument as JSON; raise FXP900 for an object without a JSON form."""
     if isinstance(item, fx.Node):
         return {"node": item.name}
     if item is None or isinstance(item, (bool, int, str)):
@@ -43,45 +46,46 @@ def encode(item: Any) -> Json:
         return {"operation": f"higher_order.{item.__name__}"}
     if callable(item):
         return {"function": name_of(item)}
-    raise error("FXP900", where="writing a graph", why=f"{type(item).__name__} has no JSON form")
+    why = f"{type(item).__name__} has no JSON form"
+    raise error("FXP900", where="graph serialization", why=why)
 
 
 def plain_name(item: Any) -> str:
-    """ "float32" for torch.float32."""
+    """Return a torch constant's name without its prefix: "float32" for torch.float32."""
     return str(item).removeprefix("torch.")
 
 
 def decode(item: Json, nodes: Mapping[str, fx.Node]) -> Any:
-    """The inverse of :func:`encode`; ValueError for what it never writes."""
+    """Return the argument that :func:`encode` wrote; raise ValueError for unknown data."""
     if isinstance(item, list):
         return [decode(i, nodes) for i in item]
     if not isinstance(item, dict):
         return item
-    ((kind, held),) = item.items()
+    ((kind, content),) = item.items()
     if kind == "node":
-        return nodes[held]
+        return nodes[content]
     if kind == "tuple":
-        return tuple(decode(i, nodes) for i in held)
+        return tuple(decode(i, nodes) for i in content)
     if kind == "dict":
-        return {k: decode(v, nodes) for k, v in held.items()}
+        return {k: decode(v, nodes) for k, v in content.items()}
     if kind == "slice":
-        return slice(*(decode(i, nodes) for i in held))
+        return slice(*(decode(i, nodes) for i in content))
     if kind == "float":
-        return float(held)
+        return float(content)
     if kind == "device":
-        return torch.device(held)
+        return torch.device(content)
     if kind == "torch":
-        return constant(held, _NAMED)
+        return constant(content, _NAMED)
     if kind == "operation":
-        return operation(held)
+        return operation(content)
     if kind == "function":
-        return function(held)
-    raise ValueError(f"{kind[:80]!r} is no kind of argument")
+        return function(content)
+    raise ValueError(f"Unknown kind of argument: {kind[:80]!r}")
 
 
 def constant(name: str, kinds: type | tuple[type, ...]) -> Any:
-    """A dtype, layout or memory format by its plain name; ValueError where it is none."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, kinds):
-        raise ValueError(f"{name[:80]!r} is no name of a dtype or layout")
-    return found
+    """Return the dtype, layout or memory format of this name; raise ValueError if unknown."""
+    value = getattr(torch, name, None)
+    if not isinstance(value, kinds):
+        raise ValueError(f"Unknown dtype, layout or memory format: {name[:80]!r}")
+    return value

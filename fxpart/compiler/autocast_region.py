@@ -1,4 +1,4 @@
-"""The conversions that ``torch.autocast`` makes around one op, observed on fake tensors."""
+"""Dtype conversions that ``torch.autocast`` inserts for one op, observed on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from fxpart.compat import may_convert, silence_fake_errors, watch_casts
 from fxpart.compiler.tensor_sizes import tensors
 
-# graph.meta: one autocast is around the whole graph, whose regions share its conversions.
+# graph.meta: the whole graph is in one autocast context, so its regions share conversions.
 WHOLE_KEY = "fxpart_autocast"
 
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """An autocast region that is on; cache: whether conversions of parameters are shared."""
+    """An enabled autocast region. cache: whether conversions of parameters are cached."""
 
     device: str
     dtype: torch.dtype
@@ -34,23 +34,26 @@ def conversions(
     kwargs: dict[str, Any],
     mode: AbstractContextManager[Any],
 ) -> dict[int, torch.dtype] | None:
-    """By ``id`` of the tensors among the arguments: the dtype that autocast converts them to.
+    """Return the dtype to which autocast converts each tensor argument, by ``id`` of the tensor.
 
-    args, kwargs: fake tensors. None if the op, inside itself, converts what is no argument, or if
-    the conversions do not explain the dtype of its result, or if it does not run on fakes.
+    args, kwargs: fake tensors. Return None if the op internally converts tensors that are not
+    arguments, if these conversions do not explain the dtype of its result, or if it cannot run on
+    fake tensors.
     """
     if not may_convert(op, region.device):
         return {}
     try:
         inside, results = _watch(region, op, args, kwargs, mode)
-    except RuntimeError:  # an op that is made of others, and looks at sizes in between
+    except RuntimeError:  # a composite op that reads sizes of intermediate tensors
         return None
-    with silence_fake_errors():  # without autocast the operands may not fit together
+    with silence_fake_errors():  # operand dtypes may not match without autocast
         outside, _ = _watch(None, op, args, kwargs, mode)
     added = Counter((id(t), dtype) for t, dtype in inside)
     added.subtract((id(t), dtype) for t, dtype in outside)
-    given = {id(t) for t in tensors([*args, *kwargs.values()])}
-    found = {key: dtype for (key, dtype), count in added.items() if count > 0 and key in given}
+    argument_ids = {id(t) for t in tensors([*args, *kwargs.values()])}
+    found = {
+        key: dtype for (key, dtype), count in added.items() if count > 0 and key in argument_ids
+    }
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -60,18 +63,27 @@ def conversions(
         return item
 
     with mode, torch.no_grad():
-        mine, named = tuple(map(convert, args)), {k: convert(v) for k, v in kwargs.items()}
-    plain, alone = _watch(None, op, mine, named, mode)
-    known = given | {id(t) for t in tensors([*mine, *named.values()])}
-    same = [t.dtype for t in tensors(alone)] == [t.dtype for t in tensors(results)]
-    return found if same and _inner(plain, known) == _inner(inside, given) else None
+        cast_args, cast_kwargs = (
+            tuple(map(convert, args)),
+            {k: convert(v) for k, v in kwargs.items()},
+        )
+    seen_plain, plain_results = _watch(None, op, cast_args, cast_kwargs, mode)
+    known_ids = argument_ids | {id(t) for t in tensors([*cast_args, *cast_kwargs.values()])}
+    same_dtypes = [t.dtype for t in tensors(plain_results)] == [t.dtype for t in tensors(results)]
+    return (
+        found
+        if same_dtypes and _inner(seen_plain, known_ids) == _inner(inside, argument_ids)
+        else None
+    )
 
 
 def _inner(
-    seen: list[tuple[torch.Tensor, torch.dtype]], given: set[int]
+    seen: list[tuple[torch.Tensor, torch.dtype]], argument_ids: set[int]
 ) -> Counter[tuple[str, str, str]]:
-    """Conversions of what an op makes inside itself: shape, from which dtype to which."""
-    return Counter((str(t.shape), str(t.dtype), str(d)) for t, d in seen if id(t) not in given)
+    """Count conversions of tensors that the op creates internally, by shape and both dtypes."""
+    return Counter(
+        (str(t.shape), str(t.dtype), str(d)) for t, d in seen if id(t) not in argument_ids
+    )
 
 
 def _watch(
@@ -81,7 +93,7 @@ def _watch(
     kwargs: dict[str, Any],
     mode: AbstractContextManager[Any],
 ) -> tuple[list[tuple[torch.Tensor, torch.dtype]], Any]:
-    """Run the op with or without autocast; the conversions it made (kept alive), and its result."""
+    """Run the op with or without autocast; return its conversions (kept alive) and its result."""
     around: AbstractContextManager[Any] = nullcontext()
     if region is not None:
         around = torch.autocast(region.device, dtype=region.dtype, cache_enabled=False)
@@ -91,7 +103,7 @@ def _watch(
             try:
                 result = op(*args, **kwargs)
             except RuntimeError:
-                # Without autocast the operands' dtypes may not even fit together.
+                # Without autocast the dtypes of the operands may not match.
                 if region is not None:
                     raise
                 result = None

@@ -1,4 +1,4 @@
-"""What makes two blocks the same: ops, arguments, shapes and gradients, not names."""
+"""Structural identity of blocks: ops, arguments, shapes and gradients, but not names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpart.compiler.tensor_sizes import format_size, tensors
 
 
 def identity(nodes: Sequence[fx.Node]) -> str:
-    """A hex digest equal for blocks that run the same ops on the same shapes in the same wiring."""
+    """Return a hex digest that is equal for blocks with the same ops, shapes and data flow."""
     local: dict[fx.Node, str] = {}
     inside = set(nodes)
     lines = []
@@ -27,8 +27,8 @@ def identity(nodes: Sequence[fx.Node]) -> str:
 
 
 def _line(node: fx.Node, local: dict[fx.Node, str]) -> str:
-    """One op: its name, arguments, result, gradient and what it saves."""
-    known = annotation(node)
+    """Describe one op: name, arguments, result, gradient and saved tensors."""
+    note = annotation(node)
 
     def text(item: Any) -> str:
         if isinstance(item, fx.Node):
@@ -41,25 +41,25 @@ def _line(node: fx.Node, local: dict[fx.Node, str]) -> str:
             return "{" + ",".join(f"{k}={text(v)}" for k, v in sorted(item.items())) + "}"
         return f"{type(item).__name__}:{item}"
 
-    saved = ",".join(str(s.size) for s in known.saved)
-    random = "random" if known.random is not None else ""
+    saved = ",".join(str(s.size) for s in note.saved)
+    random = "random" if note.random is not None else ""
     target = op_of(node)
-    called = str(target) if is_op(target) else getattr(target, "__name__", "")
-    given = f"{text(op_args(node))},{text(dict(node.kwargs))}"
-    return f"{called}({given})->{_value(node)} {random} [{saved}]"
+    op_name = str(target) if is_op(target) else getattr(target, "__name__", "")
+    arguments = f"{text(op_args(node))},{text(dict(node.kwargs))}"
+    return f"{op_name}({arguments})->{_value(node)} {random} [{saved}]"
 
 
 def _value(node: fx.Node) -> str:
-    """Shapes, strides, dtypes and gradient of a node's value."""
-    held = value(node)
+    """Describe the shapes, strides, dtypes and gradient of a node's value."""
+    result = value(node)
     parts = [
         f"{t.dtype}{list(map(format_size, t.shape))}{list(map(format_size, t.stride()))}"
-        for t in tensors(held)
+        for t in tensors(result)
     ]
     grad = annotation(node).requires_grad
-    return "|".join(parts) + (":grad" if grad else "") if parts else f"number:{_number(held)}"
+    return "|".join(parts) + (":grad" if grad else "") if parts else f"number:{_number(result)}"
 
 
-def _number(held: Any) -> str:
-    """A size as text."""
-    return str(held) if isinstance(held, (int, float, bool, torch.SymInt)) else type(held).__name__
+def _number(size: Any) -> str:
+    """Return a size as text."""
+    return str(size) if isinstance(size, (int, float, bool, torch.SymInt)) else type(size).__name__

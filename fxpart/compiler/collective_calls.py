@@ -1,7 +1,8 @@
-"""Calls of :mod:`fxpart.collectives` in a local graph: what they leave out, and what they hide.
+"""Calls of :mod:`fxpart.collectives` in a rank-local graph: their arguments and side effects.
 
-The communicator comes first when they run and is not among a node's arguments. Forms stand for an
-op whose cut needs other lanes, ``random_shard`` for a random op whose result is cut.
+The communicator is the first argument at run time and is not part of the node's arguments. A
+sharded op that needs communication is replaced by a function of :mod:`fxpart.collectives`; a random
+op with a sharded result is replaced by ``random_shard``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from fxpart import collectives
 from fxpart.sharding import Mesh
 
 RANDOM = "random_shard"  # random_shard(mesh, shape, placements, key, index, op, *args, **kwargs)
-# Forms that write the running statistics of a batch norm: where the first of the two stands.
+# Collectives that write batch-norm running statistics: position of the first of the two buffers.
 WRITING = {"batch_norm_rows": 5}
-IDENTITIES = frozenset({"enter", "leave", "first_only", "slice_shard"})  # may share the storage
-_RANDOM_FIRST = 2  # arguments before the key
+IDENTITIES = frozenset({"enter", "leave", "first_only", "slice_shard"})  # may alias the input
+_RANDOM_FIRST = 2  # number of arguments before the key
 
 
 def is_collective(target: Any) -> bool:
-    """Whether a call's target is a function of :mod:`fxpart.collectives`."""
+    """Return whether a call's target is a function of :mod:`fxpart.collectives`."""
     if isinstance(target, (str, ModuleType)) or not callable(target):
         return False
     name = getattr(target, "__name__", "")
@@ -31,22 +32,22 @@ def is_collective(target: Any) -> bool:
 
 
 def is_random_shard(target: Any) -> bool:
-    """Whether the call draws a lane's part of random numbers."""
+    """Return whether the call draws this rank's shard of a random tensor."""
     return is_collective(target) and target.__name__ == RANDOM
 
 
 def random_part(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key, the index, the op and its arguments, out of those of ``random_shard``."""
+    """Return the key, index, op and op arguments from the arguments of ``random_shard``."""
     return args[_RANDOM_FIRST:]
 
 
 def bind_fake_communicator(target: Any, mesh: Mesh, lane: int) -> Any:
-    """A collective with a communicator of its own, for which shapes alone matter."""
+    """Bind a collective to a fake communicator, which computes shapes only."""
     return partial(target, collectives.FakeCommunicator(mesh, lane))
 
 
 def parse_random_call(node: fx.Node) -> tuple[Any, ...] | None:
-    """The key, the index, the op and its arguments of a random call; None for any other node."""
+    """Return the key, index, op and op arguments of a random call; None for any other node."""
     from fxpart.rng import seeded
 
     if node.op != "call_function":

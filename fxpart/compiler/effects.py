@@ -1,7 +1,7 @@
-"""What ops do besides returning a value: which arguments they write, whether they draw numbers.
+"""Side effects of ops: which arguments they write and whether they draw random numbers.
 
-torch's own schema and tags are asked first; the few ops whose schema hides an effect stand in a
-table here.
+The answers come from torch's op schemas and tags. Tables in this module list the few ops whose
+schema hides an effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fxpart.compiler.collective_calls import (
 )
 from fxpart.rng import seeded
 
-# Ops whose schema does not say that they write their running statistics: the positions of the
+# Ops whose schema does not declare that they write running statistics: the positions of the written
+# arguments, and the name of the flag that enables the update.
 # written arguments, and the name of the flag that switches the writing on.
 _STATISTICS = {
     "aten.batch_norm": ((3, 4), "training"),
@@ -33,7 +34,7 @@ _STATISTICS = {
     "aten.instance_norm": ((3, 4), "use_input_stats"),
 }
 
-# Ops that draw no numbers when one of these arguments is off (or zero).
+# Ops that draw no random numbers if one of these arguments is false or zero.
 _SWITCHES = {
     "aten.dropout": ("p", "train"),
     "aten.feature_dropout": ("p", "train"),
@@ -74,14 +75,14 @@ _ASSERTS = frozenset(
 
 
 def op_of(node: fx.Node) -> Any:
-    """The callable that does a node's work: of a random call with a key, the op that it calls."""
+    """Return the callable that a node runs; for a random call with a key, the underlying op."""
     if node.target is seeded or is_random_shard(node.target):
         return _keyed(node)[2]
     return node.target
 
 
 def op_args(node: fx.Node) -> tuple[Any, ...]:
-    """The positional arguments of :func:`op_of`."""
+    """Return the positional arguments of :func:`op_of`."""
     if node.target is seeded or is_random_shard(node.target):
         return tuple(_keyed(node)[3:])
     return tuple(node.args)
@@ -93,18 +94,18 @@ def _keyed(node: fx.Node) -> tuple[Any, ...]:
 
 
 def packet_name(target: Any) -> str:
-    """ "aten.add" for every overload of it; "" for a callable that is no ATen op."""
+    """Return the op name without its overload, such as "aten.add"; "" if it is not a torch op."""
     schema = operation_schema(target)
     return "" if schema is None else str(schema.name).replace("::", ".")
 
 
 def is_op(target: Any) -> bool:
-    """Whether the target is an op overload with a schema."""
+    """Return whether the target is an op overload with a schema."""
     return operation_schema(target) is not None
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The node's value for the schema argument ``name``, by position, keyword or schema default."""
+    """Return the value of schema argument ``name``, by position, keyword or schema default."""
     target, args = op_of(node), op_args(node)
     for position, declared in enumerate(operation_schema(target).arguments):
         if declared.name == name:
@@ -117,12 +118,12 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def is_assert(node: fx.Node) -> bool:
-    """Whether a node only checks something that capture has settled."""
+    """Return whether a node only asserts a condition that capture has already checked."""
     return node.op == "call_function" and packet_name(node.target) in _ASSERTS
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws numbers: it has torch's tag, and its arguments switch that on."""
+    """Return whether a node draws random numbers, by torch's tag and its enabling arguments."""
     if node.op != "call_function":
         return False
     target = op_of(node)
@@ -135,12 +136,12 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _on(value: Any) -> bool:
-    """Whether a switch argument is on; a symbolic or missing one counts as on."""
+    """Return whether an enabling argument is true; symbolic or missing values count as true."""
     return not (isinstance(value, (bool, int, float)) and not value)
 
 
 def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose storage this node writes: by schema, or running statistics in training."""
+    """Return the nodes whose storage this node writes, by schema or as running statistics."""
     if node.op != "call_function":
         return ()
     target, args = op_of(node), op_args(node)
@@ -162,7 +163,7 @@ def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def tensors_in(value: Any) -> Iterator[fx.Node]:
-    """The nodes in an argument, through lists, tuples and dicts."""
+    """Yield the nodes in an argument, through lists, tuples and dicts."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -174,14 +175,14 @@ def tensors_in(value: Any) -> Iterator[fx.Node]:
 
 
 def views(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The argument nodes whose storage the result may share, by schema."""
+    """Return the argument nodes whose storage the result may alias, by schema."""
     if node.op != "call_function":
         return ()
     target = op_of(node)
     if is_collective(target):
         return tuple(tensors_in(node.args[0])) if target.__name__ in IDENTITIES else ()
     if not is_op(target):
-        # getitem takes a tensor out of a list that an op returned
+        # getitem selects a tensor from the list that an op returned.
         return tuple(n for n in node.args if isinstance(n, fx.Node))
     if torch.Tag.maybe_aliasing_or_mutating not in target.tags and not any(
         r.alias_info is not None for r in operation_schema(target).returns
@@ -197,7 +198,7 @@ def views(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def view_chain(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, what it is a view of, and so on to the value that owns the storage."""
+    """Yield the node, the node it is a view of, and so on to the owner of the storage."""
     yield node
     while sources := views(node):
         node = sources[0]
@@ -205,7 +206,7 @@ def view_chain(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def state_written(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
-    """For each node that writes state: the names of that state, through views."""
+    """Map each node that writes state to the names of that state, through views."""
     roots = state_roots(graph)
     return {
         node: names
@@ -215,7 +216,7 @@ def state_written(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
 
 
 def state_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """For each node: the state (by qualified name) whose storage its value may share."""
+    """Map each node to the names of the state whose storage its value may alias."""
     roots: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -226,12 +227,12 @@ def state_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must stay although nobody uses its value."""
+    """Return whether a node must remain even without users."""
     return node.op in ("placeholder", "output") or bool(list_written_nodes(node))
 
 
 def remove_dead_nodes(graph: fx.Graph) -> int:
-    """Remove every node without users and without effect; the number removed."""
+    """Remove every node without users and side effects; return the number removed."""
     count = 0
     for node in reversed(graph.nodes):
         if not node.users and not has_effect(node):

@@ -1,7 +1,7 @@
-"""Functions of a graph by name, and back: only those that compute with tensors and sizes.
+"""Look up the functions of a graph by name.
 
-A graph's file may come from anyone. What it names is looked up among what is known to be harmless,
-never imported.
+A graph file may be untrusted, so names are looked up in a list of known safe functions and never
+imported.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MATH = (
     "log log10 log1p log2 pow sin sinh sqrt tan tanh trunc"
 )
 _OP = re.compile(r"[A-Za-z]\w*(\.\w+){1,2}", re.ASCII)
-_NO_OPS = frozenset({"aten.from_file"})  # it opens, and may make, the file that it is given
+_NO_OPS = frozenset({"aten.from_file"})  # opens and may create a file
 
 
 def name_of(function: Any) -> str:
-    """ "operator:add" and the like: what :func:`function` finds again."""
+    """Return the name of a function, such as "operator:add", that :func:`function` looks up."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 def function(name: str) -> Any:
-    """The function of that name; ValueError for any that is not one of a graph."""
+    """Return the function of this name; raise ValueError if it is not allowed in a graph."""
     module, _, own = str(name).partition(":")
     if module in ("operator", "_operator") and own in _OPERATORS.split():
         return getattr(operator, own)
@@ -53,11 +53,11 @@ def function(name: str) -> Any:
     found = getattr(collectives, own, None) if own.isidentifier() else None
     if callable(found) and name == name_of(found):
         return found
-    raise ValueError(f"{name[:80]!r} is no function that a graph calls")
+    raise ValueError(f"{name[:80]!r} is not a function that a graph may call")
 
 
 def operation(name: str) -> Any:
-    """The op of torch, or of an installed library, of that name; ValueError where it is none."""
+    """Return the op of torch or of an installed library; raise ValueError for an unknown name."""
     found: Any = torch.ops
     if _OP.fullmatch(str(name)) and str(name).rpartition(".")[0] not in _NO_OPS:
         for part in name.split("."):
@@ -66,4 +66,4 @@ def operation(name: str) -> Any:
             is_op(found) and has_kernel(found)
         ):
             return found
-    raise ValueError(f"{str(name)[:80]!r} is no op")
+    raise ValueError(f"Unknown op: {str(name)[:80]!r}")

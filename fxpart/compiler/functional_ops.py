@@ -1,4 +1,4 @@
-"""The functional form of in-place and out= ops, found by torch's naming and schemas."""
+"""Functional forms of in-place and out= ops, found by torch's naming and schemas."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ METADATA_OPS = frozenset(
     )
 )
 
-# Ops whose functional form has no derivative, while theirs is a tensor of zeros.
+# Ops whose functional form has no derivative, while the in-place form has a zero gradient.
 FILLING = frozenset({"aten.bernoulli_", "aten.normal_"})
 
-# Where the name alone does not lead to the functional op.
+# Ops whose functional form does not follow from the name; "" means that there is none.
 _IRREGULAR = {
     "aten.normal_": "normal_functional",
     "aten.rrelu_with_noise_": "",
@@ -40,10 +40,10 @@ _IRREGULAR = {
 
 
 def functional_form(target: Any) -> Any:
-    """The op that returns what ``target`` would write; None if there is none.
+    """Return the op that returns what ``target`` would write; None if there is none.
 
     ``add_.Tensor`` -> ``add.Tensor``; ``add.out`` -> ``add.Tensor``; ``zero_`` -> ``fill.Scalar``,
-    whose gradient is a tensor of zeros, as ``zero_``'s is; the caller adds the 0.
+    whose gradient is a tensor of zeros like that of ``zero_``. The caller adds the value 0.
     """
     schema = operation_schema(target)
     if schema is None:

@@ -1,4 +1,4 @@
-"""Where a graph can be cut: the bytes that would cross, and the places that stay closed."""
+"""Possible stage boundaries of a graph: bytes that cross each cut, and forbidden cuts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fxpart.compiler.work_estimate import nbytes
 
 
 def operations(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that belong to blocks, in order: calls that are not pure size computations."""
+    """Return the nodes that belong to blocks, in order: calls other than size computations."""
     return [n for n in graph.nodes if n.op == "call_function" and not is_size(n)]
 
 
 def crossing(ops: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
-    """For the cut after each op: bytes of the values that cross, and how many are not contiguous.
+    """Return the bytes and the number of non-contiguous tensors that cross the cut after each op.
 
-    Bytes at the example inputs; the user's inputs and state do not count, since every stage has
-    its own.
+    Bytes are at the example inputs. Model inputs and state do not count because every stage has its
+    own.
     """
     at = {n: i for i, n in enumerate(ops)}
     sizes = [0] * (len(ops) + 1)
@@ -32,13 +32,13 @@ def crossing(ops: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
         last = max((at[u] for u in node.users if u in at), default=first)
         if any(u.op == "output" for u in node.users) or last == first:
             last = max(last, first)
-        held = value(node)
-        size = nbytes(held)
-        odd = sum(not _contiguous(t) for t in tensors(held))
+        result = value(node)
+        size = nbytes(result)
+        strided_count = sum(not _contiguous(t) for t in tensors(result))
         sizes[first] += size
         sizes[last] -= size
-        strided[first] += odd
-        strided[last] -= odd
+        strided[first] += strided_count
+        strided[last] -= strided_count
     for row in (sizes, strided):
         for i in range(1, len(row)):
             row[i] += row[i - 1]
@@ -46,7 +46,7 @@ def crossing(ops: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 
 
 def _contiguous(tensor: torch.Tensor) -> bool:
-    """Whether strides are those of a dense row-major tensor, compared as expressions."""
+    """Return whether strides are dense and row-major, compared as symbolic expressions."""
     expected: int | torch.SymInt = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if format_size(size) != "1" and format_size(stride) != format_size(expected):
@@ -56,10 +56,10 @@ def _contiguous(tensor: torch.Tensor) -> bool:
 
 
 def closed_cuts(graph: fx.Graph, ops: Sequence[fx.Node]) -> set[int]:
-    """The cuts (after op i) that must not be made.
+    """Return the cuts (after op i) that are not allowed.
 
-    Inside: a list of tensors and its getitems; values whose shape or number depends on data;
-    all uses of state that some op writes.
+    A cut must not separate a list of tensors from its getitems, a value with data-dependent shape
+    from its users, or two uses of state that some op writes.
     """
     at = {n: i for i, n in enumerate(ops)}
     closed: set[int] = set()
@@ -69,10 +69,10 @@ def closed_cuts(graph: fx.Graph, ops: Sequence[fx.Node]) -> set[int]:
 
 
 def _spans(graph: fx.Graph, at: dict[fx.Node, int]) -> Iterator[tuple[int, int]]:
-    """Ranges of ops (first, last) that stay together."""
+    """Yield ranges of ops (first, last) that must be in one stage."""
     for node in at:
-        held = value(node)
-        if not isinstance(held, torch.Tensor) or _depends_on_data(held):
+        result = value(node)
+        if not isinstance(result, torch.Tensor) or _depends_on_data(result):
             yield at[node], max((at[u] for u in _users(node, at)), default=at[node])
     roots = state_roots(graph)
     names = {name for group in state_written(graph).values() for name in group}
@@ -86,7 +86,7 @@ def _spans(graph: fx.Graph, at: dict[fx.Node, int]) -> Iterator[tuple[int, int]]
 
 
 def _users(node: fx.Node, at: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """The ops that use a value, directly or through size computations on it."""
+    """Yield the ops that use a value, directly or through size computations."""
     for user in node.users:
         if user in at:
             yield user
@@ -95,5 +95,5 @@ def _users(node: fx.Node, at: dict[fx.Node, int]) -> Iterator[fx.Node]:
 
 
 def _depends_on_data(tensor: torch.Tensor) -> bool:
-    """Whether a size of the tensor is known only when the program runs."""
+    """Return whether a size of the tensor is known only at run time."""
     return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for s in tensor.shape)

@@ -1,4 +1,4 @@
-"""Building blocks of passes: copy a graph, add a node with value and annotation, name a place."""
+"""Graph edits shared by passes: copy a graph, add a node with value and annotation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxpart.compiler.node_annotation import KEY, NodeAnnotation
 
 
 def fork(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be changed; parameters, buffers and values are shared, not copied.
+    """Return a copy whose graph can be changed; parameters, buffers and values are shared.
 
-    Its code is written when it is first called, or by ``recompile()``.
+    The code of the copy is generated at its first call or by ``recompile()``.
     """
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
@@ -30,7 +30,7 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def annotation(node: fx.Node) -> NodeAnnotation:
-    """The node's annotation, an empty one if it has none yet."""
+    """Return the node's annotation, or an empty one if it has none."""
     found = node.meta.get(KEY)
     return found if isinstance(found, NodeAnnotation) else NodeAnnotation()
 
@@ -41,7 +41,7 @@ def annotate(node: fx.Node, **changes: Any) -> None:
 
 
 def describe_node(node: fx.Node) -> str:
-    """Where a node comes from, for a person: its name, module path and source line."""
+    """Describe a node in messages: its name, module path and source line."""
     known = annotation(node)
     parts = [f"node {node.name}"]
     if known.module:
@@ -52,12 +52,12 @@ def describe_node(node: fx.Node) -> str:
 
 
 def value(node: Any) -> Any:
-    """A node's abstract value (fake tensor, SymInt, list); other arguments are their own value."""
+    """Return a node's abstract value (fake tensor, SymInt, list); other arguments unchanged."""
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
 def fake_mode(graph: fx.Graph) -> AbstractContextManager[Any]:
-    """The fake-tensor mode of the graph's values; a null context if it has no tensors."""
+    """Return the fake-tensor mode of the graph's values; a null context without tensors."""
     for node in graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
@@ -75,9 +75,10 @@ def add_call(
     mode: AbstractContextManager[Any],
     known: Any = None,
 ) -> fx.Node:
-    """A call at the graph's insertion point with value and ``like``'s annotation.
+    """Add a call at the graph's insertion point, with a value and ``like``'s annotation.
 
-    known: its value if the caller has it, otherwise the op runs on its arguments' fake values.
+    known: the value of the call if the caller has it; otherwise the op runs on the fake values of
+    its arguments.
     """
     node = graph.call_function(target, args, kwargs or {})
     if known is None:

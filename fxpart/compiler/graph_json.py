@@ -1,7 +1,7 @@
-"""A graph as JSON and back, without pickle: ops by name, state by shape, values computed anew.
+"""Convert a graph to JSON and back without pickle.
 
-Only the inputs' shapes are stored; every other value comes from running the rebuilt graph on fake
-tensors. State comes back on the meta device: passes look at shapes, never at data.
+Ops are stored by name and state by shape. Only the shapes of inputs are stored; all other values
+are recomputed on fake tensors. State is loaded on the meta device, since passes need shapes only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fxpart.compiler.graph_edit import annotation, value
 from fxpart.compiler.node_annotation import (
     BLOCKS_KEY,
     KEY,
-    LANE_KEY,
     LEVEL_KEY,
     MESH_KEY,
+    MESH_RANK_KEY,
     NO_CUT_KEY,
     BlockInfo,
     Level,
@@ -43,7 +43,7 @@ from fxpart.sharding import Mesh
 
 
 def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
-    """Plain dicts, lists, strings and numbers."""
+    """Return a graph as plain dicts, lists, strings and numbers."""
     hints: dict[str, int] = {}
     mesh = module.meta.get(MESH_KEY)
     nodes = [_node_out(n, hints, mesh) for n in module.graph.nodes]
@@ -63,22 +63,22 @@ def graph_to_json(module: fx.GraphModule) -> dict[str, Json]:
     }
 
 
-def _attribute_out(held: Any) -> Json:
-    """State by its shape, or the graph of a region."""
-    if isinstance(held, fx.GraphModule):
-        return {"graph": graph_to_json(held)}
+def _attribute_out(entry: Any) -> Json:
+    """Return the shape and dtype of a state tensor, or the graph of a region."""
+    if isinstance(entry, fx.GraphModule):
+        return {"graph": graph_to_json(entry)}
     return {
-        "shape": list(held.shape),
-        "stride": list(held.stride()),
-        "dtype": plain_name(held.dtype),
-        "parameter": isinstance(held, torch.nn.Parameter),
-        "trained": bool(held.requires_grad),
+        "shape": list(entry.shape),
+        "stride": list(entry.stride()),
+        "dtype": plain_name(entry.dtype),
+        "parameter": isinstance(entry, torch.nn.Parameter),
+        "trained": bool(entry.requires_grad),
     }
 
 
 def _node_out(node: fx.Node, hints: dict[str, int], mesh: Mesh | None) -> Json:
-    """One node; inputs with their shapes, symbols by name."""
-    known = annotation(node)
+    """Return one node; inputs include their shapes, with symbols by name."""
+    note = annotation(node)
     result: dict[str, Json] = {
         "op": node.op,
         "name": node.name,
@@ -86,17 +86,17 @@ def _node_out(node: fx.Node, hints: dict[str, int], mesh: Mesh | None) -> Json:
         "args": encode(list(node.args)),
         "kwargs": encode(dict(node.kwargs)),
         "annotation": {
-            "module": known.module,
-            "source": known.source,
-            "requires_grad": known.requires_grad,
-            "random": known.random,
-            "block": known.block,
-            "stage": known.stage,
-            "saved": [[s.storage, str(s.size), s.source] for s in known.saved],
+            "module": note.module,
+            "source": note.source,
+            "requires_grad": note.requires_grad,
+            "random": note.random,
+            "block": note.block,
+            "stage": note.stage,
+            "saved": [[s.storage, str(s.size), s.source] for s in note.saved],
         },
     }
-    if mesh is not None and known.sharding is not None:
-        result["annotation"]["sharding"] = sharding_to_json(known.sharding, mesh)
+    if mesh is not None and note.sharding is not None:
+        result["annotation"]["sharding"] = sharding_to_json(note.sharding, mesh)
     if node.op == "placeholder":
         result["value"] = _input_out(value(node), hints)
     elif node.op == "get_attr" and isinstance(value(node), torch.Tensor):
@@ -104,39 +104,39 @@ def _node_out(node: fx.Node, hints: dict[str, int], mesh: Mesh | None) -> Json:
     return result
 
 
-def _input_out(held: Any, hints: dict[str, int]) -> Json:
-    """An input's shape; a dim that is a symbol by name, with its size when it was traced."""
-    if not isinstance(held, torch.Tensor):
-        return {"number": held if isinstance(held, (bool, int, float)) else hint(held)}
+def _input_out(entry: Any, hints: dict[str, int]) -> Json:
+    """Return an input's shape, with symbolic dims by name; record traced sizes in ``hints``."""
+    if not isinstance(entry, torch.Tensor):
+        return {"number": entry if isinstance(entry, (bool, int, float)) else hint(entry)}
     shape: list[int | str] = []
-    for size in held.shape:
-        known = expression(size)
-        if not isinstance(known, int):
-            hints[str(known)] = hint(size)
-        shape.append(known if isinstance(known, int) else str(known))
+    for size in entry.shape:
+        note = expression(size)
+        if not isinstance(note, int):
+            hints[str(note)] = hint(size)
+        shape.append(note if isinstance(note, int) else str(note))
     return {
         "shape": shape,
-        "dtype": plain_name(held.dtype),
-        "device": str(held.device),
-        "contiguous": held.is_contiguous() if all(isinstance(s, int) for s in shape) else True,
+        "dtype": plain_name(entry.dtype),
+        "device": str(entry.device),
+        "contiguous": entry.is_contiguous() if all(isinstance(s, int) for s in shape) else True,
     }
 
 
 def graph_from_json(data: Mapping[str, Json]) -> fx.GraphModule:
-    """The graph again, with fake values of its own.
+    """Rebuild the graph, with new fake values.
 
-    torch.fx writes the names of a graph into code that it runs, so they are looked at first:
-    ValueError for one that is no name. Raises whatever torch does where it cannot be rebuilt.
+    torch.fx writes names of the graph into generated code, so names are validated first: raise
+    ValueError for an invalid name. Errors of torch are passed on if the graph cannot be rebuilt.
     """
     return _build(data, fake_mode(symbolic=True))
 
 
 def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
-    """A module and the regions in it."""
+    """Build a module and the regions in it."""
     hints = _distinct(data["symbols"])
     root: dict[str, Any] = {}
-    for name, held in data["attributes"].items():
-        root[name] = _build(held["graph"], mode) if "graph" in held else _state_in(held)
+    for name, entry in data["attributes"].items():
+        root[name] = _build(entry["graph"], mode) if "graph" in entry else _state_in(entry)
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for item in data["nodes"]:
@@ -153,10 +153,10 @@ def _build(data: Mapping[str, Json], mode: Any) -> fx.GraphModule:
         if item["op"] == "placeholder":
             node.meta["val"] = _input_in(item["value"], mode, hints)
         elif "value" in item:
-            held = root[item["target"]]
+            entry = root[item["target"]]
             with mode:
                 node.meta["val"] = torch.empty_strided(
-                    held.shape, held.stride(), dtype=held.dtype, device=item["value"]["device"]
+                    entry.shape, entry.stride(), dtype=entry.dtype, device=item["value"]["device"]
                 )
     module = fx.GraphModule(root, graph)
     mesh_from_json(data, module)
@@ -174,25 +174,25 @@ _PLACE = re.compile(r"\w+(\.\w+)*")
 
 
 def _check_names(item: Mapping[str, Json]) -> None:
-    """What becomes text of the graph's code: only words."""
+    """Raise ValueError unless all text that enters generated code is a plain identifier."""
     op, target = item["op"], item["target"]
     if op not in ("placeholder", "get_attr", "call_function", "output"):
-        raise ValueError(f"{str(op)[:80]!r} is no kind of node")
+        raise ValueError(f"Unknown kind of node: {str(op)[:80]!r}")
     words = [item["name"], *item["kwargs"].get("dict", ())]
     if op != "call_function" and not _PLACE.fullmatch(target):
-        raise ValueError(f"{target[:80]!r} is no place in a model")
+        raise ValueError(f"Invalid attribute path: {target[:80]!r}")
     for word in [*words, target] if op == "placeholder" else words:
         if not _NAME.fullmatch(word):
-            raise ValueError(f"{word[:80]!r} is no name")
+            raise ValueError(f"Invalid name: {word[:80]!r}")
 
 
 def _distinct(hints: Mapping[str, int]) -> dict[str, int]:
-    """Sizes for the symbols, no two alike: equal sizes would become one symbol."""
-    after: dict[int, int] = {}  # of a size that is taken: from where on to look for a free one
+    """Choose distinct sizes for the symbols, since torch merges symbols of equal size."""
+    after: dict[int, int] = {}  # used size -> where to start the search for a free one
     result = {}
     for name, size in sorted(hints.items()):
         if not isinstance(size, int) or size >= 1 << 62:
-            raise ValueError(f"{quoted(size)} is no size")
+            raise ValueError(f"Invalid size: {quoted(size)}")
         free, passed = max(size, 2), []
         while free in after:
             passed.append(free)
@@ -203,9 +203,9 @@ def _distinct(hints: Mapping[str, int]) -> dict[str, int]:
 
 
 def _run(module: fx.GraphModule, mode: Any, inputs: Iterator[Any] | None = None) -> list[Any]:
-    """Give every node its value by running the graph on fake tensors; returns the outputs.
+    """Compute the value of every node by running the graph on fake tensors; return the outputs.
 
-    inputs: the operands of a region; None for the whole graph, whose inputs have values.
+    inputs: the operands of a region; None for the whole graph, whose inputs already have values.
     """
     env: dict[fx.Node, Any] = {}
     result: list[Any] = []
@@ -231,53 +231,54 @@ def _run(module: fx.GraphModule, mode: Any, inputs: Iterator[Any] | None = None)
 
 
 def _target(node: fx.Node, module: fx.GraphModule) -> Any:
-    """What the node calls; a collective with a communicator that knows shapes alone."""
+    """Return the callable of a node; collectives get a fake communicator."""
     if not is_collective(node.target):
         return node.target
-    return bind_fake_communicator(node.target, module.meta[MESH_KEY], module.meta[LANE_KEY])
+    return bind_fake_communicator(node.target, module.meta[MESH_KEY], module.meta[MESH_RANK_KEY])
 
 
 def _region(options: Sequence[Any]) -> AbstractContextManager[Any]:
-    """What holds inside a region: autocast if it has the four options of one; gradients are off."""
+    """Return the context of a region: autocast if it has the four options of one, else none."""
     if len(options) != 4:
         return nullcontext()
     device, dtype, enabled, cache = options
     return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
-def _state_in(held: Mapping[str, Json]) -> torch.Tensor:
-    """State of the same shape on the meta device."""
+def _state_in(entry: Mapping[str, Json]) -> torch.Tensor:
+    """Return a state tensor of the same shape on the meta device."""
     tensor = torch.empty_strided(
-        held["shape"], held["stride"], dtype=constant(held["dtype"], torch.dtype), device="meta"
+        entry["shape"], entry["stride"], dtype=constant(entry["dtype"], torch.dtype), device="meta"
     )
-    if held["parameter"]:
-        return torch.nn.Parameter(tensor, requires_grad=held["trained"])
+    if entry["parameter"]:
+        return torch.nn.Parameter(tensor, requires_grad=entry["trained"])
     return tensor
 
 
-def _input_in(held: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> Any:
-    """A fake input, its symbolic dims being symbols again."""
-    if "number" in held:
-        return held["number"]
-    unknown = [s for s in held["shape"] if isinstance(s, str) and not s.isidentifier()]
+def _input_in(entry: Mapping[str, Json], mode: Any, hints: Mapping[str, int]) -> Any:
+    """Return a fake input whose symbolic dims are symbols again."""
+    if "number" in entry:
+        return entry["number"]
+    unknown = [s for s in entry["shape"] if isinstance(s, str) and not s.isidentifier()]
     if unknown:
-        raise error("FXP900", where="rebuilding a graph", why=f"an input has the size {unknown[0]}")
-    sizes = [hints[s] if isinstance(s, str) else s for s in held["shape"]]
-    dynamic = [isinstance(s, str) for s in held["shape"]]
-    kind = constant(held["dtype"], torch.dtype)
-    meta = torch.empty(sizes, dtype=kind, device=held["device"])
+        why = f"an input has the unsupported size {unknown[0]}"
+        raise error("FXP900", where="graph deserialization", why=why)
+    sizes = [hints[s] if isinstance(s, str) else s for s in entry["shape"]]
+    dynamic = [isinstance(s, str) for s in entry["shape"]]
+    kind = constant(entry["dtype"], torch.dtype)
+    meta = torch.empty(sizes, dtype=kind, device=entry["device"])
     return symbolic_input(mode, meta, dynamic)
 
 
-def _annotation_in(held: Mapping[str, Json], mesh: str) -> NodeAnnotation:
-    """The annotation; a saved tensor's size that was an expression comes back as one symbol."""
+def _annotation_in(entry: Mapping[str, Json], mesh: str) -> NodeAnnotation:
+    """Return the annotation; a saved tensor's size expression becomes a single symbol."""
     import sympy
 
     saved = tuple(
         SavedTensor(number, int(size) if size.isdigit() else sympy.Symbol(size), source)
-        for number, size, source in held["saved"]
+        for number, size, source in entry["saved"]
     )
-    found = {**held, "saved": saved}
-    if "sharding" in held:
-        found["sharding"] = sharding_from_json(held["sharding"], Mesh.parse(mesh))
-    return NodeAnnotation(**found)
+    fields = {**entry, "saved": saved}
+    if "sharding" in entry:
+        fields["sharding"] = sharding_from_json(entry["sharding"], Mesh.parse(mesh))
+    return NodeAnnotation(**fields)

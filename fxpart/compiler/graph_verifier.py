@@ -1,4 +1,4 @@
-"""The graph invariants: what must hold before and after every pass, by level."""
+"""Graph invariants that the verifier checks before and after every pass, by level."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from fxpart.compiler.node_annotation import (
 
 
 def find_faults(module: fx.GraphModule, level: Level) -> list[str]:
-    """Everything that a graph of this level breaks, one sentence with its place for each."""
+    """Return all violations of the invariants of this level, one sentence with location each."""
     found = []
     try:
         module.graph.lint()
     except (RuntimeError, AttributeError, TypeError, ValueError) as cause:
-        found.append(f"the graph is not well formed: {cause}")
+        found.append(f"the graph is malformed: {cause}")
     reached = module.meta.get(LEVEL_KEY)
     if reached != level:
-        found.append(f"the graph's level is {reached!r}, it should be {level!r}")
+        found.append(f"the graph's level is {reached!r}, but it must be {level!r}")
     found.extend(_structure(module.graph))
     if level >= Level.ANNOTATED:
         found.extend(_prepared(module.graph))
@@ -49,12 +49,12 @@ def find_faults(module: fx.GraphModule, level: Level) -> list[str]:
 
 
 def _structure(graph: fx.Graph) -> Iterator[str]:
-    """Names unique, inputs first, one output, each call with annotation and value."""
+    """Check unique names, inputs first, one output, and an annotation and a value for each call."""
     names: set[str] = set()
     computed = False
     for node in graph.nodes:
         if node.name in names:
-            yield f"{describe_node(node)}: its name is taken twice"
+            yield f"{describe_node(node)}: its name is not unique"
         names.add(node.name)
         if node.op in ("call_module", "call_method"):
             yield f"{describe_node(node)}: a {node.op} is not allowed"
@@ -65,22 +65,22 @@ def _structure(graph: fx.Graph) -> Iterator[str]:
             if "val" not in node.meta:
                 yield f"{describe_node(node)}: it has no value"
         if node.op == "placeholder" and computed:
-            yield f"{describe_node(node)}: an input stands after an operation"
+            yield f"{describe_node(node)}: an input follows an operation"
     outputs = graph.find_nodes(op="output")
     if len(outputs) != 1 or not isinstance(outputs[0].args[0], (tuple, list)):
-        yield "the graph needs one output node with a tuple"
+        yield "the graph must have exactly one output node, which returns a tuple"
 
 
 def _prepared(graph: fx.Graph) -> Iterator[str]:
-    """No asserts, regions or unkeyed random ops are left; only state is written."""
+    """Check that no asserts, regions or unkeyed random ops remain; only state is written."""
     state = state_written(graph)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if is_assert(node):
-            yield f"{describe_node(node)}: an assertion is left"
+            yield f"{describe_node(node)}: an assertion remains in the graph"
         if getattr(node.target, "namespace", "") == "higher_order":
-            yield f"{describe_node(node)}: a region ({node.target}) is left"
+            yield f"{describe_node(node)}: a region ({node.target}) remains in the graph"
         if parse_random_call(node) is None and is_random(node):
             yield f"{describe_node(node)}: a random operation has no key"
         if list_written_nodes(node) and node not in state:
@@ -89,7 +89,7 @@ def _prepared(graph: fx.Graph) -> Iterator[str]:
 
 
 def _keys(graph: fx.Graph) -> Iterator[str]:
-    """Random ops take the first placeholder as key and count up from 0."""
+    """Check that random ops take the first placeholder as key and are numbered from 0."""
     first = next(iter(graph.find_nodes(op="placeholder")), None)
     if first is None or first.name != RNG_KEY:
         yield f"the first input must be {RNG_KEY}"
@@ -98,14 +98,14 @@ def _keys(graph: fx.Graph) -> Iterator[str]:
         if key is not first:
             yield f"{describe_node(node)}: its key is not the input {RNG_KEY}"
         if index != expected or node.meta[KEY].random != expected:
-            yield f"{describe_node(node)}: it should be random operation {expected}"
+            yield f"{describe_node(node)}: its random index must be {expected}"
 
 
 def _blocks(module: fx.GraphModule) -> Iterator[str]:
-    """Blocks count up by 0 or 1 along the graph, match the table, and hold whole effects."""
+    """Check that block numbers are consecutive, match the table, and do not split written state."""
     infos = module.meta.get(BLOCKS_KEY)
     if not isinstance(infos, tuple):
-        yield "the graph has no table of blocks"
+        yield "the graph has no block table"
         return
     last = -1
     of: dict[fx.Node, int] = {}
@@ -114,7 +114,7 @@ def _blocks(module: fx.GraphModule) -> Iterator[str]:
         block = known.block if isinstance(known, NodeAnnotation) else None
         if node.op != "call_function":
             if block is not None:
-                yield f"{describe_node(node)}: a {node.op} belongs to no block"
+                yield f"{describe_node(node)}: a {node.op} must not belong to a block"
             continue
         if block is None:
             if not is_size(node):
@@ -124,16 +124,16 @@ def _blocks(module: fx.GraphModule) -> Iterator[str]:
             yield f"{describe_node(node)}: block {block} follows block {last}"
         last = of[node] = block
     if last + 1 != len(infos):
-        yield f"{last + 1} blocks are used, the table has {len(infos)}"
+        yield f"the graph uses {last + 1} blocks, but the table has {len(infos)}"
     closed = set(module.meta.get(NO_CUT_KEY, ()))
     for name, blocks in _touched(module.graph, of).items():
         for cut in range(min(blocks), max(blocks)):
             if cut not in closed:
-                yield f"the state {name} is written, and block {cut} ends inside its uses"
+                yield f"block {cut} ends between uses of the written state {name}"
 
 
 def _touched(graph: fx.Graph, of: dict[fx.Node, int]) -> dict[str, set[int]]:
-    """For each state that is written: the blocks that use it in any way."""
+    """Map each written state to the blocks that read or write it."""
     names = {name for group in state_written(graph).values() for name in group}
     roots = state_roots(graph)
     result: dict[str, set[int]] = {}
@@ -145,7 +145,7 @@ def _touched(graph: fx.Graph, of: dict[fx.Node, int]) -> dict[str, set[int]]:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node computes with sizes only: its value is a SymInt or number, not a tensor."""
+    """Return whether a node computes only sizes: its value is a number, not a tensor."""
     known = node.meta.get("val")
     if not isinstance(known, (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float)):
         return False
@@ -154,7 +154,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _stages(graph: fx.Graph) -> Iterator[str]:
-    """One stage for each block, and no op before one that it reads from."""
+    """Check one stage per block, and that no op precedes its operands in stage order."""
     stage_of: dict[int, int | None] = {}
     stages: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def _stages(graph: fx.Graph) -> Iterator[str]:
         if not isinstance(known, NodeAnnotation) or known.block is None:
             continue
         if known.stage is None:
-            yield f"{describe_node(node)}: it is on no stage"
+            yield f"{describe_node(node)}: it has no stage"
             continue
         stages[node] = known.stage
         if stage_of.setdefault(known.block, known.stage) != known.stage:

@@ -1,7 +1,7 @@
-"""Bytes that CPU kernels keep for the backward and fake tensors do not tell.
+"""Backward memory of CPU kernels that fake tensors do not show.
 
-Fake kernels give shapes; a few real ones allocate more than the shape, or give a tensor of a size
-that only the library knows. Without this table these would be missed.
+Fake kernels return shapes only. A few CPU kernels allocate more than the shape, or save a tensor
+whose size only the library knows. This module computes these bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from fxpart.compiler.tensor_sizes import expression, nbytes
 
 Size: TypeAlias = int | sympy.Expr
-_SMALL = 2**22  # elements of a layer's input or states: measured as it is, above extrapolated
+_SMALL = 2**22  # elements of a layer's input or states up to which the workspace is measured
 _STEPS = 8
 
 
 class LstmWorkspace(sympy.Function):  # type: ignore[misc]
-    """Bytes that oneDNN's LSTM layer keeps for its backward: of (steps, rows, inputs, states).
+    """Bytes that oneDNN's LSTM layer saves for its backward, from (steps, rows, inputs, states).
 
-    Known only when all four are numbers; then the layer runs once on zeros and its result is read.
+    Evaluated only if all four are numbers: the layer then runs once on zeros and its result is
+    measured.
     """
 
     nargs = 4
@@ -31,7 +32,7 @@ class LstmWorkspace(sympy.Function):  # type: ignore[misc]
 
     @classmethod
     def eval(cls, *sizes: sympy.Expr) -> sympy.Expr | None:
-        """A number where all sizes are, None (stay an expression) otherwise."""
+        """Return a number if all sizes are numbers; otherwise None, which keeps the expression."""
         if not all(size.is_Integer for size in sizes):
             return None
         return sympy.Integer(lstm_workspace(*map(int, sizes)))
@@ -39,9 +40,10 @@ class LstmWorkspace(sympy.Function):  # type: ignore[misc]
 
 @lru_cache(maxsize=4096)
 def lstm_workspace(steps: int, rows: int, inputs: int, states: int) -> int:
-    """The bytes on this machine; they differ with the instruction set.
+    """Return the workspace bytes on this machine; they depend on the instruction set.
 
-    Long sequences are extrapolated from short ones: all parts but padding grow with the steps.
+    Long sequences are extrapolated from short ones: all parts except padding are linear in the
+    steps.
     """
     if steps > 2 * _STEPS and steps * rows * max(inputs, states) > _SMALL:
         short, longer = (lstm_workspace(n * _STEPS, rows, inputs, states) for n in (1, 2))
@@ -59,51 +61,51 @@ def lstm_workspace(steps: int, rows: int, inputs: int, states: int) -> int:
 
 
 def result_bytes(name: str, index: int, tensor: torch.Tensor) -> Size:
-    """Bytes of the storage of an op's result number ``index``. name: as "aten.embedding_bag"."""
+    """Return the storage bytes of an op's result ``index``. name: such as "aten.embedding_bag"."""
     size = expression(nbytes(tensor))
     if name == "aten.embedding_bag" and index == 1 and tensor.device.type == "cpu" and size != 0:
-        return size + tensor.element_size()  # the kernel fills one more and shrinks the tensor
+        return size + tensor.element_size()  # the kernel allocates one more element
     return size
 
 
 def lstm_saved(
     args: tuple[Any, ...], kept: dict[str, Any]
 ) -> tuple[tuple[str, int, Size], ...] | None:
-    """What oneDNN's LSTM keeps: ("operand" | "result" | "private", which one, bytes).
+    """Return what oneDNN's LSTM saves: ("operand" | "result" | "private", index, bytes).
 
-    args, kept: of ``aten.lstm.input``. Operands are counted as tensors of ``args`` in their order.
-    None where torch does not take oneDNN's layers.
-    Per layer and direction: the states before and after, the sequence before and after, and a
-    workspace; see ``mkldnn_rnn_layer`` in torch's derivatives.yaml.
+    args, kept: positional and keyword arguments of ``aten.lstm.input``. Operands are numbered as
+    the tensors of ``args``. Return None if torch does not use oneDNN for this call. Each layer and
+    direction saves the states before and after, the sequence before and after, and a workspace; see
+    ``mkldnn_rnn_layer`` in torch's derivatives.yaml.
     """
     x, (h, c), weights, biased, layers, dropout, train, both, batch_first = args
     ways = 2 if both else 1
     if kept or not _onednn(x) or len(weights) != (4 if biased else 2) * layers * ways:
-        return None  # with projections the weights are more
+        return None  # projections add weights
     if not any(t.requires_grad for t in (x, h, c, *weights)):
         return ()
     steps, rows = x.shape[:2][::-1] if batch_first else x.shape[:2]
     states, one = h.shape[-1], x.element_size()
     state, sequence = rows * states * one, steps * rows * states * one
-    found: list[tuple[str, int, Any]] = [("operand", 1, 0), ("operand", 2, 0)]
+    saved: list[tuple[str, int, Any]] = [("operand", 1, 0), ("operand", 2, 0)]
 
     def private(size: Any) -> None:
-        found.append(("private", len(found), size))
+        saved.append(("private", len(saved), size))
 
     if batch_first:
-        private(nbytes(x))  # turned round
+        private(nbytes(x))  # transposed copy
     else:
-        found.append(("operand", 0, 0))
+        saved.append(("operand", 0, 0))
     for layer in range(layers):
         inputs = states * ways if layer else x.shape[-1]
         if layer and both:
-            private(sequence * ways)  # both directions side by side
+            private(sequence * ways)  # concatenation of both directions
         if layer and dropout and train:
-            private(sequence * ways)  # what was dropped, and the rest
+            private(sequence * ways)  # dropout mask and result
             private(sequence * ways)
         for _ in range(ways):
             if layer == layers - 1 and not both:
-                found.append(("result", 0, 0))
+                saved.append(("result", 0, 0))
             else:
                 private(sequence)
             private(state)
@@ -111,12 +113,12 @@ def lstm_saved(
             if not biased:  # zeros, as large as the weights
                 private(4 * states * inputs * one)
                 private(4 * states * states * one)
-            given = (sympy.sympify(expression(n)) for n in (steps, rows, inputs, states))
-            private(LstmWorkspace(*given))
-    return tuple((kind, index, expression(size)) for kind, index, size in found)
+            lengths = (sympy.sympify(expression(n)) for n in (steps, rows, inputs, states))
+            private(LstmWorkspace(*lengths))
+    return tuple((kind, index, expression(size)) for kind, index, size in saved)
 
 
 def _onednn(x: torch.Tensor) -> bool:
-    """Whether torch gives this input to oneDNN."""
+    """Return whether torch runs this input through oneDNN."""
     used = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
     return bool(used) and x.device.type == "cpu" and x.dtype == torch.float32

@@ -1,7 +1,7 @@
-"""What fxpart writes on a graph: its level, and one annotation for each node.
+"""Graph levels and the annotation that fxpart attaches to each node.
 
-A graph is a ``torch.fx.GraphModule`` whose ``meta["fxpart_level"]`` says how far it has come and
-whose nodes carry one frozen :class:`NodeAnnotation` under ``node.meta["fxpart"]``.
+A graph is a ``torch.fx.GraphModule``. ``meta["fxpart_level"]`` is its level, and each node carries
+one frozen :class:`NodeAnnotation` in ``node.meta["fxpart"]``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpart.sharding import Placements
 
 
 class Level(IntEnum):
-    """How far a graph has come; a pass names the level it needs and the one it leaves."""
+    """Compilation level of a graph; a pass declares the level that it requires and ensures."""
 
     CAPTURED = 0
     ANNOTATED = 1
@@ -28,18 +28,17 @@ LEVEL_KEY = "fxpart_level"
 BLOCKS_KEY = "fxpart_blocks"
 NO_CUT_KEY = "fxpart_no_cut"
 RNG_KEY = "rng_key"
-MESH_KEY = "fxpart_mesh"  # a graph that is being sharded: its Mesh
-LANE_KEY = "fxpart_lane"  # a local graph: the lane whose values it has
-PARTIAL_KEY = "fxpart_partial"  # a local graph: per parameter, the axes of gradients to be summed
-OUTPUTS_KEY = "fxpart_outputs"  # a local graph: per returned value its placements, or None
+MESH_KEY = "fxpart_mesh"  # a graph with shardings: its Mesh
+MESH_RANK_KEY = "fxpart_lane"  # a rank-local graph: its mesh rank
+PARTIAL_KEY = "fxpart_partial"  # a rank-local graph: per parameter, gradient-reduction axes
+OUTPUTS_KEY = "fxpart_outputs"  # a rank-local graph: placements of each output, or None
 
 
 @dataclass(frozen=True)
 class BlockInfo:
     """A block: a readable name ("transformer.h.3.attn") and the digest of its structure.
 
-    Blocks with equal ``identity`` run the same ops on the same shapes: the price of one is that
-    of all.
+    Blocks with equal ``identity`` run the same ops on the same shapes, so they have the same cost.
     """
 
     name: str
@@ -48,10 +47,10 @@ class BlockInfo:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor kept for the backward: ``storage`` is equal for tensors that share one storage.
+    """A tensor saved for the backward; equal ``storage`` numbers mean shared storage.
 
-    size: bytes, an int or a sympy expression in the graph's symbols. source: the node whose value
-    it is, or "" for an op's private result (a mask, a log-sum-exp).
+    size: bytes, an int or a sympy expression in the graph's symbols. source: the node that computes
+    it, or "" for an internal result of an op (a mask, a log-sum-exp).
     """
 
     storage: int
@@ -61,11 +60,11 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class OpWorkspace:
-    """Bytes that an op takes while it runs, ints or sympy expressions in the graph's symbols.
+    """Temporary bytes of an op, as ints or sympy expressions in the graph's symbols.
 
-    forward: at most, beside operands and what is left (results, saved tensors). backward: at most,
-    with the gradients that it makes, beside what was saved and the gradients that it is given.
-    through: names of the operands whose gradient is that of the op's result, not a new tensor.
+    forward: peak bytes beyond operands, results and saved tensors. backward: peak bytes including
+    the gradients that it computes, beyond saved tensors and incoming gradients. through: names of
+    operands whose gradient aliases the gradient of the result.
     """
 
     forward: int | sympy.Expr = 0
@@ -75,12 +74,12 @@ class OpWorkspace:
 
 @dataclass(frozen=True)
 class NodeSharding:
-    """How a node is sharded over the graph's mesh; every tuple is per axis or holds such tuples.
+    """Sharding of a node over the graph's mesh, with one entry per mesh axis.
 
-    strategy: the factor of the op's rule that the axis cuts, "" for none, "+0" for a linear set of
-    partial operands (see fxpart.passes.rules); None while it is open. results: placements of each
-    tensor that the node gives (of the value itself for inputs and state), None where open. origins:
-    per axis where the placement came from, for a person.
+    strategy: the factor of the op's rule that the axis shards, "" for none, "+0" for a linear set
+    of partial operands (see fxpart.passes.rules), None while undecided. results: placements of each
+    tensor of the node's value, None where undecided. origins: the source of the placement on each
+    axis, for messages.
     """
 
     strategy: tuple[str | None, ...]
@@ -90,13 +89,12 @@ class NodeSharding:
 
 @dataclass(frozen=True)
 class NodeAnnotation:
-    """What fxpart knows of one node, frozen; change it with ``dataclasses.replace``.
+    """What fxpart knows about one node; frozen, change it with ``dataclasses.replace``.
 
-    module: the module path the op came from ("" for the root). source: "file.py:12" of the user's
-    line, "" if unknown. requires_grad: whether the node's value carries a gradient. random: the
-    op's index among the graph's random ops, None for others. block: the block it belongs to.
-    stage: the stage it is assigned to. saved: what autograd keeps for this op's backward, without
-    parameters and buffers. working: what the op takes while it runs.
+    module: module path of the op ("" for the root). source: user source line as "file.py:12", or
+    "". requires_grad: whether the node's value requires a gradient. random: index among the graph's
+    random ops, None for others. block, stage: the block and the stage it belongs to. saved: tensors
+    that autograd saves for this op, without parameters and buffers. working: temporary memory.
     """
 
     module: str = ""

@@ -1,7 +1,7 @@
-"""What ops were seen to do in this process: graphs that are made again observe nothing twice.
+"""Process-wide cache of observed op behavior, so that equal calls are observed only once.
 
-A model that is planned anew, cut for lanes, captured again or for evaluation has the same kinds of
-calls in graph after graph, and running one on fake tensors takes milliseconds.
+Running an op on fake tensors takes milliseconds, and graphs of one model repeat the same calls:
+when it is planned again, sharded per mesh rank, or captured again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from fxpart.compat import symbol_facts
 
-MOST = 256  # surroundings; a model has one for each kind of batch
+MOST = 256  # cached environments; a model has one per kind of batch
 
 
 def get_observations(mode: AbstractContextManager[Any]) -> dict[Hashable, Any]:
-    """What was seen where all is as now beside an op's arguments; the caller reads and adds.
+    """Return the cache for the current environment; the caller reads and extends it.
 
-    That is what the mode knows of symbolic sizes, and torch's settings that choose kernels and
-    types.
+    The environment is what the mode knows about symbolic sizes, and the torch settings that select
+    kernels and dtypes.
     """
     return _table(
         (
@@ -48,9 +48,9 @@ def _table(facts: Hashable) -> dict[Hashable, Any]:
 
 
 def is_reusable_size(sizes: list[Any], signature: Hashable) -> bool:
-    """Whether sizes hold in any graph: numbers, or made of symbols that the signature names.
+    """Return whether sizes are valid in any graph: they use only symbols of the signature.
 
-    A symbol that an op makes itself (how many entries are not zero) has another name each time.
+    A symbol that an op creates itself (such as the number of nonzero entries) differs on each call.
     """
     symbols = {s for size in sizes if isinstance(size, sympy.Basic) for s in size.free_symbols}
     return symbols <= _symbols(signature)

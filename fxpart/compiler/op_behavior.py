@@ -1,8 +1,8 @@
-"""What each op of a graph does with storages and gradients, observed once for each kind of call.
+"""Storage and gradient behavior of each op of a graph, observed once per kind of call.
 
-An op runs on fake stand-ins of its operands, with gradients on and saved-tensor hooks set. Equal
-calls (same op, arguments, shapes, strides, gradients) are looked up, so 96 equal layers cost one,
-in later graphs of the process too.
+An op runs on fake operands with gradients enabled and saved-tensor hooks installed. Calls with
+equal op, arguments, shapes, strides and gradients share one observation, so 96 equal layers cost as
+much as one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpart.compiler.collective_calls import (
 from fxpart.compiler.effects import is_op, list_written_nodes, op_args, op_of
 from fxpart.compiler.graph_edit import describe_node, value
 from fxpart.compiler.kernel_memory import lstm_saved, result_bytes
-from fxpart.compiler.node_annotation import LANE_KEY, MESH_KEY, OpWorkspace
+from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY, OpWorkspace
 from fxpart.compiler.observation_cache import get_observations, is_reusable_size
 from fxpart.compiler.op_workspace import (
     MeasuredWorkspace,
@@ -39,12 +39,12 @@ from fxpart.compiler.tensor_sizes import expression, nbytes, tensors
 from fxpart.errors import error
 
 Size: TypeAlias = int | sympy.Expr
-BEHAVIOURS_KEY = "fxpart_behaviours"
+BEHAVIORS_KEY = "fxpart_behaviors"
 
 
 @dataclass(frozen=True)
 class GraphStorage:
-    """A storage: a number, its bytes, the node that made it ("" for an op's private one)."""
+    """A storage: its number, its bytes and the node that allocates it ("" inside an op)."""
 
     number: int
     size: Size
@@ -54,9 +54,9 @@ class GraphStorage:
 
 @dataclass(frozen=True)
 class ValueTensor:
-    """One tensor of a node's value: whether it carries a gradient, its storage, which object it is.
+    """One tensor of a node's value: whether it requires a gradient, its storage and its identity.
 
-    thing: equal for tensors that are one Python object, because an op returned its operand.
+    thing: equal for tensors that are the same Python object because an op returned its operand.
     """
 
     grad: bool
@@ -66,7 +66,7 @@ class ValueTensor:
 
 @dataclass(frozen=True)
 class CallTensorRef:
-    """A tensor of a call, relative to it: operand i, result i, or private bytes."""
+    """A tensor of a call, relative to the call: operand i, result i, or private bytes."""
 
     kind: str
     index: int = 0
@@ -75,10 +75,11 @@ class CallTensorRef:
 
 @dataclass(frozen=True)
 class OpBehavior:
-    """One kind of call.
+    """Observed behavior of one kind of call.
 
-    For each result tensor: gradient, whose storage and whose object it is, bytes of its storage;
-    for each operand tensor: its gradient afterwards; what is saved; and what it takes meanwhile.
+    For each result tensor: gradient, aliased storage, aliased object and storage bytes. For each
+    operand tensor: whether it requires a gradient afterwards. Also the saved tensors and the
+    temporary memory.
     """
 
     grads: tuple[bool, ...]
@@ -90,17 +91,17 @@ class OpBehavior:
     working: MeasuredWorkspace = field(default_factory=MeasuredWorkspace)
 
     def every_size(self) -> list[Size]:
-        """All sizes in it."""
+        """Return all sizes in this record."""
         working = (self.working.forward, self.working.backward)
         return [*self.sizes, *(link.size for link in (*self.homes, *self.saved)), *working]
 
 
 @dataclass
 class StorageAnalysis:
-    """Follows storages and gradients through a graph, node by node in order.
+    """Storage and gradient analysis of a graph, node by node in order.
 
-    parts: per node its tensors. known: behaviours by signature, kept in the graph's meta so that
-    the passes of one pipeline share them.
+    parts: tensors of each node. known: behavior by signature, stored in the graph's meta so that
+    all passes of one pipeline share it.
     """
 
     root: fx.GraphModule
@@ -109,12 +110,12 @@ class StorageAnalysis:
     count: int = 0
 
     def __post_init__(self) -> None:
-        """Take up what earlier passes observed."""
-        self.known: dict[Hashable, OpBehavior] = self.root.meta.setdefault(BEHAVIOURS_KEY, {})
+        """Load the observations of earlier passes."""
+        self.known: dict[Hashable, OpBehavior] = self.root.meta.setdefault(BEHAVIORS_KEY, {})
         self._shared: dict[Hashable, OpBehavior] = get_observations(self.mode)
 
     def start(self, node: fx.Node) -> None:
-        """An input or a piece of state: storage of its own."""
+        """Add an input or a state tensor, which has its own storage."""
         state = node.op == "get_attr"
         attribute = attrgetter(str(node.target))(self.root) if state else None
         grad = bool(getattr(attribute, "requires_grad", False))
@@ -124,27 +125,27 @@ class StorageAnalysis:
         ]
 
     def call(self, node: fx.Node) -> tuple[GraphStorage, ...]:
-        """An op: set the parts of its result; returns the storages that autograd keeps for it."""
+        """Add an op and the tensors of its result; return the storages that autograd saves."""
         if not is_op(op_of(node)) and not is_collective(node.target):
             self.parts[node] = self._item(node)
             return ()
         operands = operand_nodes(node)
         flat = [part for n in operands for part in self.parts[n]]
-        behaviour = self.behaviour(node)
+        behavior = self.behavior(node)
         results: list[ValueTensor] = []
-        for index, link in enumerate(behaviour.homes):
+        for index, link in enumerate(behavior.homes):
             if link.kind == "operand":
                 home = flat[link.index].home
             elif link.index < index:
                 home = results[link.index].home
             else:
-                home = self.new_home(behaviour.sizes[index], node.name)
-            same = behaviour.things[index]
+                home = self.new_home(behavior.sizes[index], node.name)
+            same = behavior.things[index]
             thing = self._next() if same is None else flat[same].thing
-            results.append(ValueTensor(behaviour.grads[index], home, thing))
+            results.append(ValueTensor(behavior.grads[index], home, thing))
         self.parts[node] = results
         kept: dict[int, GraphStorage] = {}
-        for link in behaviour.saved:
+        for link in behavior.saved:
             if link.kind == "private":
                 home = self.new_home(link.size, "")
             else:
@@ -153,16 +154,16 @@ class StorageAnalysis:
         return tuple(kept.values())
 
     def working(self, node: fx.Node) -> OpWorkspace:
-        """What an op takes while it runs; call it after :meth:`call`."""
+        """Return the temporary memory of an op; call it after :meth:`call`."""
         if not is_op(op_of(node)) and not is_collective(node.target):
             return OpWorkspace()
-        found = self.behaviour(node).working
+        found = self.behavior(node).working
         names = [n.name for n in operand_nodes(node) for _ in self.parts[n]]
         through = tuple(names[index] for index in found.through)
         return OpWorkspace(found.forward, found.backward, through)
 
-    def behaviour(self, node: fx.Node) -> OpBehavior:
-        """What the node's call does; run once for each signature."""
+    def behavior(self, node: fx.Node) -> OpBehavior:
+        """Return the behavior of the node's call, observed once per signature."""
         signature = self._signature(node)
         if signature not in self.known:
             found = self._shared.get(signature)
@@ -174,7 +175,7 @@ class StorageAnalysis:
         return self.known[signature]
 
     def new_home(self, size: Size, source: str, state: bool = False) -> GraphStorage:
-        """A storage that nobody has yet."""
+        """Return a new storage."""
         return GraphStorage(self._next(), size, source, state)
 
     def _next(self) -> int:
@@ -182,30 +183,30 @@ class StorageAnalysis:
         return self.count
 
     def _item(self, node: fx.Node) -> list[ValueTensor]:
-        """getitem on a list of tensors; arithmetic with sizes has no tensors."""
+        """Return the tensors that getitem selects; size computations have no tensors."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not tensors(value(node)):
             return []
         index = node.args[1]
-        assert isinstance(index, int), f"{describe_node(node)} takes one item"
+        assert isinstance(index, int), f"{describe_node(node)} must index with an integer"
         counts = [len(tensors(item)) for item in value(source)]
         first = sum(counts[: index % len(counts)])
         return self.parts[source][first : first + counts[index % len(counts)]]
 
     def _signature(self, node: fx.Node) -> Hashable:
-        """Equal for calls that behave alike: op, arguments, per tensor shape, gradient, aliases."""
+        """Return a key of a call: op, arguments, shapes, gradients and aliases."""
         seen: dict[int, int] = {}
 
         def describe(item: Any) -> Hashable:
             if isinstance(item, fx.Node):
-                held = tensors(value(item))
-                if not held:
+                item_tensors = tensors(value(item))
+                if not item_tensors:
                     number = value(item)
                     is_symbol = isinstance(number, torch.SymInt)
                     return ("number", expression(number) if is_symbol else str(number))
                 return tuple(
                     (_meta(t), part.grad, seen.setdefault(part.home.number, len(seen)))
-                    for t, part in zip(held, self.parts[item], strict=True)
+                    for t, part in zip(item_tensors, self.parts[item], strict=True)
                 )
             if isinstance(item, (list, tuple)):
                 return ("list", *(describe(i) for i in item))
@@ -214,18 +215,20 @@ class StorageAnalysis:
             return (type(item).__name__, str(item))
 
         op, args = called(node)
-        lane = (self.root.meta[MESH_KEY], self.root.meta[LANE_KEY]) if is_collective(op) else ()
+        lane = (
+            (self.root.meta[MESH_KEY], self.root.meta[MESH_RANK_KEY]) if is_collective(op) else ()
+        )
         return (op, describe(args), describe(dict(node.kwargs)), lane)
 
     def _observe(self, node: fx.Node) -> OpBehavior:
-        """Run the op on stand-ins and watch storages and saved tensors."""
+        """Run the op on fake operands and record storages and saved tensors."""
         op, args = called(node)
         given: dict[fx.Node, Any] = {}
         targets = list_written_nodes(node)
         for n in operand_nodes(node):
             grads = iter([part.grad for part in self.parts[n]])
             given[n] = _rebuild(value(n), grads, self.mode, n in targets)
-        inputs = [t for held in given.values() for t in tensors(held)]
+        inputs = [t for item_tensors in given.values() for t in tensors(item_tensors)]
         packed: list[torch.Tensor] = []
 
         def pack(t: torch.Tensor) -> torch.Tensor:
@@ -249,11 +252,11 @@ class StorageAnalysis:
             [result_bytes(name, index, t) for index, t in enumerate(outputs)],
             lstm_saved(args, kwargs) if name == "aten.lstm" else None,
         )
-        looked = sparse_lookup(node)
+        lookup = sparse_lookup(node)
         back: Size
         through: tuple[int, ...] = ()
-        if looked is not None:  # its gradient is the rows that are asked for, and their places
-            back = row_bytes(*looked)
+        if lookup is not None:  # sparse gradient: looked-up rows and their indices
+            back = row_bytes(*lookup)
         else:
             with self.mode, disable_guards(self.mode):
                 back, through = backward_working(inputs, outputs)
@@ -262,14 +265,14 @@ class StorageAnalysis:
         return replace(found, working=MeasuredWorkspace(beside, back, through))
 
     def _runnable(self, op: Any) -> Any:
-        """The op, or a collective with a communicator that knows shapes alone."""
+        """Return the op; collectives get a fake communicator that computes shapes only."""
         if not is_collective(op):
             return op
-        return bind_fake_communicator(op, self.root.meta[MESH_KEY], self.root.meta[LANE_KEY])
+        return bind_fake_communicator(op, self.root.meta[MESH_KEY], self.root.meta[MESH_RANK_KEY])
 
 
 def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:
-    """The op's result; ops whose C++ body wants numbers go through their Python decomposition."""
+    """Run the op; fall back to the Python decomposition if its C++ kernel needs concrete sizes."""
     try:
         with silence_fake_errors():
             return call()
@@ -282,8 +285,8 @@ def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> 
             raise error(
                 "FXP108",
                 where=describe_node(node),
-                why=f"{op_of(node)} fails on tensors without data: {str(first).splitlines()[0]}",
-                fix="write the same with other operations of torch, or keep it out of the model",
+                why=f"{op_of(node)} fails on fake tensors: {str(first).splitlines()[0]}",
+                fix="rewrite it with other torch operations, or move it out of the model",
             ) from first
 
 
@@ -291,18 +294,18 @@ def _relate(
     inputs: list[torch.Tensor],
     outputs: list[torch.Tensor],
     packed: list[torch.Tensor],
-    made: list[Size],
+    result_sizes: list[Size],
     known: tuple[tuple[str, int, Size], ...] | None,
 ) -> OpBehavior:
     """Relate results and saved tensors to operands and results by storage.
 
-    made: bytes of the results. known: what is saved where the stand-ins do not show it.
+    made: bytes of the results. known: the saved tensors if the fake operands do not show them.
     """
-    # torch keeps one Python object for a storage as long as somebody holds it: helds does.
-    helds = [t.untyped_storage() for t in (*inputs, *outputs, *packed)]
+    # torch reuses the Python object of a storage while a reference exists, so keep all of them.
+    storages = [t.untyped_storage() for t in (*inputs, *outputs, *packed)]
     firsts: dict[int, int] = {}
-    for position, held in enumerate(helds):
-        firsts.setdefault(id(held), position)
+    for position, item_tensors in enumerate(storages):
+        firsts.setdefault(id(item_tensors), position)
     ends = len(inputs), len(inputs) + len(outputs)
 
     def link(tensor: torch.Tensor) -> CallTensorRef:
@@ -317,7 +320,7 @@ def _relate(
         grads=tuple(t.requires_grad for t in outputs),
         homes=tuple(link(t) for t in outputs),
         things=tuple(next((i for i, x in enumerate(inputs) if x is t), None) for t in outputs),
-        sizes=tuple(made),
+        sizes=tuple(result_sizes),
         after=tuple(t.requires_grad for t in inputs),
         saved=tuple(
             dict.fromkeys(link(t) for t in packed)
@@ -328,9 +331,9 @@ def _relate(
 
 
 def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What runs and its arguments; random numbers are all alike here, so their index is left out.
+    """Return the callable and its arguments; the index of a random call is replaced by 0.
 
-    A lane's part of random numbers is more than the op alone: it may draw the whole.
+    ``random_shard`` itself is returned, since it may draw the whole tensor.
     """
     if not is_random_shard(node.target):
         return op_of(node), op_args(node)
@@ -339,34 +342,38 @@ def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes with tensors among the op's arguments, each once, in order of appearance."""
+    """Return the nodes with tensors among the op's arguments, each once, in order of appearance."""
     found: dict[fx.Node, None] = {}
     fx.node.map_arg((op_args(node), dict(node.kwargs)), lambda n: found.setdefault(n))
     return [n for n in found if tensors(value(n))]
 
 
 def _rebuild(
-    held: Any, grads: Iterator[bool], mode: AbstractContextManager[Any], is_written: bool
+    template: Any, grads: Iterator[bool], mode: AbstractContextManager[Any], is_written: bool
 ) -> Any:
-    """Stand-ins in the same nesting: fresh fake tensors with the given gradients.
+    """Return fresh fake tensors in the same nesting with the given gradient flags.
 
-    torch forbids in-place ops on a leaf that requires a gradient, so what is written is no leaf.
+    torch forbids in-place ops on a leaf that requires a gradient, so a written tensor is not a
+    leaf.
     """
-    if isinstance(held, torch.Tensor):
+    if isinstance(template, torch.Tensor):
         with mode:
-            made = torch.empty_strided(
-                held.size(), held.stride(), dtype=held.dtype, device=held.device
+            fake = torch.empty_strided(
+                template.size(),
+                template.stride(),
+                dtype=template.dtype,
+                device=template.device,
             )
             if not next(grads):
-                return made
-            made.requires_grad_()
-            return made.clone() if is_written else made
-    if isinstance(held, (list, tuple)):
-        return [_rebuild(item, grads, mode, is_written) for item in held]
-    return held
+                return fake
+            fake.requires_grad_()
+            return fake.clone() if is_written else fake
+    if isinstance(template, (list, tuple)):
+        return [_rebuild(item, grads, mode, is_written) for item in template]
+    return template
 
 
 def _meta(t: torch.Tensor) -> Hashable:
-    """What of a tensor decides how an op behaves."""
+    """Return the properties of a tensor that determine op behavior."""
     shape = tuple(expression(s) for s in t.shape)
     return (shape, tuple(expression(s) for s in t.stride()), t.dtype, t.device)

@@ -1,7 +1,7 @@
-"""What an op takes while it runs, beside operands and results: seen on fake tensors, op by op.
+"""Temporary memory of ops beyond operands and results, observed on fake tensors.
 
-Composite ops show their parts (the log-softmax of a cross entropy and its gradient). What a kernel
-takes inside itself is not seen, but for convolutions, where it is large and follows a rule.
+Composite ops show their parts, such as the log-softmax of a cross entropy. Memory that a kernel
+allocates internally is not visible, except for convolutions, where a rule estimates it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fxpart.compiler.tensor_sizes import expression, hint, nbytes, tensors
 
 @dataclass(frozen=True)
 class MeasuredWorkspace:
-    """Bytes that an op takes while it runs.
+    """Temporary bytes of an op.
 
-    forward: at most, beside operands and what is left (results, saved tensors). backward: at most,
-    with the gradients that it makes, beside what was saved and the gradients that it is given.
-    through: the operand tensors, by index, whose gradient is that of a result, not a new one.
+    forward: peak bytes beyond operands, results and saved tensors. backward: peak bytes including
+    the gradients that it computes, beyond saved tensors and incoming gradients. through: indices of
+    operand tensors whose gradient aliases the gradient of a result.
     """
 
     forward: Size = 0
@@ -33,10 +33,10 @@ class MeasuredWorkspace:
 
 
 class PeakMemoryMode(TorchDispatchMode):
-    """Follows the storages that ops make while it is on."""
+    """Dispatch mode that tracks the storages that ops allocate."""
 
     def __init__(self) -> None:
-        """Nothing made yet."""
+        """Start with no tracked storage."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Size, int]] = {}
         self._old: dict[int, torch.UntypedStorage] = {}
@@ -44,7 +44,7 @@ class PeakMemoryMode(TorchDispatchMode):
         self._peak: tuple[Size, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op and count what is new among its results."""
+        """Run the op and count newly allocated results."""
         for tensor in tensors([*args, *(kwargs or {}).values()]):
             storage = tensor.untyped_storage()
             if id(storage) not in self._live:
@@ -72,11 +72,11 @@ class PeakMemoryMode(TorchDispatchMode):
             self._peak = tuple(held for _, held, _ in self._live.values())
 
     def peak(self) -> Size:
-        """Bytes of what was made and lived at once, at most."""
+        """Return the peak bytes of tracked storages."""
         return _sum(self._peak)
 
     def beside(self) -> Size:
-        """The peak less what lives now; 0 where that is the peak."""
+        """Return the peak minus the bytes alive now; 0 if the current state is the peak."""
         if self._now >= self._most:
             return 0
         return self.peak() - _sum(tuple(size for _, size, _ in self._live.values()))
@@ -85,20 +85,20 @@ class PeakMemoryMode(TorchDispatchMode):
 def backward_working(
     inputs: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> tuple[Size, tuple[int, ...]]:
-    """Run the backward of fake results: its peak, and operands whose gradient is a result's own.
+    """Run the backward on fake tensors; return its peak and the operands with aliased gradients.
 
-    An op without one, or one that fake tensors cannot run, takes what its operands' gradients do.
+    An op whose backward cannot run on fake tensors is charged the bytes of its operands' gradients.
     """
     ends = [t for t in outputs if t.requires_grad]
     wanted = [(i, t) for i, t in enumerate(inputs) if t.requires_grad]
     if not ends or not wanted:
         return 0, ()
-    given = [torch.empty_like(t, requires_grad=False) for t in ends]
-    homes = {id(t.untyped_storage()) for t in given}
+    grads = [torch.empty_like(t, requires_grad=False) for t in ends]
+    homes = {id(t.untyped_storage()) for t in grads}
     watch = PeakMemoryMode()
     try:
         with watch, silence_fake_errors():
-            found = torch.autograd.grad(ends, [t for _, t in wanted], given, allow_unused=True)
+            found = torch.autograd.grad(ends, [t for _, t in wanted], grads, allow_unused=True)
     except (RuntimeError, NotImplementedError, TypeError):
         return _sum(tuple(expression(nbytes(t)) for _, t in wanted)), ()
     through = tuple(
@@ -110,10 +110,11 @@ def backward_working(
 
 
 def convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[Size, Size]:
-    """What oneDNN's convolutions take at most: copies in layouts of eight channels at a time.
+    """Return the peak temporary bytes of a oneDNN convolution, forward and backward.
 
-    Forward: one of each operand and result. Backward: two, and four of the weight, the gradients
-    being among them. Measured, not derived: equal for small ones, up to 1.4 times too much above.
+    oneDNN copies tensors into layouts with blocks of eight channels. Forward: one copy of each
+    operand and result. Backward: two copies, and four of the weight, including the gradients. These
+    factors are measured: exact for small convolutions, up to 1.4 times too large for others.
     """
     x, weight, *_ = inputs
     values = _sum(tuple(_padded(t, (1,)) for t in (x, *outputs)))
@@ -122,7 +123,7 @@ def convolution(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tupl
 
 
 def _padded(tensor: torch.Tensor, dims: tuple[int, ...]) -> Size:
-    """Bytes with these dims rounded up to a multiple of eight."""
+    """Return the bytes with these dims rounded up to a multiple of eight."""
     size: Size = tensor.element_size()
     for dim, length in enumerate(tensor.shape):
         known = expression(length)

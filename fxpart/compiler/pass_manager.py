@@ -1,4 +1,4 @@
-"""The pass manager: runs pipelines, verifies around each pass, tells observers, reproduces."""
+"""Pass manager: runs pipelines, verifies around each pass, calls observers, writes reproducers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxpart.errors import FxpartError, error
 
 @runtime_checkable
 class Pass(Protocol):
-    """One step of the compiler: a frozen dataclass whose fields are its options.
+    """One compiler pass: a frozen dataclass whose fields are its options.
 
-    name: as written in a pipeline. requires, ensures: the level it takes and the one it leaves.
-    run: changes the given graph (the manager hands it a copy) and returns it.
+    name: as written in a pipeline. requires, ensures: the level of its input and of its result.
+    run: changes the given graph (a copy that the manager makes) and returns it.
     """
 
     name: ClassVar[str]
@@ -30,25 +30,25 @@ class Pass(Protocol):
     ensures: ClassVar[Level]
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """Do the work; a mistake of the user's raises FxpartError."""
+        """Transform the graph; raise FxpartError for a mistake of the user."""
         ...
 
 
 class PassObserver(Protocol):
-    """Told of every pass that ran; see :mod:`fxpart.compiler.pass_observers`."""
+    """Observer that is called after every pass; see :mod:`fxpart.compiler.pass_observers`."""
 
     def after(self, index: int, item: Pass, graph_module: fx.GraphModule, seconds: float) -> None:
-        """Pass number ``index`` (from 0) took ``seconds`` and left this graph, verified."""
+        """Observe pass number ``index`` (from 0), its time in seconds and its verified result."""
         ...
 
 
 @dataclass(frozen=True)
 class PassManager:
-    """Runs pipelines.
+    """Runs pipelines of passes.
 
-    table: name -> pass class, :data:`fxpart.passes.PASSES` by default. observers: told after each
-    pass. verify: check the level and all invariants around each pass. reproducers: a folder in
-    which a failing pass leaves what :func:`fxpart.compiler.reproducer.rerun` needs to fail again.
+    table: name -> pass class, :data:`fxpart.passes.PASSES` by default. observers: called after each
+    pass. verify: check the level and all invariants around each pass. reproducers: a folder where a
+    failing pass leaves a reproducer for :func:`fxpart.compiler.reproducer.rerun`.
     """
 
     table: Mapping[str, type[Any]] | None = None
@@ -57,14 +57,15 @@ class PassManager:
     reproducers: Path | None = None
 
     def run(self, pipeline: str | Sequence[Pass], graph: fx.GraphModule) -> fx.GraphModule:
-        """A new graph after all passes; ``graph`` itself is not changed.
+        """Return a new graph after all passes; ``graph`` itself is not changed.
 
-        FXP109 for a wrong pipeline, a user's own problems from the passes, FXP900 for our faults.
+        Raise FXP109 for an invalid pipeline, the passes' own errors for problems of the model, and
+        FXP900 for internal errors.
         """
         passes = self.parse(pipeline)
         _check_order(passes, graph)
         if self.verify:
-            _raise_faults("the given graph", find_faults(graph, graph.meta[LEVEL_KEY]))
+            _raise_faults("the input graph", find_faults(graph, graph.meta[LEVEL_KEY]))
         current = fork(graph)
         for index, item in enumerate(passes):
             started = time.perf_counter()
@@ -80,7 +81,7 @@ class PassManager:
         return current
 
     def parse(self, pipeline: str | Sequence[Pass]) -> tuple[Pass, ...]:
-        """The passes of a pipeline's text; passes are returned as they are."""
+        """Return the passes of a pipeline; pass objects are returned unchanged."""
         if not isinstance(pipeline, str):
             return tuple(pipeline)
         table = self.table
@@ -91,7 +92,7 @@ class PassManager:
         return parse_pipeline(pipeline, table)
 
     def _run_one(self, item: Pass, graph: fx.GraphModule) -> fx.GraphModule:
-        """One pass, then the check of what it left."""
+        """Run one pass and verify its result."""
         result = item.run(graph)
         result.meta[LEVEL_KEY] = item.ensures
         if self.verify:
@@ -101,19 +102,17 @@ class PassManager:
     def _failed(
         self, cause: Exception, rest: Sequence[Pass], before: fx.GraphModule
     ) -> FxpartError:
-        """The error to raise: the user's own problems stay as they are, all else is our fault."""
+        """Return the error to raise: errors of the user's model unchanged, all others as FXP900."""
         theirs = isinstance(cause, FxpartError) and cause.code != "FXP900"
         if theirs:
             assert isinstance(cause, FxpartError)
             return cause
-        fix = (
-            "please report it; PassManager(reproducers=folder) keeps what is needed to see it again"
-        )
+        fix = "please report it; PassManager(reproducers=folder) saves a reproducer for the report"
         if self.reproducers is not None:
             from fxpart.compiler.reproducer import write_reproducer
 
             folder = write_reproducer(self.reproducers, before, format_pipeline(rest), str(cause))
-            fix = f"please report it with the folder {folder}, which runs the pass again"
+            fix = f"please report it with the folder {folder}, which reruns the pass"
         if isinstance(cause, FxpartError):
             why = "\n".join(p.why for p in cause.problems)
         else:
@@ -122,29 +121,29 @@ class PassManager:
 
 
 def _check_order(passes: Sequence[Pass], graph: fx.GraphModule) -> None:
-    """Each pass finds the level it requires; otherwise FXP109 names the pass."""
+    """Raise FXP109 unless each pass gets a graph of the level that it requires."""
     level = graph.meta.get(LEVEL_KEY)
     if not isinstance(level, Level):
         raise error(
             "FXP109",
-            where="the graph given to the pass manager",
-            why="it has no level: it was not made by fxpart.capture",
-            fix="give it the graph of fxpart.capture.capture(model)",
+            where="input graph of the pass manager",
+            why="it has no level, so it was not created by fxpart.capture",
+            fix="pass the graph that fxpart.capture.capture(model) returns",
         )
     for item in passes:
         if item.requires != level:
             raise error(
                 "FXP109",
                 where=f"pass {item.name}",
-                why=f"it needs a graph at level {item.requires.name.lower()}, and gets one at "
-                f"level {level.name.lower()}",
-                fix=f"the whole pipeline is {format_pipeline(passes)}; change its order",
+                why=f"it requires a graph at level {item.requires.name.lower()}, but its input is "
+                f"at level {level.name.lower()}",
+                fix=f"change the order of the pipeline {format_pipeline(passes)}",
             )
         level = item.ensures
 
 
 def _raise_faults(where: str, found: list[str]) -> None:
-    """FXP900 with all faults, if there are any."""
+    """Raise FXP900 with all violations, if there are any."""
     if found:
         more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
         raise error("FXP900", where=where, why="\n".join(found[:10] + more))

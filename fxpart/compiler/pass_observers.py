@@ -1,4 +1,4 @@
-"""Observers of a pass manager: print graphs or changes, dump numbered files, take times."""
+"""Pass observers: print graphs or diffs, dump numbered files, measure times."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from fxpart.errors import error
 
 @dataclass(frozen=True)
 class GraphPrinter:
-    """Hand the readable graph to ``write`` after each pass, or after those named."""
+    """Pass the readable graph to ``write`` after each pass, or only after the named passes."""
 
     write: Callable[[str], object]
     names: frozenset[str] = frozenset()
 
     def after(self, index: int, item: Pass, graph_module: fx.GraphModule, seconds: float) -> None:
-        """One heading and the graph."""
+        """Write a heading and the graph."""
         if not self.names or item.name in self.names:
             self.write(f"# after pass {index}: {item.name}\n{readable(graph_module)}\n")
 
 
 @dataclass
 class GraphDiffPrinter:
-    """Hand the lines that a pass changed to ``write``, as a unified diff; one line if none did.
+    """Pass the lines that a pass changed to ``write``, as a unified diff.
 
-    Lines are the nodes of ``graph.format_node()`` with their annotations, so that the first pass
-    shows its whole graph.
+    A line is a node's ``format_node()`` with its annotation. The first pass shows its whole graph.
     """
 
     write: Callable[[str], object]
     last: list[str] = field(default_factory=list)
 
     def after(self, index: int, item: Pass, graph_module: fx.GraphModule, seconds: float) -> None:
-        """The difference from the graph after the pass before."""
+        """Write the difference from the graph after the previous pass."""
         lines = [
             f"{node.format_node() or node.name} {node.meta.get('fxpart', '')}"
             for node in graph_module.graph.nodes
@@ -52,34 +51,34 @@ class GraphDiffPrinter:
 
 @dataclass(frozen=True)
 class GraphDumper:
-    """Write ``folder/03-key_random.txt`` after each pass; FXP603 where that fails."""
+    """Write ``folder/03-key_random.txt`` after each pass; raise FXP603 if that fails."""
 
     folder: Path
 
     def after(self, index: int, item: Pass, graph_module: fx.GraphModule, seconds: float) -> None:
-        """One numbered file."""
+        """Write one numbered file."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"{index:02d}-{item.name}.txt"
             path.write_text(readable(graph_module) + "\n")
         except OSError as cause:
-            where = str(self.folder)
-            raise error("FXP603", where=where, why=str(cause), fix="name another folder") from cause
+            where, fix = str(self.folder), "choose another folder"
+            raise error("FXP603", where=where, why=str(cause), fix=fix) from cause
 
 
 @dataclass
 class PassTimer:
-    """Collect (pass name, seconds, nodes afterwards), in order."""
+    """Collect (pass name, seconds, number of nodes) of each pass, in order."""
 
     rows: list[tuple[str, float, int]] = field(default_factory=list)
 
     def after(self, index: int, item: Pass, graph_module: fx.GraphModule, seconds: float) -> None:
-        """One row."""
+        """Append one row."""
         self.rows.append((item.name, seconds, len(graph_module.graph.nodes)))
 
     def text(self) -> str:
-        """A table for people, slowest last line being the sum."""
+        """Return a readable table whose last line is the total."""
         lines = [
             f"{seconds:8.3f} s  {nodes:6d} nodes  {name}" for name, seconds, nodes in self.rows
         ]
-        return "\n".join([*lines, f"{sum(r[1] for r in self.rows):8.3f} s  in all"])
+        return "\n".join([*lines, f"{sum(r[1] for r in self.rows):8.3f} s  total"])

@@ -1,7 +1,7 @@
-"""A pipeline as text that round-trips: ``drop_asserts,group_blocks{granularity="op"}``.
+"""Text form of a pipeline that round-trips: ``drop_asserts,group_blocks{granularity="op"}``.
 
-Options are written as JSON values (true, 3, 0.5, "text", null), only where they differ from the
-default, in the order of the pass's fields.
+Options are JSON values (true, 3, 0.5, "text", null), written only if they differ from the default,
+in the order of the pass's fields.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WORDS: dict[str, Scalar] = {"true": True, "false": False, "null": None}
 
 
 def split_pipeline(text: str) -> list[tuple[str, dict[str, Scalar]]]:
-    """Names and options, unchecked; FXP109 with the column where the text is wrong."""
+    """Return unvalidated names and options; raise FXP109 with the column of a syntax error."""
     return _PipelineTextReader(text).pipeline()
 
 
 def parse_pipeline(text: str, table: Mapping[str, type[Any]]) -> tuple[Any, ...]:
-    """The passes that the text names, from ``table``; FXP109 lists every wrong name and option."""
+    """Return the passes that the text names; raise FXP109 with every wrong name and option."""
     problems: list[Problem] = []
     passes = []
     for position, (name, options) in enumerate(split_pipeline(text)):
@@ -46,12 +46,12 @@ def parse_pipeline(text: str, table: Mapping[str, type[Any]]) -> tuple[Any, ...]
 
 
 def format_pipeline(passes: Sequence[Any]) -> str:
-    """The text that :func:`parse_pipeline` turns into equal passes."""
+    """Return the text that :func:`parse_pipeline` turns into equal passes."""
     return ",".join(_format_one(p) for p in passes)
 
 
 def _format_one(item: Any) -> str:
-    """One pass with the options that differ from their defaults."""
+    """Return one pass with the options that differ from their defaults."""
     parts = [
         f"{f.name}={json.dumps(getattr(item, f.name))}"
         for f in option_fields(type(item))
@@ -61,12 +61,12 @@ def _format_one(item: Any) -> str:
 
 
 def option_fields(kind: type[Any]) -> list[Field[Any]]:
-    """The fields of a pass class that are options."""
+    """Return the fields of a pass class that are options."""
     return [f for f in fields(kind) if f.init]
 
 
 def _option_problems(where: str, kind: type[Any], options: dict[str, Scalar]) -> list[Problem]:
-    """Everything wrong with the options of one pass: unknown, missing, or of another type."""
+    """Return all problems with the options of one pass: unknown, missing or of the wrong type."""
     known = {f.name: f for f in option_fields(kind)}
     hints = get_type_hints(kind)
     problems = [_unknown(where, "option", key, list(known)) for key in options if key not in known]
@@ -74,17 +74,18 @@ def _option_problems(where: str, kind: type[Any], options: dict[str, Scalar]) ->
         if name not in options:
             if field.default is MISSING and field.default_factory is MISSING:
                 problems.append(
-                    Problem("FXP109", where, f"it needs the option {name}", f"write {{{name}=...}}")
+                    Problem("FXP109", where, f"the option {name} is missing", f"add {{{name}=...}}")
                 )
         elif not _fits(options[name], hints[name]):
             wanted = getattr(hints[name], "__name__", str(hints[name]))
             why = f"{name}={json.dumps(options[name])} is not of type {wanted}"
-            problems.append(Problem("FXP109", where, why, f"give {name} as {wanted}"))
+            fix = f"set {name} to a value of type {wanted}"
+            problems.append(Problem("FXP109", where, why, fix))
     return problems
 
 
 def _fits(value: Scalar, hint: Any) -> bool:
-    """Whether a value is of the annotated type; a bool is no int, an int is a float."""
+    """Return whether a value has the annotated type; a bool is not an int, an int is a float."""
     kinds = get_args(hint) or (hint,)
     if isinstance(value, bool):
         return bool in kinds
@@ -94,22 +95,22 @@ def _fits(value: Scalar, hint: Any) -> bool:
 
 
 def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> Problem:
-    """An unknown name, with the nearest known one and the whole list."""
+    """Report an unknown name, with the closest known name and the whole list."""
     near = difflib.get_close_matches(name, known, n=1)
     fix = f"did you mean {near[0]}? " if near else ""
     listed = ", ".join(known) if known else "none"
-    return Problem("FXP109", where, f"there is no {what} {name!r}", f"{fix}known: {listed}")
+    return Problem("FXP109", where, f"unknown {what} {name!r}", f"{fix}known: {listed}")
 
 
 class _PipelineTextReader:
-    """A reader of pipeline text with one position."""
+    """Parser of pipeline text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
 
     def pipeline(self) -> list[tuple[str, dict[str, Scalar]]]:
-        """name, optional {options}, comma, ... to the end; empty text is an empty pipeline."""
+        """Parse comma-separated passes with optional {options}; empty text is an empty pipeline."""
         result: list[tuple[str, dict[str, Scalar]]] = []
         self.space()
         while self.at < len(self.text):
@@ -121,20 +122,20 @@ class _PipelineTextReader:
         return result
 
     def options(self) -> dict[str, Scalar]:
-        """key=value, ... up to the closing brace."""
+        """Parse key=value, ... up to the closing brace."""
         result: dict[str, Scalar] = {}
         while not self.take("}"):
             if result:
                 self.expect(",")
             key = self.match(_NAME, "the name of an option")
             if key in result:
-                raise self.wrong(f"an option other than {key!r}, which is given twice")
+                raise self.wrong(f"an option other than {key!r}, which is a duplicate")
             self.expect("=")
             result[key] = self.value()
         return result
 
     def value(self) -> Scalar:
-        """A JSON scalar, or a bare word taken as text."""
+        """Parse a JSON scalar, or a bare word as text."""
         self.space()
         if self.text.startswith('"', self.at):
             try:
@@ -159,7 +160,7 @@ class _PipelineTextReader:
             self.at += 1
 
     def take(self, mark: str) -> bool:
-        """Step over the mark if it comes next."""
+        """Skip the mark if it comes next; return whether it did."""
         self.space()
         if not self.text.startswith(mark, self.at):
             return False
@@ -167,12 +168,12 @@ class _PipelineTextReader:
         return True
 
     def expect(self, mark: str) -> None:
-        """Step over the mark, or say that it is missing."""
+        """Skip the mark, or raise FXP109 if it is missing."""
         if not self.take(mark):
             raise self.wrong(repr(mark))
 
     def match(self, pattern: re.Pattern[str], what: str) -> str:
-        """Step over the pattern, or say what is missing."""
+        """Skip and return the pattern's match, or raise FXP109 if it is missing."""
         self.space()
         found = pattern.match(self.text, self.at)
         if found is None:
@@ -181,11 +182,10 @@ class _PipelineTextReader:
         return found.group()
 
     def wrong(self, wanted: str) -> FxpartError:
-        """FXP109 at the present column."""
-        rest = self.text[self.at : self.at + 20]
+        """Return FXP109 at the current column."""
+        following = self.text[self.at : self.at + 20]
         where = f"pipeline text, column {self.at + 1}"
-        why = f"expected {wanted}, found {rest!r}" if rest else f"expected {wanted}, found the end"
-        fix = (
-            'a pipeline looks like this: drop_asserts,group_blocks{max_blocks=64,granularity="op"}'
-        )
+        found = repr(following) if following else "the end"
+        why = f"expected {wanted}, found {found}"
+        fix = 'example of a pipeline: drop_asserts,group_blocks{max_blocks=64,granularity="op"}'
         return FxpartError(Problem("FXP109", where, why, fix))

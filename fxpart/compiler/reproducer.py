@@ -1,4 +1,4 @@
-"""Reproducers: a folder with a failing pipeline and its graph, and the call that reruns it."""
+"""Reproducers: a folder with a failing pipeline and its graph, and the function that reruns it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FORMAT = 1
 
 
 def write_reproducer(folder: Path, graph: fx.GraphModule, pipeline: str, fault: str) -> Path:
-    """Write ``folder/NAME-DIGEST`` with pipeline.json, graph.json and graph.txt; returns its path.
+    """Write ``folder/NAME-DIGEST`` with pipeline.json, graph.json and graph.txt; return its path.
 
-    graph: as it was before the failing pass, the first of ``pipeline``. The same failure gives the
-    same folder and the same bytes. FXP603 if it cannot be written.
+    graph: the graph before the failing pass, which is the first of ``pipeline``. The same failure
+    gives the same folder and the same bytes. Raise FXP603 if the files cannot be written.
     """
     body = json.dumps(graph_to_json(graph), indent=1, sort_keys=True)
     about = {
@@ -42,28 +42,29 @@ def write_reproducer(folder: Path, graph: fx.GraphModule, pipeline: str, fault: 
         (path / "graph.json").write_text(body + "\n")
         (path / "graph.txt").write_text(readable(graph) + "\n")
     except OSError as cause:
-        raise error("FXP603", where=str(path), why=str(cause), fix="name another folder") from cause
+        fix = "choose another folder"
+        raise error("FXP603", where=str(path), why=str(cause), fix=fix) from cause
     return path
 
 
 def readable(graph: fx.GraphModule) -> str:
-    """The graph as torch.fx prints it, shapes included."""
+    """Return the graph as torch.fx prints it, including shapes."""
     graph.recompile()
     return graph.print_readable(print_output=False)
 
 
 class _ReproducerInfo(msgspec.Struct):
-    """What pipeline.json has to say."""
+    """Contents of pipeline.json."""
 
     format: int
     pipeline: str = ""
 
 
 def rerun(folder: Path | str, table: Mapping[str, type[Any]] | None = None) -> fx.GraphModule:
-    """Run the pipeline of a reproducer on its graph again: fails as it did, or returns the result.
+    """Rerun a reproducer's pipeline on its graph: fail the same way, or return the result.
 
-    table: pass classes by name, by default all that are installed. FXP109 if the folder holds no
-    reproducer that this version reads.
+    table: pass classes by name, by default all installed passes. Raise FXP109 if the folder does
+    not contain a reproducer of this format.
     """
     from fxpart.compiler.pass_manager import PassManager
 
@@ -72,15 +73,15 @@ def rerun(folder: Path | str, table: Mapping[str, type[Any]] | None = None) -> f
 
 
 def read_reproducer(folder: Path | str) -> tuple[str, fx.GraphModule]:
-    """The pipeline and the graph of a reproducer, which may come from anyone. FXP109."""
+    """Return the pipeline and graph of a reproducer, which may be untrusted; raise FXP109."""
     path = Path(folder)
     try:
         about = msgspec.json.decode(read_bytes(path / "pipeline.json"), type=_ReproducerInfo)
         if about.format != FORMAT:
             raise ValueError(f"its format is {about.format}, not {FORMAT}")
         graph = graph_from_json(json.loads(read_bytes(path / "graph.json")))
-    except Exception as cause:  # torch has an error of its own for each way to be no graph
-        why = f"it holds no reproducer: {type(cause).__name__}: {str(cause)[:500]}"
-        fix = "give the folder that an FXP900 error named"
+    except Exception as cause:  # torch raises many types for invalid graphs
+        why = f"it contains no valid reproducer: {type(cause).__name__}: {str(cause)[:500]}"
+        fix = "pass the folder that an FXP900 error names"
         raise error("FXP109", where=str(path), why=why, fix=fix) from cause
     return about.pipeline, graph

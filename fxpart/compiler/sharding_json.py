@@ -1,4 +1,4 @@
-"""The mesh and shardings of a graph as JSON and back."""
+"""JSON form of the mesh and the shardings of a graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from fxpart.compiler.node_annotation import (
-    LANE_KEY,
     MESH_KEY,
+    MESH_RANK_KEY,
     OUTPUTS_KEY,
     PARTIAL_KEY,
     NodeSharding,
@@ -20,45 +20,45 @@ Json = Any
 
 
 def mesh_to_json(module: fx.GraphModule) -> dict[str, Json]:
-    """Mesh, lane and what a local graph notes; nothing for a graph without a mesh."""
+    """Return mesh, mesh rank and metadata of a rank-local graph; an empty dict without a mesh."""
     mesh = module.meta.get(MESH_KEY)
     if mesh is None:
         return {}
-    found: dict[str, Json] = {"mesh": str(mesh)}
-    if LANE_KEY in module.meta:
-        found["lane"] = module.meta[LANE_KEY]
-        found["partial"] = {n: list(axes) for n, axes in module.meta[PARTIAL_KEY].items()}
-        found["outputs"] = [
-            None if held is None else format_placements(held, mesh)
-            for held in module.meta[OUTPUTS_KEY]
+    result: dict[str, Json] = {"mesh": str(mesh)}
+    if MESH_RANK_KEY in module.meta:
+        result["lane"] = module.meta[MESH_RANK_KEY]
+        result["partial"] = {n: list(axes) for n, axes in module.meta[PARTIAL_KEY].items()}
+        result["outputs"] = [
+            None if placements is None else format_placements(placements, mesh)
+            for placements in module.meta[OUTPUTS_KEY]
         ]
-    return found
+    return result
 
 
 def mesh_from_json(data: Mapping[str, Json], module: fx.GraphModule) -> None:
-    """The inverse of :func:`mesh_to_json`."""
+    """Set the metadata that :func:`mesh_to_json` wrote."""
     if "mesh" not in data:
         return
     mesh = module.meta[MESH_KEY] = Mesh.parse(data["mesh"])
     if "lane" in data:
-        module.meta[LANE_KEY] = data["lane"]
+        module.meta[MESH_RANK_KEY] = data["lane"]
         module.meta[PARTIAL_KEY] = {n: tuple(axes) for n, axes in data["partial"].items()}
         module.meta[OUTPUTS_KEY] = tuple(
-            None if held is None else parse_placements(held, mesh) for held in data["outputs"]
+            None if item is None else parse_placements(item, mesh) for item in data["outputs"]
         )
 
 
 def sharding_to_json(known: NodeSharding, mesh: Mesh) -> Json:
-    """A node's sharding."""
+    """Return a node's sharding as JSON."""
     return [
         list(known.strategy),
-        [format_placements(held, mesh) for held in known.results],
+        [format_placements(placements, mesh) for placements in known.results],
         list(known.origins),
     ]
 
 
 def sharding_from_json(held: Json, mesh: Mesh) -> NodeSharding:
-    """The inverse of :func:`sharding_to_json`."""
+    """Return the sharding that :func:`sharding_to_json` wrote."""
     strategy, results, origins = held
     placements = tuple(parse_placements(text, mesh) for text in results)
     return NodeSharding(tuple(strategy), placements, tuple(origins))

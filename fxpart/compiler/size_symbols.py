@@ -1,6 +1,6 @@
-"""Integer expressions of sizes: evaluated bottom-up, and where inputs give their symbols.
+"""Integer size expressions: evaluation, and the input dims that determine their symbols.
 
-torch's own sympy functions (``FloorDiv``, ``PythonMod`` ...) are told apart by name, so that no
+torch's sympy functions (``FloorDiv``, ``PythonMod`` ...) are recognized by class name, so that no
 private module is imported.
 """
 
@@ -26,7 +26,7 @@ _CHAINED: dict[str, Callable[..., Any]] = {"Max": max, "Min": min}
 
 
 class UnsupportedExpressionError(Exception):
-    """The expression has a function that is not an integer operation."""
+    """Raised for an expression with a function that is not an integer operation."""
 
 
 def fold(expr: sympy.Expr, symbol: Callable[[sympy.Symbol], Any], apply: Apply) -> Any:
@@ -67,7 +67,7 @@ def fold(expr: sympy.Expr, symbol: Callable[[sympy.Symbol], Any], apply: Apply) 
 
 
 def _fraction(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Numerator and denominator; the expression itself over 1 where it has no quotient."""
+    """Return numerator and denominator; the expression itself over 1 if it has no quotient."""
     if all(r.is_Integer for r in expr.atoms(sympy.Rational)) and not any(
         p.args[1].is_negative for p in expr.atoms(sympy.Pow)
     ):
@@ -79,7 +79,7 @@ def _fraction(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
 def _rounded(
     name: str, inner: sympy.Expr, symbol: Callable[[sympy.Symbol], Any], apply: Apply
 ) -> Any:
-    """Rounding of a quotient of integers (sizes, so not negative where truncation would differ)."""
+    """Round a quotient of integers; sizes are not negative, so truncation equals floor."""
     if type(inner).__name__ != "IntTrueDiv":
         raise UnsupportedExpressionError(f"{name} of {type(inner).__name__}")
     top, bottom = (fold(a, symbol, apply) for a in inner.args)
@@ -90,12 +90,12 @@ def _rounded(
 
 
 def expression(size: Any) -> sympy.Expr:
-    """The sympy expression of an int or symbolic integer, after torch's replacements."""
+    """Return the sympy expression of an int or symbolic integer, after torch's replacements."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def solvable(expr: sympy.Expr) -> sympy.Symbol | None:
-    """The symbol that a dim determines: the dim is ``symbol`` or ``a*symbol + b`` with integers."""
+    """Return the symbol of a dim with the form ``symbol`` or ``a*symbol + b``; else None."""
     free = expr.free_symbols
     if len(free) != 1:
         return None
@@ -109,9 +109,10 @@ def solvable(expr: sympy.Expr) -> sympy.Symbol | None:
 def readable(
     tensors: Iterable[tuple[Any, Any]],
 ) -> dict[sympy.Symbol, tuple[Any, int, sympy.Expr]]:
-    """Per symbol, the first of (key, fake tensor) pairs with a dim that gives it.
+    """Map each symbol to the first of the (key, fake tensor) pairs that has a dim to read it from.
 
-    Plain dims are preferred to linear ones. Returns key, dim and the dim's expression.
+    A dim equal to the symbol is preferred to a linear one. Values are key, dim and the dim's
+    expression.
     """
     plain: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}
     linear: dict[sympy.Symbol, tuple[Any, int, sympy.Expr]] = {}

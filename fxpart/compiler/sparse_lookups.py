@@ -1,4 +1,4 @@
-"""Lookups in tables whose gradient is sparse: the rows that were asked for, and no others."""
+"""Embedding lookups with sparse gradients, which contain only the looked-up rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpart.compiler.graph_edit import value
 from fxpart.compiler.tensor_sizes import expression
 
 _OPS = ("aten.embedding", "aten.embedding_bag", "aten._embedding_bag")
-# Where their local forms have it, behind the axes and the size of the whole factor.
+# Position of the flag in the sharded forms, after the axes and the size of the whole factor.
 _FORMS = {
     "embedding_rows": 6,
     "embedding_sent": 6,
@@ -24,12 +24,12 @@ _FORMS = {
     "embedding_bag_bags_rows": 7,
     "embedding_bag_sent": 7,
 }
-_PLACE = 8  # bytes of a row's number
+_PLACE = 8  # bytes of a row index
 _BEFORE = 2  # arguments of a form before those of its op
 
 
 def sparse_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The table and the indices of a lookup with ``sparse=True``; None for any other node."""
+    """Return the table and the indices of a lookup with ``sparse=True``; None for other nodes."""
     if node.op != "call_function":
         return None
     if is_collective(node.target):
@@ -43,14 +43,14 @@ def sparse_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         table, indices = op_args(node)[:2]
     else:
         return None
-    assert isinstance(table, fx.Node) and isinstance(indices, fx.Node), "lookups are of tensors"
+    assert isinstance(table, fx.Node) and isinstance(indices, fx.Node), "a lookup takes tensors"
     return table, indices
 
 
 def row_bytes(table: fx.Node, indices: fx.Node) -> int | sympy.Expr:
-    """What a lookup's sparse gradient takes: a row and its place for every index."""
-    held = value(table)
-    size: Any = prod(map(int, held.shape[1:])) * held.element_size() + _PLACE
+    """Return the bytes of a lookup's sparse gradient: one row and its index per lookup."""
+    table_value = value(table)
+    size: Any = prod(map(int, table_value.shape[1:])) * table_value.element_size() + _PLACE
     for dim in value(indices).shape:
         size = size * expression(dim)
     return size
@@ -59,9 +59,9 @@ def row_bytes(table: fx.Node, indices: fx.Node) -> int | sympy.Expr:
 def sparse_tables(
     graph: fx.Graph, counts: Callable[[fx.Node], bool] = lambda node: True
 ) -> dict[str, list[fx.Node]]:
-    """The state whose gradient is sparse, by name, each with the indices of its lookups.
+    """Map each state with a sparse gradient to the index tensors of its lookups.
 
-    That is state which nothing reads but such lookups. counts: whether a node is looked at at all.
+    All reads of the state must be sparse lookups. counts: whether a node is considered at all.
     """
     found: dict[str, list[fx.Node]] = {}
     other: set[str] = set()

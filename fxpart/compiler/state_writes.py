@@ -1,4 +1,4 @@
-"""Which state is written so that its value has to be followed from op to op."""
+"""State whose writes must be tracked functionally from op to op."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fxpart.compiler.functional_ops import METADATA_OPS, functional_form
 
 
 def followed_state(module: fx.GraphModule) -> frozenset[str]:
-    """Names of buffers that are written more than once, through a view, or read beside the write.
+    """Return the buffers that are written repeatedly, through a view, or that other ops read.
 
-    Such writes depend on the storage that values share, which a sharded value does not keep. A
-    buffer that one op writes directly, and that nothing else reads, needs no such care; neither can
-    a parameter be followed, for its gradient belongs to the tensor itself, nor a buffer of ops that
-    write it as a side effect (batch_norm).
+    Such writes rely on shared storage, which sharded values do not keep. A buffer that a single op
+    writes directly, and that no other op reads, needs no tracking. A parameter cannot be tracked
+    because its gradient belongs to the tensor itself, nor can a buffer that an op writes as a side
+    effect (batch_norm).
     """
     graph = module.graph
     roots = state_roots(graph)
@@ -41,7 +41,7 @@ def _is_trained(module: fx.GraphModule, name: str) -> bool:
 
 
 def _can_follow(op: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> bool:
-    """Whether an op writes one piece of state only and has a functional form."""
+    """Return whether an op writes only one piece of state and has a functional form."""
     targets = list_written_nodes(op)
     plain = packet_name(op.target) == "aten.copy_" or functional_form(op.target) is not None
     single = len(targets) == 1 and len(roots[targets[0]]) == 1
@@ -49,7 +49,7 @@ def _can_follow(op: fx.Node, roots: dict[fx.Node, frozenset[str]]) -> bool:
 
 
 def _readers(graph: fx.Graph, roots: dict[fx.Node, frozenset[str]], name: str) -> Iterator[fx.Node]:
-    """The nodes that take a value which may share the state's storage."""
+    """Yield the nodes with an operand that may alias the state."""
     for node in graph.nodes:
         if any(name in roots[source] for source in node.all_input_nodes):
             yield node

@@ -10,7 +10,7 @@ import torch
 
 
 def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of an op's result, through lists and tuples."""
+    """Return the tensors of an op's result, through lists and tuples."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, (list, tuple)):
@@ -19,12 +19,12 @@ def tensors(result: Any) -> list[torch.Tensor]:
 
 
 def nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
-    """Bytes of the tensor's whole storage."""
+    """Return the bytes of the tensor's whole storage."""
     return tensor.untyped_storage().nbytes()
 
 
 def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
-    """A size without torch: an int where it is known, else a sympy expression in the symbols."""
+    """Return a size as an int if it is known, else as a sympy expression in the symbols."""
     if isinstance(size, torch.SymInt):
         found = size.node.expr
         return int(found) if found.is_number else found
@@ -34,7 +34,7 @@ def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
 
 
 def format_size(size: int | torch.SymInt) -> str:
-    """A size as text; sympy writes each expression once, for graphs have few and use them often."""
+    """Return a size as text; the text of each expression is cached."""
     return _text(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
@@ -44,7 +44,7 @@ def _text(found: sympy.Expr) -> str:
 
 
 def hint(size: int | torch.SymInt, fallback: int = 1) -> int:
-    """The size at the example inputs; ``fallback`` for one that depends on data."""
+    """Return the size at the example inputs; ``fallback`` for a data-dependent size."""
     if isinstance(size, int):
         return size
     known: Any = size.node.hint if size.node.has_hint() else None

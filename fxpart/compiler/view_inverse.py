@@ -1,4 +1,4 @@
-"""How a written view changes its base: for each view op, the op that puts the new part back."""
+"""Inverses of view ops: how a write to a view changes its base."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpart.compiler.graph_edit import value
 
 aten = torch.ops.aten
 
-# inverse(add, parent, part) -> the parent's new value; add(op, *args) adds a call to the graph
+# inverse(add, parent, part) returns the parent's new value; add(op, *args) adds a call.
 Add = Callable[..., fx.Node]
 Inverse = Callable[[Add, fx.Node, fx.Node], fx.Node]
 
@@ -41,9 +41,9 @@ _JOINED = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk",
 def invert_view(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Mapping[fx.Node, Any]
 ) -> tuple[fx.Node, Inverse | None]:
-    """The view's parent and the inverse of the view; the inverse is None for an op without one.
+    """Return the view's parent and its inverse; the inverse is None for an unsupported op.
 
-    recipes: how list-valued views (split, unbind) were made, for the getitem on them.
+    recipes: the calls that created list-valued views (split, unbind), for getitem on them.
     """
     if target is operator.getitem:
         listed = recipes[args[0]]
@@ -55,7 +55,7 @@ def invert_view(
 
 
 def _inverse(name: str, target: Any, rest: list[Any], kwargs: dict[str, Any]) -> Inverse | None:
-    """The inverse of one view op with its further arguments."""
+    """Return the inverse of one view op with its remaining arguments."""
     if target is aten.view.dtype:
         return lambda add, parent, part: add(aten.view.dtype, part, value(parent).dtype)
     if name in _SAME + _OFF:
@@ -107,16 +107,16 @@ _SCATTERS = {
 def scatter(
     add: Add, op: Any, parent: fx.Node, part: fx.Node, *rest: Any, **kwargs: Any
 ) -> fx.Node:
-    """A scatter op on the parent; on complex tensors by real and imaginary part.
+    """Add a scatter op on the parent; complex tensors are split into real and imaginary parts.
 
-    PyTorch has no derivative of these ops for complex tensors. An ``as_strided`` view counts
-    elements, so that its real form has other sizes, strides and offset.
+    PyTorch has no derivative of these ops for complex tensors. Since ``as_strided`` counts
+    elements, its real form has other sizes, strides and offset.
     """
     if not value(parent).is_complex():
         return add(op, parent, part, *rest, **kwargs)
     names = [declared.name for declared in operation_schema(op).arguments[2:]]
     given = {**dict(zip(names, rest, strict=False)), **kwargs}
-    real = {key: _in_real(key, held, value(parent).dim()) for key, held in given.items()}
+    real = {key: _in_real(key, argument, value(parent).dim()) for key, argument in given.items()}
     if op is aten.diagonal_scatter.default:  # the diagonal is the last dim of its view
         order = [*range(value(part).dim() - 1), value(part).dim(), value(part).dim() - 1]
         pair = add(aten.permute.default, _real(add, part), order)
@@ -127,12 +127,12 @@ def scatter(
 
 
 def _real(add: Add, source: fx.Node) -> fx.Node:
-    """A complex value as pairs of numbers, where its conjugation is carried out."""
+    """Return a complex value as pairs of real numbers, with its conjugation applied."""
     return add(aten.view_as_real.default, add(aten.resolve_conj.default, source))
 
 
 def _with_half(name: str, add: Add, parent: fx.Node, part: fx.Node) -> fx.Node:
-    """A complex value with another real or imaginary part."""
+    """Return a complex value with its real or imaginary part replaced."""
     if not value(parent).is_complex():
         return part
     other = add(aten.imag.default if name == "real" else aten.real.default, parent)
@@ -140,19 +140,19 @@ def _with_half(name: str, add: Add, parent: fx.Node, part: fx.Node) -> fx.Node:
     return add(aten.view_as_complex.default, add(aten.stack.default, halves, -1))
 
 
-def _in_real(name: str, held: Any, dims: int) -> Any:
-    """An argument of a scatter op for the real form, which has one more dim of two numbers."""
+def _in_real(name: str, argument: Any, dims: int) -> Any:
+    """Convert an argument of a scatter op to the real form, which has one more dim of size 2."""
     if name in ("dim", "dim1", "dim2"):
-        return held + dims if held < 0 else held
+        return argument + dims if argument < 0 else argument
     if name == "size":
-        return [*held, 2]
+        return [*argument, 2]
     if name == "stride":
-        return [*(2 * step for step in held), 1]
-    return 2 * held if name == "storage_offset" and held is not None else held
+        return [*(2 * step for step in argument), 1]
+    return 2 * argument if name == "storage_offset" and argument is not None else argument
 
 
 def _inverse_order(order: list[int]) -> list[int]:
-    """The permutation that undoes another."""
+    """Return the inverse permutation."""
     positive = [d % len(order) for d in order]
     return [positive.index(d) for d in range(len(positive))]
 
@@ -160,7 +160,7 @@ def _inverse_order(order: list[int]) -> list[int]:
 def _list_inverse(
     target: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], index: int
 ) -> Inverse | None:
-    """The inverse of taking piece ``index`` of a tensor: join all pieces again."""
+    """Return the inverse of taking piece ``index`` of a tensor: join all pieces again."""
     name = packet_name(target).removeprefix("aten.")
     if name not in (*_JOINED, "unbind"):
         return None

@@ -1,4 +1,4 @@
-"""A rough measure of an op's work, for grouping only; prices come from cost models."""
+"""Rough estimate of an op's work, used only to group ops; costs come from cost models."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _PRODUCTS = frozenset(
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether the op is one around which blocks form: a product, a lookup, a loss over classes.
+    """Return whether blocks form around the op: a matrix product, a lookup or a loss over classes.
 
-    Ops of other packages count: whoever registers an op has work for it.
+    Ops of other packages count as compute-intensive.
     """
     target = op_of(node)
     return packet_name(target) in _PRODUCTS or (is_op(target) and target.namespace != "aten")
 
 
 def numel(tensor: torch.Tensor) -> int:
-    """Elements at the example inputs."""
+    """Return the number of elements at the example inputs."""
     return math.prod(hint(s) for s in tensor.shape)
 
 
 def nbytes(result: Any) -> int:
-    """Bytes of all tensors of a value at the example inputs."""
+    """Return the bytes of all tensors of a value at the example inputs."""
     return sum(numel(t) * t.element_size() for t in tensors(result))
 
 
 def work(node: fx.Node) -> int:
-    """Multiplications at the example inputs: results times the length of the sum behind each."""
+    """Return the multiplications at the example inputs: results times the reduction length."""
     out = sum(numel(t) for t in tensors(value(node)))
     if not is_heavy(node):
         return out
@@ -62,7 +62,7 @@ def work(node: fx.Node) -> int:
             numel(given[0]) * sum(numel(t) for t in given[1:]) // max(1, hint(given[0].shape[-1]))
         )
     if "conv" in name:
-        # each result element adds up one filter; transposed: each input element spreads over one
+        # Each result element sums one filter; if transposed, each input element spreads over one.
         filters = max(1, hint(given[1].shape[0]))
         ends = numel(given[0]) if "transpose" in name else out
         return ends * numel(given[1]) // filters

@@ -20,7 +20,7 @@ from fxpart.compiler.collective_calls import (
     is_random_shard,
     parse_random_call,
 )
-from fxpart.compiler.node_annotation import LANE_KEY, MESH_KEY
+from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY
 from fxpart.pricing.specs import Specs, annotation, expression, op_name, unwrap_seeded_call
 from fxpart.profiling.collective_ops import bind_single_rank, form_of
 from fxpart.rng import microbatch_key
@@ -89,7 +89,7 @@ class OpArguments:
     ) -> None:
         """graph: with blocks, or one lane's of it."""
         self._specs, self._sizes, self._device = specs, sizes, device
-        self._mesh, self._lane = graph.meta.get(MESH_KEY), graph.meta.get(LANE_KEY, 0)
+        self._mesh, self._lane = graph.meta.get(MESH_KEY), graph.meta.get(MESH_RANK_KEY, 0)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def call(self, node: fx.Node) -> OpCall:

@@ -1,4 +1,4 @@
-"""Comparison of the captured program with the module as the user wrote it."""
+"""Verification of the captured program against the user's module and a single process."""
 
 from fxpart.verification.constant_guard import ConstantGuard
 from fxpart.verification.gradient_hooks import refuse_gradient_hooks

@@ -1,9 +1,9 @@
-"""Does the partitioned run give the numbers of one process? Train both and compare everything.
+"""Compare a partitioned run with single-process training: train both and compare everything.
 
-Two references: the captured graph run whole on the same microbatches (equal bit for bit, except
-where a gradient is a sum over stages), and the user's own module (equal within rounding). Both are
-under the program's autocast; where values travel in fewer bits than they have, the whole graph
-rounds them at the same places.
+There are two references. The first is the captured graph, run unpartitioned on the same
+microbatches; it must be equal bit for bit, except where a gradient is a sum over stages. The second
+is the user's own module, equal within rounding. Both use the program's autocast. If values are sent
+in a lower precision, the unpartitioned graph rounds them at the same places.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ NOISE = 1e-6
 
 
 class _VerificationStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen, keyword-only, and strict about fields."""
+    """Frozen, keyword-only struct without unknown fields."""
 
 
 class ParameterDifference(
     _VerificationStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """One parameter: largest difference of its gradient over the steps, and of itself at the end.
+    """One parameter: largest difference of its gradient over the steps, and final difference.
 
-    Each is ``|a - b| / |b|`` in the Euclidean norm; equal: whether both agree in every bit. noise:
-    the one process's gradient is below NOISE of the norm of all gradients, so that it is nothing
-    but rounding (the bias of attention keys, whose true gradient is zero): where sums over stages
-    round differently, its relative difference says nothing and an optimizer like Adam blows it up.
-    Where bits need not agree, also: rounding makes as much of one process itself, by one of the two
-    measures of :mod:`fxpart.verification.rounding_error`.
+    Each difference is ``|a - b| / |b|`` in the Euclidean norm. equal: whether all bits agree.
+    noise: the single-process gradient is below NOISE times the norm of all gradients, so it is only
+    rounding (such as the bias of attention keys, whose true gradient is zero); its relative
+    difference is meaningless and an optimizer like Adam amplifies it. If bits need not agree, noise
+    also holds if rounding changes a single process as much, by
+    :mod:`fxpart.verification.rounding_error`.
     """
 
     name: str
@@ -69,15 +69,15 @@ class ParameterDifference(
 
 
 class Verification(_VerificationStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The comparison of a partitioned run with one process.
+    """The comparison of a partitioned run with a single process.
 
-    losses: per step (partitioned, one process). exact: whether bits had to agree (each stage is one
-    rank, and no gradient is added up over stages in another order). equal: whether they did.
-    largest: the largest relative difference of a loss, gradient, parameter or buffer, without those
-    that are noise. eager_loss, eager_gradient: relative differences of the first step to the user's
-    own module, None where it could not be run. eager_differences: what differs from the user's own
-    module over all steps by more than rounding, as text. passed: within the promise, and equal to
-    the user's own module within rounding.
+    losses: per step (partitioned, single process). exact: whether bits had to agree (each stage is
+    one rank, and no gradient is summed over stages in another order). equal: whether they did.
+    largest: the largest relative difference of a loss, gradient, parameter or buffer, without
+    noise. eager_loss, eager_gradient: relative differences of the first step to the user's module,
+    None if it could not run. eager_differences: descriptions of differences from the user's module
+    beyond rounding, over all steps. passed: within the tolerance, and equal to the user's module
+    within rounding.
     """
 
     ranks: int
@@ -102,9 +102,9 @@ def verify(
 ) -> Verification:
     """Train ``steps`` steps on ``batch`` (default: the example) both ways and compare.
 
-    Under torchrun every process trains its stage; rank 0 runs the reference and tells the rest.
+    Under torchrun every process trains its stage; rank 0 runs the reference and sends the result.
     optimizer: as for Program.trainer. A model without a loss is compared by the mean square of its
-    floating outputs.
+    floating-point outputs.
     """
     captured = program.captured
     if batch is None:
@@ -133,7 +133,7 @@ def verify(
 
 @dataclass(frozen=True)
 class PartitionedRun:
-    """What the partitioned run gave: per step loss and gradients, and the state at the end."""
+    """Results of the partitioned run: loss and gradients per step, and the final state."""
 
     losses: list[torch.Tensor]
     gradients: list[Mapping[str, torch.Tensor]]
@@ -141,7 +141,7 @@ class PartitionedRun:
 
 
 def compare(program: Program, factory: Any, batch: Any, seen: PartitionedRun) -> Verification:
-    """Repeat the run in one process, on the whole graph, and measure every difference."""
+    """Repeat the run in a single process on the unpartitioned graph, and compare."""
     captured = program.captured
     one, table = _one_process(program, factory), _DifferenceTable.of(captured.parameters)
     for loss, found in zip(seen.losses, seen.gradients, strict=True):
@@ -196,11 +196,11 @@ def compare(program: Program, factory: Any, batch: Any, seen: PartitionedRun) ->
 def _against_module(
     program: Program, factory: Any, batch: Any, seen: PartitionedRun
 ) -> UserModuleComparison | None:
-    """The run compared with the user's own module, None where that cannot run.
+    """Compare the run with the user's module; return None if the module cannot run.
 
-    The module runs microbatch by microbatch, as random numbers are drawn for each. A loss that is
-    divided by several numbers of the batch cannot be had so: it runs on the whole batch then, and
-    is not compared where it draws random numbers.
+    The module runs microbatch by microbatch, since random numbers are drawn per microbatch. A loss
+    divided by several numbers of the batch must run on the whole batch; it is not compared if it
+    draws random numbers.
     """
     spec, microbatches = program.spec, program.plan.microbatches
     weight = None if spec.weight is None else BatchTotals(spec.weight, spec.symbols)
@@ -237,7 +237,7 @@ def _against_module(
 def _against_whole_batch(
     program: Program, factory: Any, batch: Any, seen: PartitionedRun, found: UserModuleComparison
 ) -> UserModuleComparison:
-    """Also compared with the module on the whole batch, where no random number is drawn."""
+    """Also compare with the module on the whole batch if no random numbers are drawn."""
     if _draws(program):
         return found
     written = run_written(
@@ -252,7 +252,7 @@ def _against_whole_batch(
 
 
 def _draws(program: Program) -> bool:
-    """Whether training draws random numbers."""
+    """Return whether training draws random numbers."""
     return any(node.target is seeded for node in program.graph.graph.nodes)
 
 
@@ -264,9 +264,9 @@ def _against_rounding(
     buffers: Mapping[str, float],
     rows: tuple[ParameterDifference, ...],
 ) -> tuple[tuple[ParameterDifference, ...], float]:
-    """The rows, and the largest difference, without what rounding makes of one process itself.
+    """Return rows and largest difference without those that rounding alone explains.
 
-    Its measures are taken one after another, until nothing is above the tolerance.
+    The rounding measures are taken one after another until nothing exceeds the tolerance.
     """
     given, worst = rows, _worst(table.loss, buffers, rows)
     for known in measure_rounding(
@@ -287,9 +287,9 @@ def _against_rounding(
 def _one_process(
     program: Program, factory: Any, convert: Convert | None = None
 ) -> SingleProcessTrainer:
-    """One process at the beginning of the run, on the same microbatches.
+    """Return a single-process trainer at the start of the run, with the same microbatches.
 
-    convert: makes another tensor of each of its state.
+    convert: applied to each state tensor.
     """
     return SingleProcessTrainer(
         program.captured,
@@ -304,7 +304,7 @@ def _one_process(
 
 
 def sending_of(program: Program) -> TransferPrecision | None:
-    """What the program's transfers round, for one process to do the same; None for nothing."""
+    """Return the conversions of the program's transfers; None without any."""
     if not program.spec.transfer_dtype:
         return None
     homes = [program.plan.stages[index].ranks for _, _, index in program.plan.program_stages]
@@ -322,14 +322,14 @@ def sending_of(program: Program) -> TransferPrecision | None:
 
 
 def _worst(loss: float, buffers: Mapping[str, float], rows: Iterable[ParameterDifference]) -> float:
-    """The largest difference that counts."""
+    """Return the largest difference that is not noise."""
     return max(
         [loss, *buffers.values(), *(max(r.gradient, r.parameter) for r in rows if not r.noise)]
     )
 
 
 def _judged(row: ParameterDifference, known: RoundingBounds) -> ParameterDifference:
-    """The row, noise also where rounding makes as much of one process itself."""
+    """Return the row, marked as noise if rounding changes a single process as much."""
     if row.noise or max(row.gradient, row.parameter) <= TOLERANCE:
         return row
     covered = known.covers(row.name, row.gradient, row.parameter, TOLERANCE)
@@ -338,9 +338,10 @@ def _judged(row: ParameterDifference, known: RoundingBounds) -> ParameterDiffere
 
 @dataclass
 class _DifferenceTable:
-    """Differences gathered step by step. loss: the largest of the losses; the rest by parameter.
+    """Differences collected over the steps. loss: the largest loss difference; others by parameter.
 
-    losses: per step (partitioned, one process). first: one process's gradients of the first step.
+    losses: per step (partitioned, single process). first: single-process gradients of the first
+    step.
     """
 
     loss: float
@@ -352,7 +353,7 @@ class _DifferenceTable:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> _DifferenceTable:
-        """An empty table."""
+        """Return an empty table."""
         listed = list(names)
         return cls(
             0.0, [], {}, dict.fromkeys(listed, 0.0), dict.fromkeys(listed, True),
@@ -366,7 +367,7 @@ class _DifferenceTable:
         found: Mapping[str, torch.Tensor],
         theirs: Mapping[str, torch.Tensor],
     ) -> None:
-        """One step: losses and gradients of the partitioned run and of one process."""
+        """Add one step: losses and gradients of the partitioned run and of the single process."""
         self.losses.append((float(loss), float(wanted)))
         self.loss = max(self.loss, relative(loss, wanted))
         self.first = self.first or theirs
@@ -381,7 +382,7 @@ class _DifferenceTable:
 
 
 def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """``|a - b| / |b|`` in float64, Euclidean norm; inf where one is missing or not finite.
+    """Return ``|a - b| / |b|`` in float64, Euclidean norm; inf if one is missing or not finite.
 
     NaN equals NaN.
     """
@@ -396,13 +397,13 @@ def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 def norm(tensors: Iterable[torch.Tensor]) -> float:
-    """The Euclidean norm of all elements of all tensors, in float64."""
+    """Return the Euclidean norm of all elements of all tensors, in float64."""
     squares = [float(torch.linalg.vector_norm(t.double()) ** 2) for t in tensors]
     return float(sum(squares) ** 0.5)
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether both agree in every bit that counts (NaN equals NaN)."""
+    """Return whether both agree in every bit (NaN equals NaN)."""
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and a.shape == b.shape and relative(a, b) == 0.0

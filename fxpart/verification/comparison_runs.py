@@ -1,4 +1,4 @@
-"""Two steps of the module as written, and of the captured program, from the same state."""
+"""Two steps of the user's module and of the captured program from the same state."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fxpart.verification.single_process import (
 )
 
 STEPS = 2
-LARGE = 30_000_000  # parameters, above which only the first step has a backward
-SCALE = 1 - 2**-5  # weights of the second step, relative to those of the first
+LARGE = 30_000_000  # parameters; larger models run only the first backward
+SCALE = 1 - 2**-5  # scale of the second step's weights
 
 
 @dataclass
 class ComparisonStep:
-    """What one step gave: loss, outputs, gradients and state by name, gradients of inputs."""
+    """Results of one step: loss, outputs, gradients and state by name, gradients of inputs."""
 
     loss: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
@@ -39,11 +39,11 @@ class ComparisonStep:
 
 @dataclass(frozen=True)
 class ComparisonSetup:
-    """What both runs share.
+    """Shared setup of both runs.
 
     batches: of each step, the tensors in the order of ``captured.inputs``. tree: the structure of a
-    batch. live: gives the registered tensors of the module by name, as they are when it is called.
-    double: run in double precision.
+    batch. live: returns the module's current registered tensors by name. double: run in double
+    precision.
     """
 
     captured: CapturedModel
@@ -55,28 +55,28 @@ class ComparisonSetup:
     double: bool = False
 
     def in_double(self) -> ComparisonSetup:
-        """The same in double precision."""
+        """Return the same setup in double precision."""
         batches = tuple(tuple(to_float64(t.detach()).requires_grad_(t.requires_grad) for t in batch)
                         for batch in self.batches)  # fmt: skip
         return replace(self, batches=batches, double=True)
 
     def leaves(self, step: int) -> list[torch.Tensor]:
-        """Fresh tensors of a step's batch."""
+        """Return new leaf tensors for a step's batch."""
         return [t.detach().clone().requires_grad_(t.requires_grad) for t in self.batches[step]]
 
     def differentiate(self, loss: torch.Tensor, step: int) -> None:
-        """Backward; of large models in the first step only, as its time is that of all weights."""
+        """Run backward; large models run it only in the first step, to save time."""
         count = sum(self.captured.state[n].numel() for n in self.captured.parameters)
         if loss.requires_grad and (step == 0 or count <= LARGE):
             loss.backward()
 
     def key(self, step: int) -> int:
-        """What seeds the random operations of a step."""
+        """Return the seed of a step's random operations."""
         return microbatch_key(self.seed, step, 0)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
-        """The precision that operations run in."""
+        """Run operations in the setup's precision."""
         with ExitStack() as stack:
             if self.double:
                 stack.enter_context(Float64Mode())
@@ -127,8 +127,8 @@ def run_module(
 
 
 def run_eagerly(given: ComparisonSetup, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The user's module and loss on one batch."""
-    assert given.captured.eager is not None, "a capture brings its module along"
+    """Run the user's module and loss on one batch."""
+    assert given.captured.eager is not None, "a capture contains its module"
     return given.captured.eager(unflatten_batch(given.tree, list(leaves)))
 
 
@@ -158,7 +158,7 @@ def run_program(given: ComparisonSetup) -> list[ComparisonStep]:
 
 
 def _scale(parameters: Any) -> None:
-    """Change the weights that are trained, so that the second step differs from the first."""
+    """Scale the trained weights, so that the second step differs from the first."""
     with torch.no_grad():
         for tensor in parameters:
             if tensor.requires_grad and tensor.is_floating_point():
@@ -166,7 +166,7 @@ def _scale(parameters: Any) -> None:
 
 
 def _copied(captured: CapturedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of what is not trained."""
+    """Copy the state that is not trained."""
     return {n: state[n].detach().clone() for n, t in captured.state.items() if not t.requires_grad}
 
 

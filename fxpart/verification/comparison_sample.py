@@ -1,4 +1,4 @@
-"""The batches of a comparison: a slice of the example that is cheap enough, the same every time."""
+"""Batches of a comparison: an inexpensive, deterministic slice of the example."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxpart.compiler.work_estimate import work
 from fxpart.verification.comparison_runs import STEPS
 
 MOST_PARAMETERS = 200_000_000
-MOST_WORK = 1.5e11  # multiplications of all runs together
-EASY_WORK = 1e10  # of all runs together, below which no sequence is shortened
+MOST_WORK = 1.5e11  # multiplications of all runs
+EASY_WORK = 1e10  # multiplications up to which no sequence is shortened
 ROWS = 4
-SHORT = (64, 32, 16)  # lengths of sequences, where whole ones are too expensive
-_RUNS = 3 * 2 * STEPS  # forward and twice as much backward, of module and program
+SHORT = (64, 32, 16)  # shortened sequence lengths
+_RUNS = 3 * 2 * STEPS  # forward and twice the work in backward, of module and program
 
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """rows: of each step's batch. sizes: shortened sequence lengths by symbol; cost: in work."""
+    """rows: rows per batch. sizes: shortened sequence lengths by symbol. cost: multiplications."""
 
     rows: int
     sizes: Mapping[str, int]
@@ -31,18 +31,18 @@ class ComparisonSample:
 
 
 def explain_skip(captured: CapturedModel) -> str:
-    """Why the module cannot be run here, "" if it can."""
+    """Return why the module cannot run here, "" if it can."""
     if captured.eager is None or captured.example is None or captured.source is None:
-        return "the module is not at hand"
+        return "the module is not available"
     constants = set(find_leaked_constants(captured))
     if any(t.device.type == "meta" and n not in constants for n, t in captured.state.items()):
-        return "the model holds no data (meta tensors)"
+        return "the model has no data (meta tensors)"
     return ""
 
 
 def find_leaked_constants(captured: CapturedModel) -> list[str]:
-    """Constants without data of a model that has data: values that tracing left in Python state."""
-    assert captured.source is not None, "a capture brings its module along"
+    """Return constants without data, which tracing left in the Python state of the model."""
+    assert captured.source is not None, "a capture contains its module"
     model, loss = captured.source
     registered = state_of(model, loss, loss_prefix(model)).tensors
     if any(t.device.type == "meta" for t in registered.values()):
@@ -51,7 +51,7 @@ def find_leaked_constants(captured: CapturedModel) -> list[str]:
 
 
 def samples(captured: CapturedModel, graph: fx.GraphModule) -> list[ComparisonSample]:
-    """Slices to try, the most meaningful one that is not expensive first."""
+    """Return slices to try, the most meaningful inexpensive one first."""
     batch = _batch_symbol(captured)
     whole = float(sum(work(n) for n in graph.graph.nodes if n.op == "call_function")) * _RUNS
     if not captured.symbolic or batch is None:
@@ -61,7 +61,7 @@ def samples(captured: CapturedModel, graph: fx.GraphModule) -> list[ComparisonSa
     if not all(isinstance(entry, int) or entry.isidentifier() for entry in entries):
         return [
             ComparisonSample(captured.batch_size, {}, row * captured.batch_size)
-        ]  # formulas of sizes
+        ]  # sizes are expressions
     rows = max(1, min(ROWS, captured.batch_size))
     found = [ComparisonSample(rows, {}, row * rows)]
     lengths = [s for s in captured.symbols if s != batch and captured.hints.get(s, 0) > SHORT[-1]]
@@ -79,14 +79,14 @@ def samples(captured: CapturedModel, graph: fx.GraphModule) -> list[ComparisonSa
 
 
 def parameters(captured: CapturedModel) -> int:
-    """How many numbers the parameters have."""
+    """Return the number of parameter elements."""
     return sum(captured.state[name].numel() for name in captured.parameters)
 
 
 def batches(
     captured: CapturedModel, tensors: Sequence[torch.Tensor], sample: ComparisonSample
 ) -> tuple[tuple[torch.Tensor, ...], ...]:
-    """The batch of each step: other rows of the example in each, as far as it has them."""
+    """Return the batch of each step, with different rows of the example if it has enough."""
     found = []
     for step in range(STEPS):
         cut = []
@@ -105,9 +105,9 @@ def batches(
 def _rows(tensor: torch.Tensor, dim: int, entry: int | str, rows: int, step: int) -> torch.Tensor:
     size = tensor.shape[dim]
     if isinstance(entry, int) and entry != rows:
-        rows = entry  # a dim that is a fixed multiple of the batch
+        rows = entry  # a dim with a fixed multiple of the batch
     elif isinstance(entry, str) and not entry.isidentifier():
-        return tensor  # the sample has all rows then
+        return tensor  # the sample then has all rows
     start = step * rows if (step + 1) * rows <= size else 0
     index = torch.arange(start, start + rows) % size
     return tensor.index_select(dim, index.to(tensor.device))

@@ -1,4 +1,4 @@
-"""A cheap look, before each step, at values that the program has as constants."""
+"""Inexpensive check, before each step, of values that the program treats as constants."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from fxpart.verification.reachable_state import (
 from fxpart.verification.value_snapshot import is_array, is_generator, is_iterator, same, version
 
 _FIX = (
-    "give the value to forward or loss as an input tensor, and with each batch; or compile again "
-    "after the change"
+    "pass the value to forward or loss as an input tensor with each batch, or compile again after "
+    "the change"
 )
-# Switched by the owner of a model at any time, and no constant of the program.
-SMALL, MOST_SMALL = 1024, 32  # elements, and number, of tensors that are compared in each step
-LARGEST = 64  # elements of a container that is watched
+# Attributes that a user may switch at any time, and that are no constants of the program.
+SMALL, MOST_SMALL = 1024, 32  # size and number of tensors that are compared per step
+LARGEST = 64  # maximum elements of a watched container
 _SPECIAL = frozenset(("forward", *SLOTS))
 _FREE = frozenset(("training", "use_cache", "gradient_checkpointing"))
 
 
 class ConstantGuard:
-    """Raises FXP113 once a value that the program took as a constant is another.
+    """Raise FXP113 if a value that the program treats as a constant has changed.
 
-    Looked at: numbers and tensors that forward or loss read from attributes, closures and globals,
-    except those that they themselves change; whether gradient hooks were added; and the modules'
-    children, hooks and classes.
+    Watched are numbers and tensors that forward or loss read from attributes, closures and globals,
+    except those that they change themselves; added gradient hooks; and the modules' children, hooks
+    and classes.
     """
 
     def __init__(self, state: ReachableState, code: ReachableCode, written: frozenset[Any]) -> None:
-        """Keep what may change. written: storages that the program itself writes."""
+        """Record the watched values. written: storages that the program itself writes."""
         self.refuse: Callable[[], None] | None = None
         modules = [(h.path, h.owner) for h in state.holders if isinstance(h.owner, nn.Module)]
         self._structure = ModuleStructureGuard(modules, code.names)
@@ -83,13 +83,14 @@ class ConstantGuard:
         self._names = [memory.path for memory in kept]
         self._copies: list[torch.Tensor] = [memory.value for memory in kept]
         self._versions = [version(t) for t in self._tensors]
-        # Writes through ``tensor.data`` are not counted in the version; small ones are compared.
+        # Writes through ``tensor.data`` do not increment the version, so small tensors are
+        # compared.
         small = [i for i, t in enumerate(self._tensors) if t.numel() <= SMALL and t.is_cpu]
         self._small = small[:MOST_SMALL]
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any, captured: CapturedModel) -> ConstantGuard:
-        """For a model and its loss as they are now."""
+        """Create a guard for the current state of a model and its loss."""
         code = ReachableCode.of(model, loss)
         names = {n for names in state_written(captured.graph.graph).values() for n in names}
         written = frozenset(storage_identity(captured.state[n]) for n in names & {*captured.state})
@@ -105,10 +106,10 @@ class ConstantGuard:
         return frozenset(name for name, tensor in state.items() if id(tensor) in watched)
 
     def __call__(self, update: Callable[[list[torch.Tensor]], bool] | None = None) -> int:
-        """Look; microseconds where nothing changed.
+        """Check all values; takes microseconds if nothing changed.
 
-        update: copies tensors that were written in place into the program, and returns whether it
-        has all of them. Returns how often that was done.
+        update: copies tensors written in place into the program, and returns whether it has all of
+        them. Return the number of updates.
         """
         self._structure()
         now = [read() for read in self._read]
@@ -129,7 +130,7 @@ class ConstantGuard:
             if before is after:
                 continue
             if equal(before, after):
-                if isinstance(after, (*ATOMS, torch.Tensor)):  # others may change inside
+                if isinstance(after, (*ATOMS, torch.Tensor)):  # other objects may be mutable
                     self._values[index] = after
                 continue
             was = f" from {before!r:.40} to {after!r:.40}" if isinstance(before, ATOMS) else ""
@@ -171,17 +172,17 @@ def _is_watched(
     if holder.sized and len(holder.content) > LARGEST:
         return False
     if name == "_buffers" and holder.sized:
-        return id(value) not in left_out  # of the loss
+        return id(value) not in left_out  # buffers of the loss are watched
     special = isinstance(holder.owner, nn.Module) and name in _SPECIAL
     if special or (holder.sized and name in SLOTS):
-        return False  # the modules' structure and tensors are looked at elsewhere
+        return False  # checked by ModuleStructureGuard and as tensors
     if holder.sized and isinstance(holder.owner, dict) and str(key) in code.names:
         return True  # elements that are read as attributes
     return holder.is_scope or name in code.names or name in _names_of_layer(holder.owner)
 
 
 def _names_of_layer(owner: Any) -> tuple[str, ...]:
-    """The names in the forward of one of torch's own layers, which are not in the reached code."""
+    """Return the names in the forward of torch's own layers, which the reached code excludes."""
     if not isinstance(owner, nn.Module) or not type(owner).__module__.startswith("torch."):
         return ()
     code = getattr(type(owner).forward, "__code__", None)
@@ -189,9 +190,10 @@ def _names_of_layer(owner: Any) -> tuple[str, ...]:
 
 
 def _absent(holder: MutableObject, code: ReachableCode, texts: set[str]) -> Iterator[Any]:
-    """Keys that an object has not, which code would find if it had: over those of its class.
+    """Yield names that an object lacks and that code would find first if it had them.
 
-    Also keys of dicts, and attributes, that the user's code names in texts.
+    These are names that override class attributes, and keys and attributes that the user's code
+    names in string constants.
     """
     owner = holder.owner
     if holder.sized:
@@ -215,5 +217,5 @@ def _absent(holder: MutableObject, code: ReachableCode, texts: set[str]) -> Iter
 
 def _problem(path: str, was: str) -> Problem:
     shown = path or "a value that forward or loss reads"
-    why = f"it was changed{was} after compile(), and the program has it as a constant"
+    why = f"it was changed{was} after compile(), but the program treats it as a constant"
     return Problem("FXP113", shown, why, _FIX)

@@ -1,4 +1,4 @@
-"""Differences between two runs of the same steps, beyond what rounding explains."""
+"""Differences between two runs of the same steps, beyond rounding."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from fxpart.verification.comparison_runs import ComparisonStep
 
-SINGLE, DOUBLE = 2e-5, 1e-6  # relative differences that rounding explains
-NOISE = 1e-6  # of the norm of all gradients: below it a gradient is nothing but rounding
+SINGLE, DOUBLE = 2e-5, 1e-6  # relative differences explained by rounding
+NOISE = 1e-6  # fraction of the gradient norm below which a gradient is only rounding
 _COARSE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
 class NumericDifference:
-    """kind: "loss", "gradient", "state" or "input gradient". name: what differs. step: from 1 on.
+    """kind: "loss", "gradient", "state" or "input gradient". name: what differs. step: from 1.
 
-    size: |a - b| / |b| in the Euclidean norm; inf where one is missing or of another shape.
+    size: |a - b| / |b| in the Euclidean norm; inf if one is missing or the shapes differ.
     """
 
     kind: str
@@ -33,7 +33,7 @@ def differences(
     tolerance: float,
     coarse: float = 0.0,
 ) -> list[NumericDifference]:
-    """What differs by more than the tolerance. coarse: of models of fewer bits than float32."""
+    """Return the differences above the tolerance. coarse: tolerance of low-precision models."""
     found: list[NumericDifference] = []
     for index, (mine, theirs) in enumerate(zip(module, program, strict=True), 1):
         limit = max(tolerance, coarse)
@@ -70,7 +70,7 @@ def _sizes(
         if gradients and (mine is None or other is None):
             left = mine if other is None else other
             assert left is not None
-            if not bool(left.any()):  # a gradient of zeros, or none
+            if not bool(left.any()):  # a zero gradient equals a missing one
                 continue
         size = distance(other, mine, floor)
         if size > limit:
@@ -78,7 +78,7 @@ def _sizes(
 
 
 def distance(a: torch.Tensor | None, b: torch.Tensor | None, floor: float = 0.0) -> float:
-    """``|a - b| / |b|``; 0 for a difference below the floor, inf where they cannot be compared."""
+    """Return ``|a - b| / |b|``; 0 below the floor, inf if the tensors cannot be compared."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
     if torch.equal(a, b):
@@ -98,7 +98,7 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None, floor: float = 0.0)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """As real numbers of at least single precision."""
+    """Return the tensor as real numbers of at least single precision."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
@@ -106,7 +106,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def coarseness(tensors: Sequence[torch.Tensor], precision: str) -> float:
-    """The tolerance of a model that computes in fewer bits than float32, 0 for other models."""
+    """Return the tolerance of a model with lower precision than float32, 0 for other models."""
     found = [_COARSE[t.dtype] for t in tensors if t.dtype in _COARSE]
     if precision == "bf16":
         found.append(_COARSE[torch.bfloat16])

@@ -1,4 +1,4 @@
-"""What the check found, as problems that name the parameter, attribute or source line."""
+"""Convert check results to problems that name the parameter, attribute or source line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxpart.verification.reachable_code import ReachableCode
 from fxpart.verification.reachable_state import StateChange
 
 _SHOWN = 8
-_INPUT = "give the number to forward as an input tensor"
-_BUFFER = "keep it in a tensor that is registered with register_buffer"
-_CAUSES = {"random": "random numbers of Python or NumPy", "clock": "the time of day"}
+_INPUT = "pass the value to forward as an input tensor"
+_BUFFER = "store it in a tensor registered with register_buffer"
+_CAUSES = {"random": "random numbers of Python or NumPy", "clock": "the current time"}
 
 
 def python_problems(
@@ -25,11 +25,11 @@ def python_problems(
     keys: Sequence[str],
     code: ReachableCode,
 ) -> list[Problem]:
-    """State in Python that changes with every call, and that forward or loss reads."""
+    """Return problems with Python state that changes in every call and that forward reads."""
     again = {change.path: change for change in second}
     found = [
         Problem(
-            "FXP113", f"state_dict key {key}", "forward adds or removes it in its first call",
+            "FXP113", f"state_dict key {key}", "the first call of forward adds or removes it",
             "register it in __init__, or run one forward before compile()",
         )
         for key in keys
@@ -49,41 +49,41 @@ def _python_problem(change: StateChange, code: ReachableCode) -> Problem | None:
         place = code.reads(change.key)
         if not place:
             return None
-        why = f"forward changes {shown} in every call and reads it, and the program has it as a "
+        why = f"forward changes and reads {shown} in every call, but the program treats it as a "
         return Problem("FXP113", f"{place} ({shown})", why + "constant", f"{_BUFFER}; or {_INPUT}")
     if change.kind == "size" and change.grown:
-        why = f"{shown} grows in every call, and the program does not change it"
+        why = f"{shown} grows in every call, but the program does not change it"
         return Problem("FXP113", _place(change, code), why, f"{_BUFFER} of a fixed size")
     if change.kind == "iterator":
-        why = f"forward takes the next value of the iterator {shown}, which is a constant in the "
-        return Problem("FXP113", _place(change, code), why + "program", _INPUT)
+        why = f"forward advances the iterator {shown}, but the program treats its value as a "
+        return Problem("FXP113", _place(change, code), why + "constant", _INPUT)
     return None
 
 
 def drawn_problem(kind: str, line: str, change: StateChange | None, code: ReachableCode) -> Problem:
-    """Numbers that forward takes from outside, which were recorded as constants."""
+    """Return the problem of values that forward takes from outside, recorded as constants."""
     what = _CAUSES[kind]
     if not line and change is not None:
         names = ("random", "np", "numpy", change.key)
         line = next((place for n in names if (place := code.mentions(n))), "") or change.path
-    why = f"forward or loss depends on {what}, which the program has as constants"
-    fix = "draw with torch (torch.rand, torch.randint), or give the numbers as an input tensor"
+    why = f"forward or loss depends on {what}, but the program has recorded it as a constant"
+    fix = "use torch (torch.rand, torch.randint), or pass the numbers as an input tensor"
     return Problem("FXP113", line, why, fix if kind == "random" else _INPUT)
 
 
 def failed_problem(cause: Exception, what: str) -> Problem:
-    """The module itself, or the program, fails in one of the two steps."""
+    """Return the problem of a module or program that fails in one of the two steps."""
     why = f"{what} fails in two training steps on the example ({summarize_exception(cause)})"
     return Problem(
         "FXP113", str(find_source_line(cause)), why,
-        'correct that line; or compile(..., check="off") skips the comparison',
+        'fix that line, or skip the comparison with compile(..., check="off")',
     )  # fmt: skip
 
 
 def leaked_problem(name: str) -> Problem:
-    """A value of one call that the next call reads, outside of registered buffers."""
+    """Return the problem of a value of one call that the next call reads outside of buffers."""
     return Problem(
-        "FXP113", name, "forward reads a value of an earlier call, which is no registered buffer",
+        "FXP113", name, "forward reads a value of an earlier call that is not a registered buffer",
         f"{_BUFFER}, and write it in place",
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def number_problems(
     code: ReachableCode,
     model: nn.Module,
 ) -> list[Problem]:
-    """Differences of numbers, with what probably causes them."""
+    """Return problems for numeric differences, with their probable causes."""
     largest: dict[tuple[str, str], NumericDifference] = {}
     for each in found:
         largest.setdefault((each.kind, each.name), each)
@@ -109,9 +109,9 @@ def number_problems(
         return [
             Problem(
                 "FXP113", seen.gradient,
-                "\n".join(["forward or loss takes a gradient, and its own derivative is not in "
+                "\n".join(["forward or loss computes a gradient, whose own derivative is not in "
                            "the program", *lines]),
-                "compute the derivative with differentiable operations of torch, or train this "
+                "compute the derivative with differentiable torch operations, or train this "
                 "model without fxpart",
             )
         ]  # fmt: skip
@@ -120,8 +120,8 @@ def number_problems(
         return [
             Problem(
                 "FXP113", _place(change, code),
-                "\n".join([f"forward changes {change.path or 'the model'}, which is no registered "
-                           "buffer; the program does not", *lines]),
+                "\n".join([f"forward changes {change.path or 'the model'}, which is not a "
+                           "registered buffer, but the program does not change it", *lines]),
                 f"{_BUFFER}, and write it in place; or {_INPUT}",
             )
             for change in state[:_SHOWN]
@@ -130,7 +130,7 @@ def number_problems(
     where = _named(first) if first.name in dict(model.named_parameters()) else type(model).__name__
     fix = (
         "look for hooks, custom gradients, or operations on data outside of tensors near it; "
-        '`fxpart doctor` shows what was captured; check="off" skips the comparison'
+        '`fxpart doctor` shows the captured graph; check="off" skips the comparison'
     )
     return [Problem("FXP113", where, "\n".join(lines), fix)]
 

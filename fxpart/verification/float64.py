@@ -1,6 +1,6 @@
-"""Runs float32 code in double precision, with the random numbers that float32 draws.
+"""Run float32 code in double precision, with the random numbers of the float32 run.
 
-One process run so tells what rounding makes of it in float32: see
+A single process in double precision measures the rounding of the float32 run: see
 :mod:`fxpart.verification.rounding_error`.
 """
 
@@ -20,24 +20,24 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class LowPrecisionInputError(Exception):
-    """Something is of fewer bits than float32: there double precision tells nothing of rounding."""
+    """Raised for a value of lower precision than float32, for which this measure is meaningless."""
 
 
 class Float64Mode(TorchDispatchMode):
-    """Every primitive, forward and backward, takes and gives float64 where it has float32.
+    """Run every primitive, forward and backward, in float64 instead of float32.
 
-    Arguments that name float32 name float64. What draws random numbers draws them in float32, and
-    they are converted: masks are those of the float32 run. A primitive that has no float64 runs in
-    float32. Raises :class:`LowPrecisionInputError` at a value or an argument of bfloat16, float16
-    and the like.
+    Arguments that name float32 become float64. Random numbers are drawn in float32 and converted,
+    so masks equal those of the float32 run. A primitive without float64 support runs in float32.
+    Raise :class:`LowPrecisionInputError` for a value or an argument of bfloat16, float16 and
+    similar dtypes.
     """
 
     def __init__(self) -> None:
-        """For one block of code."""
+        """Create the mode for one block of code."""
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One primitive."""
+        """Run one primitive."""
         args, kwargs = _each(_known, args), _each(_known, kwargs or {})
         if is_random(func, args, kwargs):
             return _dropout(*args) if func is _DROPOUT else _in_float32(func, args, kwargs)
@@ -49,14 +49,14 @@ class Float64Mode(TorchDispatchMode):
 
 
 def to_float64(value: Any) -> Any:
-    """A float32 tensor in float64, the dtype float32 as float64; anything else as it is."""
+    """Convert a float32 tensor or dtype to float64; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to(WIDER[value.dtype]) if value.dtype in WIDER else value
     return WIDER.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _known(value: Any) -> Any:
-    """The value, if it is of no fewer bits than float32."""
+    """Return the value; raise LowPrecisionInputError below float32."""
     dtype = value.dtype if isinstance(value, torch.Tensor) else value
     if isinstance(dtype, torch.dtype):
         part = dtype.to_real() if dtype.is_complex else dtype
@@ -66,7 +66,7 @@ def _known(value: Any) -> Any:
 
 
 def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """The primitive on operands of float32; its results, and what it writes, in float64."""
+    """Run the primitive in float32; return its results and written operands in float64."""
     narrow: dict[int, torch.Tensor] = {}
 
     def narrowed(value: Any) -> Any:
@@ -84,14 +84,14 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """native_dropout: the mask of float32, what it leaves of ``x`` not rounded to float32."""
+    """Run native_dropout with the float32 mask, without rounding the result to float32."""
     mask = _DROPOUT(x.to(_NARROWER.get(x.dtype, x.dtype)), p, train)[1]
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     return (x if train is False else x * mask * scale), mask
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    """``change`` of the value, or of each within a list, tuple or dict."""
+    """Apply ``change`` to the value, or to each item of a list, tuple or dict."""
     if isinstance(value, dict):
         return {key: _each(change, item) for key, item in value.items()}
     if type(value) in (list, tuple):

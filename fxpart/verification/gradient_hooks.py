@@ -1,4 +1,4 @@
-"""Gradient hooks, which the captured program does not run: found by name and refused."""
+"""Reject gradient hooks, which the captured program does not run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TENSOR = {
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
 _FIX = (
-    "remove the hook; scale or mask gradients in the optimizer, or write the change into forward "
+    "remove the hook; scale or mask gradients in the optimizer, or in forward "
     "(x * scale + (x * (1 - scale)).detach() scales a gradient)"
 )
 
 
 def refuse_gradient_hooks(model: nn.Module, loss: object) -> None:
-    """FXP113 for each gradient hook on a parameter or a module of the model or the loss."""
+    """Raise FXP113 for each gradient hook on a parameter or module of the model or the loss."""
     problems = list(_problems(model, loss))
     if problems:
         raise FxpartError(problems)
@@ -52,7 +52,7 @@ def _hooks(owner: object, slot: str) -> list[Callable[..., Any]]:
 
 
 def _problem(where: str, method: str, hook: Callable[..., Any]) -> Problem:
-    why = f"the gradient hook {_shown(hook)} was added by {method}, and the program does not run it"
+    why = f"the gradient hook {_shown(hook)} was added by {method}, but the program does not run it"
     return Problem("FXP113", where, why, _FIX)
 
 

@@ -1,4 +1,4 @@
-"""Calls that a tracer records as constants: noted with the line of the user that makes them."""
+"""Detect calls that tracing records as constants, with the user's source line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = frozenset(
 
 @dataclass
 class ImpureCalls:
-    """The user's lines that draw random numbers, read a clock, or differentiate; first one each."""
+    """The first source line of each kind: random numbers, clock, date, entropy, differentiation."""
 
     random: str = ""
     clock: str = ""
@@ -43,7 +43,7 @@ class ImpureCalls:
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Note the calls made within."""
+        """Record the calls made in this context."""
         self._codes = frozenset(_gradient_codes())
         before = sys.getprofile()
         sys.setprofile(self._profile)
@@ -85,7 +85,7 @@ def _gradient_codes() -> Iterator[CodeType]:
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line of the model's own code, "" if there is none."""
+    """Return the innermost line of the model's own code, "" if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_models(file):
@@ -97,7 +97,7 @@ def _line(frame: FrameType | None) -> str:
 
 @contextmanager
 def advance_clocks(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Within, the clocks of ``time`` are a day ahead, also under the names of these namespaces."""
+    """Advance the clocks of ``time`` by a day, also under their names in these namespaces."""
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     known = {id(space): space for space in (vars(time), *namespaces)}
     later = {clock: _later(clock) for clock in CLOCKS}

@@ -1,4 +1,4 @@
-"""The check at compile time: two steps of the module as written beside two of the program."""
+"""Compile-time check: compare two steps of the user's module with two of the program."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _SEEDS = (11, 12, 13)
 
 
 def check_option(check: str) -> str:
-    """The option itself; FXP109 for one that is none of ``auto``, ``on`` and ``off``."""
+    """Return the option; raise FXP109 unless it is ``auto``, ``on`` or ``off``."""
     if check not in OPTIONS:
         raise error(
-            "FXP109", where=f"check={check!r}", why="it is no way of checking the module",
-            fix='give "auto", "on" or "off"',
+            "FXP109", where=f"check={check!r}", why=f"unknown check {check!r}",
+            fix='use "auto", "on" or "off"',
         )  # fmt: skip
     return check
 
@@ -71,11 +71,11 @@ def check_module(
     seed: int = 0,
     check: str = "auto",
 ) -> ModuleCheck:
-    """Compare the captured program with the module; FXP113 where they differ.
+    """Compare the captured program with the module; raise FXP113 if they differ.
 
-    graph: the prepared graph. check: "auto" leaves out what cannot be run or costs too much, "on"
-    runs everything that can be run (FXP109 otherwise), "off" nothing. The module, its gradients,
-    everything reachable from it and the generators of random numbers are left as they were.
+    graph: the prepared graph. check: "auto" skips what cannot run or is too expensive, "on" runs
+    everything that can run (FXP109 otherwise), "off" runs nothing. The module, its gradients,
+    everything reachable from it and the random generators are restored.
     """
     refuse_gradient_hooks(model, loss)
     if check_option(check) == "off":
@@ -83,7 +83,7 @@ def check_module(
     reason = explain_skip(captured)
     if reason and check == "on":
         raise error(
-            "FXP109", where="check='on'", why=reason, fix='leave check at "auto", which skips it'
+            "FXP109", where="check='on'", why=reason, fix='use check="auto", which skips it'
         )
     kept = [] if reason else find_leaked_constants(captured)
     if kept:
@@ -102,9 +102,9 @@ def check_module(
 def _too_expensive(captured: CapturedModel, work: float) -> str:
     count = parameters(captured)
     if count > MOST_PARAMETERS:
-        return f"the model has {count} parameters, more than the {MOST_PARAMETERS} of a quick check"
+        return f"the model has {count} parameters, more than the limit of {MOST_PARAMETERS}"
     if work > MOST_WORK:
-        return f"two steps need {work:.1e} multiplications, more than the {MOST_WORK:.1e} allowed"
+        return f"two steps need {work:.1e} multiplications, more than the limit of {MOST_WORK:.1e}"
     return ""
 
 
@@ -117,8 +117,8 @@ class _ModuleComparison:
     seed: int
 
     def run(self, tried: Sequence[Any]) -> None:
-        """Try samples until one gives finite numbers; raise what is found."""
-        assert self.captured.example is not None, "asked for before"
+        """Try samples until one gives finite values; raise the problems found."""
+        assert self.captured.example is not None, "checked before"
         parts = flatten_batch(self.captured.example())
         code = ReachableCode.of(self.model, self.loss)
         prefix = loss_prefix(self.model)
@@ -140,18 +140,18 @@ class _ModuleComparison:
                     raise FxpartError(failed_problem(unfit.cause, unfit.what)) from unfit.cause
 
     def _compare(self, given: ComparisonSetup, code: ReachableCode) -> bool:
-        """Whether the numbers were finite, so that the comparison says something."""
+        """Compare on one sample; return whether the loss was finite, so that it is meaningful."""
         keys = self._keys()
         state = ReachableState.of(self.model, self.loss, code)
         seen, changes = ImpureCalls(), _StepChanges([], [])
         with self._undone(state):
-            # torch's generator may be drawn from in Python; its state is the same in every run.
+            # Python code may draw from torch's generator, whose state is the same in every run.
             try:
                 with seen.calls():
                     module = run_module(given, lambda step: changes.add(step, state, self))
             except FxpartError:
                 raise
-            except Exception as cause:  # whatever the user's module raises
+            except Exception as cause:  # the user's module may raise anything
                 raise _SampleRunError(cause) from cause
             fresh = sorted(self._keys() ^ keys)
             refuse_gradient_hooks(self.model, self.loss)
@@ -162,7 +162,7 @@ class _ModuleComparison:
         with self._undone(state):
             try:
                 program = run_program(given)
-            except Exception as cause:  # whatever operations raise
+            except Exception as cause:  # operations may raise anything
                 raise _SampleRunError(cause, "the captured program") from cause
         coarse = self._coarse()
         found = differences(module, program, SINGLE, coarse)
@@ -173,7 +173,7 @@ class _ModuleComparison:
         return all(bool(torch.isfinite(step.loss).all()) for step in module)
 
     def _in_double(self, given: ComparisonSetup, state: ReachableState) -> list[Any]:
-        """The differences in double precision, where rounding explains nothing."""
+        """Return the differences in double precision, which rounding does not explain."""
         wide = given.in_double()
         with self._undone(state):
             module = run_module(wide)
@@ -192,9 +192,9 @@ class _ModuleComparison:
 
     @contextmanager
     def _undone(self, state: ReachableState) -> Iterator[None]:
-        """Everything is as before afterwards, torch's generators included."""
+        """Restore everything afterwards, including torch's generators."""
         try:
-            torch.clear_autocast_cache()  # it may have values of the tracer
+            torch.clear_autocast_cache()  # it may contain values of the tracer
             with torch.inference_mode(False), torch.random.fork_rng(), quiet():
                 yield
         finally:
@@ -209,7 +209,7 @@ class _ModuleComparison:
         module: Sequence[ComparisonStep],
         changes: _StepChanges,
     ) -> None:
-        """FXP113 where numbers drawn in Python, or a clock, decide what forward computes."""
+        """Raise FXP113 if random numbers of Python, or a clock, affect the result of forward."""
         drawn = [c for c in changes.first if c.kind == "random"]
         if drawn and any(self._other(given, state, s, module[0]) for s in self._seeded()):
             raise FxpartError(drawn_problem("random", seen.random, drawn[0], code))
@@ -223,7 +223,7 @@ class _ModuleComparison:
             raise FxpartError(drawn_problem("clock", seen.date, None, code))
 
     def _seeded(self) -> Iterator[Callable[[], Any]]:
-        """Other numbers from Python's and NumPy's generators: other seeds, then the extremes."""
+        """Yield contexts with other seeds or extreme values of Python's and NumPy's generators."""
         for seed in _SEEDS:
             yield partial(_reseeded, seed, None)
         for word in (0, 0xFFFFFFFF):
@@ -236,7 +236,7 @@ class _ModuleComparison:
         within: Callable[[], Any],
         before: ComparisonStep,
     ) -> bool:
-        """Whether the loss of the first step, or an output, is another within the context."""
+        """Return whether the context changes the loss or an output of the first step."""
         from fxpart.verification.differences import distance
         from fxpart.verification.single_process import draws_scalars, keyed_random
 
@@ -245,7 +245,7 @@ class _ModuleComparison:
             try:
                 with keyed_random(given.key(0), scalars=scalars):
                     loss, *outputs = run_eagerly(given, given.leaves(0))
-            except Exception:  # another path fails: it is another one
+            except Exception:  # a failure is a different code path
                 return True
         if distance(loss, before.loss) > max(SINGLE, self._coarse()):
             return True
@@ -255,7 +255,7 @@ class _ModuleComparison:
 
 @dataclass
 class _StepChanges:
-    """What changed in the first step, and what changed again in the second."""
+    """Changes of the first step, and changes repeated in the second step."""
 
     first: list[StateChange]
     second: list[StateChange]
@@ -272,7 +272,7 @@ class _StepChanges:
 
 
 class _SampleRunError(Exception):
-    """The module, or the program, cannot run on the sample."""
+    """Raised if the module or the program cannot run on the sample."""
 
     def __init__(self, cause: Exception, what: str = "the module as written") -> None:
         super().__init__(str(cause))
@@ -286,7 +286,7 @@ def _nothing() -> Iterator[None]:
 
 @contextmanager
 def _reseeded(seed: int, word: int | None) -> Iterator[None]:
-    """Python's and NumPy's generators seeded anew. word: what they give first, 256 times."""
+    """Reseed Python's and NumPy's generators. word: their first output, 256 times."""
     random.seed(seed)
     if word is not None:
         version, numbers, gauss = random.getstate()
@@ -304,7 +304,7 @@ def _reseeded(seed: int, word: int | None) -> Iterator[None]:
 
 
 def _untempered(word: int) -> int:
-    """The state of a Mersenne Twister that gives this number next."""
+    """Return the Mersenne Twister state word whose next output is this number."""
     y = word ^ (word >> 18)
     y ^= (y << 15) & 0xEFC60000
     value = y

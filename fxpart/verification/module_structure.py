@@ -1,4 +1,4 @@
-"""Whether modules are run as they were: their children, hooks, classes and forwards."""
+"""Check that modules are unchanged: children, hooks, classes and forwards."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _HOOKS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_IN_ORDER = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # these run children that no code names
+_IN_ORDER = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # containers that run all children
 _FIX = "change the module before compile(), or compile again after the change"
 
 
 class ModuleStructureGuard:
-    """Raises FXP113 once a module has other children, hooks, or another forward or class."""
+    """Raise FXP113 if a module's children, hooks, forward or class have changed."""
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], names: Collection[str]) -> None:
-        """modules: with their paths. names: what the code mentions.
+        """modules: with their paths. names: names in the reachable code.
 
-        New children that no code mentions have no effect.
+        New children whose names no code mentions have no effect.
         """
         self._paths = [path for path, _ in modules]
         self._modules = [module for _, module in modules]
@@ -61,7 +61,7 @@ class ModuleStructureGuard:
         )
 
     def __call__(self) -> None:
-        """Look; a few hundred nanoseconds a module."""
+        """Check all modules; takes a few hundred nanoseconds per module."""
         now = self._now()
         if now == self._known:
             return
@@ -86,13 +86,13 @@ class ModuleStructureGuard:
                 yield self._where(at), f"its forward was replaced, {_UNSEEN}"
         for at, (before, after) in enumerate(zip(self._known[3], kinds, strict=True)):
             if before is not after:
-                why = f"its class is {after.__name__} now, and was {before.__name__}, {_UNSEEN}"
+                why = f"its class changed from {before.__name__} to {after.__name__}, {_UNSEEN}"
                 yield self._where(at), why
         for kind, before, after in zip(self._classes, self._known[4], classes, strict=True):
             if before is not after:
                 yield f"class {kind.__name__}", f"its forward was replaced, {_UNSEEN}"
         if everywhere != self._known[5]:
-            yield "all modules", f"hooks for every module were added or removed, {_UNSEEN}"
+            yield "all modules", f"global module hooks were added or removed, {_UNSEEN}"
 
     def _swapped(self, at: int) -> Iterator[tuple[str, str]]:
         before, after = self._before[at], self._children[at]
@@ -112,10 +112,10 @@ class ModuleStructureGuard:
                 what = f"{type(old).__name__} was replaced by {type(new).__name__}"
                 yield f"module {path}", f"{what} after compile(), {_UNSEEN}"
         if ordered and list(before) != list(after) and set(before) == set(after):
-            yield self._where(at), f"its modules are in another order, {_UNSEEN}"
+            yield self._where(at), f"the order of its modules changed, {_UNSEEN}"
 
     def _where(self, at: int) -> str:
         return f"module {self._paths[at] or type(self._modules[at]).__name__}"
 
 
-_UNSEEN = "which the program has not seen"
+_UNSEEN = "which the captured program does not include"

@@ -1,4 +1,4 @@
-"""The Python code that a forward pass can reach, and which names it reads and writes where."""
+"""Python code that a forward pass can reach, and the names it reads and writes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _OPERATORS = frozenset(
         "__gt__", "__le__", "__ge__", "__enter__", "__next__", "__get__", "__torch_function__",
     )
 )  # fmt: skip
-_LONGEST = 64  # letters of a constant that may be a key
+_LONGEST = 64  # maximum length of a constant that may be a key
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is the user's own: of no installed package and not of the standard library."""
+    """Return whether a file is the user's own, not of a package or the standard library."""
     path = Path(file).as_posix()
     if any(part in _PACKAGES for part in Path(file).parts) or path.startswith(_FXPART):
         return False
@@ -50,7 +50,7 @@ def is_own(file: str) -> bool:
 
 
 def is_models(file: str) -> bool:
-    """Whether a file may hold code of a model: the user's own, or that of a model library."""
+    """Return whether a file may contain model code: the user's own or a model library."""
     path = Path(file).as_posix()
     if path.startswith(("<frozen", _FXPART)):
         return False
@@ -63,9 +63,9 @@ def is_models(file: str) -> bool:
 class ReachableCode:
     """Functions that forward and loss can call, found from the names in their code.
 
-    functions: by id of the code object, for as long as the objects live. names: all names that
-    their code mentions, or gives to ``getattr``. constants: short texts in the user's own code.
-    kinds: the user's classes whose objects it can reach.
+    functions: by id of the code object, while the objects are alive. names: all names that their
+    code mentions or passes to ``getattr``. constants: short strings in the user's own code. kinds:
+    reachable classes of the user.
     """
 
     functions: dict[int, FunctionType] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class ReachableCode:
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any) -> ReachableCode:
-        """From ``forward`` of every module, and from the loss."""
+        """Collect the code from the ``forward`` of every module and from the loss."""
         found = cls()
         for root in (model, loss):
             if isinstance(root, nn.Module):
@@ -101,21 +101,21 @@ class ReachableCode:
 
     @property
     def texts(self) -> set[str]:
-        """Texts that may be names of attributes, as ``getattr`` takes them."""
+        """Strings that may be attribute names, as passed to ``getattr``."""
         return set(filter(str.isidentifier, self.constants)) if self.names & _BY_TEXT else set()
 
     def _note_kind(self, value: Any) -> None:
-        """Note the class of an object of the user's that code names."""
+        """Record the class of a user's object that code names."""
         if not isinstance(value, (type, nn.Module)) and is_own_class(type(value)):
             self.kinds.add(type(value))
 
     def code(self) -> Iterator[CodeType]:
-        """All code objects, nested ones included."""
+        """Yield all code objects, including nested ones."""
         for function in self.functions.values():
             yield from nested(function.__code__)
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """A callable, and what it calls by the names of its globals and closure."""
+        """Add a callable, and what it calls through its globals and closure."""
         if depth > 8:
             return
         if isinstance(value, functools.partial):
@@ -156,7 +156,7 @@ class ReachableCode:
             try:
                 self._note_kind(cell.cell_contents)
                 self.add(cell.cell_contents, depth + 1)
-            except ValueError:  # an empty cell
+            except ValueError:  # empty cell
                 continue
         if is_own(code.co_filename):
             for name in code.co_names:
@@ -175,9 +175,9 @@ class ReachableCode:
                 self.add(hook)
 
     def _methods(self, kinds: Iterable[type], called: frozenset[str] = frozenset()) -> None:
-        """Methods whose name the code found so far mentions, until there are no more.
+        """Add methods whose name the code found so far mentions, until there are no more.
 
-        called: names of methods that are called without a mention.
+        called: names of methods that are called implicitly.
         """
         methods = [
             (name, value.fget if isinstance(value, property) else value)
@@ -194,21 +194,21 @@ class ReachableCode:
             more = len(self.functions) > before
 
     def reads(self, name: str) -> str:
-        """Where the name is read other than to change it: "file.py:12: code", "" if nowhere."""
+        """Return where the name is read other than to change it: "file.py:12: code", or ""."""
         for code in self.code():
             for line in _lines(code, name, _READS) - _changes(code, name):
                 return _line(code, line)
         return ""
 
     def writes(self, name: str) -> str:
-        """Where the name is assigned, as :meth:`reads`."""
+        """Return where the name is assigned, like :meth:`reads`."""
         for code in self.code():
             for line in sorted(_lines(code, name, _WRITES)):
                 return _line(code, line)
         return ""
 
     def fills(self, name: str) -> bool:
-        """Whether the code assigns elements of what has the name, as a cache's."""
+        """Return whether the code assigns elements of the named container, like a cache."""
         return any(
             _changes(code, name) - _lines(code, name, _WRITES)
             or (name in code.co_names and "setdefault" in code.co_names)
@@ -216,7 +216,7 @@ class ReachableCode:
         )
 
     def stored(self) -> set[str]:
-        """The names that the code assigns, as attributes, globals or of enclosing functions."""
+        """Return the names that the code assigns: attributes, globals or nonlocals."""
         return {
             argument
             for code in self.code()
@@ -225,7 +225,7 @@ class ReachableCode:
         }
 
     def mentions(self, name: str) -> str:
-        """Where the name is used at all, as :meth:`reads`."""
+        """Return where the name is used at all, like :meth:`reads`."""
         for code in self.code():
             for line in sorted(_lines(code, name, _READS | _WRITES)):
                 return _line(code, line)
@@ -233,20 +233,20 @@ class ReachableCode:
 
 
 def global_names(code: CodeType) -> set[str]:
-    """The globals that a code object, without those nested in it, loads or assigns."""
+    """Return the globals that a code object loads or assigns, without nested code."""
     operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL")
     return {argument for _, operation, argument in _instructions(code) if operation in operations}
 
 
 def is_own_class(kind: type) -> bool:
-    """Whether a class is defined in the user's own code."""
+    """Return whether a class is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and is_own(file))
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
-    """The code object and those of the functions defined within."""
+    """Yield the code object and those of the functions defined inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -264,7 +264,7 @@ def _lines(code: CodeType, name: str, operations: frozenset[str]) -> set[int]:
 
 
 def _changes(code: CodeType, name: str) -> set[int]:
-    """The lines on which the name, or an element of it, is assigned."""
+    """Return the lines on which the name, or an element of it, is assigned."""
     found = _lines(code, name, _WRITES)
     elements = {line for line, operation, _ in _instructions(code) if operation in _ELEMENTS}
     return found | (elements & _lines(code, name, _READS))

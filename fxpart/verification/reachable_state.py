@@ -1,4 +1,4 @@
-"""Everything that a forward pass can change: recorded, compared and restored."""
+"""Record, compare and restore everything that a forward pass can change."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from fxpart.verification.value_snapshot import (
     version,
 )
 
-MOST = 200_000  # objects that are looked at
-DEEPEST = 12  # containers and objects within each other
+MOST = 200_000  # maximum number of visited objects
+DEEPEST = 12  # maximum nesting depth
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 SLOTS = ("_modules", "_parameters", "_buffers")
 MISSING = object()
-# How packages name classes of settings.
+# Suffixes of settings classes in packages.
 _SETTINGS = ("Config", "Namespace", "Dict", "Arguments", "Args", "Options", "Settings", "Params")
 _INTERNAL = frozenset(
     (
@@ -48,10 +48,10 @@ _INTERNAL = frozenset(
 
 @dataclass(frozen=True)
 class StateChange:
-    """One value that changed. path: for people. key: the name that code uses for it.
+    """One value that changed. path: for messages. key: the name that code uses for it.
 
-    kind: "number" (a Python number, text or None), "tensor", "size" (of a container), "random" (the
-    state of a generator of random numbers), "iterator" or "object". grown: for sizes, whether the
+    kind: "number" (a Python number, string or None), "tensor", "size" (of a container), "random"
+    (the state of a random generator), "iterator" or "object". grown: for sizes, whether the
     container has more elements than before.
     """
 
@@ -65,8 +65,8 @@ class StateChange:
 class MutableObject:
     """A mutable object and a copy of its content.
 
-    read: gives its content by key. restore: puts the copied content back. names: by key the path
-    and the name that code uses.
+    read: returns its content by key. restore: restores the copied content. name: the name that code
+    uses for it.
     """
 
     owner: Any
@@ -79,17 +79,17 @@ class MutableObject:
 
     @property
     def is_scope(self) -> bool:
-        """Whether it holds variables that code was found to use: globals and closures."""
+        """Whether it contains variables that code uses: globals and closures."""
         if self.owner is get_variables():
             return True
         return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
 
     def shown(self, key: Any) -> str:
-        """The path of an element, for people."""
+        """Return the path of an element, for messages."""
         return f"{self.path}[{key!r:.40}]" if self.sized else _joined(self.path, str(key))
 
     def reader(self, key: Any) -> Callable[[], Any]:
-        """A function that gives the element as it is now, fast."""
+        """Return a fast function that reads the current element."""
         owner = self.owner
         if isinstance(owner, CellType):
             return lambda: owner.cell_contents
@@ -115,9 +115,9 @@ class MutableObject:
 
 @dataclass
 class ReachableState:
-    """What is reachable from a model, its loss and the code that they run.
+    """The state reachable from a model, its loss and the code that they run.
 
-    Parameters and registered buffers are restored, and are left out of :meth:`changes`, as their
+    Parameters and registered buffers are restored but excluded from :meth:`changes`, since their
     values are compared with those of the captured program.
     """
 
@@ -151,7 +151,7 @@ class ReachableState:
         return found
 
     def restore(self) -> None:
-        """Put every value back."""
+        """Restore every value."""
         for holder in self.holders:
             holder.restore()
         with torch.no_grad():
@@ -159,11 +159,11 @@ class ReachableState:
                 restore_value(memory)
 
     def changes(self, values: bool = True) -> list[StateChange]:
-        """What differs now from what was recorded. values: also tensors written in place."""
+        """Return the differences from the recorded state. values: also tensors written in place."""
         found: dict[str, StateChange] = {}
         for holder in self.holders:
             if holder.name in SLOTS and holder.sized:
-                continue  # compared by the names of the state dict
+                continue  # compared by state_dict keys
             for change in _differences(holder):
                 found.setdefault(change.path, change)
         for memory in self.memories if values else ():
@@ -214,7 +214,7 @@ class ReachableState:
             self._object(value, path, name, depth)
 
     def _scope(self, space: dict[str, Any], path: str, names: list[str]) -> None:
-        """Names of a dict that holds variables."""
+        """Record names of a dict of variables."""
         content = {n: space[n] for n in names}
         self.holders.append(
             MutableObject(
@@ -224,7 +224,7 @@ class ReachableState:
         )  # fmt: skip
 
     def _variable(self, variable: ContextVar[Any], path: str) -> None:
-        """The value of a context variable."""
+        """Record the value of a context variable."""
         content = {"get": _got(variable)}
 
         def restore() -> None:
@@ -236,7 +236,7 @@ class ReachableState:
         self._walk(content["get"], path, "get", 1)
 
     def _environment(self, code: ReachableCode) -> None:
-        """Variables of the process's environment whose names are in code that reads these."""
+        """Record environment variables that the code names."""
         if not code.names & {"environ", "getenv"}:
             return
         names = [n for n in sorted(code.constants) if n.isupper() or n in get_variables()]
@@ -292,7 +292,7 @@ class ReachableState:
                     self._class(base)
 
     def _slotted(self, value: Any, path: str) -> None:
-        """An object with ``__slots__`` in place of a dict."""
+        """Record an object with ``__slots__`` instead of a dict."""
         slots = slots_of_object(value)
 
         def restore() -> None:
@@ -307,7 +307,7 @@ class ReachableState:
     def _elements(
         self, value: Any, content: dict[str, Any], path: str, depth: int, name: str
     ) -> None:
-        # What reads the elements of these mentions the object, not its attributes.
+        # Code that reads elements of these mentions the object, not its attributes.
         inside = isinstance(value, (Mapping, Sequence))
         for key, each in content.items():
             if isinstance(value, nn.Module) and key in SLOTS:
@@ -394,7 +394,7 @@ class ReachableState:
             self._space(space, title, known)
 
     def _space(self, space: dict[str, Any], title: str, names: list[str]) -> None:
-        """Names of a module's namespace. Names that the code adds later are not recorded."""
+        """Record names of a module's namespace; names that code adds later are not recorded."""
         fresh = [n for n in names if (id(space), n) not in self._seen]
         for name in fresh:
             self._seen[(id(space), name)] = None
@@ -420,7 +420,7 @@ def _got(variable: ContextVar[Any]) -> Any:
 
 
 def _nothing() -> None:
-    """The environment is not restored."""
+    """Do nothing, because the environment is not restored."""
 
 
 def _join(path: str, name: str) -> str:
@@ -435,7 +435,7 @@ def _inner(code: Any) -> Iterator[Any]:
 
 
 def _content(value: Any) -> dict[Any, Any]:
-    """A container's elements by key; sets and sequences by position."""
+    """Return a container's elements by key; sets and sequences by position."""
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
@@ -476,7 +476,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global may hold state: not a module, a class or code of an installed package."""
+    """Return whether a global may hold state: not a module, or a class or code of a package."""
     if isinstance(value, ModuleType):
         return False
     if isinstance(value, type):
@@ -489,7 +489,7 @@ def _is_state(value: Any) -> bool:
 
 
 def equal(before: Any, after: Any, depth: int = 0) -> bool:
-    """Whether a value may take another's place: equal, with equal elements and attributes."""
+    """Return whether two values are interchangeable: equal elements and attributes."""
     if before is after:
         return True
     if type(before) is not type(after) or isinstance(before, nn.Module) or depth > DEEPEST:
@@ -508,7 +508,7 @@ def equal(before: Any, after: Any, depth: int = 0) -> bool:
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What a value consists of, None for one without parts."""
+    """Return the parts of a value, None for one without parts."""
     if isinstance(value, (list, tuple, deque, dict)):
         return _content(value)
     if isinstance(value, FunctionType):
@@ -522,12 +522,12 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _slotted(value: Any) -> dict[str, Any]:
-    """The values in an object's slots, by name."""
+    """Return the values in an object's slots, by name."""
     return {name: each for name, (_, each) in slots_of_object(value).items()}
 
 
 def _is_open(value: Any) -> bool:
-    """Whether the attributes of an object are looked at: modules, and objects without magic."""
+    """Return whether an object's attributes are inspected: modules and plain objects."""
     if isinstance(value, nn.Module):
         return True
     kind = type(value)

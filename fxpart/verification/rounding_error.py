@@ -1,16 +1,17 @@
-"""How far one process is from itself: what rounding makes of a run that has no fault.
+"""Measure how much rounding changes a single-process run.
 
-Where ranks share an op, or branches that run side by side read one value, sums are made in another
-order, so that results differ in their last bits. What of that is no fault of a partition is
-measured on one process, in two ways; a difference passes where either covers it:
+If ranks share an op, or parallel branches read one value, sums are computed in another order, so
+results differ in their last bits. The acceptable part of this difference is measured on a single
+process in two ways; a difference passes if either covers it:
 
-* nudged: how much it changes when each weight moves to a neighbouring float. Some models make much
-  of the last bit: the gradient of a fused bias whose keys' part is zero but for rounding, which
-  AdamW scales to a full step; batch statistics over few rows.
-* in double precision: how far its float32 numbers are from its float64 numbers. A sum of many terms
-  that cancel (the gradient of a bias, over all rows) is wrong in more than its last bits, and
-  differently so in another order, which need not show when weights move. A distance above LIMIT
-  does not count: then the two runs have parted for other reasons, and a fault could hide there.
+Perturbation: how much results change if each weight moves to a neighboring float. Some models
+amplify the last bit, such as the gradient of a fused bias whose key part is zero except for
+rounding, which AdamW scales to a full step, or batch statistics over few rows.
+
+Double precision: the distance between float32 and float64 results. A sum of many terms that cancel
+(the gradient of a bias over all rows) is wrong in more than its last bits, and differs in another
+order even if perturbed weights do not show it. A distance above LIMIT does not count, because the
+runs then diverged for other reasons and an error could hide there.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ import torch
 from fxpart.verification.float64 import Float64Mode, to_float64
 from fxpart.verification.single_process import SingleProcessTrainer
 
-RUNS = 2  # nudged runs; the largest change of them counts
-FACTOR = 4.0  # by which another sample of the same rounding may be larger
-LIMIT = 1e-4  # a larger distance from double precision says nothing
+RUNS = 2  # perturbed runs; the largest change counts
+FACTOR = 4.0  # safety factor for another sample of the same rounding
+LIMIT = 1e-4  # larger distances from double precision do not count
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class RoundingBounds:
-    """Per name the largest relative change over the steps, in the Euclidean norm, times FACTOR."""
+    """Largest relative change over the steps by name, in the Euclidean norm, times FACTOR."""
 
     loss: float = 0.0
     gradient: dict[str, float] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)
 
     def covers(self, name: str, gradient: float, parameter: float, tolerance: float) -> bool:
-        """Whether both differences are within the tolerance or within this."""
+        """Return whether both differences are within the tolerance or within these bounds."""
         return gradient <= max(tolerance, self.gradient.get(name, 0.0)) and parameter <= max(
             tolerance, self.state.get(name, 0.0)
         )
@@ -53,12 +54,12 @@ def measure_rounding(
     steps: int,
     relative: Callable[[torch.Tensor | None, torch.Tensor | None], float],
 ) -> Iterator[RoundingBounds]:
-    """Train one process nudged, then in double precision, and compare with it as it is.
+    """Compare a single process with perturbed runs, then with a double-precision run.
 
-    make: a fresh process, its state converted. leaves: the batch's tensors. relative: the measure
-    of a difference. Gives what is known after each; the second run is made only when asked for.
-    Nothing more comes where double precision says nothing: a model with values of fewer bits than
-    float32 or all of them in float64, or one that cannot run so.
+    make: returns a new process with converted state. leaves: the batch's tensors. relative: the
+    measure of a difference. Yield the bounds known after each; the second run happens only on
+    demand. The second is omitted if double precision is meaningless: a model with values below
+    float32, one entirely in float64, or one that cannot run in it.
     """
     found = RoundingBounds()
     plain = _run(make(None), leaves, steps)
@@ -80,7 +81,7 @@ def _widen(
     relative: Callable[[torch.Tensor | None, torch.Tensor | None], float],
     limit: float,
 ) -> None:
-    """Add what tells the other run from the plain one; not what is above limit."""
+    """Extend the bounds by the differences between two runs, up to the limit."""
 
     def add(table: dict[str, float], changes: dict[str, float]) -> None:
         for name, change in changes.items():
@@ -106,18 +107,18 @@ def _in_double(
     leaves: Callable[[], list[Any]],
     steps: int,
 ) -> SingleProcessRun | None:
-    """The process in double precision, None where that says nothing or cannot be."""
+    """Run the process in double precision; return None if that is meaningless or impossible."""
     try:
         process = make(to_float64)
         if all(process.state[n].dtype == t.dtype for n, t in process.captured.state.items()):
             return None
         return _run(process, lambda: [to_float64(leaf) for leaf in leaves()], steps, Float64Mode)
-    except Exception:  # ops of the user's may raise anything on dtypes they never saw
+    except Exception:  # custom ops may raise anything on other dtypes
         return None
 
 
 def nudge(process: SingleProcessTrainer, seed: int) -> None:
-    """Move each element of each parameter to a neighbouring float, up or down at random."""
+    """Move each parameter element to a neighboring float, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in process.captured.parameters:
@@ -128,7 +129,7 @@ def nudge(process: SingleProcessTrainer, seed: int) -> None:
 
 @dataclass(frozen=True)
 class SingleProcessRun:
-    """A run. steps: loss and gradients of each. state: what it ended with."""
+    """A run. steps: loss and gradients of each step. state: the final state."""
 
     steps: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
     state: dict[str, torch.Tensor]
@@ -140,7 +141,7 @@ def _run(
     steps: int,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> SingleProcessRun:
-    """Train. within: what forward and backward run in."""
+    """Train. within: context of forward and backward."""
     found = []
     for _ in range(steps):
         with within():

@@ -1,7 +1,7 @@
-"""The oracle: one process runs the captured graph whole, microbatch by microbatch.
+"""Single-process reference: run the captured graph unpartitioned, microbatch by microbatch.
 
-It shares no code with the code generator or the runtime: torch.fx's own interpreter executes the
-graph, torch's autograd differentiates it and one torch optimizer updates all parameters.
+It shares no code with the code generator or the runtime: torch.fx's interpreter executes the graph,
+torch's autograd differentiates it and one torch optimizer updates all parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from fxpart.rng import microbatch_key, mix, seeded
 
 @dataclass(frozen=True)
 class TransferConversion:
-    """How a value comes to a stage that did not make it.
+    """Conversion of a value that another stage computes.
 
-    before: the stage that its gradient goes back to, which has the value too; None for the one that
-    made it. ahead, back: the dtype in which value and gradient travel, None where they do not.
+    before: the stage to which its gradient is sent if that stage only forwards the value; None for
+    the stage that computes it. ahead, back: the dtypes in which value and gradient are sent, None
+    if they are not converted.
     """
 
     before: int | None
@@ -35,14 +36,14 @@ class TransferConversion:
 
 @dataclass(frozen=True)
 class TransferPrecision:
-    """What is rounded on its way between stages. stages: of each op. sent: by value and stage."""
+    """Rounding of transfers between stages. stages: of each op. sent: by value and stage."""
 
     stages: Mapping[fx.Node, int]
     sent: Mapping[tuple[str, int], TransferConversion]
 
 
 class WholeGraph(fx.Interpreter):
-    """Runs a graph with state taken from a dictionary of tensors by original name."""
+    """Runs a graph with state from a dictionary of tensors by original name."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class WholeGraph(fx.Interpreter):
         state: dict[str, torch.Tensor],
         sending: TransferPrecision | None = None,
     ) -> None:
-        """Keep the graph and the state it reads (and, for buffers, writes).
+        """Store the graph and the state that it reads (and writes, for buffers).
 
-        sending: rounds as transfers between stages do, which this one process does not have.
+        sending: rounds values like the transfers between stages of the partitioned run.
         """
         super().__init__(graph)
         self.state = state
@@ -60,7 +61,7 @@ class WholeGraph(fx.Interpreter):
         self._arrived: dict[tuple[str, int], Any] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The graph's outputs for its inputs."""
+        """Return the graph's outputs for its inputs."""
         self._arrived = {}
         try:
             return super().run(*args, **kwargs)
@@ -68,7 +69,7 @@ class WholeGraph(fx.Interpreter):
             self._arrived = {}
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        """The values of a node's arguments, as they are on its stage."""
+        """Return the values of a node's arguments, as they are on its stage."""
         sending = self._sending
         stage = None if sending is None else sending.stages.get(n)
         if sending is None or stage is None:
@@ -76,7 +77,7 @@ class WholeGraph(fx.Interpreter):
         return fx.node.map_arg(args, lambda a: self._on_stage(a.name, self.env[a], stage, sending))
 
     def _on_stage(self, name: str, value: Any, stage: int, sending: TransferPrecision) -> Any:
-        """A value as the stage has it: what was sent there, once."""
+        """Return a value as the stage receives it, converted once."""
         route = sending.sent.get((name, stage))
         if route is None:
             return value
@@ -88,14 +89,14 @@ class WholeGraph(fx.Interpreter):
         return self._arrived[name, stage]
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The state tensor of that name."""
+        """Return the state tensor of that name."""
         return (
             self.state[target] if target in self.state else super().get_attr(target, args, kwargs)
         )
 
 
 class _TransferCast(torch.autograd.Function):
-    """A value that travels as ``ahead``, and its gradient as ``back``."""
+    """Cast a value to ``ahead`` and back, and its gradient to ``back``."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, ahead: Any, back: Any) -> torch.Tensor:
@@ -128,12 +129,11 @@ class SingleProcessTrainer:
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
         sending: TransferPrecision | None = None,
     ) -> None:
-        """optimizer: callable that takes the parameter list and returns a torch optimizer; one with
-        an attribute ``named`` takes pairs of names and parameters.
+        """optimizer: takes the parameter list and returns a torch optimizer.
 
-        multiple: the rows of each microbatch are a multiple of it, as ranks that share them need.
-        convert: what the run starts from in place of each tensor of the state, in another dtype.
-        sending: what the partitioned run rounds on its way between stages.
+        An optimizer callable with an attribute ``named`` takes pairs of names and parameters.
+        multiple: divides the rows of each microbatch, as ranks that share them require. convert:
+        applied to each state tensor. sending: the rounding of the partitioned run's transfers.
         """
         self.captured = captured
         self.state = clone_state(captured, convert)
@@ -168,7 +168,7 @@ class SingleProcessTrainer:
         return total
 
     def _fed(self, leaves: list[Any], weights: list[float]) -> list[list[torch.Tensor]]:
-        """What the graph takes beside the inputs: totals of the batch, a microbatch's share."""
+        """Return the graph's additional inputs: batch totals and a microbatch's fraction."""
         found = self._totals
         if found is None:
             return [[] for _ in weights]
@@ -187,14 +187,14 @@ class SingleProcessTrainer:
         ]
 
     def update(self) -> None:
-        """One optimizer step, then gradients are dropped."""
+        """Run one optimizer step, then clear the gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
-            for name in self.captured.parameters:  # the optimizer may have a part of them
+            for name in self.captured.parameters:  # the optimizer may have only some of them
                 self.state[name].grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """A copy of each parameter's gradient by original name."""
+        """Return a copy of each parameter's gradient by original name."""
         names = self.captured.parameters
         return {
             n: g.to_dense() if g.is_sparse else g.clone()
@@ -206,9 +206,9 @@ class SingleProcessTrainer:
 def clone_state(
     captured: CapturedModel, convert: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Fresh copies of all state by main name, trainable where the model's was.
+    """Copy all state by main name, trainable like in the model.
 
-    convert: makes another tensor of each copy.
+    convert: applied to each copy.
     """
     found = {name: tensor.detach().clone() for name, tensor in captured.state.items()}
     return {
@@ -222,9 +222,9 @@ def clone_state(
 def split_batch(
     captured: CapturedModel, leaves: list[Any], microbatches: int, multiple: int = 1
 ) -> Iterator[tuple[list[Any], float]]:
-    """Cut tensors (in the order of ``captured.inputs``) into microbatches, with weights n_i/N.
+    """Split tensors (in the order of ``captured.inputs``) into microbatches with weights n_i/N.
 
-    multiple: what the rows of each microbatch are a multiple of; it divides those of the batch.
+    multiple: divides the rows of the batch and of each microbatch.
     """
     dims = [spec.batch_dim for spec in captured.inputs]
     sizes = {t.shape[d] for t, d in zip(leaves, dims, strict=True) if d is not None}
@@ -244,18 +244,18 @@ def split_batch(
 
 
 def _cut(tensor: torch.Tensor, dim: int, how: list[int] | int) -> tuple[torch.Tensor, ...]:
-    """Pieces of these lengths, or so many that are as even as can be."""
+    """Split into pieces of these lengths, or into this number of nearly equal pieces."""
     if isinstance(how, int):
         return torch.tensor_split(tensor, how, dim=dim)
     return torch.split(tensor, how, dim=dim)
 
 
 class KeyedRandom(TorchDispatchMode):
-    """Makes an eager module draw the numbers that the captured graph draws.
+    """Makes an eager module draw the random numbers of the captured graph.
 
-    The n-th random primitive of a microbatch is seeded with ``mix(key, n)``, as the graph's n-th
-    random op is by :func:`fxpart.rng.seeded`. Single numbers count only with ``scalars``: a model
-    may draw one to decide in Python what runs (layerdrop), and the graph has no such op.
+    The n-th random primitive of a microbatch is seeded with ``mix(key, n)``, like the graph's n-th
+    random op by :func:`fxpart.rng.seeded`. Scalars count only with ``scalars``: a model may draw
+    one to decide in Python what runs (layerdrop), without an op in the graph.
     """
 
     def __init__(self, key: int, *, scalars: bool = False) -> None:
@@ -274,7 +274,7 @@ class KeyedRandom(TorchDispatchMode):
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a primitive draws random numbers in this call (attention does with dropout only)."""
+    """Return whether a primitive draws random numbers (attention only with dropout)."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(func._schema.arguments):
@@ -285,7 +285,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _large(args: tuple[Any, ...]) -> bool:
-    """Whether a random primitive draws more than a single number, by its tensor or its shape."""
+    """Return whether a random primitive draws more than a scalar, by its tensor or its shape."""
     first = args[0] if args else None
     if isinstance(first, torch.Tensor):
         return first.numel() != 1 or first.dim() > 0
@@ -293,7 +293,7 @@ def _large(args: tuple[Any, ...]) -> bool:
 
 
 def draws_scalars(graph: fx.GraphModule) -> bool:
-    """Whether a random op of the graph makes a tensor without dims."""
+    """Return whether a random op of the graph returns a tensor without dims."""
     return any(
         n.op == "call_function" and n.target is seeded and getattr(n.meta["val"], "shape", 1) == ()
         for n in graph.graph.nodes
@@ -302,7 +302,7 @@ def draws_scalars(graph: fx.GraphModule) -> bool:
 
 @contextmanager
 def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
-    """:class:`KeyedRandom` for a block of code; the global generator is put back afterwards."""
+    """Use :class:`KeyedRandom` in a block of code, and restore the global generator afterwards."""
     state = torch.get_rng_state()
     try:
         with KeyedRandom(key, scalars=scalars):

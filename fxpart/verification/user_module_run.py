@@ -1,4 +1,4 @@
-"""Training of the module as written, in one process, for comparison with a partitioned run."""
+"""Train the user's module in one process, for comparison with a partitioned run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fxpart.verification.rounding_error import RoundingBounds
 from fxpart.verification.single_process import draws_scalars, keyed_random, split_batch
 
 TOLERANCE = 2e-5
-NOISE = 1e-6  # of the norm of all gradients: below it a gradient is nothing but rounding
+NOISE = 1e-6  # fraction of the gradient norm below which a gradient is only rounding
 _SHOWN = 20
 
 
 @dataclass(frozen=True)
 class UserModuleRun:
-    """Losses and gradients by step, and all tensors by name at the end."""
+    """Losses and gradients per step, and the final tensors by name."""
 
     losses: list[torch.Tensor]
     gradients: list[dict[str, torch.Tensor]]
@@ -37,7 +37,7 @@ class UserModuleRun:
 
 @dataclass(frozen=True)
 class UserModuleComparison:
-    """loss, gradient: relative differences in the first step. differences: over all steps, text."""
+    """loss, gradient: relative differences in the first step. differences: text, over all steps."""
 
     loss: float
     gradient: float
@@ -56,11 +56,11 @@ def run_written(
     multiple: int,
     weight: BatchTotals | None = None,
 ) -> UserModuleRun | None:
-    """Train the user's own module and loss, which are restored afterwards; None without data.
+    """Train the user's module and loss, then restore them; return None without data.
 
-    factory: makes the optimizer, as for
-    :class:`~fxpart.verification.single_process.SingleProcessTrainer`. weight: computes what a
-    microbatch's loss is divided by, by which it is weighted; by its rows without.
+    factory: creates the optimizer, like in
+    :class:`~fxpart.verification.single_process.SingleProcessTrainer`. weight: computes the weight
+    of a microbatch's loss; None to use its rows.
     """
     if captured.source is None or any(t.device.type == "meta" for t in captured.state.values()):
         return None
@@ -97,7 +97,7 @@ def _pieces(
     multiple: int,
     weight: BatchTotals | None,
 ) -> list[tuple[list[Any], float]]:
-    """The tensors of each microbatch, and its share of the loss of the batch."""
+    """Return the tensors of each microbatch, and its fraction of the batch's loss."""
     pieces = list(split_batch(captured, list(flatten_batch(batch).tensors), microbatches, multiple))
     if weight is None:
         return pieces
@@ -117,20 +117,20 @@ def _accumulated(
     step: int,
     seed: int,
 ) -> torch.Tensor:
-    """The weighted loss over all microbatches, its gradients accumulated."""
+    """Return the weighted loss over all microbatches, after accumulating its gradients."""
     parts, scalars = flatten_batch(batch), draws_scalars(graph)
-    assert captured.eager is not None, "a capture brings its module along"
+    assert captured.eager is not None, "a capture contains its module"
     total: torch.Tensor | None = None
     for index, (piece, weight) in enumerate(pieces):
         if not weight:
-            continue  # nothing of it counts; its own loss is 0 / 0
+            continue  # nothing counts, so its own loss is 0 / 0
         with keyed_random(microbatch_key(seed, step, index), scalars=scalars):
             value = captured.eager(unflatten_batch(parts.tree, piece))[0]
             if value.requires_grad:
                 value.backward(torch.full_like(value, weight))
         share = value.detach() * weight
         total = share if total is None else total + share
-    assert total is not None, "a batch has a microbatch"
+    assert total is not None, "a batch has at least one microbatch"
     return total
 
 
@@ -146,7 +146,7 @@ def compare_written(
     state: Mapping[str, torch.Tensor],
     known: RoundingBounds | None = None,
 ) -> UserModuleComparison:
-    """A partitioned run against the module's. known: what rounding makes of a run."""
+    """Compare a partitioned run with the module's run. known: bounds of rounding."""
     limit = known or RoundingBounds()
     found: dict[str, None] = {}
     first, noise = (0.0, 0.0), set()

@@ -1,4 +1,4 @@
-"""Values that code writes in place: tensors, arrays, generators of random numbers, iterators."""
+"""Values that code writes in place: tensors, arrays, random generators and iterators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ValueSnapshot:
 
 
 def global_generators() -> dict[str, Any]:
-    """The generators behind the functions of Python's ``random`` and of ``numpy.random``."""
+    """Return the generators behind the functions of Python's ``random`` and ``numpy.random``."""
     found = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy.random")
     owner = getattr(getattr(numpy, "get_state", None), "__self__", None)
@@ -33,12 +33,12 @@ def global_generators() -> dict[str, Any]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array."""
+    """Return whether a value is a NumPy array."""
     return type(value).__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "shape")
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value generates random numbers."""
+    """Return whether a value generates random numbers."""
     if isinstance(value, (random.Random, torch.Generator)):
         return True
     kind = type(value)
@@ -48,7 +48,7 @@ def is_generator(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is one of Python's own iterators."""
+    """Return whether a value is one of Python's built-in iterators."""
     kind = type(value)
     return (
         kind.__module__ in _ITERATORS and hasattr(value, "__next__") and hasattr(value, "__iter__")
@@ -56,7 +56,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def position(value: Any) -> Any:
-    """What an iterator gives next, as text; generators by the line that they wait at."""
+    """Return what an iterator yields next, as text; for generators, the current instruction."""
     frame = getattr(value, "gi_frame", None)
     if frame is not None or hasattr(value, "gi_code"):
         return None if frame is None else (frame.f_lasti, repr(frame.f_locals)[:500])
@@ -73,7 +73,7 @@ def _reduced(value: Any) -> Any:
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers."""
+    """Return the state of a random generator."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -95,21 +95,21 @@ def _set_generator(value: Any, state: Any) -> None:
 
 
 def value_of(value: Any) -> Any:
-    """A copy of the value of a tensor, an array or a generator."""
+    """Return a copy of the value of a tensor, an array or a generator."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return value.copy() if is_array(value) else generator_state(value)
 
 
 def version(value: Any) -> int:
-    """How often a tensor was written in place; 0 for other values."""
+    """Return how often a tensor was written in place; 0 for other values."""
     if not isinstance(value, torch.Tensor) or value.is_inference():
         return 0
     return int(value._version)
 
 
 def has_changed(memory: ValueSnapshot) -> bool:
-    """Whether the value is another than what was recorded."""
+    """Return whether the value differs from the recorded one."""
     value = memory.owner
     if isinstance(value, torch.Tensor):
         return not same(value, memory.value)
@@ -121,19 +121,19 @@ def has_changed(memory: ValueSnapshot) -> bool:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal in every bit that counts (NaN equals NaN)."""
+    """Return whether two tensors are equal in every bit (NaN equals NaN)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def restore_value(memory: ValueSnapshot) -> None:
-    """Put the recorded value back."""
+    """Restore the recorded value."""
     value = memory.owner
     if memory.value is None:
         return
     if isinstance(value, torch.Tensor):
-        # Batch normalization writes its statistics without counting it in the tensor's version.
+        # Batch normalization writes its statistics without incrementing the tensor's version.
         if version(value) != memory.version or not same(value, memory.value):
             value.copy_(memory.value)
     elif is_array(value):

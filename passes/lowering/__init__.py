@@ -1,1 +1,1 @@
-"""What the pass ``lower`` is made of: who needs what, the steps between placements, local sizes."""
+"""Parts of the pass ``lower``: placement requirements, reshard steps, local sizes."""

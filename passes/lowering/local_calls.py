@@ -1,5 +1,4 @@
-"""What a local graph calls for an op: the op itself, its form where a cut needs other lanes, or a
-lane's part of random numbers."""
+"""Calls of a rank-local graph: an op itself, its sharded form, or a shard of a random tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Shapes = tuple[Sequence[tuple[Any, ...]], Sequence[tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A target with its arguments."""
+    """A call target with its arguments."""
 
     target: Any
     args: tuple[Any, ...]
@@ -38,10 +37,10 @@ def call_of(
     shapes: Shapes,
     whole: Callable[[Any], Any],
 ) -> LocalCall:
-    """The local call of a node.
+    """Return the local call of a node.
 
-    arguments: its own, operands already local and sizes whole. shapes: local ones of operands and
-    results. whole: a size of the whole graph, said in the local one's symbols.
+    arguments: the node's, with local operands and global sizes. shapes: local shapes of operands
+    and results. whole: converts a global size to the symbols of the local graph.
     """
     rule, strategy = demands.rules.get(node), demands.strategies.get(node, ())
     if rule is None:
@@ -53,7 +52,7 @@ def call_of(
     if wanted:
         key = next((k for k in rule.forms if set(k.split()) == wanted), None)
         if key is None:
-            why = f"no form does all of the strategy {', '.join(strategy)}"
+            why = f"no sharded form implements the strategy {', '.join(strategy)}"
             raise error("FXP900", where=describe_node(node), why=why)
         factors = key.split()
         axes = [_axes(strategy, factor, demands.mesh) for factor in factors]
@@ -69,6 +68,6 @@ def call_of(
 
 
 def _axes(strategy: Sequence[str], factor: str, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut a factor, major first."""
+    """Return the mesh axes that shard a factor, major first."""
     names = zip(mesh.names, strategy, strict=True)
     return tuple(axis for axis, name in names if factor_of(name)[0] == factor)

@@ -1,4 +1,4 @@
-"""The local graph, op by op: operands moved, arguments made local, values computed."""
+"""Build the rank-local graph op by op: reshard operands, localize arguments, compute values."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .reshard_builder import ReshardBuilder
 
 
 class LocalGraphBuilder:
-    """Grows one lane's graph out of the whole one."""
+    """Builds the rank-local graph of a sharded graph."""
 
     def __init__(self, module: fx.GraphModule, demands: PlacementRequirements, lane: int) -> None:
-        """demands: of the module's graph; lane: whose shapes to take where cuts are uneven."""
+        """demands: of the module's graph. lane: the mesh rank (for uneven sharding)."""
         self.module, self.demands, self.lane = module, demands, lane
         mesh = demands.mesh
         inputs: dict[fx.Node, Placements] = {
@@ -45,7 +45,7 @@ class LocalGraphBuilder:
         self.local = LocalSizes(mesh, lane, factors(inputs, mesh))
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
-        self.block: int | None = None  # of the op that is being added
+        self.block: int | None = None  # of the op being added
         self.like: fx.Node | None = None
         self.run = FakeCallRunner(module.graph, mesh, lane)
         made = [self._input(n) for n in module.graph.find_nodes(op="placeholder")]
@@ -53,7 +53,7 @@ class LocalGraphBuilder:
         self.moves = ReshardBuilder(demands, self.local, self.sizes.node, self._add)
 
     def build(self) -> fx.GraphModule:
-        """The local module; state on the meta device."""
+        """Return the local module; state is on the meta device."""
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
                 self._state(node)
@@ -66,7 +66,7 @@ class LocalGraphBuilder:
     # inputs and state
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """A local placeholder of the same name."""
+        """Add a local placeholder of the same name."""
         new = self.graph.placeholder(node.name)
         new.meta = dict(node.meta)
         held = value(node)
@@ -77,7 +77,7 @@ class LocalGraphBuilder:
         return new
 
     def _state(self, node: fx.Node) -> None:
-        """A local get_attr; its value is the lane's part."""
+        """Add a local get_attr; its value is this rank's shard."""
         new = self.graph.create_node("get_attr", node.target, (), {}, node.name)
         new.meta = dict(node.meta)
         new.meta["val"] = self._like(value(node), self.demands.home(node))
@@ -85,13 +85,13 @@ class LocalGraphBuilder:
         self.env[node] = new
 
     def _lies(self, node: fx.Node, new: fx.Node) -> None:
-        """Note how an input or state lies; open axes are replicated."""
+        """Set the placements of an input or state; undecided axes are replicated."""
         plain = ("",) * len(self.demands.mesh.axes)
         known = annotation(node).sharding or NodeSharding(plain, ())
         annotate(new, sharding=replace(known, results=self.demands.homes[node]))
 
     def _like(self, held: torch.Tensor, home: Placements) -> torch.Tensor:
-        """A fake tensor of the local shape; the very tensor where that is the same."""
+        """Return a fake tensor of the local shape; the same tensor if the shape is the same."""
         whole = [self.local.whole(s) for s in held.shape]
         shape = self.local.shape(whole, home)
         if shape == [expression(s) for s in held.shape]:
@@ -101,12 +101,12 @@ class LocalGraphBuilder:
     # ops
 
     def _call(self, node: fx.Node) -> None:
-        """One node of the whole graph."""
+        """Add the local form of one node."""
         if is_item(node):
             self.env[node] = self._taken(node)
             return
         if is_free_size(node) and self.sizes.known(self.local.whole(value(node))):
-            return  # made where it is used
+            return  # computed where it is used
         self.block, self.like = annotation(node).block, node
         call, back = reorder_random_call(node, self._local_call(node), self._add)
         new = self.graph.create_node(
@@ -117,12 +117,12 @@ class LocalGraphBuilder:
         if back is not None:
             new = self._add(torch.ops.aten.permute.default, (new, back))
         self.env[node] = new
-        if node in self.demands.given:  # not a number made of sizes
+        if node in self.demands.given:  # not a size computation
             self._check(node, new)
             self._pin(node, new)
 
     def _local_call(self, node: fx.Node) -> LocalCall:
-        """Target and arguments on local operands; sizes that the op does not cut are whole."""
+        """Return target and arguments for local operands; sizes not sharded are global."""
         operands = iter(self.demands.wishes.get(node, ()))
 
         def made_local(item: Any) -> Any:
@@ -142,38 +142,38 @@ class LocalGraphBuilder:
     def _argument(
         self, item: fx.Node, user: fx.Node, operands: Iterator[PlacementRequirement]
     ) -> Any:
-        """An argument that is a node: a tensor moved to where the op wants it, or a size."""
+        """Return a node argument: a tensor resharded as the op requires, or a size."""
         held = value(item)
         if isinstance(held, torch.Tensor):
             return self._moved(next(operands))
         if item in self.env:
             if tensors(held) and any(p != REPLICATE for h in self.demands.homes[item] for p in h):
-                why = f"it takes the whole tuple {item.name}, which is cut"
+                why = f"it takes the whole tuple {item.name}, which is sharded"
                 raise error("FXP900", where=describe_node(user), why=why)
             return self.env[item]
         return self.sizes.value(self.local.whole(held))
 
     def _moved(self, demand: PlacementRequirement) -> fx.Node:
-        """An operand as its user wants it."""
+        """Return an operand in the placements that its user requires."""
         held = self.env[demand.source]
         return self.moves.operand(demand, held, self._whole_shape(demand.source), self.block)
 
     def _settle(self, arguments: Any) -> Any:
-        """Symbolic sizes among arguments as nodes."""
+        """Replace symbolic sizes among arguments by nodes."""
         return fx.node.map_aggregate(
             arguments,
             lambda a: self.sizes.node(expression(a)) if isinstance(a, torch.SymInt) else a,
         )
 
     def _whole_value(self, size: Any) -> Any:
-        """A whole size of the whole graph as a number or SymInt of the local one."""
+        """Return a global size as a number or SymInt of the local graph."""
         return self.sizes.value(self.local.whole(size))
 
     def _whole_shape(self, node: fx.Node) -> list[Size]:
         return [self.local.whole(s) for s in value(node).shape]
 
     def _shapes(self, node: fx.Node) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-        """Local shapes of operands, and of results as the op is to give them."""
+        """Return the local shapes of operands and of the op's results."""
         wishes = self.demands.wishes.get(node, ())
         inside = [
             self._numbers(self.local.shape(self._whole_shape(d.source), d.target)) for d in wishes
@@ -190,7 +190,7 @@ class LocalGraphBuilder:
     # values
 
     def _value(self, node: fx.Node, new: fx.Node) -> Any:
-        """The local value: computed, or for sizes that data decide made after the whole one."""
+        """Return the local value: computed, or like the global value for data-dependent sizes."""
         held = value(node)
         if self.run.decided_by_data(node):
             homes = iter(self.demands.given[node])
@@ -198,17 +198,17 @@ class LocalGraphBuilder:
         return self.run.value(new, held)
 
     def _check(self, node: fx.Node, new: fx.Node) -> None:
-        """The op gives the shapes that its layout says."""
+        """Check that the op returns the local shapes of its layout."""
         for t, whole, home in zip(
             tensors(value(new)), tensors(value(node)), self.demands.given[node], strict=True
         ):
             wanted = self.local.shape([self.local.whole(s) for s in whole.shape], home)
             if not all(same(a, b) for a, b in zip(t.shape, wanted, strict=True)):
-                why = f"its local shape is {list(t.shape)}, its layout says {wanted}"
+                why = f"its local shape is {list(t.shape)}, but its layout requires {wanted}"
                 raise error("FXP900", where=describe_node(node), why=why)
 
     def _pin(self, node: fx.Node, new: fx.Node) -> None:
-        """Move results to where a person wants them."""
+        """Reshard results to annotated placements."""
         given, homes = self.demands.given[node], self.demands.homes[node]
         if given == homes:
             return
@@ -217,7 +217,7 @@ class LocalGraphBuilder:
             self.env[node] = self.moves.pinned(given[0], homes[0], new, shape)
 
     def _taken(self, node: fx.Node) -> fx.Node:
-        """One item of a tuple, at its home."""
+        """Return one item of a tuple, in its annotated placements."""
         source: Any
         index: Any
         source, index = node.args
@@ -235,7 +235,7 @@ class LocalGraphBuilder:
     def _add(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """A collective for the op that is being added."""
+        """Add a collective for the current op."""
         assert self.like is not None, "a collective serves an op"
         new = self.graph.call_function(target, args, kwargs or {})
         origin = annotation(self.like)
@@ -245,7 +245,7 @@ class LocalGraphBuilder:
         return new
 
     def _output(self, node: fx.Node) -> None:
-        """What is returned; what must be moved for it belongs to the last block."""
+        """Add the output; its reshards belong to the last block."""
         last = len(self.module.meta[BLOCKS_KEY]) - 1
         operands = iter(self.demands.wishes[node])
         self.like = next(

@@ -1,4 +1,4 @@
-"""What a local module carries beside its graph: its state, and what the runtime must know."""
+"""State and metadata of a rank-local module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpart.compiler.graph_edit import value
-from fxpart.compiler.node_annotation import LANE_KEY, MESH_KEY, OUTPUTS_KEY, PARTIAL_KEY
-from fxpart.compiler.op_behavior import BEHAVIOURS_KEY
+from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY, OUTPUTS_KEY, PARTIAL_KEY
+from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.sharding import Placements
 
 from .placement_requirements import PlacementRequirements
@@ -19,18 +19,18 @@ from .placement_requirements import PlacementRequirements
 def local_module(
     whole: fx.GraphModule, graph: fx.Graph, demands: PlacementRequirements, lane: int
 ) -> fx.GraphModule:
-    """The module of a local graph, its state on the meta device."""
+    """Return the module of a local graph, with its state on the meta device."""
     state = {str(n.target): _attribute(whole, n) for n in graph.find_nodes(op="get_attr")}
     result = fx.GraphModule(state, graph)
-    result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIOURS_KEY}
-    result.meta[MESH_KEY], result.meta[LANE_KEY] = demands.mesh, lane
+    result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIORS_KEY}
+    result.meta[MESH_KEY], result.meta[MESH_RANK_KEY] = demands.mesh, lane
     result.meta[PARTIAL_KEY] = _partial(whole.graph, demands)
     result.meta[OUTPUTS_KEY] = _returned(whole.graph, demands)
     return result
 
 
 def _attribute(whole: fx.GraphModule, node: fx.Node) -> torch.Tensor:
-    """The state of a local get_attr node, without data."""
+    """Return the state of a local get_attr node, without data."""
     held: torch.Tensor = attrgetter(str(node.target))(whole)
     local = value(node)
     made = torch.empty_strided(local.shape, local.stride(), dtype=held.dtype, device="meta")
@@ -40,7 +40,7 @@ def _attribute(whole: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 def _partial(graph: fx.Graph, demands: PlacementRequirements) -> dict[str, tuple[str, ...]]:
-    """Per parameter the axes over which its gradient is a sum still to be made."""
+    """Return the pending gradient-reduction axes of each parameter."""
     names = demands.mesh.names
     return {
         str(n.target): tuple(names[a] for a in sorted(axes))
@@ -50,7 +50,7 @@ def _partial(graph: fx.Graph, demands: PlacementRequirements) -> dict[str, tuple
 
 
 def _returned(graph: fx.Graph, demands: PlacementRequirements) -> tuple[Placements | None, ...]:
-    """How each returned tensor lies; None for what is no tensor."""
+    """Return the placements of each returned tensor; None for other values."""
     (node,) = graph.find_nodes(op="output")
     wishes = iter(demands.wishes[node])
     returned: Any = node.args[0]

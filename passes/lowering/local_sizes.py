@@ -1,4 +1,4 @@
-"""Sizes of a local graph: the batch symbols mean local sizes, and a cut dim is one lane's part."""
+"""Sizes of a rank-local graph: batch symbols denote local sizes, sharded dims are divided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Size: TypeAlias = int | sympy.Expr
 
 
 def factors(inputs: Mapping[fx.Node, Placements], mesh: Mesh) -> dict[sympy.Symbol, int]:
-    """Per symbol, into how many parts the mesh cuts the input dim that it is read from."""
+    """Return the number of parts of the input dim that each symbol is read from."""
     found: dict[sympy.Symbol, int] = {}
     for symbol, (node, dim, _) in readable((n, n.meta["val"]) for n in inputs).items():
         parts = 1
@@ -34,16 +34,16 @@ def factors(inputs: Mapping[fx.Node, Placements], mesh: Mesh) -> dict[sympy.Symb
 
 
 class LocalSizes:
-    """Whole and local sizes of one lane, as ints and expressions in the local symbols."""
+    """Global and local sizes of one mesh rank, as ints and expressions in local symbols."""
 
     def __init__(self, mesh: Mesh, lane: int, parts: Mapping[sympy.Symbol, int]) -> None:
-        """parts: of :func:`factors`."""
+        """parts: the result of :func:`factors`."""
         self.mesh = mesh
         self.place = mesh.coordinate(lane)
         self._whole = {symbol: count * symbol for symbol, count in parts.items()}
 
     def whole(self, size: Any) -> Size:
-        """A size of the whole graph, said in local symbols."""
+        """Return a size of the global graph in local symbols."""
         expr = expression(size)
         if expr.is_number:
             return int(expr)
@@ -51,7 +51,7 @@ class LocalSizes:
         return found
 
     def part(self, size: Size, placement: Shard, axis: int) -> Size:
-        """What the lane holds of a dim that an axis cuts. Symbolic sizes divide evenly."""
+        """Return the local size of a dim sharded over an axis; symbolic sizes divide evenly."""
         parts = self.mesh.shape[axis]
         if isinstance(size, int):
             rest, left = divmod(size, placement.outer)
@@ -64,7 +64,7 @@ class LocalSizes:
         return floor_division(size, parts)
 
     def shape(self, whole: Sequence[Size], placements: Placements) -> list[Size]:
-        """The lane's part of a shape (in local symbols)."""
+        """Return this rank's shard of a shape (in local symbols)."""
         held = list(whole)
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
@@ -73,7 +73,7 @@ class LocalSizes:
 
 
 class SizeNodes:
-    """Sizes as nodes of the local graph (made once, read from its inputs), or as SymInts."""
+    """Sizes as nodes of the local graph, built once from its inputs, or as SymInts."""
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[fx.Node]) -> None:
         """inputs: the local placeholders."""
@@ -83,7 +83,7 @@ class SizeNodes:
         self._values: dict[Any, Any] = {}
 
     def node(self, size: Size) -> Any:
-        """An int, or the node of an integer expression."""
+        """Return an int, or the node of an integer expression."""
         if isinstance(size, int):
             return size
         if size not in self._built:
@@ -91,7 +91,7 @@ class SizeNodes:
         return self._built[size]
 
     def known(self, size: Size) -> bool:
-        """Whether the inputs give the size."""
+        """Return whether the inputs determine the size."""
         if isinstance(size, int):
             return True
         if not size.free_symbols <= self._sources.keys():
@@ -103,7 +103,7 @@ class SizeNodes:
         return True
 
     def value(self, size: Size) -> int | torch.SymInt:
-        """An int or a SymInt for fake tensors; nothing is added to the graph."""
+        """Return an int or a SymInt for fake tensors; the graph is unchanged."""
         if isinstance(size, int):
             return size
         if size not in self._values:

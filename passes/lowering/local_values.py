@@ -1,4 +1,4 @@
-"""Local values: fake tensors of one lane, computed by running ops and collectives on shapes."""
+"""Local values: fake tensors of one mesh rank, computed by running ops on fake tensors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fxpart.sharding import Mesh
 
 
 class FakeCallRunner:
-    """Runs calls of one lane on fake tensors."""
+    """Runs calls of one mesh rank on fake tensors."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, lane: int) -> None:
-        """graph: the whole one, for its mode and its symbols."""
+        """graph: the global graph, for its fake mode and symbols."""
         self.mode = fake_mode(graph)
         self.mesh, self.lane = mesh, lane
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._results: dict[Hashable, Any] = {}
-        self._kept: list[Any] = []  # what ids in keys stand for
+        self._kept: list[Any] = []  # keeps objects alive whose ids are in keys
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         for node in graph.nodes:
             for size in _sizes(value(node)):
@@ -45,31 +45,31 @@ class FakeCallRunner:
                     self._symbols.setdefault(expr, size)
 
     def symint(self, size: int | sympy.Expr) -> int | torch.SymInt:
-        """An integer expression in the graph's symbols as a SymInt."""
+        """Return an integer expression in the graph's symbols as a SymInt."""
         if isinstance(size, int):
             return size
         found: int | torch.SymInt = fold(size, self._symbols.__getitem__, apply)
         return found
 
     def empty(self, shape: Sequence[int | torch.SymInt], like: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of another shape, contiguous."""
+        """Return a contiguous fake tensor of another shape."""
         with self.mode, disable_guards(self.mode):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def decided_by_data(self, node: fx.Node) -> bool:
-        """Whether sizes of a value, or a number itself, are known only when the program runs.
+        """Return whether a value, or a size of it, is known only at run time.
 
-        Also where later ops of the whole graph settled them: the op alone would not know them.
+        This includes sizes that later ops of the global graph determined, since the op alone does
+        not.
         """
         held = value(node)
         dynamic = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
         return dynamic or any(map(has_unbacked_symbols, [held, *tensors(held)]))
 
     def value(self, node: fx.Node, whole: Any = None) -> Any:
-        """The result of a call on the values of its arguments; equal calls run once.
+        """Return the result of a call on the values of its arguments; equal calls run once.
 
-        whole: the value in the whole graph; where that has a symbol, the result has none of the
-        numbers that an op written for numbers makes of it.
+        whole: the value in the global graph; sizes that are symbolic there must stay symbolic.
         """
         args, kwargs = fx.node.map_arg((_unnumbered(node), dict(node.kwargs)), value)
         key = (node.target, _describe(args), _describe(kwargs))
@@ -79,7 +79,7 @@ class FakeCallRunner:
         return self._results[key]
 
     def alike(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The first tensor seen of the same shape, strides, dtype and device."""
+        """Return the first tensor seen with the same shape, strides, dtype and device."""
         sizes = tuple(map(expression, (*tensor.shape, *tensor.stride())))
         return self._alike.setdefault((sizes, tensor.dtype, tensor.device), tensor)
 
@@ -99,7 +99,7 @@ class FakeCallRunner:
                 with silence_fake_errors():
                     found = target(*args, **kwargs)
                 if _settled(found, whole):
-                    raise RuntimeError("it takes sizes that vary as fixed ones")
+                    raise RuntimeError("it treats dynamic sizes as constants")
                 return found
             except RuntimeError as first:
                 try:
@@ -112,15 +112,15 @@ class FakeCallRunner:
                     raise error(
                         "FXP108",
                         where=describe_node(node),
-                        why=f"it fails on the shapes of one rank: {str(first).splitlines()[0]}",
-                        fix="annotate what it takes as replicated, or fix a mesh without this axis",
+                        why=f"it fails on the local shapes of a rank: {str(first).splitlines()[0]}",
+                        fix="annotate its operands as replicated, or remove this axis of the mesh",
                     ) from first
 
 
 def _settled(found: Any, whole: Any) -> bool:
-    """Whether a result has numbers in place of sizes that are symbolic in the whole value.
+    """Return whether a result has constants in place of sizes that are symbolic globally.
 
-    Sizes that data decide may be numbers: a later op of the whole graph settled them.
+    Data-dependent sizes may be constants, because a later op of the global graph determined them.
     """
     return any(
         isinstance(size, int) and not sympy.sympify(expression(wanted)).is_number
@@ -131,7 +131,7 @@ def _settled(found: Any, whole: Any) -> bool:
 
 
 def _unnumbered(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments; a random call's without its index, which shapes do not depend on."""
+    """Return the arguments, with the index of a random call replaced by 0."""
     args = list(node.args)
     if node.target is seeded:
         args[1] = 0
@@ -141,7 +141,7 @@ def _unnumbered(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _describe(item: Any) -> Hashable:
-    """Equal for arguments that are alike; tensors that are alike are one object."""
+    """Return a key that is equal for equal arguments; equal tensors are one object."""
     if isinstance(item, torch.Tensor):
         return ("tensor", id(item))
     if isinstance(item, (list, tuple)):
@@ -154,7 +154,7 @@ def _describe(item: Any) -> Hashable:
 
 
 def _sizes(held: Any) -> list[torch.SymInt]:
-    """The symbolic sizes in a value."""
+    """Return the symbolic sizes in a value."""
     if isinstance(held, torch.SymInt):
         return [held]
     every: list[Any] = [s for t in tensors(held) for s in t.shape]
@@ -162,7 +162,7 @@ def _sizes(held: Any) -> list[torch.SymInt]:
 
 
 def map_tensors(held: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting with each tensor replaced."""
+    """Return the same nesting with each tensor replaced."""
     if isinstance(held, torch.Tensor):
         return function(held)
     if isinstance(held, (list, tuple)):
@@ -171,7 +171,7 @@ def map_tensors(held: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def same(size: int | torch.SymInt, wanted: int | sympy.Expr) -> bool:
-    """Whether two sizes are equal, or may be where that cannot be told."""
+    """Return whether two sizes are equal, or may be equal if that is unknown."""
     found = expression(size)
     if found == wanted:
         return True
@@ -180,7 +180,7 @@ def same(size: int | torch.SymInt, wanted: int | sympy.Expr) -> bool:
 
 
 def apply(function: Any, left: Any, right: Any) -> Any:
-    """The function on symbolic integers, without a guard on which is larger."""
+    """Apply a function to symbolic integers without a guard on which is larger."""
     return _SYMBOLIC.get(function, function)(left, right)
 
 

@@ -1,8 +1,8 @@
-"""Who needs what: how each value lies, how each op wants it, and what gradient it leaves there.
+"""Placement requirements: how values are placed, what ops require, and gradient placements.
 
 Along one axis the gradient of a Shard is the same Shard and that of a Partial is Replicate. That of
-a Replicate is Replicate, or Partial where it may be: on values that gradients leave for parameters
-alone the sum is put off to the end of the step.
+a Replicate is Replicate, or Partial where the gradient only reaches parameters; its reduction is
+then deferred to the end of the step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from .reshard_steps import Whole
 
 @dataclass(frozen=True)
 class PlacementRequirement:
-    """An op's wish for one operand. target: its placements; gradient: of what comes back.
+    """The placements that an op requires of one operand.
 
-    flows: whether a gradient comes back at all.
+    target: its placements. gradient: placements of the incoming gradient. flows: whether there is
+    one.
     """
 
     user: fx.Node
@@ -50,13 +51,14 @@ class PlacementRequirement:
 
 @dataclass
 class PlacementRequirements:
-    """The answers for a whole graph; filled by :func:`analyse`.
+    """Placement requirements of a whole graph; computed by :func:`analyse`.
 
-    layouts, rules, strategies: per op with tensors. given: per node how the op leaves its tensors.
-    homes: per node how its users find them (a person may have pinned a result). wishes: per op its
-    operands' in order. users: per value the wishes for it. partial: per value the axes where its
-    users may leave a Partial gradient though it is Replicate. joined: per value the axes where the
-    gradient of what is gathered or summed from it is Partial.
+    rules, strategies: per op with tensors. given: per node, the placements of the op's results.
+    homes: per node, the placements that users see (annotations may pin a result). wishes: per op,
+    the requirements of its operands in order. users: per value, the requirements of its users.
+    partial: per value, the axes on which users may return a Partial gradient although it is
+    Replicate. joined: per value, the axes on which the gradient of its gathered or reduced form is
+    Partial.
     """
 
     mesh: Mesh
@@ -70,14 +72,14 @@ class PlacementRequirements:
     joined: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def home(self, node: fx.Node) -> Whole:
-        """How users find the one tensor of a node."""
+        """Return the placements of a node with a single tensor."""
         return self.homes[node][0]
 
 
 def analyse(graph: fx.Graph, mesh: Mesh, *, whole_outputs: bool) -> PlacementRequirements:
-    """All demands of a graph; open placements and strategies count as replicated.
+    """Return all requirements of a graph; undecided placements and strategies are replicated.
 
-    whole_outputs: the user's outputs are wanted whole on every lane (the loss always is).
+    whole_outputs: every rank returns the user's outputs unsharded (the loss always is).
     """
     found = PlacementRequirements(mesh)
     for node in graph.nodes:
@@ -100,7 +102,7 @@ def analyse(graph: fx.Graph, mesh: Mesh, *, whole_outputs: bool) -> PlacementReq
 
 
 def _check_writes(found: PlacementRequirements, graph: fx.Graph) -> None:
-    """FXP108 for an op that would write a moved copy of state instead of the state itself."""
+    """Raise FXP108 for an op that would write a resharded copy of state instead of the state."""
     for writer, names in state_written(graph).items():
         for target in list_written_nodes(writer):
             user = writer
@@ -114,30 +116,30 @@ def _check_writes(found: PlacementRequirements, graph: fx.Graph) -> None:
                     raise error(
                         "FXP108",
                         where=describe_node(writer),
-                        why=f"it writes the state {', '.join(names)} as {taken}, which is stored "
-                        f"as {stored}",
-                        fix="annotate neither the state nor what is computed from it, or write a "
-                        "new tensor instead",
+                        why=f"it writes the state {', '.join(names)} as {taken}, but the state is "
+                        f"stored as {stored}",
+                        fix="remove the annotations of the state and of values computed from it, "
+                        "or write to a new tensor",
                     )
                 user = source
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes one tensor out of an op's several."""
+    """Return whether a node takes one tensor out of an op's list of tensors."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     return isinstance(value(node.args[0]), (list, tuple))
 
 
 def is_free_size(node: fx.Node) -> bool:
-    """Whether a node computes with sizes that the inputs' shapes give."""
+    """Return whether a node computes a size from the inputs' shapes."""
     from fxpart.compat import has_unbacked_symbols
 
     return is_size(node) and not has_unbacked_symbols(value(node))
 
 
 def _stated(node: fx.Node, mesh: Mesh) -> tuple[Whole, ...]:
-    """The placements that a node's sharding states, Replicate where they are open."""
+    """Return the placements of a node's sharding, with undecided axes replicated."""
     known = annotation(node).sharding
     if known is None or not known.results:
         return tuple((REPLICATE,) * len(mesh.axes) for _ in tensors(value(node)))
@@ -145,23 +147,21 @@ def _stated(node: fx.Node, mesh: Mesh) -> tuple[Whole, ...]:
 
 
 def _item(of: tuple[Whole, ...], source: fx.Node, index: int) -> tuple[Whole, ...]:
-    """The placements of item ``index`` of a tuple, of those of all tensors in it."""
+    """Return the placements of item ``index`` of a tuple."""
     counts = [len(tensors(part)) for part in value(source)]
     first = sum(counts[: index % len(counts)])
     return of[first : first + counts[index % len(counts)]]
 
 
 def _op(found: PlacementRequirements, node: fx.Node) -> None:
-    """One op's layout, results and wishes."""
+    """Set one op's layout, results and operand requirements."""
     known = annotation(node).sharding
     strategy = tuple(s or REPLICATED for s in known.strategy) if known else ()
     strategy = strategy or (REPLICATED,) * len(found.mesh.axes)
     rule = rule_of(node) if any(strategy) else None
     made = _whole_layout(node, found.mesh) if rule is None else layout(rule, strategy, found.mesh)
     if made is None or (rule is None and any(strategy)):
-        raise error(
-            "FXP900", where=describe_node(node), why=f"strategy {strategy} is impossible for it"
-        )
+        raise error("FXP900", where=describe_node(node), why=f"the strategy {strategy} is invalid")
     found.rules[node], found.strategies[node] = rule, strategy
     found.given[node] = tuple(map(_decided, made.results))
     found.homes[node] = _pinned(found.given[node], known)
@@ -175,19 +175,19 @@ def _op(found: PlacementRequirements, node: fx.Node) -> None:
 
 
 def _whole_layout(node: fx.Node, mesh: Mesh) -> RuleLayout:
-    """The layout of an op that nothing cuts."""
+    """Return the replicated layout of an op."""
     whole: Placements = (REPLICATE,) * len(mesh.axes)
     count = len(operands(node))
     return RuleLayout((whole,) * count, (whole,) * len(tensors(value(node))), (whole,) * count)
 
 
 def _decided(placements: Placements) -> Whole:
-    assert None not in placements, "a layout is decided"
+    assert None not in placements, "a layout has no undecided axis"
     return placements  # type: ignore[return-value]
 
 
 def _pinned(given: tuple[Whole, ...], known: NodeSharding | None) -> tuple[Whole, ...]:
-    """The results as users find them: as the sharding states them, as the op gives them if open."""
+    """Return the results as users see them: pinned placements, else those of the op."""
     if known is None or not known.results:
         return given
     return tuple(
@@ -197,7 +197,7 @@ def _pinned(given: tuple[Whole, ...], known: NodeSharding | None) -> tuple[Whole
 
 
 def _output(found: PlacementRequirements, node: fx.Node, whole_outputs: bool) -> None:
-    """The loss is wanted whole, with a whole gradient; the outputs as they lie, or whole."""
+    """Require a replicated loss and loss gradient; outputs as placed, or unsharded."""
     whole = (REPLICATE,) * len(found.mesh.axes)
     returned: Any = node.args[0]
     wishes = []
@@ -215,7 +215,7 @@ def _requires(node: fx.Node) -> bool:
 
 
 def _gradients(found: PlacementRequirements, graph: fx.Graph) -> None:
-    """Set ``partial`` and ``joined``: from the users of each value back to its op."""
+    """Set ``partial`` and ``joined``, from the users of each value back to its op."""
     may = _may_wait(found, graph)
     wanted: dict[fx.Node, set[int]] = {}
     for node in reversed(graph.nodes):
@@ -237,7 +237,7 @@ def _gradients(found: PlacementRequirements, graph: fx.Graph) -> None:
 
 
 def _sums(found: PlacementRequirements, demand: PlacementRequirement) -> Iterator[int]:
-    """The axes on which a user leaves a Partial gradient of a value (or may, at no cost)."""
+    """Yield the axes on which a user returns a Partial gradient, or may do so at no cost."""
     if not demand.flows:
         return
     passed = found.partial.get(demand.user, frozenset())
@@ -250,11 +250,11 @@ def _sums(found: PlacementRequirements, demand: PlacementRequirement) -> Iterato
 
 
 def _may_wait(found: PlacementRequirements, graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-    """Per value, the axes on which a Partial gradient goes on to parameters and nothing else.
+    """Return, per value, the axes on which a Partial gradient only reaches parameters.
 
-    An op that an axis leaves alone passes a Partial gradient on: its backward is linear in it.
-    Values that depend on the user's inputs are left out, embeddings above all: a sum of the whole
-    table would take the place of one of the rows that were looked up.
+    An op replicated on an axis passes a Partial gradient on, since its backward is linear in it.
+    Values that depend on the user's inputs are excluded, especially embeddings: reducing the whole
+    table would replace reducing the looked-up rows.
     """
     may: dict[fx.Node, frozenset[int]] = {}
     inputs: set[fx.Node] = set()
@@ -276,13 +276,13 @@ def _may_wait(found: PlacementRequirements, graph: fx.Graph) -> dict[fx.Node, fr
 
 
 def _untouched(found: PlacementRequirements, node: fx.Node) -> frozenset[int]:
-    """The axes that cut nothing of an op and on which its results stay as it gives them."""
+    """Return the axes on which an op is replicated and its results keep their placements."""
     same = found.homes[node] == found.given[node]
     return frozenset(a for a, s in enumerate(found.strategies[node]) if s == REPLICATED and same)
 
 
 def _agree(found: PlacementRequirements, graph: fx.Graph) -> None:
-    """All nodes of one parameter leave the same sums to the end of the step."""
+    """Give all nodes of one parameter the same deferred gradient reductions."""
     names: dict[str, frozenset[int]] = {}
     nodes = [n for n in graph.find_nodes(op="get_attr") if n in found.partial]
     for node in nodes:

@@ -1,7 +1,7 @@
-"""The order in which a random op draws its numbers: that of the whole operand's memory.
+"""Match the order in which a random op draws: that of the global operand's memory.
 
-Dropout on a transposed tensor draws along its strides. A local operand may lie otherwise (what is
-gathered is row-major), so it is turned to the whole one's order first, and the result is turned
+Dropout on a transposed tensor draws along its strides. A local operand may have other strides (a
+gathered tensor is row-major), so it is permuted to the global order and the result is permuted
 back.
 """
 
@@ -20,23 +20,23 @@ from fxpart.compiler.tensor_sizes import hint
 
 from .local_calls import LocalCall
 
-# Ops that draw a number for each element of their first argument, in the order of its memory.
+# Ops that draw one value per element of their first argument, in memory order.
 _ALONG = frozenset(
     f"aten.{name}"
     for name in ("dropout", "alpha_dropout", "bernoulli", "rand_like", "randn_like", "randint_like")
 )
 
 Order = tuple[int, ...]
-_DRAWN, _DRAWN_PART = 3, 5  # where the operand stands: after key, index, op; and shape, placements
+_DRAWN, _DRAWN_PART = 3, 5  # position of the operand, without and with shape and placements
 _SHARDED = re.compile(r"S\((\d+)")
 
 
 def reorder_random_call(
     node: fx.Node, call: LocalCall, add: Callable[..., fx.Node]
 ) -> tuple[LocalCall, list[int] | None]:
-    """The call with its operand in the whole one's order, and how its result is turned back.
+    """Return the call with its operand in global memory order, and the inverse permutation.
 
-    None where nothing is to be done. add: (target, args) -> a node before the call.
+    The permutation is None if nothing changes. add: (target, args) -> a node before the call.
     """
     order = drawn_order(node)
     if order is None:
@@ -58,17 +58,17 @@ def reorder_random_call(
 
 
 def drawn_order(node: fx.Node) -> Order | None:
-    """The operand's dims, the slowest in memory first; None for other ops than those here."""
+    """Return the operand's dims, slowest in memory first; None for other ops."""
     if packet_name(op_of(node)) not in _ALONG:
         return None
     drawn = value(node)
     if not isinstance(value(op_args(node)[0]), torch.Tensor) or not isinstance(drawn, torch.Tensor):
         return None
-    return memory_order(drawn)  # that of a new tensor like the operand, which may have holes
+    return memory_order(drawn)  # of a new tensor like the operand, which may not be dense
 
 
 def memory_order(held: torch.Tensor) -> Order:
-    """Dims by stride, the largest first; dims of size 1 stay where they are."""
+    """Return the dims by decreasing stride; dims of size 1 keep their position."""
     strides = [hint(s) for s in held.stride()]
     long = [d for d in range(held.dim()) if hint(held.shape[d]) != 1]
     turned = iter(sorted(long, key=lambda d: -strides[d]))
@@ -76,7 +76,7 @@ def memory_order(held: torch.Tensor) -> Order:
 
 
 def is_dense(held: torch.Tensor, order: Order) -> bool:
-    """Whether the elements lie one after another in this order."""
+    """Return whether the elements are dense in memory in this order."""
     step = 1
     for dim in reversed(order):
         size = hint(held.shape[dim])
@@ -87,5 +87,5 @@ def is_dense(held: torch.Tensor, order: Order) -> bool:
 
 
 def inverse(order: Order) -> list[int]:
-    """The permutation that undoes another."""
+    """Return the inverse permutation."""
     return [order.index(d) for d in range(len(order))]

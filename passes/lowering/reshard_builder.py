@@ -1,4 +1,4 @@
-"""Reshards as nodes: each step a collective, shared by all that want the same."""
+"""Reshards as nodes: each step is one collective, shared by equal requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _SMALLER = ("slice_shard", "reduce_scatter", "all_to_all")
 
 
 class ReshardBuilder:
-    """Makes the local value that a user wants out of the local value that there is.
+    """Builds the local value that a user requires from the existing local value.
 
-    Gradients along an axis that the value is replicated on: ``enter`` where users leave a Partial
-    one and a whole one is wanted, ``leave`` where it is the other way round; what a step joins
-    takes either.
+    On an axis on which the value is replicated, ``enter`` reduces a Partial gradient, and ``leave``
+    turns a replicated gradient into a Partial one. Steps that gather or reduce accept either.
     """
 
     def __init__(
@@ -34,16 +33,16 @@ class ReshardBuilder:
         size: Callable[[Size], Any],
         add: Add,
     ) -> None:
-        """size: a size as an argument. add: appends a call to the local graph."""
+        """size: converts a size to an argument. add: appends a call to the local graph."""
         self.demands, self.local, self.size, self.add = demands, local, size, add
         self._made: dict[Hashable, fx.Node] = {}
 
     def operand(
         self, demand: PlacementRequirement, held: fx.Node, shape: Sequence[Size], block: int | None
     ) -> fx.Node:
-        """The value as the user wants it. shape: of the whole value; block: the user's.
+        """Return the value as the user requires it. shape: global shape; block: of the user.
 
-        Inputs and state are moved in each block anew: every stage has its own.
+        Inputs and state are resharded separately in each block, since every stage has its own copy.
         """
         home = self.demands.home(demand.source)
         own = block if demand.source.op in ("placeholder", "get_attr") else None
@@ -60,13 +59,13 @@ class ReshardBuilder:
         return held
 
     def pinned(self, given: Whole, home: Whole, held: fx.Node, shape: Sequence[Size]) -> fx.Node:
-        """A result as a person wants it, out of what the op gives."""
+        """Return a result in its annotated placements."""
         for step in steps(given, home):
             held = self._call(step, held, shape, "R", "R", None)
         return held
 
     def _before(self, demand: PlacementRequirement, home: Whole) -> list[tuple[Any, str]]:
-        """Changes of gradient for the value as it is: it is replicated on these axes."""
+        """Return gradient conversions before resharding, for axes with a replicated value."""
         found = []
         for axis, name in enumerate(self.demands.mesh.names):
             if not demand.flows or home[axis] != REPLICATE:
@@ -80,7 +79,7 @@ class ReshardBuilder:
         return found
 
     def _after(self, demand: PlacementRequirement, home: Whole) -> list[tuple[Any, str]]:
-        """Users that leave a whole gradient of what was joined for a Partial one."""
+        """Return gradient conversions after resharding, for users with a replicated gradient."""
         return [
             (collectives.leave, name)
             for axis, name in enumerate(self.demands.mesh.names)
@@ -92,7 +91,7 @@ class ReshardBuilder:
         ]
 
     def _leaves_partial(self, demand: PlacementRequirement, axis: int) -> bool:
-        """Whether the user leaves a Partial gradient: its op's own, or one that it passes on."""
+        """Return whether the user returns a Partial gradient: of its op, or passed through."""
         passed = axis in self.demands.partial.get(demand.user, ())
         through = passed and demand.target[axis] == REPLICATE
         return through or demand.gradient[axis] == PARTIAL
@@ -122,7 +121,7 @@ class ReshardBuilder:
         back: str,
         own: int | None,
     ) -> fx.Node:
-        """One step. joined: the gradient of a value that is now whole; back: of one that was."""
+        """Add one step. joined, back: gradient of the value that is replicated after, before it."""
         axis = self.demands.mesh.names[step.axis]
         before, after = step.before[step.axis], step.after
         rest: tuple[Any, ...] = ()
@@ -142,9 +141,9 @@ class ReshardBuilder:
         return self._once(function, (held, axis, *rest), own, _without_defaults(named))
 
     def _joined(self, step: ReshardStep, shape: Sequence[Size]) -> Any:
-        """The size of the dim that is joined, once it is."""
+        """Return the size of the gathered dim."""
         held = step.before[step.axis]
-        assert isinstance(held, Shard), "what is joined was cut"
+        assert isinstance(held, Shard), "only a sharded dim is gathered"
         before = (*step.before[: step.axis], REPLICATE, *step.before[step.axis + 1 :])
         return self.size(self.local.shape(shape, before)[held.dim])
 
@@ -158,5 +157,5 @@ class ReshardBuilder:
 
 
 def _without_defaults(named: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without a whole gradient and without one outer part."""
+    """Drop keyword arguments that have their default value."""
     return {name: given for name, given in named.items() if given not in ("R", 1)}

@@ -1,7 +1,7 @@
-"""The steps from one placement of a tensor to another, one mesh axis at a time.
+"""Steps between two placements of a tensor, one mesh axis at a time.
 
-An axis may cut a dim, or join its pieces, only while no later axis cuts that dim: pieces of pieces
-are joined innermost first. Steps that leave less data come first.
+An axis may shard or gather a dim only while no later axis shards that dim, so nested shards are
+gathered innermost first. Steps that reduce the data come first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Whole = tuple[Placement, ...]  # decided on every axis
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One collective on one axis. before: the placements that it finds; after: its result there.
+    """One collective on one axis. before: all placements; after: the new placement of the axis.
 
-    kind: the name of the function of :mod:`fxpart.collectives`.
+    kind: the name of the function in :mod:`fxpart.collectives`.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class ReshardStep:
 
 
 def steps(source: Whole, target: Whole) -> tuple[ReshardStep, ...]:
-    """What turns ``source`` into ``target``, in order."""
+    """Return the steps that convert ``source`` to ``target``, in order."""
     now = list(source)
     found: list[ReshardStep] = []
     while (step := _next(now, target)) is not None:
@@ -38,10 +38,10 @@ def steps(source: Whole, target: Whole) -> tuple[ReshardStep, ...]:
 
 
 def _next(now: list[Placement], target: Whole) -> ReshardStep | None:
-    """The cheapest step that may be done now, None at the target."""
+    """Return the cheapest step that is allowed now; None at the target."""
     here = tuple(now)
     open_axes = [a for a in range(len(now)) if now[a] != target[a] or _disturbed(now, target, a)]
-    for axis in open_axes:  # a cut: less data, no transfer or a reduce-scatter
+    for axis in open_axes:  # sharding: no communication, or a reduce-scatter
         wanted = target[axis]
         if isinstance(wanted, Shard) and _may_cut(now, target, axis, wanted.dim):
             if now[axis] == REPLICATE:
@@ -67,7 +67,7 @@ def _next(now: list[Placement], target: Whole) -> ReshardStep | None:
 
 
 def _disturbed(now: list[Placement], target: Whole, axis: int) -> bool:
-    """Whether an earlier axis still has to change a dim that this axis cuts."""
+    """Return whether an earlier axis still has to change a dim that this axis shards."""
     held = now[axis]
     return isinstance(held, Shard) and any(
         now[a] != target[a] and held.dim in (_dim(now[a]), _dim(target[a])) for a in range(axis)
@@ -75,7 +75,7 @@ def _disturbed(now: list[Placement], target: Whole, axis: int) -> bool:
 
 
 def _may_cut(now: list[Placement], target: Whole, axis: int, dim: int) -> bool:
-    """Whether the axis may cut the dim: earlier axes are in place, later ones leave it alone."""
+    """Return whether the axis may shard the dim: earlier axes are final, later ones unused."""
     before = all(
         now[a] == target[a] or dim not in (_dim(now[a]), _dim(target[a])) for a in range(axis)
     )
@@ -83,12 +83,12 @@ def _may_cut(now: list[Placement], target: Whole, axis: int, dim: int) -> bool:
 
 
 def _innermost(now: list[Placement], axis: int) -> bool:
-    """Whether no later axis cuts the same dim."""
+    """Return whether no later axis shards the same dim."""
     return all(_dim(p) != _dim(now[axis]) for p in now[axis + 1 :])
 
 
 def _stuck(now: list[Placement], target: Whole, axis: int) -> bool:
-    """Whether nothing but sums are left to do, so that a sum cannot wait for its cut."""
+    """Return whether only reductions remain, so that a reduction cannot wait for sharding."""
     return all(not isinstance(now[a], Shard) for a in range(axis + 1, len(now)))
 
 

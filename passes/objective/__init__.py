@@ -1,10 +1,10 @@
 """The objective of a batch that is divided into microbatches.
 
-``analyze`` finds what a graph's values become when a step runs microbatch by microbatch: rows, sums
+``analyze`` determines how each value of a microbatch relates to that of the whole batch: rows, sums
 over the batch, means over its rows, or values that couple rows of several microbatches. ``divide``
-rewrites the graph so that the microbatches' losses, weighted by their rows, add up to the loss of
-the whole batch: what depends on inputs alone is computed once for the whole batch and becomes an
-input of the graph.
+rewrites the graph so that the microbatch losses, weighted by their rows, add up to the loss of the
+whole batch. Values that depend only on inputs are computed once for the whole batch and become
+inputs of the graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Propagate what each value of a microbatch is to that of the whole batch, by the sharding rules.
+"""Analyze how each value of a microbatch relates to the batch, using the sharding rules.
 
-A microbatch is to the batch what a mesh rank's part is under data parallelism, except that the
-parts come one after another. So the rules of data parallelism say what happens to rows, sums and
-means; where they would move data between ranks, rows of different microbatches are coupled.
+A microbatch is to the batch like a shard under data parallelism, except that microbatches run one
+after another. The rules of data parallelism therefore also apply to rows, sums and means. Where
+they would need communication, rows of different microbatches are coupled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .transfer_function import TransferCall, place_of, transfer
 from .value_kinds import FIXED, MEAN, BatchRelation, ValueKind, make_coupled_kind, rows
 
 AXIS = Mesh((("batch", 1),))
-# A graph of one size: names of the nodes whose numbers differ in a graph of another batch size.
+# A graph with static sizes: names of nodes whose arguments depend on the batch size.
 NUMBERS_KEY = "fxpart_batch_numbers"
-# A graph of one row, whose rows cannot be told from dims that are broadcast: the same of more rows.
+# A graph with one row, where rows look like broadcast dims: the same graph with more rows.
 LARGER_KEY = "fxpart_larger_batch"
-LARGEST_CONSTANT = 1 << 16  # elements of a buffer that totals of the batch may depend on
+LARGEST_CONSTANT = 1 << 16  # largest buffer, in elements, that batch totals may read
 
 _UNIFORM = frozenset(
     f"aten.{name}"
@@ -55,10 +55,10 @@ _ARITHMETIC = frozenset(
 class ObjectiveAnalysis:
     """The kind of every tensor of a graph.
 
-    kinds: per node one for each tensor that it gives. conversions: (node, operand) pairs whose sum
-    has to become a mean before the node reads it. losses: losses whose mean over counted targets
-    becomes a sum and a total of the batch. sizes: (node, operand) pairs in which the batch size is
-    a number of the computation. writers: nodes that write state, by node.
+    kinds: per node, one for each result tensor. conversions: (node, operand) pairs whose sum must
+    become a mean before the node reads it. losses: losses whose mean over counted targets becomes a
+    sum and a batch total. sizes: (node, operand) pairs that compute with the batch size. writers:
+    nodes that write state, with the state's names.
     """
 
     graph: fx.Graph
@@ -69,7 +69,7 @@ class ObjectiveAnalysis:
     writers: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
 
     def kind(self, node: fx.Node) -> ValueKind:
-        """The kind of a node that gives one tensor; of several, the worst."""
+        """Return the kind of a node; of several tensors, a coupled one first."""
         found = self.kinds.get(node, (FIXED,))
         return next((k for k in found if k.coupled), found[0] if found else FIXED)
 
@@ -84,10 +84,10 @@ class ObjectiveAnalysis:
 def analyze(
     module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
 ) -> ObjectiveAnalysis:
-    """The kinds of all values of a prepared graph.
+    """Return the kinds of all values of a prepared graph.
 
-    batch_dims: of each input, by its name. accept: what couples rows is computed for each
-    microbatch, and counts as a mean over rows.
+    batch_dims: of each input, by name. accept: values that couple rows are computed per microbatch
+    and count as a mean over rows.
     """
     larger = module.meta.get(LARGER_KEY)
     if larger is None:
@@ -96,9 +96,9 @@ def analyze(
 
 
 def _transferred(found: ObjectiveAnalysis, graph: fx.Graph) -> ObjectiveAnalysis:
-    """What was found in a graph, for another one with the same nodes by name.
+    """Transfer an analysis to another graph with the same nodes by name.
 
-    A node that only the other graph has couples rows.
+    A node that exists only in the other graph counts as coupling rows.
     """
     nodes = {node.name: node for node in graph.nodes}
     pairs = ((n, nodes[n.name]) for n in found.graph.nodes if n.name in nodes)
@@ -135,14 +135,14 @@ class _ObjectiveAnalyzer:
         self.found = ObjectiveAnalysis(module.graph)
         self.rules = GraphRules(AXIS)
         self.symbols: set[sympy.Symbol] = set()
-        self.sizes: set[int] = set()  # of the batch dims of a graph of one size
+        self.sizes: set[int] = set()  # of the batch dims, for a graph with static sizes
         self.numbers: frozenset[str] = module.meta.get(NUMBERS_KEY, frozenset())
         written = state_written(module.graph)
         self.found.writers = written
         self.changed = {name for names in written.values() for name in names}
 
     def run(self) -> ObjectiveAnalysis:
-        """All nodes."""
+        """Analyze all nodes."""
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self.found.kinds[node] = (self._input(node),)
@@ -166,20 +166,20 @@ class _ObjectiveAnalyzer:
         return rows(Shard(dim)).of(True)
 
     def _is_constant(self, name: str) -> bool:
-        """Whether state never changes in training and is small: a class weight, a table."""
+        """Return whether state is small and never changes in training, such as a class weight."""
         value = attrgetter(name)(self.module)
         fixed = not isinstance(value, nn.Parameter) and not value.requires_grad
         return fixed and name not in self.changed and value.numel() <= LARGEST_CONSTANT
 
     def _settled(self, node: fx.Node, kinds: tuple[ValueKind, ...]) -> tuple[ValueKind, ...]:
-        """Kinds as others see them: what only inputs determine is a total of the batch."""
+        """Return kinds as other nodes see them; values from inputs alone are batch totals."""
         sources = [a for a in node.all_input_nodes if a in self.found.kinds]
         known = [k for a in sources for k in self.found.kinds[a]]
         own = all(k.from_inputs for k in known) and not is_random(node)
         if own and node in self.found.writers:
             own = False
         if node.name in self.numbers:
-            own = False  # its numbers are those of a microbatch
+            own = False  # its constants are those of a microbatch
         total = any(k.total for k in known)
         settled = []
         for kind, tensor in zip(kinds, tensors(node.meta["val"]), strict=True):
@@ -198,17 +198,17 @@ class _ObjectiveAnalyzer:
         return tuple(settled)
 
     def _grows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's shape depends on the rows of the batch, or may."""
+        """Return whether a tensor's shape depends on the rows of the batch, or may."""
         return any(self._of_batch(size) or _unbacked(size) for size in tensor.shape)
 
     def _of_batch(self, value: Any) -> bool:
-        """Whether a size or a node of a size depends on the rows of the batch."""
+        """Return whether a size or the node of a size depends on the rows of the batch."""
         if isinstance(value, fx.Node):
             value = value.meta.get("val")
         return bool(_symbols(value) & self.symbols)
 
     def _scales(self, size: Any) -> bool:
-        """Whether a size grows with the rows of the batch."""
+        """Return whether a size grows with the rows of the batch."""
         if self.symbols:
             return self._of_batch(size)
         return isinstance(size, int) and any(size % rows == 0 for rows in self.sizes)
@@ -236,7 +236,7 @@ class _ObjectiveAnalyzer:
         return self._ruled(node, name, count)
 
     def _uniform(self, node: fx.Node) -> ValueKind:
-        """A tensor of one number, or of random numbers: rows where a dim grows with the batch."""
+        """Return the kind of a constant or random tensor: rows if a dim grows with the batch."""
         (tensor,) = tensors(node.meta["val"])
         grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
         if not grows:
@@ -269,7 +269,7 @@ class _ObjectiveAnalyzer:
         return self._expanded(node, ruled, made.kinds)
 
     def _from_sizes(self, node: fx.Node) -> ValueKind:
-        """A tensor made of sizes: row numbers (arange), or a value of the whole batch."""
+        """Return the kind of a tensor computed from sizes: row indices (arange), or fixed."""
         (tensor,) = tensors(node.meta["val"])[:1]
         if packet_name(op_of(node)) == "aten.arange" and self._of_batch(tensor.shape[0]):
             return ValueKind(BatchRelation.INDEX, Shard(0), from_inputs=True, cause=node)
@@ -282,7 +282,7 @@ class _ObjectiveAnalyzer:
     def _with_size(
         self, node: fx.Node, name: str, known: list[ValueKind], sized: list[Any], count: int
     ) -> tuple[ValueKind, ...]:
-        """Arithmetic with the batch size as a number: a sum divided by it is a mean over rows."""
+        """Return the kinds of arithmetic with the batch size; a sum divided by it is a mean."""
         (kind, *others) = known
         alone = (
             not others and len(sized) == 1 and getattr(node.target, "_overloadname", "") == "Tensor"
@@ -305,7 +305,7 @@ class _ObjectiveAnalyzer:
     def _expanded(
         self, node: fx.Node, ruled: AxisRule | None, kinds: tuple[ValueKind, ...]
     ) -> tuple[ValueKind, ...]:
-        """A fixed value that is expanded to the size of the batch has equal rows."""
+        """Mark fixed values that are expanded to the batch size as equal rows."""
         found = []
         for index, (kind, tensor) in enumerate(zip(kinds, tensors(node.meta["val"]), strict=True)):
             grows = [d for d, size in enumerate(tensor.shape) if self._of_batch(size)]
@@ -318,7 +318,7 @@ class _ObjectiveAnalyzer:
         return tuple(found)
 
     def _cut(self, ruled: AxisRule, index: int, dim: int) -> Shard | None:
-        """Where a result has rows that no operand has."""
+        """Return the position of rows in a result if no operand has rows."""
         rule = ruled.rule
         for factor in rule.results[index][dim]:
             if not self._of_batch(rule.sizes[factor]) or factor in rule.whole:
@@ -340,7 +340,7 @@ def _unbacked(size: Any) -> bool:
 
 
 def _numbers(node: fx.Node) -> list[Any]:
-    """The arguments of a call that are sizes: nodes of sizes and symbolic integers."""
+    """Return the size arguments of a call: nodes of sizes and symbolic integers."""
     found: list[Any] = []
 
     def visit(value: Any) -> None:
@@ -367,7 +367,7 @@ def _expression(value: Any) -> Any:
 
 
 def _proportional(value: Any, symbols: set[sympy.Symbol]) -> bool:
-    """Whether a number is the batch size times something that does not depend on it."""
+    """Return whether a number is the batch size times a factor independent of it."""
     found = sympy.sympify(_expression(value))
     for symbol in found.free_symbols & symbols:
         return not sympy.simplify(found / symbol).free_symbols & symbols
@@ -375,5 +375,5 @@ def _proportional(value: Any, symbols: set[sympy.Symbol]) -> bool:
 
 
 def _outer(size: Any, symbols: set[sympy.Symbol]) -> int:
-    """How many pieces come before the rows in a dim of this size, 0 where that is not known."""
+    """Return the number of parts before the rows in a dim of this size; 0 if unknown."""
     return 1 if _proportional(size, symbols) else 0

@@ -1,7 +1,7 @@
-"""The weight of a batch in a mean over batches: what its loss is divided by.
+"""The weight of a batch in a mean over batches: the divisor of its loss.
 
-Where a loss is a sum over one number of its batch, such as its valid tokens, the mean of several
-batches' losses, weighted by these numbers, is the loss of one batch of all their rows.
+If a loss is a sum divided by one number of its batch, such as its valid tokens, then the mean of
+several batches' losses, weighted by these numbers, is the loss of one batch of all their rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .microbatch_rewrite import live_nodes, total_reads
 from .total_inputs import TotalInputs, TotalsGraph
 from .value_kinds import BatchRelation
 
-WEIGHT_KEY = "fxpart_batch_weight"  # a captured graph: the Totals of its batch's weight, or None
+WEIGHT_KEY = "fxpart_batch_weight"  # a captured graph: TotalInputs of its batch weight, or None
 NAMES = ("batch_weight", "batch_divisor")
-_SMALL = 1e-3  # added to a number against division by zero
+_SMALL = 1e-3  # largest constant that counts as a guard against division by zero
 _SAME = frozenset({"aten.to", "aten._to_copy", "aten.alias", "aten.clone", "aten.contiguous"})
 _SCALED = frozenset({"aten.mul", "aten.multiply", "aten.neg"})
 _QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
@@ -31,11 +31,11 @@ _BOUNDS = frozenset({"aten.clamp", "aten.clamp_min", "aten.maximum"})
 
 
 def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> TotalInputs | None:
-    """The number that the loss is divided by; None where rows count, or several numbers do.
+    """Return the divisor of the loss; None if rows count, or if there are several numbers.
 
-    Its totals are two: the weight, which is zero for a batch in which nothing counts, and the
-    divisor itself, which is kept away from zero. module: a prepared graph that was not divided.
-    batch_dims: of each input, by its name.
+    The totals are two: the weight, which is zero for a batch in which nothing counts, and the
+    divisor itself, which is bounded away from zero. module: a prepared, undivided graph.
+    batch_dims: of each input, by name.
     """
     found = analyze(module, batch_dims, accept=True)
     if found.loss is None:
@@ -44,7 +44,7 @@ def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> T
     divisor = divisor_of(found, root)
     reads = set(total_reads(found, live_nodes(found))) - {(root, divisor)}
     if reads:
-        return None  # other numbers of the whole batch, which several batches do not have
+        return None  # it uses other totals of the whole batch
     if root in found.losses:
         count = count_of(made.graph, root, made.copied, made.add(root))
         numbers = count, count
@@ -57,7 +57,7 @@ def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> T
 
 
 def divisor_of(found: ObjectiveAnalysis, loss: fx.Node) -> fx.Node | None:
-    """The number of the whole batch that a sum over rows is divided by."""
+    """Return the batch total that divides a sum over rows."""
     if loss.op != "call_function" or packet_name(op_of(loss)) not in _QUOTIENTS:
         return None
     source, number = loss.args[:2]
@@ -70,7 +70,7 @@ def divisor_of(found: ObjectiveAnalysis, loss: fx.Node) -> fx.Node | None:
 
 
 def unscaled(node: fx.Node) -> fx.Node:
-    """The loss before conversions and factors that are the same for every batch."""
+    """Return the loss before conversions and factors that are the same for every batch."""
     while node.op == "call_function" and is_op(op_of(node)):
         name, operands = packet_name(op_of(node)), node.all_input_nodes
         plain = name in _SAME or (name in _SCALED | _QUOTIENTS and _is_number(node.args[1:]))
@@ -81,7 +81,7 @@ def unscaled(node: fx.Node) -> fx.Node:
 
 
 def _unbounded(node: fx.Node) -> fx.Node:
-    """A number before it is kept away from zero."""
+    """Return a number before it is bounded away from zero."""
     while node.op == "call_function" and is_op(op_of(node)):
         name, operands = packet_name(op_of(node)), node.all_input_nodes
         small = name == "aten.add" and _is_number(node.args[1:2])

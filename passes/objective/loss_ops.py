@@ -1,4 +1,4 @@
-"""Losses whose mean is over counted targets, and losses of rows that have no sharding rule."""
+"""Losses with a mean over counted targets, and losses of rows without a sharding rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fxpart.sharding import Shard
 from ..rules import operands
 from .value_kinds import MEAN, SUM, BatchRelation, ValueKind, make_coupled_kind, rows
 
-NONE, MEAN_OF, SUM_OF = 0, 1, 2  # reduction, as ATen counts
+NONE, MEAN_OF, SUM_OF = 0, 1, 2  # reduction constants of ATen
 
 _BY_CLASS = frozenset(
     {"aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"}
 )
-# One term for each row, beside a dim that is reduced for each row.
+# One term per row, besides a dim that is reduced within each row.
 _BY_ROW = frozenset(
     f"aten.{name}"
     for name in (
@@ -38,7 +38,7 @@ class LossOp:
 
 
 def loss_of(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp | None:
-    """What a loss op gives for a microbatch; None for an op that the sharding rules cover."""
+    """Return the result of a loss op on a microbatch; None for ops with a sharding rule."""
     name = packet_name(op_of(node))
     if name in _BY_CLASS:
         return _by_class(node, kind)
@@ -50,7 +50,7 @@ def loss_of(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp | Non
 
 
 def _by_class(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp | None:
-    """cross_entropy_loss and nll_loss with the mean over targets that are not ignored."""
+    """Classify cross_entropy_loss and nll_loss with the mean over targets that are not ignored."""
     target, weight = argument(node, "target"), argument(node, "weight")
     value = argument(node, "self")
     if argument(node, "reduction") != MEAN_OF or value.meta["val"].dim() < 2:
@@ -67,7 +67,7 @@ def _by_class(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp | N
             else LossOp(make_coupled_kind(node))
         )
     if target.meta["val"].is_floating_point():
-        return LossOp(MEAN)  # probabilities of classes: every row counts
+        return LossOp(MEAN)  # class probabilities: every row counts
     known = kind(target).from_inputs and (weight is None or kind(weight).from_inputs)
     return LossOp(SUM, counted=True) if known else LossOp(make_coupled_kind(node))
 
@@ -75,7 +75,7 @@ def _by_class(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp | N
 def _by_row(
     node: fx.Node, kind: Callable[[fx.Node], ValueKind], dims: dict[fx.Node, int]
 ) -> LossOp:
-    """A loss of rows: every operand has its rows along the given dim, or has none."""
+    """Classify a loss of rows: every operand has its rows along the given dim, or has none."""
     known = {n: kind(n) for n in dims}
     bad = next((k for k in known.values() if k.coupled), None)
     if bad is not None:
@@ -99,7 +99,7 @@ def _by_row(
 
 
 def _ctc(node: fx.Node, kind: Callable[[fx.Node], ValueKind]) -> LossOp:
-    """ctc_loss: rows are dim 1 of the log-probabilities; targets a matrix, lengths tensors."""
+    """Classify ctc_loss: rows are dim 1 of the log-probabilities; targets are a matrix."""
     given = operands(node)
     tensors = [argument(node, n) for n in ("log_probs", "targets")]
     lengths = [argument(node, n) for n in ("input_lengths", "target_lengths")]
@@ -115,7 +115,7 @@ def count_of(
     copied: Callable[[fx.Node], fx.Node],
     add: Callable[..., fx.Node],
 ) -> fx.Node:
-    """The number of counted targets of a loss, or the sum of their weights, in another graph."""
+    """Add the number of counted targets, or the sum of their weights, to another graph."""
     aten = torch.ops.aten
     target = copied(argument(node, "target"))
     weight = argument(node, "weight")

@@ -1,4 +1,4 @@
-"""Rewrite a graph so that its microbatches' losses add up to the loss of the whole batch."""
+"""Rewrite a graph so that its microbatch losses add up to the loss of the whole batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .loss_ops import SUM_OF, count_of
 from .total_inputs import TotalInputs, TotalsGraph
 from .value_kinds import BatchRelation
 
-OBJECTIVE_KEY = "fxpart_objective"  # a divided graph: its Totals
-ADDED_KEY = "fxpart_objective_nodes"  # a divided graph: names of the nodes that the rewrite added
+OBJECTIVE_KEY = "fxpart_objective"  # a divided graph: its TotalInputs
+ADDED_KEY = "fxpart_objective_nodes"  # a divided graph: names of added nodes
 _HALF = (torch.float16, torch.bfloat16)
 _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class MicrobatchRewrite:
-    """module: the rewritten graph. totals: what it takes; None where nothing had to change."""
+    """module: the rewritten graph. totals: its added inputs; None if nothing had to change."""
 
     module: fx.GraphModule
     totals: TotalInputs | None
@@ -38,10 +38,10 @@ class MicrobatchRewrite:
 def divide(
     module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
 ) -> MicrobatchRewrite:
-    """The graph for microbatches, whose losses are weighted by their rows and added up.
+    """Return the graph for microbatches, whose losses are weighted by their rows and summed.
 
-    batch_dims: of each input. accept: values that couple rows are computed for each microbatch.
-    A graph whose loss is a mean over rows stays as it is.
+    batch_dims: of each input. accept: values that couple rows are computed per microbatch. A graph
+    whose loss is a mean over rows is unchanged.
     """
     analysis = analyze(module, batch_dims, accept=accept)
     if analysis.loss is None or not _MicrobatchRewriter.needed(analysis):
@@ -58,7 +58,7 @@ def divide(
 
 
 class _MicrobatchRewriter:
-    """The rewriting of one graph."""
+    """Rewrites one graph."""
 
     def __init__(self, module: fx.GraphModule, analysis: ObjectiveAnalysis) -> None:
         self.module, self.graph, self.found = module, module.graph, analysis
@@ -73,7 +73,7 @@ class _MicrobatchRewriter:
 
     @staticmethod
     def needed(found: ObjectiveAnalysis) -> bool:
-        """Whether anything of what the loss needs has to change."""
+        """Return whether any value that the loss needs has to change."""
         live = live_nodes(found)
         loss = found.loss
         assert loss is not None
@@ -85,7 +85,7 @@ class _MicrobatchRewriter:
         )
 
     def run(self) -> TotalInputs:
-        """All changes; inputs that the changed graph takes."""
+        """Apply all changes; return the added inputs."""
         live, loss = live_nodes(self.found), self.found.loss
         assert loss is not None
         reads = list(total_reads(self.found, live))
@@ -113,7 +113,7 @@ class _MicrobatchRewriter:
         return TotalInputs(self.totals.graph, names, shares, self.module)
 
     def _total(self, node: fx.Node) -> fx.Node:
-        """The input of the graph that takes a total."""
+        """Return the graph input for a total."""
         if (node, None) not in self.fed:
             self.fed[node, None] = self._feed(self.totals.copied(node))
         return self.fed[node, None]
@@ -137,7 +137,7 @@ class _MicrobatchRewriter:
     # -- the graph ------------------------------------------------------------------------------
 
     def _replace_size(self, node: fx.Node, size: Any) -> None:
-        """The batch size as a number of a computation is that of the whole batch."""
+        """Replace the batch size in a computation by that of the whole batch."""
         key = (node, size)
         if key not in self.fed:
             given = self.totals.copied(size) if isinstance(size, fx.Node) else size
@@ -148,7 +148,7 @@ class _MicrobatchRewriter:
         node.args = tuple(fed if a is size else a for a in node.args)
 
     def _counted(self, node: fx.Node) -> fx.Node:
-        """A mean over counted targets as a sum, divided by their number in the whole batch."""
+        """Replace a mean over counted targets by a sum divided by their batch total."""
         dtype = node.meta["val"].dtype
         wide = torch.float32 if dtype in _HALF else dtype
         count = count_of(self.totals.graph, node, self.totals.copied, self.totals.add(node))
@@ -172,7 +172,7 @@ class _MicrobatchRewriter:
         return made
 
     def _mean(self, source: fx.Node) -> fx.Node:
-        """A sum, divided by the microbatch's share of the rows."""
+        """Divide a sum by the microbatch's fraction of the rows."""
         dtype = source.meta["val"].dtype
         if dtype not in self.shares:
             with self.mode:
@@ -183,7 +183,7 @@ class _MicrobatchRewriter:
             return self._pointwise(_ATEN.div.Tensor, source, self.shares[dtype])
 
     def _pointwise(self, target: Any, source: fx.Node, other: Any) -> fx.Node:
-        """An op on one tensor of the graph, which is placed as that is."""
+        """Add an op on one tensor of the graph, with the same placements."""
         made = add_call(self.graph, target, (source, other), like=source, mode=self.mode)
         known = annotation(source).sharding
         if known is None or self.axes is None:
@@ -207,12 +207,12 @@ class _MicrobatchRewriter:
 
 
 def live_nodes(found: ObjectiveAnalysis) -> set[fx.Node]:
-    """The nodes that the loss or written state needs."""
+    """Return the nodes that the loss or written state needs."""
     return needed_for(n for n in (found.loss, *found.writers) if n is not None)
 
 
 def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
+    """Return the nodes and all nodes that they are computed from."""
     todo, found = list(nodes), set()
     while todo:
         node = todo.pop()
@@ -223,7 +223,7 @@ def needed_for(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def total_reads(found: ObjectiveAnalysis, live: set[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(node, total) pairs where a value of the microbatch is computed with one of the batch."""
+    """Yield (node, total) pairs where a microbatch value is computed with a batch total."""
     for node in found.graph.nodes:
         if node not in live or node.op != "call_function":
             continue

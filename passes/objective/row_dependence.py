@@ -1,4 +1,4 @@
-"""What couples the rows of a batch, in words."""
+"""Explain which parts of a model couple the rows of a batch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from fxpart.compiler.graph_edit import annotation
 from .analysis import ObjectiveAnalysis
 from .value_kinds import BatchRelation
 
-_SHOWN = 3  # layers of a kind that a message names
+_SHOWN = 3  # maximum number of layers that a message names
 
 
 @dataclass(frozen=True)
 class RowDependence:
-    """Parts of a model that couple rows in one way. where: for a person. why: what is coupled."""
+    """Parts of a model that couple rows in one way. where: location. why: what is coupled."""
 
     where: str
     why: str
 
 
 def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDependence, ...]:
-    """All that makes the objective, or the state after a step, depend on how the batch is divided.
+    """Return everything that makes the loss or written state depend on the division of the batch.
 
-    loss: whether the loss counts; without it only state that is written does.
+    loss: whether the loss counts; otherwise only written state does.
     """
     found: dict[str, RowDependence] = {}
-    layers: dict[str, str] = {}  # normalizations over the batch, by the module's path
+    layers: dict[str, str] = {}  # batch normalizations, by module path
     writers = sorted(analysis.writers.items(), key=lambda item: not _normalization(item[0]))
     for writer, names in writers:
         module, layer = annotation(writer).module, _normalization(writer)
         if layer:
             layers.setdefault(module, layer)
         elif module not in layers:
-            why = f"{', '.join(names)} is updated once for each microbatch"
+            why = f"{', '.join(names)} is updated once per microbatch"
             found.setdefault(module, RowDependence(_where(writer), why))
     end = analysis.loss
     if loss and end is not None:
@@ -53,7 +53,7 @@ def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDepe
 
 
 def _normalizations(layers: dict[str, str]) -> tuple[RowDependence, ...]:
-    """One entry for all layers of a kind. layers: the kind of each, by the module's path."""
+    """Return one entry per kind of layer. layers: the kind of each, by module path."""
     by_kind: dict[str, list[str]] = {}
     for module, kind in layers.items():
         by_kind.setdefault(kind, []).append(module)
@@ -66,7 +66,7 @@ def _normalizations(layers: dict[str, str]) -> tuple[RowDependence, ...]:
 
 
 def _normalization(node: fx.Node) -> str:
-    """The kind of a normalization over the batch; empty for other ops."""
+    """Return the kind of a normalization over the batch; "" for other ops."""
     name = packet_name(op_of(node))
     if "batch_norm" in name:
         return "BatchNorm"
@@ -79,7 +79,7 @@ def _op(node: fx.Node) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    """The module and source line of a node."""
+    """Return the module and source line of a node."""
     known = annotation(node)
     module = known.module or "the loss"
     return f"{module} ({known.source})" if known.source else module

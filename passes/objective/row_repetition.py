@@ -1,7 +1,6 @@
-"""Whether the rows of a batch may be there several times, so that they divide over ranks.
+"""Whether the rows of a batch may be repeated, so that they divide over ranks.
 
-A value that is a mean over rows is the same for rows that are there twice, and so is its gradient:
-it is the mean of the two parts' values, which are equal.
+A mean over rows does not change if each row is repeated, and neither does its gradient.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from .batch_weight import divisor_of, unscaled
 from .microbatch_rewrite import live_nodes, needed_for, total_reads
 from .value_kinds import BatchRelation
 
-REPEAT_KEY = "fxpart_repeated_rows"  # a captured graph: for one microbatch, and for several
-ROWS = "rows"  # results do not change
-DIVISOR = "divisor"  # they do not if the number that the loss is divided by changes as rows do
+REPEAT_KEY = "fxpart_repeated_rows"  # a captured graph: results for one microbatch, and for several
+ROWS = "rows"  # repetition does not change results
+DIVISOR = "divisor"  # results do not change if the divisor of the loss scales too
 _SAME = frozenset({BatchRelation.FIXED, BatchRelation.MEAN})
 
 
 def repetition_of(
     module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, outputs: bool = False
 ) -> tuple[str, str]:
-    """Whether rows may be repeated in a program of one microbatch, and in one of several.
+    """Return whether rows may be repeated, for one microbatch and for several.
 
-    "" where results would depend on the number of rows. module: a prepared graph that was not
-    divided. outputs: the user's outputs are results, too.
+    "" if results would depend on the number of rows. module: a prepared, undivided graph. outputs:
+    the user's outputs also count as results.
     """
     found = analyze(module, batch_dims)
     if outputs and not _fit(found):
@@ -41,7 +40,7 @@ def repetition_of(
 
 
 def _fit(found: ObjectiveAnalysis) -> bool:
-    """Whether outputs are rows, or the same for repeated rows."""
+    """Return whether outputs are rows, or unchanged for repeated rows."""
     given = found.graph.output_node().args[0]
     given = given[1:] if isinstance(given, (tuple, list)) else ()
     nodes = [node for node in given if isinstance(node, fx.Node)]
@@ -53,7 +52,7 @@ def _fit(found: ObjectiveAnalysis) -> bool:
 
 
 def _of_one(found: ObjectiveAnalysis, loss: fx.Node) -> str:
-    """For one microbatch, whose graph is as it was captured."""
+    """Return the result for one microbatch, whose graph is as captured."""
     live = live_nodes(found)
     if any(node in live for node, _ in found.sizes) or not all(map(_is_same, _written(found))):
         return ""
@@ -73,7 +72,7 @@ def _of_one(found: ObjectiveAnalysis, loss: fx.Node) -> str:
 
 
 def _written(found: ObjectiveAnalysis) -> list[Any]:
-    """The kinds of what state is written with."""
+    """Return the kinds of the values written to state."""
     return [
         kind
         for writer in found.writers

@@ -1,4 +1,4 @@
-"""Numbers of the whole batch, as a graph of their own that computes them from inputs."""
+"""Totals of the whole batch, as a separate graph that computes them from inputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fxpart.compiler.graph_edit import add_call
 
 @dataclass(frozen=True)
 class TotalInputs:
-    """What a divided graph takes beside the user's inputs.
+    """Inputs of a divided graph beyond the user's inputs.
 
-    graph: computes totals of the whole batch from inputs and constants; it returns them as a tuple.
-    names: the placeholders of the divided graph that take them, in order. shares: placeholders that
-    take the microbatch's share of the batch's rows, with their dtypes ("float32"). module: has the
+    graph: computes totals of the whole batch from inputs and constants; returns them as a tuple.
+    names: the placeholders of the divided graph for them, in order. shares: placeholders for the
+    microbatch's fraction of the batch's rows, with their dtypes ("float32"). module: has the
     constants that the graph reads.
     """
 
@@ -36,13 +36,13 @@ class TotalsGraph:
     """A graph of totals under construction."""
 
     def __init__(self, mode: Any) -> None:
-        """mode: the fake tensor mode of the graph that nodes are copied from."""
+        """mode: the fake-tensor mode of the source graph."""
         self.graph = fx.Graph()
         self._mode = mode
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """A node of the other graph in this one, with all that it needs."""
+        """Copy a node of the other graph, with all nodes that it needs."""
         todo = [node]
         while todo:
             top = todo[-1]
@@ -56,11 +56,11 @@ class TotalsGraph:
         return self._copies[node]
 
     def note(self, taken: fx.Node, total: fx.Node) -> None:
-        """An input of the other graph that takes a total of this one: its copy is that total."""
+        """Record that an input of the other graph takes a total of this one."""
         self._copies[taken] = total
 
     def add(self, like: fx.Node) -> Callable[[Any, tuple[Any, ...]], fx.Node]:
-        """A function that adds a call; its annotations are those of ``like``."""
+        """Return a function that adds a call with the annotations of ``like``."""
 
         def add(target: Any, args: tuple[Any, ...]) -> fx.Node:
             return add_call(self.graph, target, args, like=like, mode=self._mode)

@@ -1,4 +1,4 @@
-"""One op: the kinds of its results from those of its operands, by its sharding rule."""
+"""Kinds of an op's results from the kinds of its operands, by its sharding rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..propagation.axis_rules import AxisRule
 from ..rules.sharding_rule import Dims, ShardingRule
 from .value_kinds import FIXED, MEAN, SUM, BatchRelation, ValueKind, make_coupled_kind, rows
 
-# Forms in which the rows of a mesh rank are treated as the op itself treats those of a microbatch.
+# Sharded forms that treat the local rows as the op itself treats the rows of a microbatch.
 _LOCAL_FORMS = frozenset({"index_own_rows", "embedding_bag_bags", "embedding_bag_sent"})
 _MEANS = "mean_rows"
 _STATISTICS = "batch_norm_rows"
@@ -31,15 +31,15 @@ _LOSSES = frozenset(
 )
 _AFFINE = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.subtract"})
 
-Part: TypeAlias = tuple[str, Any]  # a factor, and the size of what comes before the rows in it
+Part: TypeAlias = tuple[str, Any]  # a factor, and the size of its part before the rows
 
 
 @dataclass(frozen=True)
 class TransferCall:
-    """One call: its op's name, tensor operands, their kinds, its rule, and how many results.
+    """One call: op name, tensor operands, their kinds, its rule, and the number of results.
 
     scales: whether a size grows with the rows of the batch. accept: batch statistics are computed
-    for each microbatch.
+    per microbatch.
     """
 
     node: fx.Node
@@ -54,14 +54,14 @@ class TransferCall:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """kinds: of the results. conversions: operands whose sum has to become a mean first."""
+    """kinds: of the results. conversions: operands whose sum must first become a mean."""
 
     kinds: tuple[ValueKind, ...]
     conversions: tuple[fx.Node, ...] = field(default=())
 
 
 def transfer(call: TransferCall) -> TransferResult:
-    """The kinds of a call's results; no operand is coupled."""
+    """Return the kinds of a call's results; no operand may be coupled."""
     relations = {k.relation for k in call.known}
     if relations <= {BatchRelation.FIXED}:
         return TransferResult((FIXED,) * call.count)
@@ -74,13 +74,13 @@ def transfer(call: TransferCall) -> TransferResult:
 
 
 def _culprit(call: TransferCall) -> fx.Node:
-    """The node to name: the arange where row numbers are used as values."""
+    """Return the node to report: the arange if row indices are used as values."""
     index = next((k.cause for k in call.known if k.relation is BatchRelation.INDEX), None)
     return call.node if index is None else index
 
 
 def _of_rows(call: TransferCall, ruled: AxisRule) -> TransferResult | None:
-    """Rows along one factor of the rule; None where the op couples them."""
+    """Return the result for rows along one factor of the rule; None if the op couples them."""
     numbered = _row_numbers(call)
     if numbered is not None:
         return numbered
@@ -106,7 +106,7 @@ def _of_rows(call: TransferCall, ruled: AxisRule) -> TransferResult | None:
 
 
 def _row_numbers(call: TransferCall) -> TransferResult | None:
-    """Row numbers that only get more dims are row numbers still."""
+    """Return the result of an unsqueeze of row indices."""
     (kind, *others) = call.known
     if others or call.name != "aten.unsqueeze" or kind.relation is not BatchRelation.INDEX:
         return None
@@ -118,7 +118,7 @@ def _row_numbers(call: TransferCall) -> TransferResult | None:
 
 
 def _factor(call: TransferCall, rule: ShardingRule) -> Part | None:
-    """The factor that all rows lie along; None where there is no common one."""
+    """Return the factor along which all rows lie; None if there is no common one."""
     found = set()
     for kind, dims in zip(call.known, rule.operands, strict=True):
         if kind.relation in (BatchRelation.ROWS, BatchRelation.INDEX):
@@ -130,9 +130,9 @@ def _factor(call: TransferCall, rule: ShardingRule) -> Part | None:
 def _locate(
     dims: Dims, place: Shard, rule: ShardingRule, scales: Callable[[Any], bool]
 ) -> Part | None:
-    """The factor in which rows lie at this place, and how much of it comes before them.
+    """Return the factor with rows at this position, and the size of its part before them.
 
-    It has to grow with the rows: a batch seen as two halves has none that does.
+    The factor must grow with the rows; a batch reshaped to two halves has no such factor.
     """
     if place.dim >= len(dims):
         return None
@@ -152,7 +152,7 @@ def _locate(
 
 
 def place_of(dims: Dims, part: Part, rule: ShardingRule) -> Shard | None:
-    """Where the rows along a factor lie in a tensor; None where it does not have the factor."""
+    """Return the position of rows along a factor in a tensor; None without that factor."""
     name, inner = part
     for dim, factors in enumerate(dims):
         if name in factors:
@@ -165,7 +165,7 @@ def place_of(dims: Dims, part: Part, rule: ShardingRule) -> Shard | None:
 
 
 def _fits(kind: ValueKind, wanted: Shard | None, form: str | None) -> bool:
-    """Whether an operand is as the op needs it, when it works on the rows of a microbatch."""
+    """Return whether an operand is as the op needs it to run on the rows of a microbatch."""
     if kind.relation is BatchRelation.INDEX:
         return kind.place == wanted and form in _LOCAL_FORMS
     if kind.relation is BatchRelation.ROWS:
@@ -174,7 +174,7 @@ def _fits(kind: ValueKind, wanted: Shard | None, form: str | None) -> bool:
 
 
 def _result(place: Shard | None, form: str | None) -> ValueKind | None:
-    """What an op gives that worked on rows; None where rows of the whole batch are needed."""
+    """Return the kind of a result of an op on rows; None if it needs all rows of the batch."""
     if form is None or form in _LOCAL_FORMS:
         return SUM if place is None else rows(place)
     if form == _MEANS or form in _LOSSES:
@@ -183,7 +183,7 @@ def _result(place: Shard | None, form: str | None) -> ValueKind | None:
 
 
 def _linear(call: TransferCall, ruled: AxisRule) -> TransferResult | None:
-    """Sums and means through linear ops; a mean also through adding what is fixed."""
+    """Return the result of linear ops on sums and means, or of adding a fixed value to a mean."""
     known = call.known
     for summed in ruled.rule.linear:
         if any(

@@ -1,4 +1,4 @@
-"""What a value of one microbatch is to the value of the whole batch."""
+"""Relations between a microbatch's value and the value of the whole batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpart.sharding import Shard
 
 
 class BatchRelation(Enum):
-    """How the value of the whole batch follows from the values of the microbatches."""
+    """How the value of the whole batch follows from the microbatches' values."""
 
     FIXED = "equal in every microbatch"
     ROWS = "the microbatches' values, concatenated along a dim"
@@ -23,13 +23,13 @@ class BatchRelation(Enum):
 
 @dataclass(frozen=True)
 class ValueKind:
-    """One tensor of a graph.
+    """The kind of one tensor of a graph.
 
-    place: of ROWS and INDEX, where the rows are. from_inputs: whether it follows from inputs and
-    constants alone, so that it can be computed for the whole batch before training. total: the
-    value has to be that of the whole batch, computed from inputs; then the relation is FIXED.
-    cause: the node that couples rows, for an error message. uniform: of FIXED, every row of it is
-    equal, in a graph of one size, whose shapes do not tell which dims are rows.
+    place: of ROWS and INDEX, the position of the rows. from_inputs: whether it depends only on
+    inputs and constants, so that it can be computed for the whole batch first. total: the value
+    must be that of the whole batch, computed from inputs; the relation is then FIXED. cause: the
+    node that couples rows, for messages. uniform: of FIXED in a graph with static sizes, whether
+    all rows are equal.
     """
 
     relation: BatchRelation
@@ -41,11 +41,11 @@ class ValueKind:
 
     @property
     def coupled(self) -> bool:
-        """Whether the value cannot be had from microbatches."""
+        """Whether microbatches cannot compute the value."""
         return self.relation is BatchRelation.COUPLED
 
     def of(self, from_inputs: bool) -> ValueKind:
-        """The same kind of a value that depends on inputs alone, or not."""
+        """Return the same kind with another ``from_inputs``."""
         return replace(self, from_inputs=from_inputs)
 
 
@@ -55,10 +55,10 @@ MEAN = ValueKind(BatchRelation.MEAN)
 
 
 def rows(place: Shard) -> ValueKind:
-    """Rows along a dim."""
+    """Return the kind of rows along a dim."""
     return ValueKind(BatchRelation.ROWS, place)
 
 
 def make_coupled_kind(cause: fx.Node) -> ValueKind:
-    """A value that couples rows of different microbatches, by the node that couples them."""
+    """Return the kind of a value that couples rows, with the node that couples them."""
     return ValueKind(BatchRelation.COUPLED, cause=cause)

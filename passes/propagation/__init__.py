@@ -1,1 +1,1 @@
-"""What the passes ``annotate`` and ``propagate`` are made of."""
+"""Parts of the passes ``annotate`` and ``propagate``."""

@@ -1,4 +1,4 @@
-"""Which values of a graph the keys of annotations mean."""
+"""Resolve annotation keys to values of a graph."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from fxpart.compiler.node_annotation import RNG_KEY
 
 @dataclass(frozen=True)
 class AnnotationTarget:
-    """One tensor of a node (an item belongs to its op), or with index -1 the op itself."""
+    """One tensor of a node (an item belongs to its op), or the op itself with index -1."""
 
     node: fx.Node
     index: int
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its abstract value."""
+        """The abstract value of the tensor."""
         return list_result_tensors(self.node)[self.index]
 
 
 class AnnotationTargets:
     """The names of a graph by kind, looked up by key.
 
-    aliases: other names of parameters and buffers -> the name in the graph, "" for one that the
-    graph does not use.
+    aliases: other names of parameters and buffers -> the name in the graph, "" if the graph does
+    not use it.
     """
 
     def __init__(self, graph: fx.Graph, aliases: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class AnnotationTargets:
             state.setdefault(name, state.get(main, []))
 
     def of(self, key: AnnotationKey) -> list[AnnotationTarget] | None:
-        """What a key means, each tensor once; None where it names nothing."""
+        """Return the targets of a key, each tensor once; None if the key matches nothing."""
         if key.kind == "module" and not self._modules_known:
             self._names["module"] = _module_results(self._graph)
             self._modules_known = True
@@ -59,7 +59,7 @@ class AnnotationTargets:
         return list(dict.fromkeys(target for name in found for target in names[name]))
 
     def examples(self, kind: str) -> str:
-        """A few names of the kind, for an error."""
+        """Return a few names of the kind, for an error message."""
         if kind == "module" and not self._modules_known:
             self.of(AnnotationKey("module", ""))
         names = list(self._names[kind])
@@ -67,7 +67,7 @@ class AnnotationTargets:
 
 
 def _names(node: fx.Node) -> Iterator[tuple[str, str, AnnotationTarget]]:
-    """(kind, name, target) of a node that holds tensors."""
+    """Yield (kind, name, target) of a node with tensors."""
     if is_item(node):
         if isinstance(node.meta.get("val"), torch.Tensor):
             yield "node", node.name, AnnotationTarget(*find_producer(node))
@@ -86,10 +86,10 @@ def _names(node: fx.Node) -> Iterator[tuple[str, str, AnnotationTarget]]:
 
 
 def _module_results(graph: fx.Graph) -> dict[str, list[AnnotationTarget]]:
-    """Per module path the tensors made inside and used outside.
+    """Map each module path to the tensors computed inside and used outside.
 
-    Of those only the ones that carry a gradient, where there are such: a mask that was made inside
-    is not what the module returns.
+    If some of them require a gradient, only those count: an attention mask computed inside is not a
+    result of the module.
     """
     found: dict[str, list[tuple[AnnotationTarget, bool]]] = {}
     for node in graph.nodes:
@@ -109,7 +109,7 @@ def _module_results(graph: fx.Graph) -> dict[str, list[AnnotationTarget]]:
 
 
 def _left(module: str, users: list[str]) -> Iterator[str]:
-    """The modules around ``module`` that a value leaves: some user stands outside."""
+    """Yield the modules around ``module`` that a value leaves because a user is outside."""
     path = module
     while path:
         if any(user != path and not user.startswith(path + ".") for user in users):

@@ -1,7 +1,7 @@
-"""Placements of one axis alone, as if no other axis cut anything, and back.
+"""Convert placements between joint form and the form of each axis on its own.
 
-``Shard.outer`` counts in the dim as earlier axes have left it. Propagation looks at each axis by
-itself, so there it counts in the whole dim.
+``Shard.outer`` counts in the dim as earlier axes have sharded it. Propagation treats each axis on
+its own, so there it counts in the whole dim.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fxpart.sharding import Mesh, Placement, Placements, Shard
 
 
 def to_whole(placements: Placements, mesh: Mesh) -> Placements:
-    """The placements with ``outer`` counted in the whole dim."""
+    """Return the placements with ``outer`` counted in the whole dim."""
     if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
         return placements
     found: list[Placement | None] = []
@@ -29,7 +29,7 @@ def to_whole(placements: Placements, mesh: Mesh) -> Placements:
 
 
 def to_left(placements: Placements, mesh: Mesh) -> Placements | None:
-    """The reverse of :func:`to_whole`; None where an earlier axis cut outer parts unevenly."""
+    """Invert :func:`to_whole`; return None if an earlier axis splits outer parts unevenly."""
     if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
         return placements
     found: list[Placement | None] = []
@@ -48,7 +48,7 @@ def to_left(placements: Placements, mesh: Mesh) -> Placements | None:
 
 
 def _cuts(earlier: Sequence[Placement | None], mesh: Mesh, dim: int) -> list[tuple[int, int]]:
-    """(outer in the whole dim, parts) of the axes before that cut this dim, major cuts first."""
+    """Return (outer in the whole dim, parts) of the axes that shard this dim, major cuts first."""
     return sorted(
         (placement.outer, parts)
         for placement, parts in zip(earlier, mesh.shape, strict=False)
@@ -57,7 +57,7 @@ def _cuts(earlier: Sequence[Placement | None], mesh: Mesh, dim: int) -> list[tup
 
 
 def fits(placements: Placements, shape: Sequence[object], mesh: Mesh) -> bool:
-    """Whether a tensor can lie so: every cut leaves something, and outer parts stay equal."""
+    """Return whether the placements fit a shape: no shard is empty, and outer parts stay equal."""
     if to_left(placements, mesh) is None:
         return False
     cut: dict[int, list[tuple[int, int]]] = {}

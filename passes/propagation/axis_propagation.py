@@ -1,13 +1,12 @@
-"""Propagation along one axis: rounds of simultaneous decisions, so that no order matters.
+"""Propagation along one axis, in rounds of simultaneous decisions independent of op order.
 
-In a round every op that something new has reached decides by what was known when the round began.
-Ops that hand cuts on (pointwise, views, norms) go on as long as there are such; then the others
-take one round; and so on. Ops that one axis may cut in two factors at once (experts and tokens)
-wait until nothing else is left, so that both are known. A decision is final, so each op is looked
-at once per change beside it.
+In each round every op with new information decides from the state at the start of the round. Ops
+that keep all factors (pointwise, views, norms) run until none is left; then the other ops run one
+round, and so on. Ops for which one axis may shard two factors at once (experts and tokens) run
+last, when both are known. A decision is final, so an op is visited once per change of a neighbor.
 
-What follows from annotated inputs goes before all else: where an axis cuts the batch, a weight that
-it cuts too is stored in pieces and gathered (ZeRO-3), and not multiplied in pieces.
+Consequences of annotated inputs take priority: if an axis shards the batch, a weight sharded on the
+same axis is stored in shards and gathered (ZeRO-3) instead of being multiplied in shards.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from .reshard_bytes import estimate_reshard_bytes
 
 
 class PropagationChoice(NamedTuple):
-    """A strategy of an op or (for a leaf) a placement, and where it came from."""
+    """A strategy of an op or (for a leaf) a placement, and its origin."""
 
     strategy: str
     placement: Placement | None
     origin: str
 
 
-# How near a proposal is to what a user said, smaller is stronger: a weight stays where it is, then
-# the op's own result, an operand, what was derived before, and last a sum that is put off.
+# Priority of a proposal, smaller first: an annotated weight, the op's own result, an operand, a
+# derived placement, and last a deferred reduction.
 _STATE, _OWN, _DIRECT, _DERIVED, _SUM = range(5)
 
 
 class AxisPropagation:
-    """The state of one axis while it is propagated."""
+    """The state of one axis during propagation."""
 
     def __init__(self, ops: list[PropagationOp], axis: int, rules: GraphRules) -> None:
         self.axis, self.rules, self._ops = axis, rules, ops
@@ -48,7 +47,7 @@ class AxisPropagation:
         self._inputs_only = True
 
     def run(self) -> None:
-        """Decide all that follows: from inputs first, then from everything."""
+        """Decide all consequences: of the inputs first, then of everything."""
         for op in self._ops:
             self._begin(op)
         self._rounds()
@@ -61,11 +60,11 @@ class AxisPropagation:
         self._rounds()
 
     def _waits(self, op: PropagationOp) -> bool:
-        """Whether what an annotation says of the op counts after what the inputs' say."""
+        """Return whether the op's annotation counts only after those of the inputs."""
         return op.annotated[self.axis] and op.node.op != "placeholder"
 
     def _rounds(self) -> None:
-        """Until nothing new follows."""
+        """Run rounds until nothing changes."""
         while any(self._new):
             batch = next(filter(None, self._new))
             reached = list(batch)
@@ -75,13 +74,13 @@ class AxisPropagation:
                 self._apply(op, choice)
 
     def _touch(self, op: PropagationOp) -> None:
-        """Something beside the op is new."""
+        """Mark an op for the next round because a neighbor changed."""
         open_leaf = op.leaf and op.results[0].placed[self.axis] is None
         if open_leaf or op.strategy[self.axis] is None:
             self._new[op.turn][op] = None
 
     def _begin(self, op: PropagationOp) -> None:
-        """What is known at the start counts as new."""
+        """Mark what is known at the start as new."""
         axis, strategy = self.axis, op.strategy[self.axis]
         if op.leaf or strategy is None:
             for value in op.results:
@@ -98,7 +97,7 @@ class AxisPropagation:
             self._touch(user)
 
     def _choose(self, op: PropagationOp) -> PropagationChoice | None:
-        """The strongest proposal that is possible: then the fewest bytes, then the rule's order."""
+        """Return the best proposal: by priority, then fewest bytes, then the rule's order."""
         if op.leaf:
             return self._placement(op)
         if op.ruled is None:
@@ -122,7 +121,7 @@ class AxisPropagation:
         return PropagationChoice(possible[0], None, best[possible[0]][1])
 
     def _proposals(self, op: PropagationOp) -> Iterator[tuple[str, int, str]]:
-        """(strategy, strength, origin) of all that op's operands and results suggest."""
+        """Yield (strategy, priority, origin) for each proposal of the op's operands and results."""
         assert op.ruled is not None
         axis, rule = self.axis, op.ruled.rule
         if op.constant:
@@ -149,7 +148,7 @@ class AxisPropagation:
                     yield name, strength, origin
 
     def _wishes(self, value: PropagationValue) -> Iterator[tuple[Shard, int, str]]:
-        """How a result should be cut: as an annotation says, or else as its users want it."""
+        """Yield the requested shardings of a result: of its annotation, else of its users."""
         placed = value.placed[self.axis]
         if value.pinned[self.axis]:
             if isinstance(placed, Shard) and not (self._inputs_only and self._waits(value.op)):
@@ -160,9 +159,9 @@ class AxisPropagation:
                 yield wanted, _DERIVED, origin
 
     def _of_constant(self, op: PropagationOp) -> Iterator[tuple[str, int, str]]:
-        """A value made of constants is cut only where every user wants the same piece.
+        """Shard a value computed from constants only if every user requests the same shard.
 
-        Otherwise it is made whole and pieces are taken, which moves nothing.
+        Otherwise it is computed whole and sliced, which needs no communication.
         """
         assert op.ruled is not None
         found: dict[str, tuple[int, str]] = {}
@@ -182,7 +181,7 @@ class AxisPropagation:
             yield name, strength, origin
 
     def _placement(self, op: PropagationOp) -> PropagationChoice | None:
-        """An input or state follows its users: the placement that most of them want."""
+        """Return the placement of an input or state that most of its users request."""
         (value,) = op.results
         axis = self.axis
         wanted = {p: told for p, told in value.demands[axis].items() if isinstance(p, Shard)}
@@ -196,7 +195,7 @@ class AxisPropagation:
         return None
 
     def _apply(self, op: PropagationOp, choice: PropagationChoice) -> None:
-        """Make a choice final and tell the neighbours."""
+        """Make a choice final and update the neighbors."""
         axis = self.axis
         if not op.annotated[axis]:
             op.origins[axis] = choice.origin
@@ -211,7 +210,7 @@ class AxisPropagation:
         self._settle(op, made)
 
     def _settle(self, op: PropagationOp, made: RuleLayout) -> None:
-        """Results lie as the op leaves them, operands are wanted as it needs them."""
+        """Set the placements of results and the requested placements of operands."""
         axis = self.axis
         for value, out in zip(op.results, made.results, strict=True):
             if not value.pinned[axis]:
@@ -226,6 +225,6 @@ class AxisPropagation:
 
 
 def propagate_axes(ops: list[PropagationOp], axes: Iterable[int], rules: GraphRules) -> None:
-    """Propagate along each axis, the major ones first."""
+    """Propagate along each axis, the major one first."""
     for axis in axes:
         AxisPropagation(ops, axis, rules).run()

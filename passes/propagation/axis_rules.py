@@ -1,4 +1,4 @@
-"""Rules as propagation asks them: one axis at a time, answers kept for all ops of one signature."""
+"""Sharding rules per mesh axis, cached for all ops of one signature."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..rules.sharding_rule import PARTS, Dims, factor_of
 
 
 class AxisRule:
-    """A rule and what it says along one axis or all.
+    """A rule and its layouts along one axis or all axes.
 
-    passes: whether it hands every cut on: no factor that may be cut is lost in a result.
+    passes: whether every shardable factor of the operands appears in all results.
     """
 
     def __init__(self, rule: ShardingRule, mesh: Mesh) -> None:
@@ -37,36 +37,36 @@ class AxisRule:
             self.passes = bool(rule.results)
 
     def along(self, name: str, axis: int) -> RuleLayout | None:
-        """The layout along one axis, as if there were no other; None if impossible."""
+        """Return the layout along one axis on its own; None if impossible."""
         key = (name, self.parts[axis])
         if key not in self._along:
             self._along[key] = layout(self.rule, (name,), self._only[axis])
         return self._along[key]
 
     def joint(self, strategy: tuple[str | None, ...]) -> RuleLayout | None:
-        """The layout along all axes; open ones cut nothing. None if impossible."""
+        """Return the layout along all axes, with undecided ones replicated; None if impossible."""
         names = tuple(name or REPLICATED for name in strategy)
         if names not in self._joint:
             self._joint[names] = layout(self.rule, names, self.mesh)
         return self._joint[names]
 
     def feasible(self, name: str, axis: int, strategy: list[str | None]) -> bool:
-        """Whether the axis may take this strategy beside those of the others."""
+        """Return whether the axis may take this strategy beside those of the other axes."""
         if self.along(name, axis) is None:
             return False
         return self.joint((*strategy[:axis], name, *strategy[axis + 1 :])) is not None
 
     def possible(self, axis: int, strategy: list[str | None]) -> list[str]:
-        """The strategies other than replication that the axis may take beside those of others."""
+        """Return the strategies other than replication that the axis may take."""
         return [n for n in self._order if n != REPLICATED and self.feasible(n, axis, strategy)]
 
     def rank(self, name: str) -> tuple[int, int]:
-        """A fixed order of strategies: that of the rule."""
+        """Return the position of a strategy in the rule's order."""
         factor, inner = factor_of(name)
         return self._order.get(factor, len(self._order)), inner
 
     def cut(self, dims: Dims, placed: Shard, axis: int) -> str | None:
-        """The strategy that cuts a tensor of these dims so; None if no factor lies there."""
+        """Return the strategy that shards a tensor of these dims this way, or None."""
         if placed.dim >= len(dims):
             return None
         parts, before = self.parts[axis], 1
@@ -87,7 +87,7 @@ class AxisRule:
 class GraphRules:
     """The rules of a graph's ops; each distinct op is looked up once.
 
-    Ops are the same if they have one target, equal arguments, and equal shapes in place of tensors.
+    Ops are equal if they have the same target, equal arguments, and tensors of equal shapes.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -97,7 +97,7 @@ class GraphRules:
         self._tensors: dict[int, tuple[torch.Tensor, Hashable]] = {}
 
     def of(self, node: fx.Node) -> AxisRule | None:
-        """The op's rule; None where it has none."""
+        """Return the op's rule; None if it has none."""
         key = self._signature(node)
         if key not in self._known:
             self.looked_up += 1
@@ -126,7 +126,7 @@ class GraphRules:
         return type(value).__name__, str(value)
 
     def _shape(self, tensor: torch.Tensor) -> Hashable:
-        """Shape and dtype; reading a fake tensor's takes a while, so each is read once."""
+        """Return shape and dtype, cached because reading them from a fake tensor is slow."""
         known = self._tensors.get(id(tensor))
         if known is None:
             sizes = tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)

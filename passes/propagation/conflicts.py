@@ -1,9 +1,8 @@
-"""Annotations that contradict each other: one value, seen through views, in two placements.
+"""Contradicting annotations: one value, seen through views, with two placements.
 
-A view, transpose or other op that computes nothing hands its operand on, so that both are one
-value. Where an op computes, its operands are resharded for it, and nothing contradicts. A Partial
-value is not yet what it will be: its sum may lie anywhere. An op whose factor is annotated says
-itself how its operand is to lie.
+A view, transpose or other op without computation passes its operand on, so both are one value. An
+op that computes may reshard its operands, so nothing contradicts. A Partial value may be reduced to
+any placement. An op with an annotated factor determines the placement of its operand itself.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from ..rules import operands
 from .axis_placements import to_whole
 from .axis_rules import GraphRules
 
-# Ops that copy at most; views are known by their schema.
+# Ops that at most copy; views are recognized by their schema.
 _COPIES = frozenset(
     {"aten.reshape", "aten.contiguous", "aten.clone", "aten._unsafe_view", "aten.view_copy"}
 )
 
 
 class _ReachedValue(NamedTuple):
-    """A value on the way down from an annotated one."""
+    """A value reached from an annotated one through views."""
 
     node: fx.Node
     result: int
@@ -40,7 +39,7 @@ class _ReachedValue(NamedTuple):
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an op gives the elements of its one tensor, seen in another shape."""
+    """Return whether an op returns the elements of its only tensor in another shape."""
     if node.op != "call_function" or len(operands(node)) != 1:
         return False
     if packet_name(node.target) in _COPIES:
@@ -52,7 +51,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def conflicts(graph: fx.Graph, rules: GraphRules) -> list[Problem]:
-    """FXP112 for each pair of annotations that place one value differently."""
+    """Return FXP112 for each pair of annotations that place one value differently."""
     problems: list[Problem] = []
     for node in graph.nodes:
         known = sharding(node)
@@ -70,7 +69,7 @@ def conflicts(graph: fx.Graph, rules: GraphRules) -> list[Problem]:
 
 
 def _below(start: _ReachedValue, axis: int, origin: str, rules: GraphRules) -> Iterator[Problem]:
-    """Go down the views of a value; stop at annotated ones."""
+    """Follow the views of a value down to annotated ones."""
     todo = [start]
     while todo:
         here = todo.pop()
@@ -87,12 +86,12 @@ def _below(start: _ReachedValue, axis: int, origin: str, rules: GraphRules) -> I
                 elif said not in (mine, PARTIAL):
                     name = rules.mesh.names[axis]
                     whys = [
-                        f"{key_of(origin)!r} says {name}:{start.placement} of {start.node.name}, "
-                        f"which is {name}:{mine} here; "
-                        f"{key_of(known.origins[axis])!r} says {name}:{said}",
+                        f"{key_of(origin)!r} requests {name}:{start.placement} of "
+                        f"{start.node.name}, which is {name}:{mine} here, but "
+                        f"{key_of(known.origins[axis])!r} requests {name}:{said}",
                         f"ops between them: {', '.join(path)}",
                     ]
-                    fix = "keep one of the two, or drop the axis from one"
+                    fix = "remove one of the two, or the axis from one of them"
                     yield Problem("FXP112", view.name, "\n".join(whys), fix)
 
 
@@ -103,7 +102,7 @@ def _said(result: Placements, axis: int, rules: GraphRules) -> Placement | None:
 def _views(
     here: _ReachedValue, axis: int, rules: GraphRules
 ) -> Iterator[tuple[fx.Node, list[Placement]]]:
-    """The views of a value and how their results lie; none where a view cannot keep the cut."""
+    """Yield the views of a value and their placements; none if a view cannot keep the sharding."""
     for user in _users(here.node, here.result):
         if not is_view(user):
             continue
@@ -119,7 +118,7 @@ def _views(
 
 
 def _users(node: fx.Node, index: int) -> Iterator[fx.Node]:
-    """The users of one tensor of a node, through items."""
+    """Yield the users of one tensor of a node, through items."""
     for user in node.users:
         if not is_item(user):
             if isinstance(node.meta.get("val"), torch.Tensor):

@@ -1,4 +1,4 @@
-"""After propagation: what has one choice left, what is constant, state that all need whole."""
+"""Final decisions after propagation: forced choices, constants, and replicated state."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ CLOSED = "nothing cuts it: every rank holds it whole"
 
 
 def decide_forced(ops: list[PropagationOp], axes: int, *, close: bool) -> None:
-    """Decide what is forced along each axis; with ``close`` all that is open stays whole.
+    """Decide what is forced along each axis; with ``close`` replicate everything undecided.
 
-    Ops without a rule and ops that nothing can cut have one choice (ops stand after those they
-    use, so that is known of their operands). Constants that no user wants
-    cut alike are made whole. Inputs and state whose users are all decided are whole if none wants
-    a cut.
+    Ops without a rule and ops that cannot be sharded have only one choice; their operands come
+    before them and are final. Constants whose users do not request the same shard are replicated.
+    Inputs and state are replicated if all users are decided and none requests a shard.
     """
     for op in ops:
         for axis in range(axes):
@@ -47,7 +46,7 @@ def decide_forced(ops: list[PropagationOp], axes: int, *, close: bool) -> None:
 
 
 def _choices(op: PropagationOp, axis: int) -> list[str]:
-    """What an op could do beside replication; sums only where one of its operands may be one."""
+    """Return an op's choices besides replication; linear ones need a possible Partial operand."""
     if op.ruled is None:
         return []
     found = op.ruled.possible(axis, op.strategy)
@@ -63,7 +62,7 @@ def _choices(op: PropagationOp, axis: int) -> list[str]:
 
 
 def _whole(op: PropagationOp, axis: int, origin: str) -> None:
-    """Nothing of the op is cut along the axis."""
+    """Replicate the op along the axis."""
     op.strategy[axis] = REPLICATED
     if not op.annotated[axis]:
         op.origins[axis] = origin
@@ -73,7 +72,7 @@ def _whole(op: PropagationOp, axis: int, origin: str) -> None:
 
 
 def write(ops: list[PropagationOp], mesh: Mesh) -> None:
-    """Put what was found on the nodes."""
+    """Write the results to the nodes."""
     for op in ops:
         placed = tuple(_placements(op, value, mesh) for value in op.results)
         assert len(placed) == len(list_result_tensors(op.node))
@@ -86,7 +85,7 @@ def write(ops: list[PropagationOp], mesh: Mesh) -> None:
 
 
 def _placements(op: PropagationOp, value: PropagationValue, mesh: Mesh) -> Placements:
-    """How a value lies, outer parts counted as the axes before have left them."""
+    """Return the placements of a value, with outer parts counted after earlier axes."""
     made = op.ruled.joint(tuple(op.strategy)) if op.ruled is not None else None
     if made is not None and not any(value.pinned):
         own = made.results[value.index]
@@ -94,7 +93,7 @@ def _placements(op: PropagationOp, value: PropagationValue, mesh: Mesh) -> Place
     left = to_left(tuple(value.placed), mesh)
     if left is not None:
         return left
-    # an axis cut an outer part of what an annotation had cut: the annotated placements stay
+    # An axis splits an outer part of an annotated sharding, so only the annotated axes are kept.
     return tuple(
         p if not isinstance(p, Shard) or p.outer == 1 else None
         for p in value.placed

@@ -1,4 +1,4 @@
-"""The graph as propagation sees it: ops, the tensors between them, and what is known of each."""
+"""Propagation graph: ops, the tensors between them, and what is known about each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..rules import REPLICATED, operands
 from .axis_placements import to_whole
 from .axis_rules import AxisRule, GraphRules
 
-# What most values have, shared: every container of its own makes the garbage collector slower.
+# Shared default, because many containers slow down the garbage collector.
 _NONE: Mapping[Placement, tuple[int, str]] = MappingProxyType({})
 
 
@@ -29,9 +29,9 @@ _NONE: Mapping[Placement, tuple[int, str]] = MappingProxyType({})
 class PropagationValue:
     """One tensor. Lists are per axis; placements count ``outer`` in the whole dim.
 
-    users: (op, which operand). leaves: the graph returns it. pinned: its placement is not its
-    op's to decide. demands: how decided users want it -> (how many, origin of the first).
-    asked: how many users are decided.
+    users: (op, operand position). leaves: the graph returns it. pinned: an annotation fixes its
+    placement. demands: placement requested by decided users -> (number of users, first origin).
+    asked: number of decided users.
     """
 
     op: PropagationOp
@@ -47,7 +47,7 @@ class PropagationValue:
 
     @property
     def bytes(self) -> int:
-        """Its size with the example inputs."""
+        """Its bytes at the example inputs."""
         if self._bytes < 0:
             count = self.tensor.element_size()
             for size in self.tensor.shape:
@@ -56,7 +56,7 @@ class PropagationValue:
         return self._bytes
 
     def demand(self, axis: int, wanted: Placement, origin: str) -> None:
-        """One more decided user and how it wants the value."""
+        """Add the placement that one more decided user requests."""
         known = self.demands[axis]
         if not isinstance(known, dict):
             self.demands[axis] = known = {}
@@ -65,7 +65,7 @@ class PropagationValue:
         self.asked[axis] += 1
 
     def unanimous(self, axis: int) -> Placement | None:
-        """The placement that every user wants, once all are decided."""
+        """Return the placement that every user requests, once all are decided."""
         if self.leaves or self.asked[axis] < len(self.users) or len(self.demands[axis]) != 1:
             return None
         return next(iter(self.demands[axis]))
@@ -75,8 +75,8 @@ class PropagationValue:
 class PropagationOp:
     """An op, an input or a state. Lists are per axis.
 
-    ruled: None where there is no rule, and for inputs and state (which are ``leaf``). constant:
-    made of constants and sizes alone. annotated: the key stands on this node itself.
+    ruled: None without a rule, and for inputs and state (which are ``leaf``). constant: computed
+    only from constants and sizes. annotated: the annotation is on this node itself.
     """
 
     node: fx.Node
@@ -93,14 +93,14 @@ class PropagationOp:
 
     @property
     def turn(self) -> int:
-        """When it decides: 0 if it hands cuts on as they are, 2 if it may join two, else 1."""
+        """Decision order: 0 if it keeps all factors, 2 if an axis may shard two, else 1."""
         if self.leaf or self.ruled is None:
             return 0
         return 2 if self.ruled.rule.together else 1 - self.ruled.passes
 
 
 def build_propagation_graph(module: fx.GraphModule, rules: GraphRules) -> list[PropagationOp]:
-    """All ops with tensors, with what their shardings say so far."""
+    """Return all ops with tensors, with their current shardings."""
     ops: dict[fx.Node, PropagationOp] = {}
     for node in module.graph.nodes:
         if is_item(node):
@@ -117,7 +117,7 @@ def build_propagation_graph(module: fx.GraphModule, rules: GraphRules) -> list[P
         if not op.leaf:
             for position, operand in enumerate(operands(node)):
                 value = _value(ops, operand)
-                if value is None:  # a scalar that is no tensor of the graph's
+                if value is None:  # a scalar without a tensor in the graph
                     op.ruled = None
                     continue
                 op.inputs.append(value)
@@ -132,7 +132,7 @@ def _value(ops: dict[fx.Node, PropagationOp], node: fx.Node) -> PropagationValue
 
 
 def _op(module: fx.GraphModule, node: fx.Node, rules: GraphRules) -> PropagationOp:
-    """One op with its results; nothing is known of a node without a sharding."""
+    """Return one op with its results; without a sharding nothing is decided."""
     axes = len(rules.mesh.axes)
     known = sharding(node)
     leaf = node.op != "call_function"

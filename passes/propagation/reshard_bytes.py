@@ -1,7 +1,7 @@
-"""How many bytes a strategy moves: what decides between two that are otherwise equal.
+"""Communication bytes of a strategy, which decide between otherwise equal strategies.
 
-Per rank of an axis of p ranks and a tensor of B bytes: all-gather and reduce-scatter B (p-1)/p,
-all-reduce twice that, all-to-all B (p-1)/p^2. Times p^2 / B they are whole numbers.
+Per rank, for an axis of p ranks and a tensor of B bytes: all-gather and reduce-scatter B (p-1)/p,
+all-reduce twice that, all-to-all B (p-1)/p^2. Times p^2 / B these are integers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from .propagation_graph import PropagationOp, PropagationValue
 
 
 def estimate_reshard_bytes(op: PropagationOp, name: str, axis: int) -> int:
-    """Bytes (times p^2) of the reshards that this strategy of an op leads to, gradients included.
+    """Return the bytes (times p^2) of the reshards of a strategy, gradients included.
 
-    An operand that is not placed yet will lie as the op wants it.
+    An operand that is not placed yet is assumed to be placed as the op requests it.
     """
     assert op.ruled is not None
     made = op.ruled.along(name, axis)
@@ -33,7 +33,7 @@ def estimate_reshard_bytes(op: PropagationOp, name: str, axis: int) -> int:
 
 
 def _wanted(value: PropagationValue, axis: int, out: Placement | None) -> list[Placement]:
-    """How a result will be wanted: as pinned, or as decided users want it; a sum will be made."""
+    """Return the placements requested of a result; a Partial result will be reduced."""
     placed = value.placed[axis]
     if value.pinned[axis] and placed is not None:
         return [placed]
@@ -44,7 +44,7 @@ def _wanted(value: PropagationValue, axis: int, out: Placement | None) -> list[P
 def _moved(
     held: Placement | None, wanted: Placement | None, gradient: Placement | None, parts: int
 ) -> int:
-    """Of one reshard and its gradient's way back, in B / p^2. gradient: None where none is."""
+    """Return the cost of one reshard and its gradient, in B / p^2. gradient: None if none flows."""
     gather = (parts - 1) * parts
     back = 0
     if wanted == REPLICATE and gradient == PARTIAL:

@@ -1,10 +1,11 @@
-"""Sharding rules of ops: data in factor notation, one family a file.
+"""Sharding rules of ops: data in factor notation, one op family per file.
 
-``rule_of(node)`` gives the rule of a call in a graph, None where there is none (the op is then
-replicated, and the plan says so). RULES has one line for each family's table: from the name of an
-ATen op to a maker of its rules. Pointwise ops need no line: torch tags them. Rules of other ops
-join through :func:`register_op_rule` or the entry point group "fxpart.op_rules" (the name of the
-entry is the op's, "mylib.op"; its object is a notation or a maker); `OP_RULES` has all of them.
+``rule_of(node)`` returns the rule of a call; None if there is none (the op is then replicated, and
+the plan reports it). RULES has one line per family table, which maps ATen op names to functions
+that create rules. Pointwise ops need no entry, since torch tags them. Rules of other
+ops join through :func:`register_op_rule` or the entry point group "fxpart.op_rules" (the name of
+the entry is that of the op, "mylib.op"; its object is a notation or a function that creates
+rules); ``OP_RULES`` has all of them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ RULES: dict[str, Mapping[str, Entry]] = {
     "shapes": shape_ops.TABLE,
 }
 
-# Ops whose rule looks at what computes an operand: what it sees there.
+# Ops whose rule depends on the node that computes an operand, with the relevant property.
 _ORIGINS: dict[str, Callable[[fx.Node], Hashable]] = {
     "aten.index": index_ops.counts_rows,
     "aten.embedding_bag": embeddings.bag_length,
@@ -133,10 +134,10 @@ def _maker_of(call: SchemaCall) -> Maker | None:
 
 
 def rule_of(node: fx.Node) -> ShardingRule | None:
-    """The rule of a call_function node, made from its op, arguments and shapes.
+    """Return the rule of a call_function node, from its op, arguments and shapes.
 
-    Of a random op that is called through ``fxpart.rng.seeded`` it is the rule of that op. None for
-    nodes that are no op (inputs, sizes, getitem) and for ops and uses without a rule.
+    For a random op called through ``fxpart.rng.seeded``, return the rule of the op. Return None for
+    nodes that are not ops (inputs, sizes, getitem) and for ops and uses without a rule.
     """
     if node.op != "call_function" or not is_op(op_of(node)):
         return None
@@ -153,9 +154,9 @@ def rule_of(node: fx.Node) -> ShardingRule | None:
 
 
 def origin(node: fx.Node) -> Hashable:
-    """What the rule of a node depends on beside its op, arguments and shapes; None for most.
+    """Return what a rule depends on besides op, arguments and shapes; None for most ops.
 
-    Whoever keeps rules for equal calls makes this a part of the key.
+    Caches of rules for equal calls include this in their key.
     """
     if node.op != "call_function" or not is_op(op_of(node)):
         return None

@@ -1,4 +1,4 @@
-"""Attention: batch, heads, queries and the width of values; keys and the head size stay whole."""
+"""Rules for attention: batch, heads, queries and value width shard; keys and head size do not."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .sharding_rule import ShardingRule, Size
 
 
 def _attention(call: SchemaCall) -> ShardingRule:
-    """scaled_dot_product_attention; a mask broadcasts over batch, heads and queries.
+    """Rule for scaled_dot_product_attention; a mask broadcasts over batch, heads and queries.
 
-    With grouped queries the query heads are [key heads, group]: either may be cut. A causal mask
-    counts queries from the first, so these stay whole then.
+    With grouped queries the query heads are [key heads, group], and either may be sharded. With a
+    causal mask the queries are not sharded, since the mask counts from the first query.
     """
     query, key = call.shape("query"), call.shape("key")
     rank = len(query)

@@ -1,7 +1,7 @@
-"""Ops that join or cut tensors along one dim: the other dims are factors.
+"""Rules for ops that concatenate or split along one dim; the other dims are factors.
 
-The dim itself is seen as [how many, piece] where all pieces have a common length: then the piece
-may be cut, so that each rank holds a part of every one (a fused query-key-value projection).
+If all pieces have a common divisor, the dim is [count, unit] and the unit may be sharded, so that
+each rank stores a part of every piece (a fused query-key-value projection).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _dims(rank: int) -> list[Dim]:
 
 
 def _parts(count: str, size: Size, unit: int, sizes: dict[str, Size]) -> Dim:
-    """A dim as [how many units, unit], or a whole one where there is no unit."""
+    """Return a dim as [number of units, unit], or as an unsharded dim if there is no unit."""
     if unit <= 1 or not isinstance(size, int):
         sizes[f"_{count}"] = size
         return (f"_{count}",)
@@ -40,7 +40,7 @@ def _parts(count: str, size: Size, unit: int, sizes: dict[str, Size]) -> Dim:
 def _cat(call: SchemaCall) -> ShardingRule:
     rank = len(call.results[0])
     if any(len(shape) != rank for _, shape in call.operands):
-        raise UncoveredCallError  # cat leaves out empty vectors
+        raise UncoveredCallError  # cat skips empty vectors
     at = call.dim("dim", rank)
     lengths = [shape[at] for _, shape in call.operands]
     if len(lengths) == 1:
@@ -66,7 +66,7 @@ def _stack(call: SchemaCall) -> ShardingRule:
 
 
 def _split(call: SchemaCall) -> ShardingRule:
-    """split, chunk and split_with_sizes: the lengths are those of the results."""
+    """Rule for split, chunk and split_with_sizes, with lengths taken from the results."""
     shape = call.operands[0][1]
     rank = len(shape)
     at = call.dim("dim", rank)
@@ -87,7 +87,7 @@ def _split(call: SchemaCall) -> ShardingRule:
 
 
 def _split_sizes(at: int) -> Localise:
-    """The lengths of a split on local shapes."""
+    """Localize the lengths of a split."""
 
     def localise(
         node: fx.Node, arguments: Arguments, _: Sequence[Shape], results: Sequence[Shape]
@@ -99,7 +99,7 @@ def _split_sizes(at: int) -> Localise:
         if "split_size" in call.given:
             several = isinstance(call.given["split_size"], list | tuple)
             return with_argument(node, arguments, "split_size", lengths if several else lengths[0])
-        return arguments  # chunk: the number of pieces stays
+        return arguments  # chunk: the number of pieces does not change
 
     return localise
 
@@ -118,7 +118,7 @@ def _select(call: SchemaCall) -> ShardingRule:
 
 
 def _slice(call: SchemaCall) -> ShardingRule:
-    """A slice of all is the dim itself; one that starts and ends at multiples of a unit, parts."""
+    """Rule for slice: a full slice keeps the dim; one aligned to a unit may shard the unit."""
     shape, out = call.operands[0][1], call.results[0]
     at = call.dim("dim", len(shape))
     dims = _dims(len(shape))
@@ -151,7 +151,7 @@ def _slice(call: SchemaCall) -> ShardingRule:
 def _all_of_it(
     node: fx.Node, arguments: Arguments, operands: Sequence[Shape], _: Sequence[Shape]
 ) -> Arguments:
-    """Start and end of a slice that leaves nothing out, whatever the local size."""
+    """Set start and end of a full slice, for any local size."""
     found = with_argument(node, arguments, "start", 0)
     return with_argument(node, found, "end", torch.iinfo(torch.int64).max)
 
@@ -165,7 +165,7 @@ def _narrow(call: SchemaCall) -> ShardingRule:
 
 
 def _scattered(call: SchemaCall) -> ShardingRule:
-    """select_scatter and slice_scatter: the source is written into the dim, which stays whole."""
+    """Rule for select_scatter and slice_scatter: the written dim is not sharded."""
     shape, source = call.shape("self"), call.shape("src")
     at = call.dim("dim", len(shape))
     dims = _dims(len(shape))
@@ -181,7 +181,7 @@ def _scattered(call: SchemaCall) -> ShardingRule:
 
 
 def _diagonal_scattered(call: SchemaCall) -> ShardingRule:
-    """diagonal_scatter: both dims of the diagonal stay whole; it is the last dim of the source."""
+    """Rule for diagonal_scatter: the dims of the diagonal are not sharded."""
     rank = len(call.shape("self"))
     crossed = {call.dim("dim1", rank), call.dim("dim2", rank)}
     dims: list[Dim] = [f"_n{i}" if i in crossed else f"d{i}" for i in range(rank)]
@@ -203,7 +203,7 @@ def _diff(call: SchemaCall) -> ShardingRule:
 
 
 def _pad(call: SchemaCall) -> ShardingRule:
-    """Dims that are padded stay whole."""
+    """Rule for padding: padded dims are not sharded."""
     shape, out = call.operands[0][1], call.results[0]
     padding = [
         p.meta.get("val") if isinstance(p, fx.Node) else p for p in call.given[_padding(call)]
@@ -222,7 +222,7 @@ def _padding(call: SchemaCall) -> str:
 
 
 def _whole_dims(call: SchemaCall) -> ShardingRule:
-    """flip and roll: the dims that are moved stay whole."""
+    """Rule for flip and roll: the moved dims are not sharded."""
     shape = call.operands[0][1]
     moved = call.dims("dims", len(shape))
     dims: list[Dim] = [f"_n{i}" if i in moved else f"d{i}" for i in range(len(shape))]
@@ -230,14 +230,14 @@ def _whole_dims(call: SchemaCall) -> ShardingRule:
 
 
 def _triangle(call: SchemaCall) -> ShardingRule:
-    """tril and triu: the last two dims stay whole."""
+    """Rule for tril and triu: the last two dims are not sharded."""
     rank = len(call.operands[0][1])
     dims: list[Dim] = [*_dims(rank - 2), "_m", "_n"]
     return call.rule([dims], [dims], linear=["self"])
 
 
 def _glu(call: SchemaCall) -> ShardingRule:
-    """The two halves of a dim, of which one gates the other."""
+    """Rule for glu: a dim of two halves, one of which gates the other."""
     shape, half = call.operands[0][1], call.results[0]
     at = call.dim("dim", len(shape))
     inside, out = _dims(len(shape)), _dims(len(shape))

@@ -1,4 +1,4 @@
-"""Convolutions: batch, input channels (contracted), output channels, groups; places stay whole."""
+"""Rules for convolutions: batch, channels and groups are factors; spatial dims are not sharded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from .sharding_rule import Arguments, ShardingRule, Size
 
 
 def _convolution(call: SchemaCall) -> ShardingRule:
-    """Channels in are [groups, c], channels out [groups, o]; the weight is [g o, c] or [g c, o]."""
+    """Rule with input channels [groups, c] and output channels [groups, o].
+
+    The weight is [g o, c], or [g c, o] if transposed.
+    """
     data, weight = call.shape("input"), call.shape("weight")
     transposed = "transpose" in call.name or bool(call.given.get("transposed"))
     groups = call.given["groups"]
     out = call.results[0]
     space = len(weight) - 2
-    at = len(data) - space - 1  # the channels: batched or not
+    at = len(data) - space - 1  # channel dim, with or without batch
     if not all(isinstance(s, int) for s in (groups, data[at], out[at])):
         raise UncoveredCallError
     sizes: dict[str, Size] = {"g": groups, "c": data[at] // groups, "o": out[at] // groups}
@@ -33,7 +36,7 @@ def _convolution(call: SchemaCall) -> ShardingRule:
     def localise(
         node: fx.Node, arguments: Arguments, operands: Sequence[Shape], results: Sequence[Shape]
     ) -> Arguments:
-        # the weight's second dim is one group's channels (of the result if transposed)
+        # The weight's second dim has the channels of one group (of the result if transposed).
         channels = results[0][at] if transposed else operands[0][at]
         here = channels // operands[1][1]
         return arguments if groups == 1 else with_argument(node, arguments, "groups", here)

@@ -1,4 +1,4 @@
-"""Ops that make tensors of nothing but sizes: the result's dims are factors, the sizes local."""
+"""Rules for ops that create tensors from sizes: the result's dims are factors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .sharding_rule import ShardingRule
 
 
 def _filled(call: SchemaCall) -> ShardingRule:
-    """zeros, ones, full, empty and their random kin."""
+    """Rule for zeros, ones, full, empty and random creation ops."""
     dims: list[Dim] = [f"d{i}" for i in range(len(call.results[0]))]
     return call.rule([[] for _ in call.operands], [dims], localise=result_size("size"))
 
 
 def _new(call: SchemaCall) -> ShardingRule:
-    """new_zeros and its like: the operand only says dtype and device, so it may lie as it does."""
+    """Rule for new_zeros and similar ops: the operand only provides dtype and device."""
     shape, out = call.operands[0][1], call.results[0]
     equal = len(shape) == len(out) and all(map(same, shape, out))
     dims: list[Dim] = [f"d{i}" for i in range(len(out))]
@@ -26,7 +26,7 @@ def _new(call: SchemaCall) -> ShardingRule:
 
 
 def _whole(call: SchemaCall) -> ShardingRule:
-    """arange and its like: the numbers depend on where they stand, so every rank makes all."""
+    """Rule for arange and similar ops: values depend on their position, so nothing is sharded."""
     names = [[f"_d{i}" for i in range(len(shape))] for shape in call.results]
     return call.rule([["" for _ in shape] for _, shape in call.operands], names)
 

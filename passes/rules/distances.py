@@ -1,4 +1,4 @@
-"""Ops that compare vectors: the dim of the vectors stays whole, the others are factors."""
+"""Rules for ops that compare vectors: the vectors' dim is not sharded, the others are factors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .sharding_rule import ShardingRule
 
 
 def _similarity(call: SchemaCall) -> ShardingRule:
-    """cosine_similarity over one dim of operands that broadcast."""
+    """Rule for cosine_similarity over one dim of broadcast operands."""
     rank = max(len(shape) for _, shape in call.operands)
     at = call.dim("dim", rank)
     names: list[Dim] = [f"_d{i}" if i == at else f"d{i}" for i in range(rank)]
@@ -24,7 +24,10 @@ def _cross(call: SchemaCall) -> ShardingRule:
 
 
 def _transform(call: SchemaCall) -> ShardingRule:
-    """Fourier transforms: their dims stay whole; by default the last ones of ``s``, or all."""
+    """Rule for Fourier transforms: transformed dims are not sharded.
+
+    Without ``dim``, these are the last dims of ``s``, or all dims.
+    """
     shape = call.operands[0][1]
     sizes = call.number("s")
     if call.number("dim") is None and sizes is not None:
@@ -42,7 +45,7 @@ fftshift ifftshift
 
 
 def _grid(call: SchemaCall) -> ShardingRule:
-    """meshgrid: every vector is a dim of all results."""
+    """Rule for meshgrid: every vector is a dim of all results."""
     if any(len(shape) != 1 for _, shape in call.operands):
         raise UncoveredCallError
     names: list[Dim] = [f"d{i}" for i in range(len(call.operands))]

@@ -1,8 +1,8 @@
-"""Embedding tables: by columns, or by rows with each rank answering for its own (a form).
+"""Rules for embedding tables: sharded by columns, or by rows with a sharded form.
 
-Where the gradient is sparse, ``b&v`` lets one axis cut the batch and the table's rows: ids travel
-to the ranks of their rows, rows come back (:mod:`fxpart.collectives.all_to_all_embedding`). A table
-with a dense gradient that an axis cuts beside the batch is put together for use instead (ZeRO-3).
+With sparse gradients, ``b&v`` lets one axis shard the batch and the table's rows: ids are sent to
+the ranks of their rows, and rows are returned (:mod:`fxpart.collectives.all_to_all_embedding`). A
+table with a dense gradient that is sharded on a batch axis is gathered for use instead (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .sharding_rule import ShardingRule, Size
 
 
 def _embedding(call: SchemaCall) -> ShardingRule:
-    """Rows ``v``: each rank looks up what it holds, zeros elsewhere, and the result is Partial.
+    """Rule for embedding: with sharded rows ``v``, the result is Partial.
 
-    A gradient scaled by how often a row was asked for needs all indices.
+    A gradient scaled by index frequency needs all indices.
     """
     shape = call.shape("indices")
     where: list[Dim] = [f"{'_' if call.given['scale_grad_by_freq'] else ''}b{i}"
@@ -41,7 +41,7 @@ def _embedding(call: SchemaCall) -> ShardingRule:
 
 
 def _sent(call: SchemaCall, rule: ShardingRule, batch: Sequence[str], form: str) -> ShardingRule:
-    """The rule with rows and a factor of the batch cut by one axis, where gradients are sparse."""
+    """Add the strategies in which one axis shards rows and batch, for sparse gradients."""
     if not call.given["sparse"] or not isinstance(rule.sizes["v"], int):
         return rule
     names = {f"{factor}&v": (factor, "v") for factor in batch}
@@ -54,9 +54,9 @@ def _sent(call: SchemaCall, rule: ShardingRule, batch: Sequence[str], form: str)
 
 
 def _embedding_bag(call: SchemaCall) -> ShardingRule:
-    """Columns plainly; rows by a form; bags where every bag has equally many indices.
+    """Rule for embedding_bag: columns plain, rows by a form, bags if all have equal length.
 
-    mode: 0 sums, 1 means, 2 takes the maximum (whose rows stay whole).
+    mode: 0 sum, 1 mean, 2 maximum (whose rows are not sharded).
     """
     mode = call.given["mode"]
     indices, offsets = call.shape("indices"), call.shape("offsets")
@@ -93,8 +93,8 @@ def _embedding_bag(call: SchemaCall) -> ShardingRule:
 
 
 def _like(shape: tuple[Size, ...], call: SchemaCall, where: Dim, bag: Dim) -> list[Dim]:
-    """Dims of what the op returns beside the bags: by index, by bag, or nothing."""
-    if len(shape) == 2:  # which index gave each maximum
+    """Return the dims of an additional result: by index, by bag, or empty."""
+    if len(shape) == 2:  # the index of each maximum
         return [bag, "_d"]
     if len(shape) != 1 or (isinstance(shape[0], int) and shape[0] == 0):
         return [""] * len(shape)
@@ -102,12 +102,12 @@ def _like(shape: tuple[Size, ...], call: SchemaCall, where: Dim, bag: Dim) -> li
 
 
 def _bag_length(call: SchemaCall) -> Size | None:
-    """Indices of a bag where ``offsets`` is an arange over them; None where that is not seen."""
+    """Return the indices per bag if ``offsets`` is an arange over them; None if unknown."""
     found = next((n for name, n in zip(_names(call), call.nodes, strict=True)
                   if name == "offsets"), None)  # fmt: skip
     if found is None or not str(found.target).startswith("aten.arange.start_step"):
         return None
-    # Bags of one index: the step is left out where it is one.
+    # For bags of one index, the step of 1 is omitted.
     start, end, step = (_number(a) for a in (*found.args, 1)[:3])
     total = call.shape("indices")[0]
     fits = start == 0 and str(end) == str(total) and isinstance(step, int | type(total))
@@ -115,7 +115,7 @@ def _bag_length(call: SchemaCall) -> Size | None:
 
 
 def bag_length(node: fx.Node) -> str:
-    """The indices of a bag as text; empty where that is not seen."""
+    """Return the indices per bag as text; "" if unknown."""
     found = _bag_length(SchemaCall(node))
     return "" if found is None else str(found)
 

@@ -1,9 +1,9 @@
-"""Mixtures of experts (``fxpart.experts``): cut by tokens, by experts, or by experts' inner width.
+"""Rules for mixtures of experts (``fxpart.experts``): by tokens, experts or inner width.
 
-``t`` tokens: every lane routes its own (data parallelism). ``e`` experts: every lane has all the
-tokens and computes what its experts add (a Partial result). ``i`` the inner width: tensor
-parallelism inside each expert. ``t&e``, the classic expert parallelism: the lanes of one axis have
-different tokens and different experts, and rows travel.
+``t`` tokens: every rank routes its own tokens (data parallelism). ``e`` experts: every rank has all
+tokens and computes the contribution of its experts (a Partial result). ``i`` inner width: tensor
+parallelism inside each expert. ``t&e``: expert parallelism, in which the ranks of one axis have
+different tokens and different experts and exchange rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOGETHER = "t&e"
 
 
 def _experts(call: SchemaCall) -> ShardingRule:
-    """hidden [t, h], index and weights [t, k], up [e, (2 i), h] and down [e, h, i], biases."""
+    """Rule for hidden [t, h], index and weights [t, k], up [e, (2 i), h], down [e, h, i]."""
     plain, parts = call.given["plain"], call.given["parts"]
     down = call.shape("down")
     number, inner = down[0], down[1 if plain else 2]
@@ -47,7 +47,7 @@ def _experts(call: SchemaCall) -> ShardingRule:
 
 
 def _both(rule: ShardingRule) -> ShardingRule:
-    """The rule with tokens and experts cut by one axis."""
+    """Add the strategy in which one axis shards tokens and experts."""
     return replace(
         rule,
         forms={**rule.forms, TOGETHER: "experts_dispatched"},

@@ -1,4 +1,4 @@
-"""Ops on images that treat each channel by itself: batch and channels are factors, places whole."""
+"""Rules for per-channel image ops: batch and channels are factors, spatial dims are not sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sharding_rule import ShardingRule, Size
 
 
 def _places(call: SchemaCall) -> int:
-    """How many dims of places the op has: the digit before the final d of its name."""
+    """Return the number of spatial dims: the digit before the final d of the op's name."""
     found = re.search(r"(\d)d", call.name)
     if found is None:
         raise UncoveredCallError
@@ -24,7 +24,7 @@ def _places(call: SchemaCall) -> int:
 
 
 def _pooling(call: SchemaCall) -> ShardingRule:
-    """Pooling and resizing; those that average or interpolate are linear."""
+    """Rule for pooling and resizing; averaging and interpolation are linear."""
     space = _places(call)
     name, shape = call.operands[0]
     outer = name_broadcast_dims(len(shape) - space)
@@ -35,7 +35,7 @@ def _pooling(call: SchemaCall) -> ShardingRule:
 
 
 def _shuffle(call: SchemaCall) -> ShardingRule:
-    """pixel_shuffle and its inverse: channels are [c, positions in a block]."""
+    """Rule for pixel_shuffle and its inverse: channels are [c, positions in a block]."""
     shape, out = call.operands[0][1], call.results[0]
     few, many = (out, shape) if call.name == "aten.pixel_shuffle" else (shape, out)
     if not isinstance(many[-3], int) or not isinstance(few[-3], int):
@@ -50,7 +50,7 @@ def _shuffle(call: SchemaCall) -> ShardingRule:
 
 
 def _columns(call: SchemaCall) -> ShardingRule:
-    """im2col and col2im: the dim of columns is [c, positions in a block]."""
+    """Rule for im2col and col2im: the dim of columns is [c, positions in a block]."""
     shape, out = call.operands[0][1], call.results[0]
     images, columns = (shape, out) if call.name == "aten.im2col" else (out, shape)
     if not isinstance(images[-3], int) or not isinstance(columns[-2], int):

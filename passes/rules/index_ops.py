@@ -1,4 +1,4 @@
-"""Ops that look up or write by index: an indexed dim stays whole, the indices' dims are factors."""
+"""Rules for indexed reads and writes: indexed dims are not sharded, index dims are factors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .sharding_rule import ShardingRule
 
 
 def _indexed(call: SchemaCall, rank: int) -> tuple[list[Any], list[list[Dim]], list[Dim]]:
-    """The list of indices, the dims of each, and the dims that they broadcast to."""
+    """Return the list of indices, the dims of each, and the dims that they broadcast to."""
     given = list(call.given["indices"])
     shapes = []
     for entry in given:
         if isinstance(entry, fx.Node):
             held = entry.meta["val"]
             if held.dtype in (torch.bool, torch.uint8):
-                raise UncoveredCallError  # how many there are depends on the values
+                raise UncoveredCallError  # the number of selected elements depends on the values
             shapes.append(tuple(held.shape))
     together = max((len(s) for s in shapes), default=0)
     names: list[Dim] = [f"i{k}" for k in reversed(range(together))]
@@ -31,7 +31,7 @@ def _indexed(call: SchemaCall, rank: int) -> tuple[list[Any], list[list[Dim]], l
 
 
 def _out(given: list[Any], rank: int, names: list[Dim]) -> tuple[list[Dim], list[Dim]]:
-    """Dims of the indexed tensor and of the result of indexing it."""
+    """Return the dims of the indexed tensor and of the result."""
     data: list[Dim] = [
         f"_n{d}" if d < len(given) and given[d] is not None else f"d{d}" for d in range(rank)
     ]
@@ -45,7 +45,7 @@ def _out(given: list[Any], rank: int, names: list[Dim]) -> tuple[list[Dim], list
 
 
 def _index(call: SchemaCall) -> ShardingRule:
-    """Indexed dims stay whole, but one that an arange over all of it looks up (its own rows)."""
+    """Rule for index: indexed dims are not sharded, except by an arange over the whole dim."""
     rank = len(call.shape("self"))
     given, indices, names = _indexed(call, rank)
     data, out = _out(given, rank, names)
@@ -61,9 +61,9 @@ def _index(call: SchemaCall) -> ShardingRule:
 
 
 def counts_rows(node: fx.Node) -> bool:
-    """Whether the first index is an arange over all of its dim, through unsqueeze alone.
+    """Return whether the first index is an arange over its whole dim, possibly unsqueezed.
 
-    Attention masks are looked up so by the row of the batch.
+    Attention masks index the batch dim this way.
     """
     call = SchemaCall(node)
     given = call.given["indices"]
@@ -81,7 +81,7 @@ def counts_rows(node: fx.Node) -> bool:
 
 
 def _index_put(call: SchemaCall) -> ShardingRule:
-    """The indexed dims and the indices stay whole; the values broadcast to what is indexed."""
+    """Rule for index_put: indexed dims and indices are not sharded; the values broadcast."""
     rank = len(call.shape("self"))
     given, indices, names = _indexed(call, rank)
     data, out = _out(given, rank, names)
@@ -91,7 +91,7 @@ def _index_put(call: SchemaCall) -> ShardingRule:
 
 
 def _gather(call: SchemaCall) -> ShardingRule:
-    """The other dims of the data are factors where the index has all of them."""
+    """Rule for gather: other dims of the data are factors if the index has the same size."""
     shape, index = call.shape("self"), call.shape("index")
     at = call.dim("dim", len(shape))
     data: list[Dim] = []
@@ -110,7 +110,7 @@ def _gather(call: SchemaCall) -> ShardingRule:
 
 
 def _take_along(call: SchemaCall) -> ShardingRule:
-    """A gather whose other dims broadcast."""
+    """Rule for take_along_dim: a gather whose other dims broadcast."""
     (_, shape), (_, index) = call.operands
     if call.given.get("dim") is None or len(shape) != len(index):
         raise UncoveredCallError
@@ -122,7 +122,7 @@ def _take_along(call: SchemaCall) -> ShardingRule:
 
 
 def _scatter(call: SchemaCall) -> ShardingRule:
-    """Writes along ``dim``, which stays whole; other dims are factors where all have them."""
+    """Rule for scatter: ``dim`` is not sharded; other dims are factors if all sizes agree."""
     shape, index = call.shape("self"), call.shape("index")
     at = call.dim("dim", len(shape))
     source = call.shape("src") if call.has("src") else index
@@ -139,7 +139,7 @@ def _scatter(call: SchemaCall) -> ShardingRule:
 
 
 def _writes(call: SchemaCall) -> Sequence[str]:
-    """What may be Partial: all that is added or written, unless a number is."""
+    """Return the linear sets: added or written tensors, except for a nonzero constant."""
     if call.has("src"):
         plain = call.given.get("reduce") in (None, "sum")
         return ["self src"] if plain else []
@@ -147,7 +147,7 @@ def _writes(call: SchemaCall) -> Sequence[str]:
 
 
 def _index_add(call: SchemaCall) -> ShardingRule:
-    """Rows are added where the index says: sums over the index are Partial where it is cut."""
+    """Rule for index_add: the result is Partial if the index is sharded."""
     shape = call.shape("self")
     at = call.dim("dim", len(shape))
     data: list[Dim] = [f"d{d}" for d in range(len(shape))]

@@ -1,4 +1,4 @@
-"""Losses: sums are Partial where rows are cut; means need the whole count (forms)."""
+"""Rules for losses: sums are Partial if rows are sharded; means need the total count (forms)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .reductions import shares
 from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError
 from .sharding_rule import ShardingRule
 
-NONE, MEAN, SUM = 0, 1, 2  # reduction, as ATen counts
+NONE, MEAN, SUM = 0, 1, 2  # reduction constants of ATen
 
 
 def _elementwise(call: SchemaCall) -> ShardingRule:
-    """mse_loss and its like: one term for each element of the broadcast operands."""
+    """Rule for mse_loss and similar losses: one term per element of the broadcast operands."""
     ranks = [len(shape) for _, shape in call.operands]
     rank = max(ranks)
     dims = broadcast(call, rank)
@@ -28,10 +28,10 @@ def _elementwise(call: SchemaCall) -> ShardingRule:
 
 
 def _cross_entropy(call: SchemaCall) -> ShardingRule:
-    """Rows ``n``, and classes ``c`` (the vocabulary), which a form keeps cut.
+    """Rule for cross-entropy: rows ``n``, and classes ``c`` (the vocabulary) with a sharded form.
 
-    A class may only be cut where the target is one index for each row and all classes weigh the
-    same.
+    Classes may only be sharded if the target is one index per row and all classes have equal
+    weight.
     """
     shape, target = call.shape("self"), call.shape("target")
     reduction = call.given["reduction"]
@@ -56,7 +56,7 @@ def _cross_entropy(call: SchemaCall) -> ShardingRule:
 
 
 def _places(call: SchemaCall) -> ShardingRule:
-    """Cross-entropy of images or sequences: [n, c, places...]; places stay whole."""
+    """Rule for the cross-entropy of images or sequences [n, c, positions...]."""
     shape, target = call.shape("self"), call.shape("target")
     space: list[Dim] = [f"_s{i}" for i in range(len(shape) - 2)]
     by_index = len(target) == len(shape) - 1
@@ -72,7 +72,7 @@ def _places(call: SchemaCall) -> ShardingRule:
 
 
 def _nll(call: SchemaCall) -> ShardingRule:
-    """nll_loss of log-probabilities [n, c, places...] and target indices."""
+    """Rule for nll_loss of log-probabilities [n, c, positions...] and target indices."""
     shape = call.shape("self")
     rows: list[Dim] = ["n"] if len(shape) > 1 else []
     space: list[Dim] = [f"_s{i}" for i in range(len(shape) - 2)]

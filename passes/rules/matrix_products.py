@@ -1,4 +1,4 @@
-"""Products: what is contracted is Partial where it is cut, and a bias is added once."""
+"""Rules for matrix products: a sharded contraction is Partial, and a bias is added once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sharding_rule import ShardingRule, Size
 
 
 def _matmul(call: SchemaCall) -> ShardingRule:
-    """torch.matmul: vectors, matrices, and leading dims that broadcast."""
+    """Rule for torch.matmul: vectors, matrices, and leading dims that broadcast."""
     left, right = (len(shape) for _, shape in call.operands)
     if not left or not right:
         raise UncoveredCallError
@@ -29,7 +29,7 @@ def _matmul(call: SchemaCall) -> ShardingRule:
 
 
 def _added(text: str) -> Entry:
-    """beta * self + alpha * a @ b, where self broadcasts to the result."""
+    """Rule for beta * self + alpha * a @ b, where self broadcasts to the result."""
     _, out = text.split("->")
     first, second = text.partition("->")[0].split(",")
 
@@ -47,7 +47,7 @@ def _added(text: str) -> Entry:
 
 
 def _einsum(call: SchemaCall) -> ShardingRule:
-    """Letters are factors; one that stands twice in a term (a diagonal) stays whole."""
+    """Rule for einsum: letters are factors; a letter repeated in one term is not sharded."""
     equation = str(call.given["equation"]).replace(" ", "")
     left, arrow, right = equation.partition("->")
     if not arrow:
@@ -55,7 +55,7 @@ def _einsum(call: SchemaCall) -> ShardingRule:
     terms = [_letters(t, len(s)) for t, (_, s) in zip(left.split(","), call.operands, strict=True)]
     out = _letters(right, len(call.results[0]))
     diagonal = {f for term in terms for f in term if term.count(f) > 1}
-    # one operand alone may be Partial; the rest multiply it
+    # Only one operand may be Partial, since the operands are multiplied.
     linear = [frozenset({i}) for i in range(len(terms))]
     return call.rule(terms, [out], whole=[str(f) for f in diagonal], linear=linear)
 
@@ -81,9 +81,9 @@ def _tensordot(call: SchemaCall) -> ShardingRule:
 
 
 def _grouped(call: SchemaCall) -> ShardingRule:
-    """Rows sorted by group, one weight for each group: rows and groups stay whole.
+    """Rule for grouped products: rows sorted by group; rows and groups are not sharded.
 
-    torch's own kernel wants widths of 16 bytes: its factors are counted in these.
+    torch's kernel requires widths that are multiples of 16 bytes, so factors count these units.
     """
     rows, weights = (shape for _, shape in call.operands[:2])
     if len(rows) != 2 or len(weights) != 3 or call.has("bias"):
@@ -107,7 +107,7 @@ def _outer(call: SchemaCall) -> ShardingRule:
 
 
 def _bilinear(call: SchemaCall) -> ShardingRule:
-    """x1 W x2 + bias, a matrix for each output."""
+    """Rule for x1 W x2 + bias, with one matrix per output."""
     rank = len(call.results[0])
     dots = name_broadcast_dims(rank - 1)
     return call.rule(
@@ -121,7 +121,7 @@ def _bilinear(call: SchemaCall) -> ShardingRule:
 def _dot(call: SchemaCall) -> ShardingRule:
     names = [name for name, _ in call.operands]
     if any(is_one(shape[0]) for _, shape in call.operands):
-        raise UncoveredCallError  # dot does not broadcast; one of size 1 has no factor anyway
+        raise UncoveredCallError  # dot does not broadcast
     return call.rule([["k"], ["k"]], [[]], linear=names)
 
 

@@ -1,4 +1,4 @@
-"""Norms and softmax: what is normalised over stays whole; the others are factors."""
+"""Rules for norms and softmax: normalized dims are not sharded; the others are factors."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .sharding_rule import Arguments, ShardingRule, Size
 
 
 def _layer_norm(call: SchemaCall) -> ShardingRule:
-    """layer_norm and rms_norm over the last dims; weights have these alone."""
+    """Rule for layer_norm and rms_norm over the last dims."""
     shape = call.shape("input")
     count = len(call.given["normalized_shape"])
     inner: list[Dim] = [f"_n{i}" for i in range(count)]
     outer = name_broadcast_dims(len(shape) - count)
     dims = [[*outer, *inner] if name == "input" else inner for name, _ in call.operands]
     results: list[list[Dim]] = [[*outer, *inner]]
-    # the native op also returns mean and reciprocal deviation of each row
+    # The native op also returns the mean and reciprocal deviation of each row.
     results += [[*outer, *[""] * count]] * (len(call.results) - 1)
     return call.rule(dims, results)
 
 
 def _group_norm(call: SchemaCall) -> ShardingRule:
-    """Channels are [groups, rest]: groups may be cut, and the op is told how many are here."""
+    """Rule for group_norm with channels [groups, rest]; sharded groups adjust ``num_groups``."""
     shape = call.shape("input")
     groups = call.given["num_groups"]
     if not isinstance(shape[1], int) or not isinstance(groups, int):
@@ -52,9 +52,9 @@ def _group_norm(call: SchemaCall) -> ShardingRule:
 
 
 def _batch_norm(call: SchemaCall) -> ShardingRule:
-    """Channels are independent. Rows are summed over in training: a form does that for all ranks.
+    """Rule for batch_norm: channels are independent; training reduces rows by a sharded form.
 
-    In evaluation rows and places are independent too.
+    In evaluation rows and spatial dims are independent too.
     """
     shape = call.shape("input")
     training = bool(call.given.get("training", call.given.get("use_input_stats")))
@@ -74,7 +74,7 @@ def _instance_norm(call: SchemaCall) -> ShardingRule:
 
 
 def _along(call: SchemaCall, linear: Sequence[str] = ()) -> ShardingRule:
-    """One dim stays whole; the others are independent."""
+    """Rule for ops along one dim, which is not sharded; the others are factors."""
     shape = call.operands[0][1]
     at = call.dim("dim", len(shape))
     dims: list[Dim] = [f"_n{i}" if i == at else f"d{i}" for i in range(len(shape))]

@@ -1,6 +1,6 @@
-"""Pointwise ops, found by torch's own tag: operands broadcast to the result's shape.
+"""Rules for pointwise ops, found by torch's tag: operands broadcast to the result's shape.
 
-LINEAR says where a Partial value may pass. Nothing else is listed here.
+LINEAR lists which ops pass a Partial value on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .sharding_rule import ShardingRule
 
 
 def broadcast(call: SchemaCall, rank: int) -> list[list[Dim]]:
-    """Dims of every operand, aligned at the right of a result of ``rank`` dims."""
+    """Return the dims of every operand, right-aligned to a result of ``rank`` dims."""
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     found = []
     for _, shape in call.operands:
@@ -28,7 +28,7 @@ def broadcast(call: SchemaCall, rank: int) -> list[list[Dim]]:
 
 
 def pointwise(call: SchemaCall) -> ShardingRule:
-    """Every dim of the result is a factor; a dim of size 1 that is broadcast has none."""
+    """Rule for pointwise ops: every result dim is a factor, except broadcast dims of size 1."""
     if not call.results or any(len(s) != len(call.results[0]) for s in call.results):
         raise UncoveredCallError
     rank = len(call.results[0])
@@ -37,8 +37,8 @@ def pointwise(call: SchemaCall) -> ShardingRule:
         for size, dim in zip(shape, dims, strict=True):
             whole = call.results[0][int(str(dim)[1:])]
             if isinstance(size, int) and isinstance(whole, int) and size not in (1, whole):
-                raise UncoveredCallError  # not a broadcast: the operands mean something else
-    # What an op writes stays what it is: state is never Partial.
+                raise UncoveredCallError  # not a broadcast
+    # State that an op writes is never Partial.
     writes = bool(list_written_nodes(call.node))
     linear = () if writes else LINEAR.get(call.name.removeprefix("aten."), _none)(call)
     names: list[Dim] = [f"d{i}" for i in range(rank)]
@@ -54,29 +54,29 @@ def _first(call: SchemaCall) -> Sequence[str]:
 
 
 def _sum(call: SchemaCall) -> Sequence[str]:
-    """a + b: both Partial, or neither (a number would be added on every rank)."""
+    """Both operands of a + b are Partial, or neither (a number would be added on every rank)."""
     return ("self other",) if call.has("self") and call.has("other") else ()
 
 
 def _product(call: SchemaCall) -> Sequence[str]:
-    """a * b: either factor."""
+    """Either operand of a * b may be Partial."""
     return tuple(name for name, _ in call.operands)
 
 
 def _quotient(call: SchemaCall) -> Sequence[str]:
-    """a / b: the dividend, unless the result is rounded."""
+    """The dividend of a / b may be Partial unless the result is rounded."""
     return ("self",) if call.given.get("rounding_mode") is None else ()
 
 
 def _cast(call: SchemaCall) -> Sequence[str]:
-    """A cast between floating dtypes; one to whole numbers or bool rounds each part."""
+    """A cast between floating dtypes is linear; casts to int or bool round each part."""
     result = call.node.meta["val"]
     fine = call.value("self").is_floating_point() and result.is_floating_point()
     return ("self",) if fine else ()
 
 
 def _where(call: SchemaCall) -> Sequence[str]:
-    """Both sides, or one where the other is the number 0."""
+    """Both sides may be Partial, or one if the other is the number 0."""
     sides = [name for name in ("self", "other") if call.has(name)]
     numbers = [call.given[name] for name in ("self", "other") if not call.has(name)]
     if any(not isinstance(n, int | float) or n != 0 for n in numbers):
@@ -125,7 +125,7 @@ LINEAR: dict[str, Callable[[SchemaCall], Sequence[str]]] = {
 
 
 def like(call: SchemaCall) -> ShardingRule:
-    """Ops that take the first operand's shape and give one of it, without torch's tag."""
+    """Rule for ops without torch's tag whose result has the first operand's shape."""
     shape = call.operands[0][1]
     if any(len(s) != len(shape) or not all(map(same, s, shape)) for s in call.results):
         raise UncoveredCallError
@@ -133,7 +133,7 @@ def like(call: SchemaCall) -> ShardingRule:
 
 
 def _prelu(call: SchemaCall) -> ShardingRule:
-    """A slope for each channel, or one for all."""
+    """Rule for prelu: one slope per channel, or one for all."""
     rank = len(call.shape("self"))
     dims: list[Dim] = [f"d{i}" for i in range(rank)]
     weight = call.shape("weight")
@@ -147,7 +147,7 @@ def _one_hot(call: SchemaCall) -> ShardingRule:
 
 
 def _tensors(call: SchemaCall) -> ShardingRule:
-    """broadcast_tensors: each is expanded to the shape of all."""
+    """Rule for broadcast_tensors: each operand is expanded to the common shape."""
     rank = len(call.results[0])
     names: list[Dim] = [f"d{i}" for i in range(rank)]
     fits = all(
@@ -182,5 +182,5 @@ TABLE: dict[str, Entry] = {
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether torch says so."""
+    """Return whether torch tags the op as pointwise."""
     return torch.Tag.pointwise in getattr(op, "tags", ())

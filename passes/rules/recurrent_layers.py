@@ -1,4 +1,4 @@
-"""Recurrent layers: each row of the batch by itself; time, layers and states stay whole."""
+"""Rules for recurrent layers: only the batch is sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sharding_rule import ShardingRule
 
 
 def _layers(call: SchemaCall) -> ShardingRule:
-    """lstm, gru and rnn on padded batches; with dropout inside, the batch stays whole too."""
+    """Rule for lstm, gru and rnn on padded batches; dropout forbids sharding the batch."""
     if "batch_first" not in call.given or len(call.shape("input")) != 3:
         raise UncoveredCallError  # packed sequences
     rows = "_b" if is_random(call.node) else "b"
@@ -27,7 +27,7 @@ def _layers(call: SchemaCall) -> ShardingRule:
 
 
 def _cell(call: SchemaCall) -> ShardingRule:
-    """One step: rows of the input and of the states."""
+    """Rule for one step of a recurrent cell: rows of the input and the states."""
     operands: list[list[Dim]] = []
     for k, (name, shape) in enumerate(call.operands):
         if name in ("input", "hx"):

@@ -1,6 +1,6 @@
-"""Reductions: sums are Partial where a summed dim is cut; a mean needs the whole count (a form).
+"""Rules for reductions: sums are Partial if sharded; a mean needs the total count (a form).
 
-Everything that compares (max, sort, topk) or squares (var, norm) needs its dims whole.
+Reductions that compare (max, sort, topk) or square (var, norm) do not shard their dims.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .sharding_rule import ShardingRule
 
 
 def _reduced(call: SchemaCall, dims: set[int], prefix: str) -> tuple[list[Dim], list[Dim]]:
-    """Dims of the operand and of the result; those that are reduced get the prefix."""
+    """Return the dims of the operand and of the result; reduced dims get the prefix."""
     shape = call.operands[0][1]
     inside: list[Dim] = [f"{prefix}{d}" if d in dims else f"d{d}" for d in range(len(shape))]
     keep = len(call.results[0]) == len(shape)
@@ -38,14 +38,14 @@ def _sum(call: SchemaCall) -> ShardingRule:
 
 
 def _mean(call: SchemaCall) -> ShardingRule:
-    """The local sum by the whole count; two dims cut by two axes are one form as well."""
+    """Rule for mean: local sum divided by the total count; two axes may shard two dims."""
     over = _over(call)
     inside, out = _reduced(call, over, "k")
     return call.rule([inside], [out], linear=["self"], forms=shares(f"k{d}" for d in over))
 
 
 def shares(factors: Iterable[str], form: str = "mean_rows") -> dict[str, str]:
-    """The form for each factor, and the one for each pair of factors that two axes cut."""
+    """Return the form of each factor, and of each pair of factors sharded by two axes."""
     each = sorted(factors)
     pairs = [f"{a} {b}" for i, a in enumerate(each) for b in each[i + 1 :]]
     return {**dict.fromkeys(each, form), **dict.fromkeys(pairs, form)}
@@ -57,7 +57,7 @@ def _compared(call: SchemaCall) -> ShardingRule:
 
 
 def _sorted(call: SchemaCall) -> ShardingRule:
-    """sort, argsort, topk, kthvalue, cummax: the dim stays whole in and out."""
+    """Rule for sort, argsort, topk, kthvalue and cummax: the dim is not sharded."""
     shape = call.operands[0][1]
     at = call.dim("dim", len(shape))
     inside: list[Dim] = [f"_n{d}" if d == at else f"d{d}" for d in range(len(shape))]
@@ -67,7 +67,7 @@ def _sorted(call: SchemaCall) -> ShardingRule:
 
 
 def _histogram(call: SchemaCall) -> ShardingRule:
-    """Counts add up; the bins must not come from the data."""
+    """Rule for histograms: counts are summed; the bins must not depend on the data."""
     if call.name == "aten.histc" and call.given["min"] == call.given["max"]:
         raise UncoveredCallError
     shape = call.operands[0][1]

@@ -1,8 +1,8 @@
-"""Propose a rule for an op: cut random operands in every way that its shapes allow, and compare.
+"""Propose a sharding rule for an op by comparing sharded and unsharded runs on random operands.
 
-A factor is one dim, or none, of each operand and result, all of one size. It holds where the op on
-two halves gives the halves of the whole (or parts of the sum). What is found is a proposal: a rule
-holds for the sizes and arguments that were tried.
+A factor is one dim, or none, of each operand and result, all of equal size. It holds if the op on
+two halves returns the halves of the whole result (or parts of its sum). The result is a proposal:
+it holds for the sizes and arguments that were tried.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fxpart.compiler.tensor_sizes import tensors
 
 Where: TypeAlias = tuple[int | None, ...]  # a dim of each tensor, or None
 LANES = 2
-ADDED = -1  # an operand that is added once: zeros on all lanes but the first
+ADDED = -1  # an operand that is added once: zeros on all shards but the first
 _SIZES = (4, 6, 8, 10)
 _TRIALS = 30_000
 
 
 @dataclass(frozen=True)
 class FactorCandidate:
-    """One factor: where it is in operands (ADDED: counted once) and in results (None: summed)."""
+    """One factor: its dim in operands (ADDED: added once) and in results (None: summed)."""
 
     operands: Where
     results: Where
@@ -34,7 +34,7 @@ class FactorCandidate:
 
 @dataclass(frozen=True)
 class RuleProposal:
-    """What was found for an op on these shapes.
+    """The proposed rule of an op on these shapes.
 
     linear: sets of operands that may be Partial together.
     """
@@ -48,7 +48,7 @@ class RuleProposal:
 
     @property
     def notation(self) -> str:
-        """The dims in factor notation; ``_`` marks those that stay whole."""
+        """The dims in factor notation; ``_`` marks dims that are not sharded."""
         letters = iter("abcdefghijklmnopqrstuvw")
         named = [(f, next(letters)) for f in self.factors]
         terms = []
@@ -72,7 +72,7 @@ class RuleProposal:
 
     @property
     def entry(self) -> str:
-        """The line that accepts the proposal, for a table of fxpart.passes.rules."""
+        """The table line for fxpart.passes.rules that accepts the proposal."""
         more = f', additive="{" ".join(self.additive)}"' if self.additive else ""
         sets = [" ".join(self.names[i] for i in sorted(s)) for s in self.linear]
         texts = ", ".join(f'"{s}"' for s in sets)
@@ -83,9 +83,9 @@ class RuleProposal:
 def discover(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, seed: int = 0
 ) -> RuleProposal:
-    """Propose a rule for ``op`` on operands like these (tensors of args, lists of them flattened).
+    """Propose a rule for ``op`` on operands like these (tensors of args, lists flattened).
 
-    Their values are drawn anew for every comparison, whole numbers within the same bounds.
+    Values are drawn again for every comparison; integers stay within the same bounds.
     """
     runner = _ShardTrial(op, tuple(args), kwargs or {}, seed)
     found = [f for f in _candidates(runner) if all(runner.holds(f, trial) for trial in range(2))]
@@ -115,7 +115,7 @@ def _first(factor: FactorCandidate) -> tuple[int, int]:
 
 
 def _overlap(a: FactorCandidate, b: FactorCandidate) -> bool:
-    """Whether two factors claim one dim."""
+    """Return whether two factors use the same dim."""
     sides = ((a.operands, b.operands), (a.results, b.results))
     return any(
         x == y and x is not None and x != ADDED
@@ -125,7 +125,7 @@ def _overlap(a: FactorCandidate, b: FactorCandidate) -> bool:
 
 
 def _candidates(runner: _ShardTrial) -> Iterator[FactorCandidate]:
-    """Every assignment that the shapes allow: with a dim of some operand, all of one size."""
+    """Yield every assignment of equal-size dims that includes a dim of some operand."""
     sizes = sorted({s for shape in runner.shapes for s in shape if s % LANES == 0})
     for size in sizes:
         inside = [[None, *(d for d, s in enumerate(shape) if s == size)] for shape in runner.shapes]
@@ -142,7 +142,7 @@ def _candidates(runner: _ShardTrial) -> Iterator[FactorCandidate]:
 
 
 class _ShardTrial:
-    """The op with its operands taken out, run on whole and on cut ones."""
+    """The op with replaceable operands, run on whole and on sharded operands."""
 
     def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
         self.op, self.args, self.kwargs, self.seed = op, args, kwargs, seed
@@ -155,7 +155,7 @@ class _ShardTrial:
         self.outs = tuple(tuple(t.shape) for t in self.run(self.like))
 
     def run(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results on these operands."""
+        """Return the results on these operands."""
         left = iter(operands)
 
         def put(value: Any) -> Any:
@@ -167,7 +167,7 @@ class _ShardTrial:
         return tensors(self.op(*args, **{k: put(v) for k, v in self.kwargs.items()}))
 
     def draw(self, trial: int) -> list[torch.Tensor]:
-        """New operands like the given ones."""
+        """Return new random operands like the given ones."""
         made = torch.Generator().manual_seed(1000 * self.seed + trial)
         found = []
         for t in self.like:
@@ -179,7 +179,7 @@ class _ShardTrial:
         return found
 
     def holds(self, factor: FactorCandidate, trial: int) -> bool:
-        """Whether the parts that lanes compute make up the whole."""
+        """Return whether the shards' results combine to the whole result."""
         whole = self.draw(trial)
         pieces = []
         for t, dim in zip(whole, factor.operands, strict=True):
@@ -190,7 +190,7 @@ class _ShardTrial:
         return self._equal(whole, pieces, factor.results)
 
     def adds(self, summed: Sequence[int], trial: int) -> bool:
-        """Whether results are sums where these operands are."""
+        """Return whether results are sums if these operands are."""
         whole = self.draw(trial)
         pieces = []
         for i, t in enumerate(whole):
@@ -208,7 +208,7 @@ class _ShardTrial:
         for i, (expected, dim) in enumerate(zip(self.run(whole), results, strict=True)):
             parts = [lane[i] for lane in lanes]
             if dim is None and not (expected.is_floating_point() or expected.is_complex()):
-                return False  # sums of whole numbers and truth values prove nothing
+                return False  # sums of integers and booleans prove nothing
             if dim is None and any(p.shape != expected.shape for p in parts):
                 return False
             try:
@@ -223,9 +223,9 @@ class _ShardTrial:
 def example(
     op: Any, given: dict[str, Any] | None = None
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Arguments that the op takes, with as many different sizes as can be; None if none are found.
+    """Return arguments that the op accepts, with many different sizes; None if none are found.
 
-    given: arguments by name. Shapes of up to three dims are tried, of real and of whole numbers.
+    given: arguments by name. Shapes of up to three dims are tried, of floats and integers.
     """
     known = given or {}
     needed = [
@@ -247,7 +247,7 @@ def example(
 
 
 def _score(op: Any, args: dict[str, Any], least: int) -> int:
-    """How much the arguments tell: more dims, and more different sizes; 0 where they do not run."""
+    """Score arguments by number of dims and distinct sizes; 0 if the op fails."""
     shapes = [tuple(t.shape) for v in args.values() for t in tensors(v)]
     sizes = [s for shape in shapes for s in shape]
     score = 10 * len(set(sizes)) + len(sizes)
@@ -261,7 +261,7 @@ def _score(op: Any, args: dict[str, Any], least: int) -> int:
 
 
 def _values(wanted: Sequence[Any], known: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Combinations of values: every shape of every rank, those with equal ranks first."""
+    """Yield combinations of values: every shape of every rank, equal ranks first."""
     plain: dict[str, Sequence[Any]] = {
         "int": (-1, 1),
         "bool": (False,),

@@ -1,7 +1,7 @@
-"""A call as rules see it: arguments by their names in the schema, shapes, and a builder of rules.
+"""Calls as seen by sharding rules: named arguments, shapes, and a rule builder.
 
-A factor whose name starts with ``_`` may not be cut. A dim of size 1 carries no factor, whatever a
-rule names it: so one rule serves broadcast operands too.
+A factor whose name starts with ``_`` is not sharded. A dim of size 1 has no factor, whatever a rule
+names it, so one rule also serves broadcast operands.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Entry: TypeAlias = Maker | str
 
 
 class UncoveredCallError(Exception):
-    """The call is of a kind that its op's rule does not cover."""
+    """Raised for a call that the op's rule does not cover."""
 
 
 @cache
 def _declared(op: Any) -> tuple[tuple[str, bool, Any], ...]:
-    """Name of each argument, whether it holds tensors, and its default."""
+    """Return each argument's name, whether it is a tensor argument, and its default."""
     return tuple(
         (a.name, "Tensor" in str(a.type), a.default_value if a.has_default_value() else None)
         for a in operation_schema(op).arguments
@@ -46,7 +46,7 @@ class SchemaCall:
     """One call_function node of an op with a schema.
 
     given: arguments by name, defaults included. operands: (name, shape) of each tensor argument, in
-    the order of :func:`fxpart.passes.rules.operands`. results: the shape of each tensor returned.
+    the order of :func:`fxpart.passes.rules.operands`. results: the shape of each returned tensor.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -75,25 +75,25 @@ class SchemaCall:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The op's arguments that hold tensors, in the schema's order."""
+        """The op's tensor arguments, in the schema's order."""
         return tuple(name for name, holds, _ in _declared(self.op) if holds)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor was given for the argument."""
+        """Return whether a tensor was passed for the argument."""
         return any(known == name for known, _ in self.operands)
 
     def shape(self, name: str) -> Shape:
-        """The shape of the first tensor given for the argument."""
+        """Return the shape of the first tensor passed for the argument."""
         return next(shape for known, shape in self.operands if known == name)
 
     def value(self, name: str) -> torch.Tensor:
-        """The abstract value of the first tensor given for the argument."""
+        """Return the abstract value of the first tensor passed for the argument."""
         found = next(i for i, (known, _) in enumerate(self.operands) if known == name)
         held: torch.Tensor = self.nodes[found].meta["val"]
         return held
 
     def positions(self, names: Iterable[str]) -> frozenset[int]:
-        """The operands given for these arguments."""
+        """Return the positions of the operands passed for these arguments."""
         wanted = set(names)
         return frozenset(i for i, (known, _) in enumerate(self.operands) if known in wanted)
 
@@ -101,19 +101,19 @@ class SchemaCall:
         return self.nodes[index].meta["val"].dtype is torch.bool
 
     def number(self, name: str) -> Any:
-        """An argument's value: a node of a size as its SymInt."""
+        """Return an argument's value; the node of a size as its SymInt."""
         value = self.given.get(name)
         return value.meta.get("val") if isinstance(value, fx.Node) else value
 
     def dim(self, name: str, rank: int) -> int:
-        """A dim argument, counted from the front."""
+        """Return a dim argument, counted from the front."""
         value = self.number(name)
         if not isinstance(value, int):
             raise UncoveredCallError
         return value % max(rank, 1)
 
     def dims(self, name: str, rank: int) -> set[int]:
-        """An argument of dims, counted from the front; all where it is None or empty."""
+        """Return an argument of dims, counted from the front; all dims if it is None or empty."""
         value = self.number(name)
         if value is None or (isinstance(value, list | tuple) and not value):
             return set(range(rank))
@@ -133,10 +133,10 @@ class SchemaCall:
         forms: Mapping[str, str] | None = None,
         results_of: Mapping[str, tuple[Placement | None, ...]] | None = None,
     ) -> ShardingRule:
-        """The rule with these dims (by argument name, or in order); sizes come from the shapes.
+        """Return the rule with these dims (by name or in order); sizes come from the shapes.
 
         sizes: of factors in compound dims. additive: argument names. linear: sets of operands, or
-        of argument names separated by spaces; sets of no tensor and of truth values are left out.
+        of argument names separated by spaces; empty sets and sets with booleans are dropped.
         """
         if isinstance(operands, Mapping):
             operands = [operands[name] for name, _ in self.operands]
@@ -161,7 +161,7 @@ class SchemaCall:
 
 
 def _dims(dims: Sequence[Dim], shape: Shape, known: dict[str, Size]) -> Dims:
-    """Dims without factors of size 1; the sizes of lone factors are noted."""
+    """Return dims without factors of size 1, and record the sizes of single factors."""
     found: list[tuple[str, ...]] = []
     if len(dims) != len(shape):
         raise UncoveredCallError
@@ -177,11 +177,10 @@ def _dims(dims: Sequence[Dim], shape: Shape, known: dict[str, Size]) -> Dims:
 
 
 def notation(text: str, *, additive: str = "", linear: Sequence[str] = ()) -> Maker:
-    """A maker from einsum-like text, terms in the order of the schema's tensor arguments.
+    """Return a rule function from einsum-like text, with terms in the schema's tensor order.
 
-    ``...`` stands for any number of leading dims, aligned at the right: ``"... k, n k -> ... n"``.
-    Terms of tensors that are not given are skipped. additive, linear: as in
-    :meth:`SchemaCall.rule`.
+    ``...`` stands for any number of leading dims, right-aligned: ``"... k, n k -> ... n"``. Terms
+    of missing tensors are skipped. additive, linear: as in :meth:`SchemaCall.rule`.
     """
     left, _, right = text.partition("->")
     terms, outs = [t.split() for t in left.split(",")], [t.split() for t in right.split(",")]
@@ -196,7 +195,7 @@ def notation(text: str, *, additive: str = "", linear: Sequence[str] = ()) -> Ma
 
 
 def _spread(term: Sequence[str], rank: int) -> list[Dim]:
-    """A term's dims with ``...`` written out as b2 b1 b0."""
+    """Return a term's dims with ``...`` expanded to b2 b1 b0."""
     if "..." not in term:
         return ["" if f == "1" else f for f in term]
     at, hidden = term.index("..."), rank - len(term) + 1
@@ -207,22 +206,22 @@ def _spread(term: Sequence[str], rank: int) -> list[Dim]:
 
 
 def name_broadcast_dims(count: int, prefix: str = "b") -> list[Dim]:
-    """Names of ``count`` dims that broadcast: equal where counted from the right."""
+    """Return names for ``count`` broadcast dims, equal when counted from the right."""
     return [f"{prefix}{i}" for i in reversed(range(count))]
 
 
 def is_one(size: Size) -> bool:
-    """Whether a size is 1, told without a guard."""
+    """Return whether a size is 1, without a guard."""
     return isinstance(size, int) and size == 1
 
 
 def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal as expressions; no guard is made."""
+    """Return whether two sizes are equal as expressions, without a guard."""
     return bool(expression(a) == expression(b))
 
 
 def ratio(a: Size, b: Size) -> Size | None:
-    """``a / b`` where that is a whole number for certain; as a SymInt where either is one."""
+    """Return ``a / b`` if it is known to be an integer, as a SymInt if either is one."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     x, y = expression(a), expression(b)
@@ -235,7 +234,7 @@ def ratio(a: Size, b: Size) -> Size | None:
 
 
 def _whole(value: Any) -> bool:
-    """Whether an expression is a polynomial with whole coefficients."""
+    """Return whether an expression is a polynomial with integer coefficients."""
     try:
         return all(c.is_integer for c in sympy.Poly(value, *value.free_symbols).coeffs())
     except sympy.PolynomialError:
@@ -245,7 +244,7 @@ def _whole(value: Any) -> bool:
 
 
 def common(sizes: Sequence[Size]) -> int:
-    """The greatest number that divides all sizes; 1 where one is symbolic."""
+    """Return the greatest common divisor of all sizes; 1 if one is symbolic."""
     found = 0
     for size in sizes:
         if not isinstance(size, int):
@@ -255,7 +254,7 @@ def common(sizes: Sequence[Size]) -> int:
 
 
 def with_argument(node: fx.Node, arguments: Arguments, name: str, value: Any) -> Arguments:
-    """``arguments`` of the node (as in node.args and node.kwargs) with one replaced."""
+    """Return ``arguments`` of the node (like node.args and node.kwargs) with one replaced."""
     args, kwargs = arguments
     if name in kwargs:
         return args, {**kwargs, name: value}
@@ -267,7 +266,7 @@ def with_argument(node: fx.Node, arguments: Arguments, name: str, value: Any) ->
 
 
 def result_size(name: str) -> Localise:
-    """Localise: the argument ``name`` is the shape of the (first) result."""
+    """Localize the argument ``name`` to the shape of the first result."""
 
     def localise(
         node: fx.Node, arguments: Arguments, _: Sequence[Shape], results: Sequence[Shape]

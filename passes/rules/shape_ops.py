@@ -1,4 +1,4 @@
-"""Ops that only change the shape: compound factors from the arithmetic of sizes."""
+"""Rules for ops that only change the shape, with compound factors from the sizes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .schema_call import (
 )
 from .sharding_rule import Arguments, Localise, ShardingRule, Size
 
-_LINEAR = ("self", "input")  # the only operand, under either name
+_LINEAR = ("self", "input")  # the name of the only operand
 
 
 def chains(source: Shape, target: Shape) -> tuple[list[Dim], list[Dim], dict[str, Size]]:
-    """The factors that two row-major shapes of equal size share, and each factor's size.
+    """Return the factors that two row-major shapes of equal size share, and each factor's size.
 
-    Both are read from the major end: what divides both rests is a factor of both. Where nothing
-    does, the rest up to the next common boundary stays whole (factors with ``_``).
+    Both are read from the major end: a common divisor of both remainders is a shared factor. If
+    there is none, everything up to the next common boundary is not sharded (factors with ``_``).
     """
     sizes: dict[str, Size] = {}
     left, right = _ShapeReader(source), _ShapeReader(target)
@@ -54,7 +54,7 @@ def chains(source: Shape, target: Shape) -> tuple[list[Dim], list[Dim], dict[str
 
 
 class _ShapeReader:
-    """A shape read from its major end, factor by factor; dims of size 1 are passed over."""
+    """Reads a shape from its major end, factor by factor; dims of size 1 are skipped."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -72,7 +72,7 @@ class _ShapeReader:
             self.rest = self.shape[self._at]
 
     def take(self, name: str, size: Size) -> None:
-        """The next factor of the dim at hand."""
+        """Take the next factor of the current dim."""
         self._names[self._at].append(name)
         left = 1 if same(self.rest, size) else ratio(self.rest, size)
         assert left is not None, "a factor divides what is left of its dim"
@@ -81,7 +81,7 @@ class _ShapeReader:
             self._next()
 
     def close(self, prefix: str, sizes: dict[str, Size]) -> None:
-        """Nothing more is known: what is left of this dim, and all that follow, stay whole."""
+        """Mark the remainder of this dim, and all following dims, as not sharded."""
         while self.open:
             name = f"{prefix}{self._at}"
             self._names[self._at].append(name)
@@ -90,12 +90,12 @@ class _ShapeReader:
 
     @property
     def dims(self) -> list[Dim]:
-        """Per dim its factors."""
+        """The factors of each dim."""
         return [tuple(names) for names in self._names]
 
 
 def reshaped(call: SchemaCall, localise: Localise | None) -> ShardingRule:
-    """The rule of an op that gives the same elements another shape."""
+    """Return the rule of an op that returns the same elements in another shape."""
     source, target = call.operands[0][1], call.results[0]
     if any(is_zero(s) for s in (*source, *target)):
         raise UncoveredCallError
@@ -106,7 +106,7 @@ def reshaped(call: SchemaCall, localise: Localise | None) -> ShardingRule:
 
 
 def is_zero(size: Size) -> bool:
-    """Whether a size is the number 0."""
+    """Return whether a size is the number 0."""
     return isinstance(size, int) and size == 0
 
 
@@ -117,7 +117,7 @@ def _view(call: SchemaCall) -> ShardingRule:
 
 
 def _view_as(call: SchemaCall) -> ShardingRule:
-    """The other operand, which gives its shape alone, is cut as the result is."""
+    """Rule for view_as and reshape_as: the other operand is sharded like the result."""
     source, target = call.operands[0][1], call.results[0]
     if any(is_zero(s) for s in (*source, *target)):
         raise UncoveredCallError
@@ -162,7 +162,7 @@ def _transpose(call: SchemaCall) -> ShardingRule:
 
 
 def _reversed(call: SchemaCall) -> ShardingRule:
-    """t() and numpy_T: all dims in reverse."""
+    """Rule for t() and numpy_T: all dims in reverse."""
     return _rearranged(call, list(reversed(range(len(call.operands[0][1])))))
 
 
@@ -191,11 +191,11 @@ def _unsqueeze(call: SchemaCall) -> ShardingRule:
 
 
 def _squeeze(call: SchemaCall) -> ShardingRule:
-    """Dims of size 1 vanish. Others that are named stay whole: cut to 1, they would vanish too."""
+    """Rule for squeeze; named dims that are not 1 are not sharded, since shards might be 1."""
     shape = call.operands[0][1]
     wanted = call.dims("dim", len(shape)) if "dim" in call.given else set(range(len(shape)))
     gone = {d for d in wanted if d < len(shape) and is_one(shape[d])}
-    several = isinstance(call.given.get("dim"), list | tuple)  # then only some need be named
+    several = isinstance(call.given.get("dim"), list | tuple)  # may include other dims
     kept = set() if several else wanted - gone
     dims: list[Dim] = [f"{'_' if i in kept else ''}d{i}" for i in range(len(shape))]
     out = [d for i, d in enumerate(dims) if i not in gone]
@@ -209,12 +209,12 @@ def _squeeze(call: SchemaCall) -> ShardingRule:
 
 
 def _expand(call: SchemaCall) -> ShardingRule:
-    """A dim that is repeated is a factor of the result alone."""
+    """Rule for expand: a repeated dim is a factor of the result only."""
     shape, out = call.operands[0][1], call.results[0]
     dims: list[Dim] = [f"d{i}" for i in range(len(out))]
     inside = dims[len(out) - len(shape) :]
     rest: list[list[Dim]] = [[""] * len(s) for _, s in call.operands[1:]]
-    if rest:  # expand_as: the other gives its shape alone
+    if rest:  # expand_as: the other operand only provides its shape
         rest = [list(dims)]
     localise = None if rest else result_size("size")
     linear = [] if rest else _LINEAR
@@ -222,7 +222,7 @@ def _expand(call: SchemaCall) -> ShardingRule:
 
 
 def _repeat(call: SchemaCall) -> ShardingRule:
-    """Each dim of the result is [repeats, size]."""
+    """Rule for repeat: each dim of the result is [repeats, size]."""
     shape, out = call.operands[0][1], call.results[0]
     padded: list[Size] = [*[1] * (len(out) - len(shape)), *shape]
     sizes: dict[str, Size] = {}
@@ -253,7 +253,7 @@ def _repeat(call: SchemaCall) -> ShardingRule:
 
 
 def _interleave(call: SchemaCall) -> ShardingRule:
-    """repeat_interleave by a number: a dim of the result is [size, repeats]."""
+    """Rule for repeat_interleave by a number: a dim of the result is [size, repeats]."""
     shape = call.operands[0][1]
     repeats = call.number("repeats")
     if len(call.operands) != 1 or not isinstance(repeats, int) or call.given.get("dim") is None:

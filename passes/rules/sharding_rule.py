@@ -1,9 +1,9 @@
-"""What a sharding rule is: an op's dims named by factors, and what follows from cutting one.
+"""Sharding rules: an op's dims named by factors, and the layouts that follow.
 
-The notation is that of einsum, with compound dims: ``"b s (h d) -> b s h d"``. An axis of the mesh
-cuts one factor (or none): operands and results with the factor are Shard there, operands without
-it are Replicate and get a Partial gradient, results without it are Partial. A gradient of a Partial
-value is Replicate, that of a Shard the same Shard. Every rule has a numeric soundness test.
+The notation is that of einsum, with compound dims: ``"b s (h d) -> b s h d"``. A mesh axis shards
+one factor (or none): operands and results with the factor are Shard there, operands without it are
+Replicate with a Partial gradient, results without it are Partial. The gradient of a Partial value
+is Replicate, that of a Shard is the same Shard. Every rule has a numeric soundness test.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from torch import fx
 
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard, chunk
 
-Dims: TypeAlias = tuple[tuple[str, ...], ...]  # per dim its factors, major first; () has size 1
+Dims: TypeAlias = tuple[tuple[str, ...], ...]  # factors of each dim, major first; () for size 1
 Size: TypeAlias = int | torch.SymInt
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-# (node, its args and kwargs with operands in place, local shapes of operands, of results)
+# (node, args and kwargs with local operands, local shapes of operands, local shapes of results)
 Localise: TypeAlias = Callable[
     [fx.Node, Arguments, Sequence[tuple[Size, ...]], Sequence[tuple[Size, ...]]], Arguments
 ]
 
-REPLICATED = ""  # the strategy that cuts nothing
+REPLICATED = ""  # the strategy that shards nothing
 PASS = "+"  # "+0": the operands of rule.linear[0] are Partial, and so are the results
-PARTS = "/"  # "n/3": factor n seen as [3, rest], and rest is cut (a fused query-key-value weight)
+PARTS = "/"  # "n/3": factor n as [3, rest] with rest sharded (a fused query-key-value weight)
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """One op's factors.
+    """The factors of one op.
 
     operands: the dims of each tensor argument, in the order of :func:`operands`. results: of each
-    tensor returned. sizes: of every factor, whole. whole: factors that may not be cut. additive:
-    operands that are added to the result: where it is Partial they are Partial too (a bias), not
-    Replicate. linear: sets of operands that may be Partial together, the others Replicate; then the
-    results are Partial. localise: rewrites arguments that hold sizes (of a view) for local shapes.
-    forms: per factor the name of a function of :mod:`fxpart.collectives` that replaces the op where
-    the factor is cut, called as ``form(mesh, axes, size, *args, **kwargs)``: axes cut the factor,
-    major first; size is the whole factor's. results_of: per factor of ``forms``, what its results
-    are where that is not what the notation says (Replicate after an all-reduce inside). together:
-    strategies by which one axis cuts several factors at once, no two of one tensor: name -> the
-    factors. They have a form, called with ``sizes[name]`` (experts on the lanes that cut the
-    tokens).
+    returned tensor. sizes: the global size of every factor. whole: factors that must not be
+    sharded. additive: operands that are added to the result; they are Partial if the result is (a
+    bias), not Replicate. linear: sets of operands that may be Partial together, with the others
+    Replicate and Partial results. localise: rewrites size arguments (of a view) for local shapes.
+    forms: per factor, the name of the function in :mod:`fxpart.collectives` that replaces the op if
+    the factor is sharded, called as ``form(mesh, axes, size, *args, **kwargs)``: axes shard the
+    factor, major first; size is the factor's global size. results_of: per factor of ``forms``,
+    result placements that differ from the notation (Replicate after an internal all-reduce).
+    together: strategies in which one axis shards several factors at once, no two of one tensor:
+    name -> the factors. They have a form, called with ``sizes[name]`` (such as experts on the ranks
+    that shard the tokens).
     """
 
     operands: tuple[Dims, ...]
@@ -61,7 +61,7 @@ class ShardingRule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every factor, in the order of first appearance."""
+        """Every factor, in order of first appearance."""
         found: dict[str, None] = {}
         for dims in (*self.operands, *self.results):
             found.update(dict.fromkeys(f for dim in dims for f in dim))
@@ -70,9 +70,9 @@ class ShardingRule:
 
 @dataclass(frozen=True)
 class RuleLayout:
-    """What a choice of factors means: placements of operands and results, one for each axis.
+    """Placements of operands and results under a strategy, one per axis.
 
-    gradients: per operand those of its gradient, as the op's own backward leaves it.
+    gradients: placements of each operand's gradient, as the op's own backward returns it.
     """
 
     operands: tuple[Placements, ...]
@@ -81,7 +81,7 @@ class RuleLayout:
 
 
 def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """``"b (t j) -> b j, b t"`` as dims of operands and results; ``1`` is a dim without factors."""
+    """Parse ``"b (t j) -> b j, b t"`` to dims of operands and results; ``1`` has no factors."""
     left, arrow, right = text.partition("->")
     assert arrow, f"a rule has an arrow: {text!r}"
     return tuple(map(_dims, left.split(","))), tuple(map(_dims, right.split(",")))
@@ -105,9 +105,9 @@ def _dims(text: str) -> Dims:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call, in the order of args and kwargs, lists flattened.
+    """Return the tensor arguments of a call, in the order of args and kwargs, lists flattened.
 
-    An argument that stands in two places counts twice.
+    An argument in two positions counts twice.
     """
     found: list[fx.Node] = []
 
@@ -125,15 +125,15 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def layout(rule: ShardingRule, strategy: Sequence[str], mesh: Mesh) -> RuleLayout | None:
-    """What the factors of ``strategy`` (one for each axis) mean; None where that is impossible.
+    """Return the layout of a strategy (one factor per axis); None if it is impossible.
 
-    A factor that shares a dim with others must divide evenly; one alone may be cut unevenly, but no
-    lane is left without any of it. What is left of a symbolic factor is taken to divide (the
-    runtime sees to the batch).
+    A factor that shares a dim with others must divide evenly. A factor alone in its dim may be
+    sharded unevenly, but no rank may get an empty shard. Symbolic factors are assumed to divide
+    (the runtime checks the batch).
     """
     formed = {f for f in (factor_of(name)[0] for name in strategy) if f in rule.forms}
     if len(formed) > 1 and not any(formed == set(key.split()) for key in rule.forms):
-        return None  # there is no form in which both are cut
+        return None  # no form shards both
     left: dict[str, Size] = dict(rule.sizes)
     held: dict[str, set[int]] = {}
     columns: list[tuple[list[Placement], list[Placement], list[Placement]]] = []
@@ -151,7 +151,7 @@ def layout(rule: ShardingRule, strategy: Sequence[str], mesh: Mesh) -> RuleLayou
 def _column(
     rule: ShardingRule, name: str, left: Mapping[str, Size]
 ) -> tuple[list[Placement], list[Placement], list[Placement]] | None:
-    """Placements along one axis: operands, results, gradients of operands."""
+    """Return the placements along one axis: operands, results, gradients of operands."""
     count, given = len(rule.operands), len(rule.results)
     if name == REPLICATED:
         return [REPLICATE] * count, [REPLICATE] * given, [REPLICATE] * count
@@ -183,18 +183,18 @@ _IMPOSSIBLE = Shard(-1)
 
 
 def factor_of(strategy: str) -> tuple[str, int]:
-    """``"n"`` is (n, 1), ``"n/3"`` is (n, 3)."""
+    """Parse ``"n"`` to (n, 1) and ``"n/3"`` to (n, 3)."""
     name, _, parts = strategy.partition(PARTS)
     return name, int(parts or 1)
 
 
 def _shards(dims: Dims, names: Sequence[str], left: Mapping[str, Size], inner: int) -> Shard | None:
-    """Where the one of the factors that a tensor has lies in it."""
+    """Return the Shard of the one of the factors that a tensor has; None if it has none."""
     return next((s for name in names if (s := _shard(dims, name, left, inner))), None)
 
 
 def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> Shard | None:
-    """Where a factor, seen as [inner, rest], lies in a tensor: None where it does not."""
+    """Return the Shard of a factor, seen as [inner, rest]; None if the tensor lacks it."""
     for index, factors in enumerate(dims):
         if name in factors:
             outer = inner
@@ -210,9 +210,9 @@ def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> S
 def _cut(
     rule: ShardingRule, name: str, parts: int, left: dict[str, Size], held: dict[str, set[int]]
 ) -> bool:
-    """Whether ``parts`` pieces can be cut of the factor, none empty; notes what is left of it.
+    """Return whether a factor divides into ``parts`` nonempty shards; record the remaining sizes.
 
-    left: the longest piece of each factor. held: the lengths of all pieces, where they are numbers.
+    left: the longest shard of each factor. held: the lengths of all shards, if they are numbers.
     """
     if name == REPLICATED or name.startswith(PASS):
         return True
@@ -229,7 +229,7 @@ def _cut_one(
     left: dict[str, Size],
     held: dict[str, set[int]],
 ) -> bool:
-    """The same for one of the factors that a strategy cuts."""
+    """Check one of the factors that a strategy shards; see :func:`_cut`."""
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
@@ -246,7 +246,7 @@ def _cut_one(
 
 
 def choices(rule: ShardingRule) -> tuple[str, ...]:
-    """Every strategy for one axis: none, factors that may be cut, some together, linear sets."""
+    """Return every strategy of one axis: none, factors, combined factors, linear sets."""
     cut = tuple(f for f in rule.factors if f not in rule.whole)
     both = tuple(name for name, each in rule.together.items() if rule.whole.isdisjoint(each))
     return (REPLICATED, *cut, *both, *(f"{PASS}{i}" for i in range(len(rule.linear))))

@@ -74,9 +74,9 @@ def test_forms(file: str, name: str) -> None:
     ("name", "words"),
     [
         ("number", "it returns a int"),
-        ("wrong_pair", "beside the model it returns a int"),
+        ("wrong_pair", "its second result is a int"),
         ("triple", "it returns a tuple"),
-        ("hollow", "its Workload holds a int"),
+        ("hollow", "the model of its Workload is a int"),
         ("needs", "missing a required argument: 'width'"),
         ("example", "example is a tuple, not a function"),
         ("nothing", "the module has no nothing"),
@@ -107,7 +107,7 @@ def test_errors_of_fxpart_pass_through(file: str) -> None:
 
 
 def test_names_that_are_there_are_told(file: str) -> None:
-    with pytest.raises(FxpartError, match="it has model, pair, listed"):
+    with pytest.raises(FxpartError, match="use one of its functions: model, pair, listed"):
         load_target(f"{file}:nothing")
 
 

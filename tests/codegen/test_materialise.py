@@ -187,7 +187,7 @@ def test_broken_files(built: Stages, tmp_path: Path, write: Callable[[Path], Any
 def test_two_files_with_one_name(built: Stages, tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({"first.bias": torch.zeros(4)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(FxpartError, match="in another file too"):
+    with pytest.raises(FxpartError, match="also in another file"):
         fill(built, tmp_path)
 
 

@@ -85,14 +85,14 @@ def test_everything_wrong_is_said_at_once() -> None:
     found = wrong(small("mlp"), "tp=2,big=8", seeds)
     assert {code for code, _ in found} == {"FXP111"}
     texts = "\n".join(text for _, text in found)
-    assert "no such parameter or buffer; there are norm.weight" in texts
+    assert "no such parameter or buffer. Known names: norm.weight" in texts
     assert "the graph has no such node" in texts
     assert "the graph has no such module" in texts
-    assert "the mesh has tp, big, not 'ep'" in texts
+    assert "the mesh has no axis 'ep', only tp, big" in texts
     assert "no dim 2" in texts
     assert "are not sums" in texts
     assert "dim 1 has 6 to cut, the axis 8 ranks" in texts
-    assert "'op:linear', linear: its rule does not allow that" in texts
+    assert "'op:linear', linear: the op's rule does not allow it" in texts
     assert len(found) == 8
 
 
@@ -120,7 +120,7 @@ def test_other_names_of_a_parameter() -> None:
         PassManager().run([AnnotatePass("tp=2", both, aliases)], small("mlp"))
     (problem,) = caught.value.problems
     assert problem.code == "FXP112"
-    assert "'head.weight' says tp:S(0), 'up.weight' says tp:S(1)" in problem.why
+    assert "'head.weight' requests tp:S(0), but 'up.weight' requests tp:S(1)" in problem.why
 
 
 def test_contradictions_name_both_and_the_path() -> None:

@@ -57,10 +57,10 @@ def test_blocks_get_stages_and_the_rest_none() -> None:
     ("starts", "whys"),
     [
         ("1,2", ["the first stage must start with block 0"]),
-        ("0,3,3", ["they must increase"]),
+        ("0,3,3", ["starts must increase"]),
         ("0,9", ["do not exist"]),
-        ("0,x", ["not numbers"]),
-        ("", ["not numbers"]),
+        ("0,x", ["not a list of numbers"]),
+        ("", ["not a list of numbers"]),
         ("2,1,7", ["start with block 0", "must increase", "do not exist"]),
     ],
 )

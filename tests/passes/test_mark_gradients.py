@@ -131,4 +131,4 @@ def test_equal_layers_are_observed_once() -> None:
         )
     module = marked(builder.finish(y))
     # the first linear's input has no gradient; all others are alike; mul and sum of the loss
-    assert len(module.meta["fxpart_behaviours"]) == 5
+    assert len(module.meta["fxpart_behaviors"]) == 5

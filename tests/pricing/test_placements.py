@@ -158,9 +158,9 @@ def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
     [
         ("nothing=b|b", "no such node"),
         ("x", "no such node"),
-        ("linear=b", "1 strategies, and the mesh has 2 axes"),
-        ("linear=zebra|", "no such strategy"),
-        ("x=dp:S(0)", "left out"),
+        ("linear=b", "1 strategies do not match the 2 axes"),
+        ("linear=zebra|", "has no strategy"),
+        ("x=dp:S(0)", "has no placement"),
         ("x=dp:S(0),tp:Q", "it is not S"),
     ],
 )

@@ -345,7 +345,7 @@ def test_modes_of_modules_changed_after_compile(change: Callable[[Any], object])
     trainer = compiled("pipeline", model).trainer(sgd)
     change(model)
     trainer.evaluate([batch()])  # is in evaluation mode anyway
-    with pytest.raises(FxpartError, match="in evaluation mode, and was in training mode") as caught:
+    with pytest.raises(FxpartError, match="in evaluation mode, but was in training mode") as caught:
         trainer.step(batch())
     assert caught.value.code == "FXP116"
     model.train()

@@ -127,5 +127,5 @@ def test_a_stored_shape_that_is_wrong_is_told_whole(tmp_path: Path) -> None:
     whole["up.weight"] = torch.zeros(5, 6)
     save_file(whole, tmp_path / "w.safetensors")
     spec, module, part = stage_zero(0, "tp=2")
-    with pytest.raises(FxpartError, match=r"its shape is \[5, 6\], the model's is \[10, 6\]"):
+    with pytest.raises(FxpartError, match=r"its shape is \[5, 6\], but the model needs \[10, 6\]"):
         materialize(module, spec, tmp_path, part=part)

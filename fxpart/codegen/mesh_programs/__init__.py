@@ -1,8 +1,9 @@
-"""Where a stage is several ranks: from annotations to the program of each lane.
+"""Stages on several ranks: sharding decisions and the program of each mesh rank.
 
-``decide`` annotates, propagates and chooses; ``graphs`` holds the decided graph and makes each
-lane's; ``programs`` cuts those into stages; ``record`` writes the decisions into a plan and reads
-them back. Meshes and placements themselves are in :mod:`fxpart.sharding`.
+``sharding_decision`` annotates, propagates and selects placements. ``sharded_graph`` stores the
+result and lowers it per mesh rank. ``rank_programs`` splits these graphs into stages.
+``plan_placements`` writes placements to a plan and restores them. Meshes and placements are in
+:mod:`fxpart.sharding`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables that a rank has no room for are dealt out, by rows, over the ranks that cut the batch."""
+"""Row-wise sharding of large embedding tables over the data axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
     from fxpart.planner.request import PlanRequest
 
-_SHARE = 0.5  # of a device's memory: the rest is for activations
+_SHARE = 0.5  # fraction of a device's memory; activations use the other half
 
 
 def shard_large_tables(
@@ -30,10 +30,11 @@ def shard_large_tables(
     axis: str,
     stages: int,
 ) -> dict[str, str]:
-    """Annotations of tables with sparse gradients that the data axis is to cut, largest first.
+    """Return annotations that shard tables with sparse gradients over the data axis, largest first.
 
-    As many as it takes for parameters and optimizer state to need half of the smallest device.
-    given: the user's annotations, which stay as they are. stages: that share the parameters.
+    Tables are sharded until parameters and optimizer state need at most half of the smallest
+    device. given: the user's annotations, which have priority. stages: number of stages that share
+    the parameters.
     """
     mesh = request.mesh
     if axis not in mesh.names or request.zero == 3 or not (tables := _tables(graph, axis, given)):
@@ -55,7 +56,7 @@ def shard_large_tables(
 
 
 def _tables(graph: fx.Graph, axis: str, given: Mapping[str, str]) -> list[str]:
-    """Tables whose every lookup may be cut by batch and rows at once, where nobody said more."""
+    """Return tables whose lookups can be sharded by batch and rows, and that have no annotation."""
     able = set(sparse_tables(graph))
     for node in graph.nodes:
         looked = sparse_lookup(node)

@@ -1,4 +1,4 @@
-"""Graphs of several microbatches: totals of the batch become inputs."""
+"""Graphs for several microbatches: totals of the batch become inputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def batch_dims(captured: CapturedModel) -> Mapping[str, int | None]:
-    """The batch dim of each input of the graph, by its placeholder."""
+    """Return the batch dim of each input of the graph, by placeholder name."""
     return {given.name: given.batch_dim for given in captured.inputs}
 
 
 def divide_graph(
     graph: fx.GraphModule, captured: CapturedModel, microbatches: int, *, outputs: bool = False
 ) -> fx.GraphModule:
-    """The graph for so many microbatches; itself for one, and where the loss is a mean of rows.
+    """Return the graph for this number of microbatches; unchanged for 1 or a mean over rows.
 
-    Notes on the captured graph what a batch weighs in a mean over batches, and whether its rows may
-    be repeated. outputs: the program gives the user's outputs.
+    Also record, in the captured graph, the weight of a batch in a mean over batches and whether its
+    rows may be repeated. outputs: the program returns the user's outputs.
     """
     if WEIGHT_KEY not in captured.graph.meta:
         dims = batch_dims(captured)
@@ -40,6 +40,6 @@ def divide_graph(
 def divide_sharded_graph(
     sharded: ShardedGraph, captured: CapturedModel, microbatches: int, *, outputs: bool = False
 ) -> ShardedGraph:
-    """The same for a graph whose placements over a mesh are decided."""
+    """Apply :func:`divide_graph` to a graph with placements."""
     whole = divide_graph(sharded.whole, captured, microbatches, outputs=outputs)
     return sharded if whole is sharded.whole else replace(sharded, whole=whole, _locals={})

@@ -1,4 +1,4 @@
-"""Placements of a graph as a plan holds them, and back."""
+"""Convert the placements of a graph to a plan and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KINDS: dict[str, Kind] = {"placeholder": "input", "get_attr": "state", "call_fu
 
 
 def plan_sharding(sharded: ShardedGraph) -> PlanSharding:
-    """What the plan says: all that is not replicated, alike things together."""
+    """Return the plan's placements: all that is not replicated, grouped by placement."""
     mesh = sharded.mesh
     groups: dict[tuple[Kind, str, str, tuple[tuple[str, str], ...]], dict[str, None]] = {}
     unruled: Counter[str] = Counter()
@@ -72,7 +72,7 @@ def plan_sharding(sharded: ShardedGraph) -> PlanSharding:
 def restore_sharding(
     graph: fx.GraphModule, captured: CapturedModel, given: PlanSharding
 ) -> ShardedGraph:
-    """The graph with the placements of a plan; FXP304 where the plan names what it has not."""
+    """Return the graph with the placements of a plan; raise FXP304 for unknown names."""
     mesh = Mesh.parse(given.mesh)
     whole = fork(graph)
     whole.meta[MESH_KEY] = mesh
@@ -91,14 +91,14 @@ def restore_sharding(
         raise error(
             "FXP304",
             where="the plan's placements",
-            why=f"the model has no {listed}",
-            fix="plan again for this model: fxpart plan TARGET -o plan.json",
+            why=f"the model does not contain {listed}",
+            fix="create a new plan for this model: fxpart plan TARGET -o plan.json",
         )
     return ShardedGraph(whole, captured, given.zero, given.zero_axis, given.certificate)
 
 
 def _sharding(entry: PlanPlacement | None, count: int, mesh: Mesh) -> NodeSharding:
-    """A node's sharding out of the plan's entry; replicated without one."""
+    """Return a node's sharding from the plan's entry; replicated without an entry."""
     nothing: Placements = (REPLICATE,) * len(mesh.axes)
     if entry is None:
         return NodeSharding(("",) * len(mesh.axes), (nothing,) * count)
@@ -116,7 +116,7 @@ def _sharding(entry: PlanPlacement | None, count: int, mesh: Mesh) -> NodeShardi
 
 
 def _count(node: fx.Node) -> int:
-    """How many tensors the node has placements for."""
+    """Return the number of tensors for which the node has placements."""
     from fxpart.annotations.graph_values import list_result_tensors
 
     return len(list_result_tensors(node))
@@ -128,7 +128,7 @@ def _strategy(known: NodeSharding, mesh: Mesh) -> str:
 
 
 def _results(known: NodeSharding, mesh: Mesh) -> str:
-    """Placements of all tensors, "" where every one is replicated."""
+    """Format the placements of all tensors; "" if all are replicated."""
     shown = [
         format_placements(
             tuple(p if isinstance(p, Shard) or p != REPLICATE else None for p in result), mesh
@@ -139,7 +139,7 @@ def _results(known: NodeSharding, mesh: Mesh) -> str:
 
 
 def _origins(known: NodeSharding, mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """By axis the annotation that a placement goes back to, for the axes where there is one."""
+    """Return, per axis, the annotation that caused a placement, where there is one."""
     found = []
     for axis, origin in zip(mesh.names, known.origins, strict=False):
         if origin:

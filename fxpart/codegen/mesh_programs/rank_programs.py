@@ -1,4 +1,4 @@
-"""From a graph and the first block of each stage to the programs of all lanes."""
+"""Programs of all mesh ranks, from a graph and the first block of each stage."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class MeshRankPrograms:
-    """The programs of all lanes of a sharded graph cut into stages, each made when asked for.
+    """Programs of all mesh ranks of a sharded graph, generated on demand.
 
-    order: the blocks in the order that starts count in; empty for the graph's own. transfer_dtype:
-    of the program. in_blocks: stages whose blocks can run again by themselves.
+    order: the block order in which ``starts`` counts; empty for the graph's order. transfer_dtype:
+    of the program. in_blocks: stages whose blocks can be rerun one by one.
     """
 
     sharded: ShardedGraph
@@ -41,14 +41,14 @@ class MeshRankPrograms:
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
     def graph(self, lane: int) -> fx.GraphModule:
-        """What the lane runs, with stages; lanes with equal shapes share it."""
+        """Return the assigned graph of a mesh rank; ranks with equal shapes share it."""
         local = self.sharded.local(lane)
         if id(local) not in self._graphs:
             self._graphs[id(local)] = assign(local, self.starts, self.order)
         return self._graphs[id(local)]
 
     def program(self, lane: int) -> tuple[ProgramSpec, tuple[str, ...]]:
-        """The stages as data and the text of each."""
+        """Return the stages as data and the source text of each."""
         graph = self.graph(lane)
         if id(graph) not in self._made:
             self._made[id(graph)] = generate(
@@ -60,9 +60,9 @@ class MeshRankPrograms:
 def assign(
     graph: fx.GraphModule, starts: Sequence[int], order: Sequence[int] = ()
 ) -> fx.GraphModule:
-    """The graph with its stages. starts: the first block of each, counted in ``order``.
+    """Return the graph with stages assigned. starts: the first block of each, counted in ``order``.
 
-    order: all blocks, stage by stage; empty for the graph's own order.
+    order: all blocks, stage by stage; empty for the graph's order.
     """
     options = f'starts="{",".join(map(str, starts))}"'
     if order:
@@ -78,9 +78,9 @@ def generate(
     transfer_dtype: str = "",
     in_blocks: Collection[int] = (),
 ) -> tuple[ProgramSpec, tuple[str, ...]]:
-    """The program's description, and each stage's text.
+    """Return the program's description and each stage's source text.
 
-    in_blocks: stages whose blocks can run again by themselves, to recompute activations.
+    in_blocks: stages whose blocks can be rerun one by one, for activation recomputation.
     """
     spec, stages = cut(assigned, captured, seed, sharded, transfer_dtype)
     return spec, tuple(emit(s, blocks=s.spec.index in in_blocks) for s in stages)
@@ -95,9 +95,9 @@ def cut(
     *,
     keep_outputs: bool = False,
 ) -> tuple[ProgramSpec, tuple[StageGraph, ...]]:
-    """The graph of each stage; of a lane's graph where ``sharded`` is given.
+    """Split the graph into stages; ``sharded`` is given for a rank-local graph.
 
-    keep_outputs: the stages give the user's outputs, too.
+    keep_outputs: the stages also return the user's outputs.
     """
     spec, stages = _cut(assigned, captured, seed, sharded, keep_outputs)
     more = {

@@ -1,4 +1,4 @@
-"""Rows of a batch that are coupled: how many microbatches are allowed, and what a plan promises."""
+"""Coupled batch rows: allowed microbatches and the equivalence that a plan promises."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 KEY = "batch_coupling"
 PER_MICROBATCH = "per-microbatch"
-_FIX = 'leave microbatches out, or accept it with batch_coupling="per-microbatch"'
+_FIX = 'remove the constraint microbatches, or set batch_coupling="per-microbatch"'
 
 
 def couplings(graph: fx.GraphModule, captured: CapturedModel) -> tuple[RowDependence, ...]:
-    """What couples the rows of different microbatches in a prepared graph, loss included."""
+    """Return the couplings between rows of different microbatches in a prepared graph."""
     given = captured.loss_kind != "mean-square"
     return coupling_of(analyze(graph, batch_dims(captured)), loss=given)
 
 
 def mark_batch_dependent_nodes(whole: CapturedModel, microbatch: CapturedModel) -> None:
-    """Note in a graph of one microbatch which nodes have numbers that follow from the batch size.
+    """Record which nodes of a one-microbatch graph have arguments that depend on the batch size.
 
-    whole: the same model, captured at another size. Where the two graphs have other operations,
+    whole: the same model, captured at another size. If the two graphs have different operations,
     every node counts.
     """
     one, two = list(whole.graph.graph.nodes), list(microbatch.graph.graph.nodes)
@@ -52,12 +52,12 @@ def mark_batch_dependent_nodes(whole: CapturedModel, microbatch: CapturedModel) 
 
 
 def _plain(node: fx.Node) -> str:
-    """The arguments of a call without the nodes among them."""
+    """Return the arguments of a call as text, without its input nodes."""
     return str(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
 
 
 def is_accepted(constraints: Mapping[str, object]) -> bool:
-    """Whether the user accepts an objective for each microbatch."""
+    """Return whether the user accepts an objective per microbatch."""
     return constraints.get(KEY) == PER_MICROBATCH
 
 
@@ -66,9 +66,9 @@ def resolve_microbatches(
     constraints: Mapping[str, object],
     microbatches: int | None,
 ) -> int | None:
-    """The number of microbatches: 1 where rows are coupled and nobody accepted it.
+    """Return the number of microbatches: 1 if rows are coupled and the user did not accept it.
 
-    Raises FXP114 with each coupling where another number was requested.
+    Raise FXP114 with each coupling if another number was requested.
     """
     if not found or is_accepted(constraints):
         return microbatches
@@ -78,8 +78,8 @@ def resolve_microbatches(
                 Problem(
                     "FXP114",
                     item.where,
-                    f"with {microbatches} microbatches the objective is another one than that of "
-                    f"the whole batch: {item.why}",
+                    f"with {microbatches} microbatches the objective differs from that of the "
+                    f"whole batch: {item.why}",
                     _FIX,
                 )
                 for item in found
@@ -89,17 +89,17 @@ def resolve_microbatches(
 
 
 def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
-    """The plan with what it promises of its results. found: what couples rows.
+    """Return the plan with its promised equivalence to single-process training.
 
-    Warns (FXP114) where the objective is computed for each microbatch.
+    found: the couplings between rows. Warn (FXP114) if the objective is computed per microbatch.
     """
     if not SCHEDULES[plan.schedule].flushes or any(plan.staleness):
         return plan
     if found and plan.microbatches > 1:
         reasons = tuple(item.where for item in found)
         warnings.warn(
-            f"FXP114: {', '.join(reasons)}: computed for each of {plan.microbatches} microbatches, "
-            "not for the whole batch, as batch_coupling accepts",
+            f"FXP114: {', '.join(reasons)}: computed per microbatch ({plan.microbatches} of them) "
+            "instead of over the whole batch, as batch_coupling allows",
             stacklevel=2,
         )
         return replace(plan, equivalence=Equivalence(promise="per microbatch", reasons=reasons))
@@ -109,7 +109,7 @@ def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
 
 
 def _rounding(plan: Plan) -> list[str]:
-    """Why results may differ from those of one process in the last bits."""
+    """Return the reasons why results may differ from a single process in the last bits."""
     found = []
     if plan.microbatches > 1:
         found.append(f"gradients are summed over {plan.microbatches} microbatches")
@@ -118,7 +118,7 @@ def _rounding(plan: Plan) -> list[str]:
     if data > 1:
         found.append(f"gradients are summed over {data} replicas")
     if tensor > 1:
-        found.append(f"sums are divided over {tensor} tensor-parallel ranks")
+        found.append(f"reductions are split over {tensor} tensor-parallel ranks")
     if plan.transfer_dtype:
-        found.append(f"values travel between stages as {plan.transfer_dtype}")
+        found.append(f"values are sent between stages as {plan.transfer_dtype}")
     return found

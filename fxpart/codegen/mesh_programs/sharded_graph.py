@@ -1,4 +1,4 @@
-"""A prepared graph whose placements over a mesh are decided, and the graph of each lane."""
+"""A prepared graph with placements over a mesh, and its rank-local graphs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedGraph:
-    """A prepared graph whose every op and value has its placements over a mesh.
+    """A prepared graph in which every op and value has placements over a mesh.
 
-    whole: the graph; what is open in it is replicated. zero: 0 to 3, over ``zero_axis``; with 3 the
-    placements of parameters say it. certificate: of the choice of what annotations left open.
-    whole_outputs: every lane returns the user's outputs whole, not as they lie.
+    whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``;
+    with 3, the placements of parameters express it. certificate: of the solver's choice of
+    placements. whole_outputs: every rank returns the user's outputs unsharded.
     """
 
     whole: fx.GraphModule
@@ -50,14 +50,14 @@ class ShardedGraph:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of every stage."""
+        """The mesh of every stage."""
         mesh = self.whole.meta[MESH_KEY]
         assert isinstance(mesh, Mesh)
         return mesh
 
     @property
     def provenance(self) -> str:
-        """Where the placements come from, for the plan."""
+        """Summary of the origins of the placements, for the plan."""
         known = [k for node in self.whole.graph.nodes if (k := sharding(node)) is not None]
         origins = [o for k in known for o in k.origins if o]
         said = sum(map(is_annotated, origins))
@@ -66,7 +66,7 @@ class ShardedGraph:
         return ", ".join([*parts, *([f"{chosen} chosen by the solver"] if chosen else [])])
 
     def local(self, lane: int) -> fx.GraphModule:
-        """The graph that one lane runs; lanes with equal shapes share one."""
+        """Return the graph of one mesh rank; ranks with equal shapes share one."""
         shapes = self._shapes(lane)
         if shapes not in self._locals:
             whole = ",whole_outputs=true" if self.whole_outputs else ""
@@ -74,17 +74,17 @@ class ShardedGraph:
         return self._locals[shapes]
 
     def inputs(self) -> dict[str, Placements]:
-        """By name how each input lies; open axes are replicated."""
+        """Return the placements of each input by name; undecided axes are replicated."""
         return _values(self.whole, "placeholder")
 
     def state(self) -> dict[str, Placements]:
-        """By main name how each parameter and buffer lies."""
+        """Return the placements of each parameter and buffer, by main name."""
         return _values(self.whole, "get_attr")
 
     def degrees(self) -> tuple[int, int]:
-        """Into how many parts the batch is cut, and how many ranks share each part.
+        """Return the number of batch parts, and the number of ranks that share each part.
 
-        An axis cuts the batch if it cuts the rows of every input that has rows.
+        An axis counts as a batch axis if it shards the rows of every input that has rows.
         """
         held = self.inputs()
         cut = [
@@ -98,7 +98,7 @@ class ShardedGraph:
         return rows, self.mesh.size // rows
 
     def multiple(self) -> int:
-        """What the rows of every microbatch have to be a multiple of."""
+        """Return the number that must divide the rows of every microbatch."""
         held = self.inputs()
         return lcm(
             *(
@@ -109,7 +109,7 @@ class ShardedGraph:
         )
 
     def sharing(self) -> StageParallelism:
-        """What pricing has to know."""
+        """Return the parallelism of a stage for pricing."""
         held = self.inputs()
         cut = {name for name, placed in self.state().items() if self._over_zero(placed)}
         return StageParallelism(
@@ -128,7 +128,7 @@ class ShardedGraph:
         )
 
     def like(self, graph: fx.GraphModule, captured: CapturedModel) -> ShardedGraph:
-        """The same model's graph in evaluation mode, with state and inputs where they are here."""
+        """Return the evaluation graph of the model with the same placements of state and inputs."""
         mesh, state = self.mesh, self.state()
         stored = {n: p for n, p in state.items() if self.zero == 3 and self._over_zero(p)}
         seeds = {
@@ -151,18 +151,18 @@ class ShardedGraph:
         return replace(self, whole=whole, captured=captured, _locals={})
 
     def _over_zero(self, placed: Placements) -> bool:
-        """Whether a value lies in parts over ZeRO's axis."""
+        """Return whether a value is sharded over the ZeRO axis."""
         return bool(self.zero_axis) and isinstance(placed[self.mesh.index(self.zero_axis)], Shard)
 
     def _spread(self, placed: Placements) -> Placements:
-        """The placements that ops see: without the parts of ZeRO-3, which are put together."""
+        """Return the placements that ops see, with ZeRO-3 shards gathered."""
         if self.zero != 3:
             return placed
         at = self.mesh.index(self.zero_axis)
         return (*placed[:at], None, *placed[at + 1 :])
 
     def _shapes(self, lane: int) -> tuple[object, ...]:
-        """The shapes of all that a lane holds; symbolic sizes fall into equal parts."""
+        """Return the shapes of all values of a mesh rank; symbolic sizes divide evenly."""
         found: list[object] = []
         for node in self.whole.graph.nodes:
             known = sharding(node)
@@ -175,8 +175,8 @@ class ShardedGraph:
         return tuple(found)
 
 
-CHOSEN = "chosen by the solver"  # the origin of what the pass `place` decides
-_EVEN = 2**20 * 3**4 * 5**2 * 7  # in place of a symbolic size: it can be cut into any equal parts
+CHOSEN = "chosen by the solver"  # origin of placements that the pass `place` selects
+_EVEN = 2**20 * 3**4 * 5**2 * 7  # stands for a symbolic size, divisible by all common degrees
 
 
 def propagate_annotations(
@@ -187,9 +187,9 @@ def propagate_annotations(
     *,
     close: bool,
 ) -> fx.GraphModule:
-    """The graph with every placement that follows from these annotations.
+    """Return the graph with every placement that follows from these annotations.
 
-    close: replicate what they leave open.
+    close: replicate what the annotations leave undecided.
     """
     last = "propagate{close=true}" if close else "propagate"
     options = {"mesh": str(mesh), "seeds": json.dumps(seeds), "aliases": json.dumps(aliases)}
@@ -198,7 +198,7 @@ def propagate_annotations(
 
 
 def place(node: fx.Node, placed: Placements, origins: Mapping[int, str]) -> None:
-    """Give an input or state its placements. origins: by axis, where they come from."""
+    """Set the placements of an input or state. origins: source of the placement, by axis."""
     known = sharding(node)
     old = known.origins if known is not None else ()
     words = tuple(

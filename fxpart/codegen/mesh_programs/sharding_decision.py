@@ -1,4 +1,4 @@
-"""Annotate a prepared graph, propagate, choose what is open, and store parameters in parts."""
+"""Sharding of a prepared graph: annotate, propagate, select placements, apply ZeRO-3."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 def find_annotations(model: torch.nn.Module, request: PlanRequest) -> dict[str, str]:
-    """What :func:`fxpart.annotate` put on the model, DTensors, and those of the constraint."""
+    """Return the annotations of the model, of its DTensors and of the constraint."""
     return merge_annotations(annotations_of(model), given_annotations(request))
 
 
 def given_annotations(request: PlanRequest) -> dict[str, str]:
-    """The constraint ``annotations``: a file's, or as text a TOML table or JSON object."""
+    """Parse the constraint ``annotations``: a file, or text with a TOML table or JSON object."""
     given = str(request.constraints.get("annotations", ""))
     if not given:
         return {}
@@ -51,10 +51,10 @@ def given_annotations(request: PlanRequest) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ShardingAssumptions:
-    """What placements are chosen for, before the cuts are known.
+    """Assumptions under which placements are selected, before stages are known.
 
-    microbatches: of a step, None where nothing is known. in_flight: how many of them a stage keeps
-    for its backward, on average.
+    microbatches: per step, None if unknown. in_flight: average number of microbatches whose
+    activations a stage stores for its backward.
     """
 
     microbatches: int | None
@@ -69,10 +69,10 @@ def shard_graph(
     given: Mapping[str, str],
     expected: ShardingAssumptions,
 ) -> ShardedGraph:
-    """Annotate, propagate and choose. given: the user's annotations, from all sources.
+    """Annotate, propagate and select placements. given: the user's annotations.
 
-    Raises FXP111 and FXP112 for annotations that are wrong or contradict each other, FXP204 and
-    FXP205 where no choice of what they leave open fits.
+    Raise FXP111 and FXP112 for invalid or contradictory annotations, FXP204 and FXP205 if no
+    selection of placements is feasible.
     """
     large = shard_large_tables(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
     seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large, given)
@@ -83,7 +83,7 @@ def shard_graph(
         chosen, certificate = _chosen(whole, captured, request, expected, left)
         rows = ShardedGraph(chosen, captured).multiple()
         if captured.batch_size % (rows * (expected.microbatches or 1)):
-            # More parts than the batch has: what is open is replicated instead.
+            # More shards than rows in the batch, so replicate what is undecided instead.
             chosen = propagate_annotations(
                 graph, request.mesh, seeds, _names(graph, captured), close=True
             )
@@ -96,10 +96,10 @@ def shard_graph(
 
 
 def _follow_writers(graph: fx.GraphModule) -> None:
-    """Place state that an op writes as the op takes it, so that the op writes the state itself.
+    """Place written state the way the writing op takes it, so that the op writes the state itself.
 
-    A write through views (``detach``) is done whole on every rank, and so is one of an op without a
-    sharding rule. Raises FXP112 where an annotation of the state says otherwise.
+    Writes through views (``detach``) and writes of ops without a sharding rule are done in full on
+    every rank. Raise FXP112 if an annotation of the state conflicts.
     """
     mesh = graph.meta[MESH_KEY]
     problems = []
@@ -116,8 +116,8 @@ def _follow_writers(graph: fx.GraphModule) -> None:
                 continue
             if any(map(is_annotated, held.origins)):
                 text = format_placements(wanted, mesh)
-                why = f"{writer.name} writes it as {text}, and an annotation differs"
-                fix = "leave out the annotation"
+                why = f"{writer.name} writes it as {text}, but its annotation differs"
+                fix = "remove the annotation"
                 problems.append(Problem("FXP112", str(state.target), why, fix))
             origin = dict.fromkeys(range(len(wanted)), f"'{writer.name}' writes it")
             for node in graph.graph.find_nodes(op="get_attr", target=state.target):
@@ -127,7 +127,7 @@ def _follow_writers(graph: fx.GraphModule) -> None:
 
 
 def _replicate(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
-    """Have ops done whole on every rank."""
+    """Replicate ops on every rank."""
     whole: Placements = (REPLICATE,) * len(mesh.axes)
     for node in nodes:
         count = len(tensors(node.meta.get("val")))
@@ -136,7 +136,7 @@ def _replicate(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
 
 
 def _wanted(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
-    """How an op takes an operand that it writes; whole where nothing cuts the op."""
+    """Return the placements in which an op takes an operand that it writes."""
     known, rule = sharding(writer), rule_of(writer)
     if known is None or rule is None:
         return (REPLICATE,) * len(mesh.axes)
@@ -145,7 +145,7 @@ def _wanted(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
 
 
 def _open(graph: fx.GraphModule) -> int:
-    """How many ops, inputs and parameters have an axis that nothing has decided."""
+    """Count the ops, inputs and parameters with an undecided axis."""
     known = [k for node in graph.graph.nodes if (k := sharding(node)) is not None]
     return sum(None in k.strategy or any(None in r for r in k.results) for k in known)
 
@@ -157,7 +157,7 @@ def _chosen(
     expected: ShardingAssumptions,
     left: int,
 ) -> tuple[fx.GraphModule, Certificate]:
-    """The solver's choice of what is open, and its certificate for the plan."""
+    """Return the graph with the solver's placements, and its certificate for the plan."""
     found, proof = choose_placements(
         graph,
         captured,
@@ -178,18 +178,18 @@ def _chosen(
         lower_bound=min(proof.bound, proof.seconds),
         gap=proof.gap,
         solver=proof.solver,
-        over=f"placements of {left} ops and values that annotations left open, for one stage",
+        over=f"placements of {left} ops and values without annotations, for one stage",
     )
 
 
 def _names(graph: fx.GraphModule, captured: CapturedModel) -> dict[str, str]:
-    """Other names of state -> the graph's; "" for state that the graph does not use."""
+    """Map other names of state to the graph's names; "" for state that the graph does not use."""
     used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
     return {**{name: "" for name in captured.state if name not in used}, **captured.aliases}
 
 
 def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
-    """The data axis cuts the batch dim of every input that no annotation places on that axis."""
+    """Shard the batch dim of every input over the data axis unless an annotation places it."""
     if DATA_AXIS not in mesh.names:
         return {}
     found = {}
@@ -202,7 +202,7 @@ def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) ->
 
 
 def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
-    """Whether an annotation places an input along an axis."""
+    """Return whether an annotation places an input on an axis."""
     for text, placements in given.items():
         key = AnnotationKey.parse(text)
         if key.kind == "input" and key.matches(name.removeprefix("input:")):
@@ -212,11 +212,10 @@ def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
 
 
 def _store_in_parts(graph: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> None:
-    """ZeRO-3: parameters lie in parts over the axis, and are put together where they are used.
+    """Shard parameters over the ZeRO axis (ZeRO-3); they are gathered where they are used.
 
-    The first dim that no other axis cuts and that falls into equal parts is cut, else the first
-    dim unevenly; a parameter too small for that, annotated on the axis, or written by the forward,
-    stays as it is.
+    The first unsharded dim with an even division is sharded, else the first dim unevenly. A
+    parameter stays unchanged if it is too small, annotated on the axis, or written by the forward.
     """
     mesh, at = request.mesh, request.mesh.index(request.zero_axis)
     parts, parameters = mesh.shape[at], frozenset(captured.parameters)
