@@ -23,12 +23,12 @@ PAGES = (
 @click.command()
 @click.argument("subject")
 @click.argument("name", required=False)
-@click.option("--memory", is_flag=True, help="The ten largest tensors at each rank's peak.")
+@click.option("--memory", is_flag=True, help="List the ten largest tensors at each rank's peak.")
 @json_option
 def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
 
-    With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
+    With a plan and NAME (an input, a weight, a node of the graph): the origin of its placements.
     Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `failures`,
     `glossary`, `heterogeneous`, `how_it_chooses`, `learning`, `measured`, `one_process`,
     `postmortem`, `precision`, `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`,
@@ -58,12 +58,12 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 def _memory(plan: Plan, as_json: bool) -> int:
     from fxpart.report.largest_tensors import largest
 
-    words = largest(plan)
+    lines = largest(plan)
     if as_json:
         rows = plan.prediction.ranks
         output.data([{"stage": r.stage, "peak": r.peak, "top": r.top} for r in rows])
     else:
-        output.text(words)
+        output.text(lines)
     return 0
 
 

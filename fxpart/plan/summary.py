@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from html import escape
+from typing import Protocol
 
 from fxpart import units
-from fxpart.plan.model import Plan, Stage
+from fxpart.plan.model import ModuleCheck, Plan
 from fxpart.plan.prediction import Prediction, RankPrediction
 from fxpart.plan.throughput import ModelWork, Throughput, compute_throughput
 from fxpart.schedule.weight_modes import FLUSH
 
 _WIDTH = 160  # characters of a value
 _LAYOUTS = 4  # layouts of stages that are listed
+
+
+class StageLayout(Protocol):
+    """The degrees of a stage, as plans and explanations have them."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks."""
+        ...
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Tensor-parallel ranks."""
+        ...
+
+    @property
+    def expert_parallel(self) -> int:
+        """Expert-parallel ranks."""
+        ...
+
+    @property
+    def zero(self) -> int:
+        """ZeRO stage."""
+        ...
+
+    @property
+    def recompute(self) -> str:
+        """Activation recomputation."""
+        ...
 
 
 def summarize(plan: Plan, work: ModelWork | None = None) -> str:
@@ -48,7 +78,7 @@ def summary_rows(plan: Plan, work: ModelWork | None = None) -> list[tuple[str, s
         ("bound", f"{certificate.status}: objective {units.seconds(certificate.objective)}, lower "
          f"bound {units.seconds(certificate.lower_bound)}, gap {units.percent(certificate.gap)}"),
         ("memory", _memory(max(plan.prediction.ranks, key=used))),
-        ("verified", describe_check(plan)),
+        ("verified", describe_check(plan.check)),
     ]  # fmt: skip
     if plan.equivalence is not None:
         rows.append(("results", describe_results(plan)))
@@ -59,9 +89,9 @@ def throughput_rows(found: Throughput) -> list[tuple[str, str]]:
     """Return the known figures in one row and a row for each figure that is not known."""
     parts = []
     if found.samples_per_second is not None:
-        parts.append(f"{found.samples_per_second:.4g} samples/s")
+        parts.append(f"{_rate(found.samples_per_second)} samples/s")
     if found.tokens_per_second is not None:
-        parts.append(f"{found.tokens_per_second:.4g} tokens/s")
+        parts.append(f"{_rate(found.tokens_per_second)} tokens/s")
     if found.tflops_per_device is not None:
         parts.append(f"{found.tflops_per_device:.3g} TFLOP/s per device")
     if found.mfu is not None:
@@ -87,15 +117,15 @@ def describe_source(given: Prediction) -> str:
     return given.method
 
 
-def describe_check(plan: Plan) -> str:
+def describe_check(check: ModuleCheck | None) -> str:
     """Return what is known of the captured program compared with the module."""
-    if plan.check is None:
+    if check is None:
         return "not recorded"
-    if plan.check.status == "passed":
+    if check.status == "passed":
         return "two steps of the captured program equal those of the module"
-    if plan.check.status == "off":
+    if check.status == "off":
         return "no: the captured program was not compared with the module (check=off)"
-    return f"no: the captured program was not compared with the module: {plan.check.reason}"
+    return f"no: the captured program was not compared with the module: {check.reason}"
 
 
 def describe_results(plan: Plan) -> str:
@@ -116,7 +146,7 @@ def used(entry: RankPrediction) -> float:
     return entry.memory.total / entry.memory_limit if entry.memory_limit else 0.0
 
 
-def layout(stage: Stage) -> str:
+def layout(stage: StageLayout) -> str:
     """Return a stage's degrees: "dp8 tp4 ep2 zero1 recompute full"; "-" for one rank."""
     parts = (
         f"dp{stage.data_parallel}" if stage.data_parallel > 1 else "",
@@ -126,6 +156,10 @@ def layout(stage: Stage) -> str:
         f"recompute {stage.recompute}" if stage.recompute != "none" else "",
     )
     return " ".join(filter(None, parts)) or "-"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _title(plan: Plan) -> str:

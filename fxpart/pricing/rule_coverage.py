@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxpart.capture.captured_model import CapturedModel
 from fxpart.compiler.tensor_sizes import expression, hint, tensors
 from fxpart.costmodels.op_work import flops
-from fxpart.capture.captured_model import CapturedModel
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import ShardingRule, rule_of
 from fxpart.plan.model import Plan
