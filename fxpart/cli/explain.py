@@ -48,14 +48,12 @@ RENAMED = {
 @click.command()
 @click.argument("subject")
 @click.argument("name", required=False)
-@click.option(
-    "--memory", is_flag=True, help="Print the ten largest tensors at the memory peak of each rank."
-)
+@click.option("--memory", is_flag=True, help="List the ten largest tensors at each rank's peak.")
 @json_option
 def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     """Explain SUBJECT: a plan file, an error code such as FXP204, or a page of the documentation.
 
-    With a plan and NAME (an input, a weight or a node of the graph): why it has its placements.
+    With a plan and NAME (an input, a weight, a node of the graph): the origin of its placements.
     Pages: `api`, `asynchronous_training`, `benchmarks`, `checkpoint_format`,
     `checkpoints_and_failures`, `converting_a_script`,
     `custom_ops_and_passes`, `errors`, `getting_started`, `glossary`, `heterogeneous_devices`,
@@ -89,12 +87,12 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 def _memory(plan: Plan, as_json: bool) -> int:
     from fxpart.report.largest_tensors import largest
 
-    words = largest(plan)
+    lines = largest(plan)
     if as_json:
         rows = plan.prediction.ranks
         output.data([{"stage": r.stage, "peak": r.peak, "top": r.top} for r in rows])
     else:
-        output.text(words)
+        output.text(lines)
     return 0
 
 

@@ -353,6 +353,18 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The device of a rank: the rank-th of those used, in the cluster's order."""
         return self.cluster.devices[self.devices[rank] if self.devices else rank]
 
+    def __repr__(self) -> str:
+        """Return a summary of at most 20 lines."""
+        from fxpart.plan.summary import summarize
+
+        return summarize(self)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as HTML, for notebooks."""
+        from fxpart.plan.summary import summarize_as_html
+
+        return summarize_as_html(self)
+
     @property
     def runnable(self) -> tuple[str, ...]:
         """Why this version cannot train by the plan, each reason in words; empty if it can."""

@@ -8,14 +8,14 @@ from fxpart.units import size
 
 
 def largest(plan: Plan) -> str:
-    """Ten tensors of each stage and why they live; FXP109 where the plan does not know them."""
+    """Return the ten largest tensors of each stage; raises FXP109 for a plan without them."""
     rows = [entry for entry in plan.prediction.ranks if entry.top]
     if not rows:
         raise error(
             "FXP109",
             where="--memory",
-            why="this plan does not say which tensors live at the peak",
-            fix="plan again: plans of stages that are runs of blocks have it",
+            why="this plan does not list the tensors that are alive at the peak",
+            fix="plan again; plans whose stages are contiguous blocks list them",
         )
     lines: list[str] = []
     for entry in rows:
@@ -24,8 +24,8 @@ def largest(plan: Plan) -> str:
         if lines:
             lines.append("")
         lines.append(
-            f"Stage {entry.stage} ({ranks}): {size(entry.peak)} at once, "
-            f"{size(entry.memory.total)} with every part at its largest"
+            f"Stage {entry.stage} ({ranks}): {size(entry.peak)} at the peak, "
+            f"{size(entry.memory.total)} as the sum of the peaks by cause"
         )
         width = max(len(tensor.name) for tensor in entry.top)
         lines += [

@@ -1,4 +1,4 @@
-"""Groups of copies: who takes how much of the work, and how fast a group is as a whole."""
+"""Tables of replicated stages: microbatches per replica and the pace of each group."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fxpart import units
 from fxpart.plan.model import Plan
 from fxpart.report.table import table
 
-HEADS = ("stages", "devices", "a microbatch", "of a step", "as a group")
+HEADS = ("stages", "devices", "per microbatch", "microbatches", "group")
 
 
-def copies_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """By group its stages, devices, seconds of a microbatch on each, shares, and c / n_c.
+def replica_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return each group's stages, devices, seconds per microbatch, microbatches and group seconds.
 
-    The last is the seconds between two microbatches while all copies of the group work; the group
-    with the most sets the pace, or the transfers do. Where microbatches come from queues also the
-    updates that the group's gradients may miss. Empty where copies neither are nor have queues.
+    The last is the time between two microbatches while all replicas of the group compute; the group
+    with the longest is the bottleneck unless transfers are. With queue routing also the staleness
+    of the group's gradients. Empty for a plan without replicas and queues.
     """
     if not plan.replicas and not plan.staleness:
         return []
@@ -41,17 +41,17 @@ def copies_rows(plan: Plan) -> list[tuple[str, ...]]:
     return found
 
 
-def copies_lines(plan: Plan) -> list[str]:
-    """:func:`copies_rows` as text under a heading; empty where no stage has copies."""
-    rows = copies_rows(plan)
+def replica_lines(plan: Plan) -> list[str]:
+    """:func:`replica_rows` as text under a heading; empty without replicas."""
+    rows = replica_rows(plan)
     if not rows:
         return []
     heads: tuple[str, ...] = HEADS
-    sides, how = "<<<<>", "take microbatches in turn"
+    sides, how = "<<<<>", "round-robin routing"
     if plan.staleness:
-        heads, sides = (*heads, "may miss"), sides + ">"
-        how = "take the next microbatch when they are free;\nshares and times are those of turns"
+        heads, sides = (*heads, "staleness"), sides + ">"
+        how = "queue routing;\nmicrobatches and seconds are those of round-robin routing"
     return [
-        *f"Copies (stages of one row hold the same blocks and {how})".splitlines(),
+        *f"Replicas (the stages of a row have the same blocks; {how})".splitlines(),
         *(f"  {line}" for line in table(heads, sides, rows)),
     ]
