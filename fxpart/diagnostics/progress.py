@@ -1,4 +1,4 @@
-"""Phases of long work, logged with their seconds, and a progress bar for terminals and notebooks."""
+"""Phases of long work, logged with their seconds, and a progress bar on stderr."""
 
 from __future__ import annotations
 
