@@ -86,7 +86,7 @@ def fxpart(*arguments: str) -> str:
 
 
 # Headings of what `fxpart explain` says that the README shows; all of it is in reading_a_plan.md.
-_SOME = ("Stages", "Where the step goes", "How good it is", "With one decision changed")
+_SOME = ("Stages", "Breakdown", "Certificate", "With one decision changed")
 
 
 def some(text: str) -> str:

@@ -88,7 +88,8 @@ def queues(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | 
 NAMES = {
     "compute": "computation", "collectives": "collectives within stages",
     "transfers": "transfers between stages", "gathers": "weight all-gather (ZeRO 3)",
-    "sums": "gradient reduction", "ties": "tied-parameter gradient reduction", "optimizer": "optimizer step",
+    "sums": "gradient reduction", "ties": "tied-parameter gradient reduction",
+    "optimizer": "optimizer step",
     "overhead": "runtime overhead", "predictions": "weight prediction", "bubble": "idle",
 }  # fmt: skip
 
