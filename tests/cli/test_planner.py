@@ -145,7 +145,10 @@ def test_what_if(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert "without rank 3" in text and "infeasible after the change" in text and "new plan" in text
     same = json.loads(call(capsys, "whatif", path, "--fix", "dp=1", "--fix", "tp=1", "--fix",
                            "stages=4", "--json"))  # fmt: skip
-    assert same["kept"] == {"closed_form_seconds": same["before"]["closed_form_seconds"], "faults": []}
+    assert same["kept"] == {
+        "closed_form_seconds": same["before"]["closed_form_seconds"],
+        "faults": [],
+    }
     assert same["again"]["closed_form_seconds"] == same["before"]["closed_form_seconds"]
     three = json.loads(call(capsys, "whatif", path, "--microbatches", "3", "--json"))
     assert three["again"]["decisions"][0].split(", ")[1] == "3 microbatches"
