@@ -54,8 +54,12 @@ class ProgressBar:
 
     def show(self, text: str, completed: float | None = None) -> None:
         """Show what is being done, and how much of the total is done."""
-        title = f"{self._title}: {text}" if text else self._title
-        self._display.update(self._task, description=title, completed=completed)
+        self._display.update(self._task, description=f"{self._title}: {text}", completed=completed)
+
+    def show_phase(self, name: str) -> None:
+        """Show a phase at once, however short it is."""
+        self.show(name)
+        self._display.refresh()
 
 
 @contextmanager

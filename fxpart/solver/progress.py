@@ -67,5 +67,5 @@ def planning_progress(
         if bar is None:
             yield show
             return
-        with listen_to_phases(bar.show):
+        with listen_to_phases(bar.show_phase):
             yield show

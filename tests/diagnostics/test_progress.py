@@ -44,9 +44,8 @@ class Terminal:
         """Nothing is buffered."""
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Stderr as a terminal."""
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Make stderr a terminal; within a test, as pytest sets stderr when a test begins."""
     made = Terminal()
     monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setenv("TERM", "xterm")
@@ -73,7 +72,8 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_has_a_bar_that_can_be_switched_off(terminal: Terminal) -> None:
+def test_a_terminal_has_a_bar_that_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
     program = compiled(progress=False)
     trainer = program.trainer("sgd")
     trainer.fit([BATCH], progress=False)
@@ -85,9 +85,8 @@ def test_a_terminal_has_a_bar_that_can_be_switched_off(terminal: Terminal) -> No
     assert "fxpart fit: step 2, loss" in terminal.text
 
 
-def test_other_ranks_and_files_have_no_bar(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_and_files_have_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_terminal(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     with progress_bar("title") as bar:
         assert bar is None
@@ -100,7 +99,8 @@ def test_other_ranks_and_files_have_no_bar(
         assert bar is not None
 
 
-def test_a_function_is_called_with_the_progress_of_the_solver(terminal: Terminal) -> None:
+def test_a_function_is_called_with_the_solvers_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
     seen: list[Progress] = []
     compiled(progress=seen.append)
     assert seen and all(isinstance(now, Progress) for now in seen) and terminal.text == ""

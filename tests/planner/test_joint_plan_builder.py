@@ -318,7 +318,7 @@ def test_interleaved_stages_have_pieces() -> None:
     assert covered == list(range(26))
     assert Plan.loads(plan.dumps()) == plan
     assert not any("schedule" in reason for reason in plan.runnable)
-    assert "2 pieces a stage" in explain(plan) and report_html(plan)
+    assert "2 virtual stages per rank" in explain(plan) and report_html(plan)
 
 
 def test_what_runs_is_told() -> None:

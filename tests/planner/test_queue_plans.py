@@ -145,13 +145,14 @@ def test_what_is_only_planned_has_no_queues() -> None:
 def test_explain_and_diff_say_so() -> None:
     plan = mixed().plan
     text = explain(plan)
-    assert "from queues with weights stash" in text
-    assert "take the next microbatch when they are free" in text
+    assert "routed by queues, weights stash" in text
+    assert "queue routing" in text
     assert [line.split()[-2:] for line in text.splitlines() if line.endswith(" updates")] == [
         ["2", "updates"], ["0", "updates"],
     ]  # fmt: skip
     in_turns = msgspec.structs.replace(plan, staleness=(), weights="flush")
-    assert "may miss" not in explain(in_turns) and "in turn" in explain(in_turns)
+    assert "queue routing" not in explain(in_turns)
+    assert "round-robin routing" in explain(in_turns)
     assert "staleness" in str(diff(in_turns, plan))
     assert decisions(plan) != decisions(in_turns)
 
