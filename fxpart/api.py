@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,14 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     with_equivalence,
 )
 from fxpart.codegen.mesh_programs.sharding_decision import given_annotations
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes.objective import ADDED_KEY
 from fxpart.plan.model import Plan
 from fxpart.plan.runtime_support import require
 from fxpart.plan.schedule import plan_schedule
+from fxpart.plan.summary import summarize, summarize_as_html
+from fxpart.plan.throughput import ModelWork
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import (
     check_trainable,
@@ -51,9 +55,11 @@ from fxpart.planner.prepared_model import (
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
 from fxpart.pricing.joint_space import SearchSpace
+from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.torch_modes import guard_compile
 from fxpart.schedule.action import Schedule
+from fxpart.solver.progress import planning_progress
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
@@ -86,7 +92,7 @@ def compile(
     weights: str | None = None,
     check: str = "auto",
     batch_coupling: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
 
@@ -120,44 +126,48 @@ def compile(
     (FXP113 if they differ), unless the module has no data or the check is expensive; "on" always
     compares, "off" never; the plan records the result. batch_coupling: "per-microbatch" computes
     what couples the rows of a batch (batch statistics, a loss over pairs of rows) for each
-    microbatch; by default such a batch is one microbatch. progress: called with incumbent and bound
-    while the planner solves.
+    microbatch; by default such a batch is one microbatch. progress: whether to show a progress bar
+    on stderr, by default on a terminal and in a notebook; or a function that is called with each
+    :class:`~fxpart.solver.progress.Progress` of the solver. The logger "fxpart" reports the seconds
+    of each phase (INFO) and details (DEBUG).
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx if no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    front = prepare_model(
-        model,
-        cluster,
-        chosen,
-        (example_inputs, example_kwargs),
-        PlanningArguments(
-            batch_size, microbatches, optimizer, cost_model,
-            with_coupling(
-                with_mode(
-                    with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
-                    chosen,
+    with planning_progress(progress) as listener:
+        front = prepare_model(
+            model,
+            cluster,
+            chosen,
+            (example_inputs, example_kwargs),
+            PlanningArguments(
+                batch_size, microbatches, optimizer, cost_model,
+                with_coupling(
+                    with_mode(
+                        with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
+                        chosen,
+                    ),
+                    batch_coupling,
                 ),
-                batch_coupling,
+                seed,
             ),
-            seed,
-        ),
-        {"loss": loss, "batch_dims": batch_dims},
-        check,
-    )  # fmt: skip
-    if chosen is not None:
-        require(chosen, f"plan for {chosen.model.name}")
-        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
-        _resolve_microbatches(front, chosen.microbatches, chosen)
-        if not (
-            is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
-        ):
-            front.compare()
-        parts = apply_plan(front.captured, front.graph, front.info, chosen)
-        return Program(chosen, request=front.request, **fields_of(parts))
-    check_trainable(front.request.constraints)
-    return _solve(front, microbatches, progress)
+            {"loss": loss, "batch_dims": batch_dims},
+            check,
+        )  # fmt: skip
+        if chosen is not None:
+            require(chosen, f"plan for {chosen.model.name}")
+            check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+            _resolve_microbatches(front, chosen.microbatches, chosen)
+            if not (
+                is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
+            ):
+                front.compare()
+            with log_phase("generate the program"):
+                parts = apply_plan(front.captured, front.graph, front.info, chosen)
+            return Program(chosen, request=front.request, **fields_of(parts))
+        check_trainable(front.request.constraints)
+        return _solve(front, microbatches, listener)
 
 
 @guard_compile
@@ -181,7 +191,7 @@ def propose(
     weights: str | None = None,
     check: str = "auto",
     batch_coupling: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
 ) -> PlanProposal:
     """Return the best plan in the full search space, including plans that cannot be trained yet.
 
@@ -190,32 +200,33 @@ def propose(
     is not lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
     The mode "queue" is rejected (FXP109), because :func:`compile` covers its whole search space.
     """
-    front = prepare_model(
-        model,
-        cluster,
-        None,
-        (example_inputs, example_kwargs),
-        PlanningArguments(
-            batch_size, microbatches, optimizer, cost_model,
-            with_coupling(
-                with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
-                batch_coupling,
+    with planning_progress(progress) as listener:
+        front = prepare_model(
+            model,
+            cluster,
+            None,
+            (example_inputs, example_kwargs),
+            PlanningArguments(
+                batch_size, microbatches, optimizer, cost_model,
+                with_coupling(
+                    with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
+                    batch_coupling,
+                ),
+                seed,
             ),
-            seed,
-        ),
-        {"loss": loss, "batch_dims": batch_dims},
-        check,
-    )  # fmt: skip
-    checked = front.compare()
-    microbatches = _resolve_microbatches(front, microbatches)
-    problem, provenance = build_joint_problem(
-        front.graph, front.captured, front.request, microbatches, SearchSpace()
-    )
-    plan = plan_best_choice(
-        problem, provenance, front.request, front.captured, front.graph, front.info, progress
-    )
-    check_plan(plan, front.request.constraints, front.blocks)
-    return PlanProposal(replace(plan, check=checked), problem)
+            {"loss": loss, "batch_dims": batch_dims},
+            check,
+        )  # fmt: skip
+        checked = front.compare()
+        microbatches = _resolve_microbatches(front, microbatches)
+        problem, provenance = build_joint_problem(
+            front.graph, front.captured, front.request, microbatches, SearchSpace()
+        )
+        plan = plan_best_choice(
+            problem, provenance, front.request, front.captured, front.graph, front.info, listener
+        )
+        check_plan(plan, front.request.constraints, front.blocks)
+        return PlanProposal(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ class PlanProposal:
     problem: JointProblem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A compiled model: the plan, and a stage module for each rank.
 
@@ -247,6 +258,19 @@ class Program:
     lanes: MeshRankPrograms | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
     problem: JointProblem | None = None
+
+    def __repr__(self) -> str:
+        """Return a summary of the plan of at most 20 lines, with MFU for models with tokens."""
+        return summarize(self.plan, self.work)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as HTML, for notebooks."""
+        return summarize_as_html(self.plan, self.work)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """Model FLOPs of one optimizer step, counted from the captured graph."""
+        return count_model_work(self.captured, self.prepared.graph, self.plan)
 
     @property
     def optimizer(self) -> Any:
@@ -293,6 +317,7 @@ class Program:
         microbatches: int | None = None,
         constraints: Mapping[str, int | float | str | bool] | None = None,
         cost_model: str | Path | CostModel = "auto",
+        progress: Callable[[Progress], None] | bool | None = None,
     ) -> Program:
         """Plan the captured model for another cluster or other constraints, without a new capture.
 
@@ -324,7 +349,8 @@ class Program:
             annotations,
             lambda: self.plan.check,
         )
-        return _solve(front, microbatches)
+        with planning_progress(progress) as listener:
+            return _solve(front, microbatches, listener)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
         """Return every stage's actions with transfers, for the plan's or another microbatch count.
@@ -453,7 +479,7 @@ def _resolve_microbatches(
 def _solve(
     front: PreparedModel,
     microbatches: int | None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None],
 ) -> Program:
     """Return the program with the lowest step time.
 
@@ -465,7 +491,8 @@ def _solve(
 
     def search() -> Plan:
         checked = front.compare()
-        answer = select_mode(front, microbatches, progress)
+        with log_phase("search for the best plan"):
+            answer = select_mode(front, microbatches, progress)
         found = answer.decided
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
@@ -482,6 +509,7 @@ def _solve(
     plan = agree_on_plan(describe_request(front, microbatches), search, devices)
     if made:
         return made[0]
-    parts = apply_plan(front.captured, front.graph, front.info, plan)
+    with log_phase("generate the program"):
+        parts = apply_plan(front.captured, front.graph, front.info, plan)
     request = request_of(front.request, plan)
     return Program(plan, request=request, annotations=front.annotations, **fields_of(parts))

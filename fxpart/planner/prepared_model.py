@@ -27,6 +27,7 @@ from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.costs import CostModel
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes import PREPARE
 from fxpart.plan.constraint_table import DATA_AXIS
@@ -98,21 +99,23 @@ def prepare_model(
     )  # fmt: skip
     model, loss = plain_module(gather_model_dtensors(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
-    captured = _capture(
-        model,
-        gather_batch_dtensors(given[0]),
-        gather_batch_dtensors(given[1]),
-        microbatches=asked.microbatches if plan is None else plan.microbatches,
-        request=request,
-        batch_size=asked.batch_size if plan is None else plan.batch_size,
-        precision=request.precision,
-        **options,
-    )
+    with log_phase("capture the model"):
+        captured = _capture(
+            model,
+            gather_batch_dtensors(given[0]),
+            gather_batch_dtensors(given[1]),
+            microbatches=asked.microbatches if plan is None else plan.microbatches,
+            request=request,
+            batch_size=asked.batch_size if plan is None else plan.batch_size,
+            precision=request.precision,
+            **options,
+        )
     if isinstance(asked.optimizer, torch.optim.Optimizer):
         UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
-    graph = PassManager().run(_prepare(granularity), captured.graph)
+    with log_phase("prepare the graph"):
+        graph = PassManager().run(_prepare(granularity), captured.graph)
     said: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
@@ -121,7 +124,8 @@ def prepare_model(
     captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
-        return check_module(model, loss, captured, graph, seed=request.seed, check=check)
+        with log_phase("check the captured program"):
+            return check_module(model, loss, captured, graph, seed=request.seed, check=check)
 
     return PreparedModel(with_model_profile(request, info), captured, graph, info, said, compare)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.codegen.generated_program import GeneratedProgram
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan
@@ -92,11 +94,13 @@ def _alike(
         )
         return PlanSearchResult(plan, parts)
     degrees = replace(request, constraints=with_cut_schedules(request.constraints))
-    problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
+    with log_phase("price the blocks", logging.DEBUG):
+        problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
     levels = _has_tables(front)
-    chosen = choose_degrees(
-        problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
-    )
+    with log_phase("search the parallel degrees", logging.DEBUG):
+        chosen = choose_degrees(
+            problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
+        )
     found: list[_Tried] = []
     problems: list[Problem] = []
     tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
@@ -108,9 +112,10 @@ def _alike(
         fixed = with_mesh(request, one.mesh, one.zero)
         seats = assign_proposal_devices(chosen, one, request)
         try:
-            made = solve_exactly(
-                fixed, captured, graph, info, microbatches, annotations, seats, looked
-            )
+            with log_phase(f"lower and price {_describe(one)}", logging.DEBUG):
+                made = solve_exactly(
+                    fixed, captured, graph, info, microbatches, annotations, seats, looked
+                )
             found.append((*made, one))
         except FxpartError as fault:
             problems += fault.problems
@@ -146,6 +151,11 @@ def _fixed_cuts(
 def _has_tables(front: PreparedModel) -> bool:
     """Whether the model trains tables with sparse gradients."""
     return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
+
+
+def _describe(one: MeshProposal) -> str:
+    zero = f", ZeRO {one.zero}" if one.zero else ""
+    return f"{one.mesh or 'one rank per stage'}{zero}"
 
 
 def _closed(made: _Tried) -> float:

@@ -72,9 +72,9 @@ def stage_rows(found: RecordingComparison) -> tuple[tuple[str, ...], list[tuple[
     """Return heads and rows: stage, ranks, part, predicted, measured, ratio."""
     rows: list[tuple[str, ...]] = []
     for stage in found.stages:
-        parts = [(f"{name} per microbatch", part) for name, part in stage.each.items()]
+        parts = [(f"{name}, per microbatch", part) for name, part in stage.each.items()]
         once = {name: part for name, part in stage.step.items() if name not in stage.each}
-        parts += [(f"{label(name)} per step", part) for name, part in once.items()]
+        parts += [(f"{label(name)}, per step", part) for name, part in once.items()]
         first = True
         for name, part in parts:
             if abs(part.predicted) < _NONE and abs(part.measured or 0.0) < _NONE:

@@ -163,8 +163,5 @@ def _crowding(found: ContentionProfile) -> list[str]:
         lines.append(f"a collective of 2 to {len(found.meet) + 1} ranks starts {later} later")
     if found.baseline:
         lost = percent(found.overhead)
-        lines.append(
-            f"memory of a process without tensors: {size(found.baseline)}, "
-            f"and {lost} of its tensors"
-        )
+        lines.append(f"memory of a process: {size(found.baseline)}, and {lost} of its tensors")
     return lines

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fxpart.diagnostics.progress import ProgressBar
 from fxpart.errors import error
+
+_log = logging.getLogger("fxpart")
 
 Kind = Literal["start", "evaluation", "epoch", "fallback", "slow", "failure", "end"]
 
@@ -120,6 +124,37 @@ class JsonLines(Callback):
         if self._file is not None:
             self._file.write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
             self._file.flush()
+
+
+class RunProgress(Callback):
+    """Logs a run to the logger "fxpart" on rank 0, and shows it on a progress bar.
+
+    INFO: events; DEBUG: steps. bar: None where none is shown.
+    """
+
+    def __init__(self, bar: ProgressBar | None) -> None:
+        self._bar = bar
+
+    def on_step(self, info: StepInfo) -> None:
+        """Log step, loss and rate, and advance the bar."""
+        if info.rank:
+            return
+        line = f"step {info.step}, loss {info.loss:.4g}, {info.rows_per_second:.4g} samples/s"
+        _log.debug("%s", line)
+        if self._bar is not None:
+            self._bar.show(line, info.step)
+
+    def on_event(self, event: Event) -> None:
+        """Log the event with its values or its reason."""
+        if event.rank:
+            return
+        values = ", ".join(f"{name} {value:.4g}" for name, value in event.values.items())
+        reason = event.why or values or str(event.error or "")
+        level = logging.DEBUG if event.kind == "epoch" else logging.INFO
+        _log.log(
+            level, "fit: %s at step %d, epoch %d%s", event.kind, event.step, event.epoch,
+            f": {reason}" if reason else "",
+        )  # fmt: skip
 
 
 class EarlyStopping:

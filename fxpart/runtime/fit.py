@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
-from fxpart.runtime.callbacks import AnyCallback, EarlyStopping, Event, Kind, StepInfo
+from fxpart.runtime.callbacks import (
+    AnyCallback,
+    EarlyStopping,
+    Event,
+    Kind,
+    RunProgress,
+    StepInfo,
+)
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
@@ -44,6 +52,7 @@ class FitOptions:
     early_stopping: EarlyStopping | None = None
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
+    progress: bool | None = None
 
     def check(self) -> FitOptions:
         """Raise FXP109 for invalid combinations."""
@@ -107,10 +116,16 @@ class FitLoop:
         self.values: dict[str, float] = {}
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
+        self._progress = RunProgress(None)
         self._last = time.perf_counter()
 
     def go(self) -> FitResult:
         """Run to the end; report a failure to the callbacks and raise it on every rank."""
+        with progress_bar("fxpart fit", self.run.progress, self.run.steps) as bar:
+            self._progress = RunProgress(bar)
+            return self._run()
+
+    def _run(self) -> FitResult:
         try:
             agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
             self.scheduler = self._make_scheduler(self.run.scheduler)
@@ -221,9 +236,14 @@ class FitLoop:
             rows, now - self._last, trainer.rank,
         )  # fmt: skip
         self._last = now
+        self.report_step(info)
+
+    def report_step(self, info: StepInfo) -> None:
+        """Log an update, and pass it to the callbacks."""
+        self._progress.on_step(info)
         for callback in self.run.callbacks:
             tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
-            what = f"callback {_name(callback)}.on_step after step {self.step}"
+            what = f"callback {_name(callback)}.on_step after step {info.step}"
             self.guarded(what, partial(tell, info))
 
     def _record_used(self, group: list[Any], rows: int) -> None:
@@ -287,6 +307,7 @@ class FitLoop:
 
     def _notify(self, kind: Kind, **more: Any) -> None:
         event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)
+        self._progress.on_event(event)
         for callback in self.run.callbacks:
             tell = getattr(callback, "on_event", None)
             if tell is not None:
@@ -296,6 +317,7 @@ class FitLoop:
     def _report(self, cause: BaseException) -> None:
         """Report a failure to the callbacks; attach their exceptions as notes."""
         event = Event("failure", self.step, self.position.epoch, self.trainer.rank, error=cause)
+        self._progress.on_event(event)
         for callback in self.run.callbacks:
             try:
                 getattr(callback, "on_event", _ignore)(event)

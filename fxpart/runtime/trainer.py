@@ -201,7 +201,8 @@ class Trainer(Inference):
         :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo.
         early_stopping: an EarlyStopping. local: as for :meth:`step`. checkpoints: a folder, or
         :class:`~fxpart.runtime.training_run.options.Checkpoints`, for automatic saving and
-        resuming.
+        resuming. progress: whether to show a progress bar on stderr, by default on a terminal
+        and in a notebook. The logger "fxpart" reports events (INFO) and steps (DEBUG).
 
         Every rank ends after the same step. An exception on one rank, in data, a metric or a
         callback, raises the same error on all ranks.

@@ -12,6 +12,7 @@ import torch
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import busy_by_rank
@@ -59,6 +60,7 @@ def make_trainer(
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
     with (
+        log_phase("make the trainer"),
         announce_call("program.trainer"),
         disable_torch_modes(ambient, TrainerCallKind.MAKE, "program.trainer"),
     ):

@@ -72,7 +72,7 @@ def fxpart(*arguments: str) -> str:
 
 
 # Headings of the sections of `fxpart explain` that the README shows.
-_SOME = ("Stages", "How good it is")
+_SOME = ("Stages", "Certificate")
 
 
 def some(text: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 import sample_plans
 from cli_calls import call, fresh
 
-from fxpart import cli
+from fxpart import cli, units
 from fxpart.cli.explain import RENAMED
 from fxpart.errors import CODES
 from fxpart.plan.model import Plan
@@ -133,7 +133,7 @@ def test_explain_a_plan(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("GPT2LMHeadModel on local:4") and err == ""
     out, _ = call(capsys, "explain", plan, "--json")
     found, given = json.loads(out), Plan.load(plan)
-    assert found["step"]["seconds"] == given.prediction.step_seconds
+    assert found["step"]["step_time"] == given.prediction.simulated_seconds
     assert [one["stage"] for one in found["by_stage"]] == [0, 1, 2, 3]
 
 
@@ -186,23 +186,28 @@ def test_diff(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert call(capsys, "diff", plan, plan)[0] == "no difference\n"
     other = tmp_path / "other.json"
     msgspec.structs.replace(Plan.load(plan), seed=7).dump(other)
-    assert call(capsys, "diff", plan, str(other), status=1)[0] == "seed: 0 -> 7\n"
+    same = units.seconds(Plan.load(plan).prediction.expected_seconds)
+    out, _ = call(capsys, "diff", plan, str(other), status=1)
+    assert out == f"step time {same} -> {same} (+0.0 %)\nseed: 0 -> 7\n"
     out, _ = call(capsys, "diff", plan, str(other), "--json", status=1)
-    assert json.loads(out) == [{"kind": "given", "new": 7, "old": 0, "path": "seed"}]
+    found = json.loads(out)
+    assert found["changes"] == [{"kind": "given", "new": 7, "old": 0, "path": "seed"}]
+    assert found["step_time"]["old"] == Plan.load(plan).prediction.expected_seconds
     slower = sample_plans.plan(slow=2.0)
     msgspec.structs.replace(slower, microbatches=7).dump(other)
     lines = call(capsys, "diff", plan, str(other), status=1)[0].splitlines()
-    at = lines.index("Predicted")
-    assert lines[0] == "Decided" and lines[1] == "  microbatches: 8 -> 7"
+    at = lines.index("Predictions")
+    assert lines[1:3] == ["Decisions", "  microbatches: 8 -> 7"]
     old, new = (Plan.load(p).prediction.step_seconds for p in (plan, other))
-    words = f"  prediction.step_seconds: {old:.6g} -> {new:.6g} ({(new / old - 1) * 100:+.1f} %)"
+    name = "prediction.step_seconds (closed form)"
+    words = f"  {name}: {old:.6g} -> {new:.6g} ({(new / old - 1) * 100:+.1f} %)"
     assert words in lines[at:]
 
 
 def test_simulate(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     out, err = call(capsys, "simulate", plan, "--schedule", "gpipe", "--trace", str(trace))
-    assert out.startswith("gpipe: ") and "8 microbatches in flight" in out and "wrote" in err
+    assert "\ngpipe: simulated " in out and "8 microbatches in flight" in out and "wrote" in err
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(e["ph"] == "X" and e["cat"] == "compute" for e in events) == 2 * 4 * 8
     found = json.loads(call(capsys, "simulate", plan, "-m", "3", "--json")[0])
@@ -217,7 +222,10 @@ def test_report(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert out == "" and str(path) in err
     assert path.read_text().startswith("<!DOCTYPE html>")
     out, _ = call(capsys, "report", plan, "-o", str(path), "--json")
-    assert json.loads(out) == {"files": {str(path): path.stat().st_size}}
+    assert json.loads(out) == {
+        "files": {str(path): path.stat().st_size},
+        "step_time": Plan.load(plan).prediction.expected_seconds,
+    }
     _, err = call(capsys, "report", plan, "-o", str(tmp_path / "no" / "r.html"), status=4)
     assert "FXP603" in err
 

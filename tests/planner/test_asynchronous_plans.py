@@ -220,9 +220,9 @@ def test_a_plan_says_both_times_and_comes_back(mode: str) -> None:
     trained = 4 * same.stages[0].parameters
     assert given_.ranks[0].memory.copies == {"spectrain": trained, "stash": trained}.get(mode, 0)
     text = " ".join(explain(plan).split())
-    assert f"schedule async with weights {mode}" in text and "Asynchronous training" in text
+    assert f"schedule async, weights {mode}" in text and "Asynchronous pipeline" in text
     assert "(m + S - 1) / m = 1.25" in text and "1 update" in text
-    assert "Asynchronous training" in report_html(plan)
+    assert "Asynchronous pipeline" in report_html(plan)
 
 
 def test_a_weight_mode_that_does_not_go_with_the_schedule_is_a_fault() -> None:

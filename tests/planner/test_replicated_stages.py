@@ -136,7 +136,7 @@ def test_what_if_says_why_it_cannot_tell() -> None:
 def test_explain_shows_who_takes_what() -> None:
     """Copies of one stage on one row, with the seconds of a microbatch over their number."""
     text = explain(fed().plan)
-    assert "take microbatches in turn" in text
+    assert "round-robin routing" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("0, 1, 2 "))
     assert "11, 11, 10" in row and row.endswith("3.36 ms")
 

@@ -83,7 +83,7 @@ def test_a_right_plan_differs_in_nothing(stages: int, microbatches: int) -> None
         for name, part in [*stage.each.items(), *stage.step.items()]:
             assert part.measured == pytest.approx(part.predicted, abs=1e-12), name
     assert found.differences[0].share is None
-    assert "The step is as predicted" in format_comparison(found)
+    assert "Step time is within" in format_comparison(found)
     for memory in found.memory:
         assert memory.needed == memory.predicted
 

@@ -136,10 +136,7 @@ class AsyncFit(FitLoop):
             done.rows, now - self._last, self._async_trainer.rank,
         )  # fmt: skip
         self._last = now
-        for callback in self.run.callbacks:
-            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
-            name = getattr(callback, "__name__", type(callback).__name__)
-            self.guarded(f"callback {name}.on_step after step {done.step}", partial(tell, info))
+        self.report_step(info)
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
         """Call ``do``; if it raises while minibatches are in flight, abort all ranks.

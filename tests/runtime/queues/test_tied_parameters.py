@@ -247,7 +247,7 @@ def test_planned_with_queues() -> None:
     )  # fmt: skip
     given = program.plan
     assert given.ties and given.replicas and not given.problems()
-    assert "from queues" in explain(given)
+    assert "routed by queues" in explain(given)
     made = program.trainer(adamw)
     losses = [made.step(batch(step)) for step in range(STEPS)] + made.drain()
     assert next(loss for loss in losses if loss is not None) == pytest.approx(alone()[0][0])
