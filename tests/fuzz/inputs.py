@@ -155,10 +155,12 @@ def problems(kind: str) -> Callable[[], list[Sample]]:
 
 
 def read_instance(data: bytes) -> object:
-    from fxpart.solver.maxload.formats import parse_instance
-    from fxpart.solver.maxload.formats.given import Given
+    from benchmarks.maxload.formats import parse_instance
+    from benchmarks.maxload.formats.overrides import DeviceOverrides
 
-    devices = Given() if data.lstrip()[:1] == b"{" else Given(accelerators=2, bandwidth=1e6)
+    devices = DeviceOverrides()
+    if data.lstrip()[:1] != b"{":
+        devices = DeviceOverrides(accelerators=2, bandwidth=1e6)
     return parse_instance(data, "file", devices)
 
 

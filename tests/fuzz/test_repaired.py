@@ -302,7 +302,6 @@ def test_weights_whose_header_is_nested_deep_or_endless() -> None:
         ["whatif", "{}.json"],
         ["diff", "{}.json", "{}.json"],
         ["validate", "{}.json"],
-        ["solve", "{}.json"],
         ["report", "{}.json", "--trace", "{}.json"],
     ],
 )
