@@ -123,12 +123,6 @@ def pools_of(cluster: Cluster) -> tuple[int, ...]:
     return tuple(found.setdefault(key, len(found)) for key in keys)
 
 
-def used_ranks(placed: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Ranks 0 to n-1 in place of n devices, in the devices' order: the world is what is used."""
-    rank = {device: r for r, device in enumerate(sorted(d for lanes in placed for d in lanes))}
-    return tuple(tuple(rank[device] for device in lanes) for lanes in placed)
-
-
 def topology_of(
     cluster: Cluster,
     widths: Sequence[tuple[int, int, int]],

@@ -15,7 +15,7 @@ from ranks import python_path
 from torch import fx, nn
 from zoo_graphs import captured, prepared
 
-from fxpart.capture.fingerprint import canonical_lines, describe_difference, fingerprint
+from fxpart.capture.fingerprint import canonical_lines, fingerprint
 from fxpart.compiler import PassManager
 
 aten = torch.ops.aten
@@ -46,15 +46,11 @@ def graph(
 def test_relevant_changes_show(change: dict[str, object]) -> None:
     a, b = graph(), graph(**change)  # type: ignore[arg-type]
     assert fingerprint(a) != fingerprint(b)
-    difference = describe_difference(a, b)
-    assert difference is not None
-    assert difference.lines[0] != difference.lines[1]
-    assert list(canonical_lines(a))[difference.index] == difference.lines[0]
+    assert list(canonical_lines(a)) != list(canonical_lines(b))
 
 
 def test_equal_graphs_do_not_differ() -> None:
     assert fingerprint(graph()) == fingerprint(graph())
-    assert describe_difference(graph(), graph()) is None
 
 
 def test_node_names_and_devices_do_not_count() -> None:
@@ -63,17 +59,6 @@ def test_node_names_and_devices_do_not_count() -> None:
         if node.op == "call_function":
             node.name = f"{node.name}_other"
     assert fingerprint(a) == fingerprint(b)
-
-
-def test_one_graph_may_end_before_the_other() -> None:
-    a, b = graph(), graph()
-    relu = next(n for n in b.graph.nodes if n.target is aten.relu.default)
-    relu.replace_all_uses_with(relu.args[0])
-    b.graph.erase_node(relu)
-    difference = describe_difference(a, b)
-    assert difference is not None
-    assert "relu" in difference.lines[0]
-    assert "relu" in difference.places[0]
 
 
 @pytest.mark.slow
