@@ -16,7 +16,8 @@ from .partial_draws import count_drawn, count_dropped, is_part, unshard_op
 if TYPE_CHECKING:
     from fxpart.cluster.model import Device
     from fxpart.costs import CostModel, OpSpec
-    from fxpart.profiling.store import TimeQuartiles
+
+    from .profile_store import TimeQuartiles
 
 BETWEEN = "measured (interpolated)"
 BEYOND = "measured (extrapolated)"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.profiling.store import MeasurementEnvironment, chip, processor
+
+from .profile_store import MeasurementEnvironment, chip, processor
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster, Device

@@ -14,7 +14,7 @@ from fxpart.cluster.model import Cluster, Device
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import RankPrediction, busy_by_rank
-from fxpart.report.timeline import plan_steps
+from fxpart.planner.prediction.plan_timeline import plan_steps
 
 if TYPE_CHECKING:
     from fxpart.api import Program

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from inplace_programs import Builder
 from ranks import python_path
 from torch import fx, nn
@@ -29,7 +29,7 @@ def graph(
     builder = Builder(**{name: weight})
     y = builder.call(aten.linear.default, builder.input(rows, width), builder.get(name))
     y = builder.call(aten.dropout.default, builder.call(op, y), p, True)
-    return PassManager().run(PREPARE, builder.finish(y))
+    return PassManager(all_passes()).run(PREPARE, builder.finish(y))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_node_names_and_devices_do_not_count() -> None:
 
 @pytest.mark.slow
 def test_blocks_count() -> None:
-    few = PassManager().run(PREPARE + "{max_blocks=2}", captured("mlp").graph)
+    few = PassManager(all_passes()).run(PREPARE + "{max_blocks=2}", captured("mlp").graph)
     assert fingerprint(few) != fingerprint(prepared("mlp"))
 
 

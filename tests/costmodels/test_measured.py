@@ -14,6 +14,14 @@ import pytest
 from fxpart.costmodels import ProfileCostModel, find
 from fxpart.costmodels.op_classes import CLASSES, op_class
 from fxpart.costmodels.op_keys import family, op_key, parse_key
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
+)
 from fxpart.costmodels.roofline import Roofline
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,14 +34,6 @@ from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import BatchSplit, Sizes
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-    TrialRun,
-)
 
 changed = msgspec.structs.replace
 laws = settings(max_examples=50, deadline=None)

@@ -198,7 +198,8 @@ def annotations(suffix: str) -> Callable[[], list[Sample]]:
 
 
 def read_profile(path: Path) -> object:
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
+
     from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:
@@ -206,7 +207,7 @@ def read_profile(path: Path) -> object:
 
 
 def profiles() -> list[Sample]:
-    from fxpart.profiling.store import (
+    from fxpart.costmodels.profile_store import (
         Calibration,
         ContentionProfile,
         MeasurementEnvironment,

@@ -10,6 +10,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+)
 from fxpart.costmodels.roofline import Roofline
 from msgspec.structs import replace
 from partition_problems import random_problem
@@ -31,13 +38,6 @@ from fxpart.planner.refinement import (
 )
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-)
 from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.simulate import simulate

@@ -9,6 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+)
 from fxpart.costmodels.roofline import Roofline
 from torch import nn
 
@@ -20,13 +27,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.refinement import FIRST, keys_of
 from fxpart.planner.whatif import choice_of
 from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-)
 from fxpart.report.explanation_text import explain
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import sample_plans
 from branch_models import MODELS
+from fxpart.costmodels.profile_store import ContentionProfile
 from msgspec import UNSET
 
 import fxpart
@@ -26,10 +27,9 @@ from fxpart.plan.contention import (
 from fxpart.plan.model import HostLoad, Plan
 from fxpart.plan.prediction import RankPrediction, idle_share
 from fxpart.planner.prediction import step_simulation
+from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline
 from fxpart.planner.prediction.step_simulation import step_in_time, steps_in_time
 from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
-from fxpart.profiling.store import ContentionProfile
-from fxpart.report.timeline import plan_steps, plan_timeline
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
 

@@ -8,6 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+)
 from zoo import ZOO
 
 import fxpart
@@ -22,7 +28,6 @@ from fxpart.profiling.phases import Phases
 from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.session import ProfilingSession, profile
 from fxpart.profiling.stage_benchmark import microbatch
-from fxpart.profiling.store import Calibration, ContentionProfile, Profile, StageMeasurement
 from fxpart.profiling.trial_selection import words
 
 

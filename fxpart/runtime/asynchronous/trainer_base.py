@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade, in_flight_error
 from fxpart.runtime.asynchronous.stage_optimizers import gather_stage_optimizer_state, plan_loads
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer

@@ -18,7 +18,6 @@ from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
 from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing import async_state, random_state
 from fxpart.runtime.checkpointing.compatibility import find_incompatibilities
@@ -29,6 +28,7 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
     optimizers,
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, as_tensor, key_of, region_of
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_state import convert_option, find_source_group
 from fxpart.runtime.stateful_trainer import StatefulTrainer
 from fxpart.runtime.trainer import Trainer

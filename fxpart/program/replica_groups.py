@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import ValueEdge, find_value_edges, torch_dtype
-from fxpart.program.spec import ProgramSpec, StateSpec
-from fxpart.runtime.executor.stage_signature import has_backward
-from fxpart.runtime.trainer_options import TrainerOptions
+from fxpart.checkpoint.dtypes import itemsize
+from fxpart.program.edges import ValueEdge, find_value_edges
+from fxpart.program.spec import ProgramSpec, StateSpec, has_backward
 from fxpart.schedule.action import ActionKind, Schedule, list_group_stages
 from fxpart.schedule.queues.dispatcher import Queues
 
@@ -126,32 +123,6 @@ def in_flight(placed: Schedule) -> dict[int, int]:
     return largest
 
 
-def check_program(
-    spec: ProgramSpec,
-    ranks: Sequence[Sequence[int]],
-    options: TrainerOptions,
-    other_options: Mapping[str, object],
-) -> None:
-    """Raise FXP109 for programs that cannot be trained from queues. other_options: by
-    name.
-    """
-    problems = []
-    firsts = [row[0] for row in ranks]
-    if spec.sharding is not None:
-        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
-    if len(set(firsts)) < len(firsts):
-        problems.append(("several stages per rank", "use one stage per rank"))
-    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
-    if options.compile_stages:
-        problems.append(("compiled stages", "use compile_stages=False"))
-    problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
-    if problems:
-        raise FxpartError(
-            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
-            for why, fix in problems
-        )
-
-
 def explain_unsupported_ties(spec: ProgramSpec) -> list[str]:
     """Return why gradients of tied parameters cannot be summed over queues."""
     ties = find_trained_ties(spec)
@@ -184,7 +155,7 @@ def compute_tied_bytes(spec: ProgramSpec) -> dict[int, tuple[int, int]]:
         for copy in members_
     }
     for name, state in find_trained_ties(spec).items():
-        size = prod(state.shape) * torch_dtype(state.dtype).itemsize
+        size = prod(state.shape) * itemsize(state.dtype)
         holders = spec.ties[name]
         for stage in holders:
             others = sum(group[other] != group[stage] for other in holders)

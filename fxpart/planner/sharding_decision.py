@@ -15,7 +15,6 @@ from fxpart.annotations.entry_syntax import AnnotationKey, merge_annotations, re
 from fxpart.annotations.files import parse_annotations
 from fxpart.annotations.graph_values import sharding
 from fxpart.annotations.placement_origin import is_annotated, make_annotation_origin
-from fxpart.codegen.mesh_programs.embedding_tables import shard_large_tables
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph, place, propagate_annotations
 from fxpart.compiler import MESH_KEY, PassManager
 from fxpart.compiler.effects import list_written_nodes, state_written, view_chain
@@ -23,9 +22,11 @@ from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem
+from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
+from fxpart.planner.embedding_tables import shard_large_tables
 from fxpart.pricing.placements import choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 
@@ -169,7 +170,7 @@ def _chosen(
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
     )
-    whole = PassManager().run(f"place{{choice={json.dumps(found.text())}}}", graph)
+    whole = PassManager(all_passes()).run(f"place{{choice={json.dumps(found.text())}}}", graph)
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status
     return whole, Certificate(
