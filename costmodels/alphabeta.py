@@ -14,7 +14,7 @@ from fxpart.costs import Cost
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Link
+    from fxpart.cluster.devices import Link
 
 
 @dataclass(frozen=True)

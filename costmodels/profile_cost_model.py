@@ -39,7 +39,8 @@ from .profile_store import (
 from .quota_scale import longer, ops_pace, scaled, stages_pace
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import OpSpec
 
 SOURCE = "measured"

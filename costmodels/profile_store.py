@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json
 

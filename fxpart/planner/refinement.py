@@ -31,7 +31,8 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
-    from fxpart.cluster.model import Cluster, Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 _COMPARED = 12  # answers that are simulated, beside those of each number of stages:

@@ -23,7 +23,7 @@ from fxpart.pricing.specs import Specs, annotation, tensors_of
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel
     from fxpart.pricing.variants import Sizes
 

@@ -26,7 +26,8 @@ from fxpart.solver.assignment.units import has_whole_replicas
 from fxpart.solver.joint.problem import LinearCost, Status
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.devices import Link
+    from fxpart.cluster.model import Cluster
 
 
 @dataclass(frozen=True)

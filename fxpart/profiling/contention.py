@@ -23,8 +23,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import CpuLoadImbalance
 from fxpart.costmodels.profile_store import ContentionProfile
 from fxpart.profiling.arrival_skew import measure_arrival_skew
 from fxpart.profiling.cpu_load_imbalance import measure_load_imbalance

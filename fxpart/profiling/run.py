@@ -14,8 +14,8 @@ from torch import fx
 
 from fxpart import costmodels
 from fxpart.capture import CapturedModel
+from fxpart.cluster.devices import Device
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import Device
 from fxpart.codegen.generated_program import GeneratedProgram, generate_program
 from fxpart.compat.optimizer_choice import choose
 from fxpart.costmodels import HERE

@@ -9,7 +9,7 @@ from fxpart.costmodels import alphabeta as ab
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster.model import Link
+from fxpart.cluster.devices import Link
 from fxpart.errors import FxpartError
 
 MIB = 1 << 20

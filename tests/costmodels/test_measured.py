@@ -29,7 +29,8 @@ from written_profiles import HERE, ahead, cluster, linear, measured
 from zoo import ZOO
 from zoo_graphs import captured, prepared
 
-from fxpart.cluster.model import Cluster, Device, Host
+from fxpart.cluster.devices import Device, Host
+from fxpart.cluster.model import Cluster
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.specs import Specs

@@ -19,7 +19,8 @@ from outside_cost_model import FlatRate
 from structure import ROOT, nodes_of, sources
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.costs import NO_KNOWLEDGE, DeviceKnowledge
 from fxpart.errors import FxpartError
 

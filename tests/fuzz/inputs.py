@@ -31,9 +31,10 @@ def plans() -> list[Sample]:
 def read_cluster(suffix: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
         from fxpart.cluster.files import decode, to_json
+        from fxpart.cluster.model import Cluster
         from fxpart.report.cluster import format_cluster
 
-        found = decode(data, suffix)
+        found = decode(Cluster, data, suffix)
         return to_json(found), format_cluster(found, ())
 
     return read

@@ -22,7 +22,8 @@ from msgspec.structs import replace
 from partition_problems import random_problem
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import make_schedule
 from fxpart.costs import DeviceKnowledge
 from fxpart.plan.model import Certificate, Plan

@@ -16,7 +16,8 @@ from msgspec import UNSET
 
 import fxpart
 from fxpart.cli import run
-from fxpart.cluster.model import Cluster, CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.devices import CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.plan.contention import (
     complete_host_loads,
     compute_pace,

@@ -18,8 +18,9 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.capture.workload import Workload
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import Cluster, CpuLoadImbalance
+from fxpart.cluster.model import Cluster
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments
 from fxpart.profiling.contention import equivalent, measure_contention, summary

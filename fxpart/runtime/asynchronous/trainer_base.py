@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -59,6 +59,7 @@ class RestorableStageWeights(Protocol):
 class AsyncTrainerBase(Inference):
     """A trainer whose minibatches overlap; it flushes the pipeline for calls on the whole model."""
 
+    kind: ClassVar[Literal["synchronous", "asynchronous", "queue"]] = "asynchronous"
     update_options: UpdateOptions
     _losses: deque[tuple[int, torch.Tensor]]  # by call: known losses that were not returned
     # They are sent with every microbatch, before the number of their rows is known.

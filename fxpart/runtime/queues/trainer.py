@@ -56,6 +56,7 @@ class QueueTrainer(AsyncTrainerBase):
     far as all ranks know.
     """
 
+    kind = "queue"
     shared_rows = True  # intercepted after each backward, and sent with their microbatches
     repeats = False  # a repeated run assigns microbatches differently
 

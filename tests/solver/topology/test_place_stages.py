@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.files import to_json, to_toml
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 from fxpart.pricing.topology import Traffic, place_stages, pools_of, topology_of
 from fxpart.solver.assignment.problem import RingCollective, StageFlow
