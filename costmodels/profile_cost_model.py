@@ -15,15 +15,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 
 from fxpart.costs import Cost, CostModel, DeviceKnowledge
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    MeasurementEnvironment,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-    TrialRun,
-)
 from fxpart.schedule.host_contention import (
     cap_slowdown_by_quota,
     count_concurrent_ranks,
@@ -36,10 +27,20 @@ from .op_classes import CALL, CALLS, op_class
 from .op_keys import op_key
 from .op_time_estimator import OpTimeEstimator
 from .profile_match import HERE, make_mismatch_error, matching, nearest
+from .profile_store import (
+    Calibration,
+    ContentionProfile,
+    MeasurementEnvironment,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
+)
 from .quota_scale import longer, ops_pace, scaled, stages_pace
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import OpSpec
 
 SOURCE = "measured"

@@ -17,7 +17,8 @@ from .op_work import flops, is_free, is_known, traffic
 from .tensor_sizes import is_floating
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import OpSpec
 
 SOURCE = "roofline"

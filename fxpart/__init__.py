@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fxpart.annotations import annotate
     from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.costmodels import register_cost_model
     from fxpart.errors import FxpartError, Problem
     from fxpart.passes.rules import register_op_rule

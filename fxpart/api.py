@@ -26,7 +26,6 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     resolve_microbatches,
     with_equivalence,
 )
-from fxpart.codegen.mesh_programs.sharding_decision import given_annotations
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes.objective import ADDED_KEY
@@ -54,6 +53,7 @@ from fxpart.planner.prepared_model import (
     with_model_profile,
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
+from fxpart.planner.sharding_decision import given_annotations
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.program.spec import ProgramSpec

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     import sympy
 
-    from fxpart.cluster.model import Cluster, Device, Link
-    from fxpart.profiling.store import ContentionProfile, StageMeasurement, TrialRun
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
+    from fxpart.costmodels.profile_store import ContentionProfile, StageMeasurement, TrialRun
 
     Size: TypeAlias = int | sympy.Expr
 

@@ -56,7 +56,6 @@ _SUMMARIES = {
     "report": "Draw a plan as one HTML file.",
     "whatif": "Ask what a plan would be with other devices, links or decisions.",
     "diff": "Show what differs between two plans.",
-    "solve": "Split a graph that others have priced: the largest load, and what is proven of it.",
     "cluster": "Find out what a cluster is, measure it, write it down, look at it.",
     "rules": "Say which ops have sharding rules; propose one for an op that has none.",
     "env": "Show versions and devices, for a bug report.",

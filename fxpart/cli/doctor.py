@@ -46,7 +46,7 @@ def examine(
     from fxpart.capture import capture
     from fxpart.capture.diagnosis import build_diagnosis as diagnosis
     from fxpart.compiler import PassManager
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
     from fxpart.verification import check_module
 
     with output.show_activity(f"capturing {target}"):
@@ -57,7 +57,7 @@ def examine(
             loss=workload.loss,
             batch_size=batch_size or workload.batch_size,
         )
-        graph = PassManager().run(PREPARE, captured.graph)
+        graph = PassManager(all_passes()).run(PREPARE, captured.graph)
         assert captured.source is not None, "a capture brings its module along"
         checked = check_module(*captured.source, captured, graph, check=check)
     inferred = workload.example is None and not workload.example_kwargs

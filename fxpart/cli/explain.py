@@ -39,7 +39,6 @@ RENAMED = {
     "reading_a_plan": "understanding_a_plan",
     "reading_a_run": "understanding_a_plan",
     "rules": "custom_ops_and_passes",
-    "solve": "planning_for_a_cluster",
     "surviving": "checkpoints_and_failures",
     "training": "converting_a_script",
 }

@@ -145,7 +145,7 @@ def _tell(found: list[ProfilingReport], path: str, as_json: bool) -> None:
 
 def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = False) -> int:
     """Other profiles into the one at ``path``; says how many measurements each gave."""
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
 
     _writable(path)
     taken = {}
@@ -164,7 +164,7 @@ def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = F
 
 
 def _show(path: str, as_json: bool) -> int:
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
     from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:

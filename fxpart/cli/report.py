@@ -35,7 +35,7 @@ def command(plan: str, path: str, measured: str | None, trace: str | None, as_js
     recording, found = (None, None) if measured is None else _compared(loaded, measured)
     written = {path: write(path, report_html(loaded, recording, found))}
     if trace is not None:
-        from fxpart.report.timeline import plan_timeline
+        from fxpart.planner.prediction.plan_timeline import plan_timeline
 
         events = plan_timeline(loaded).chrome_trace()
         written[trace] = write(trace, output.as_json(events))

@@ -73,7 +73,7 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
     from fxpart.capture import capture
     from fxpart.capture.workload import load_target
     from fxpart.compiler import PassManager
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
     from fxpart.pricing.rule_coverage import coverage
 
     workload = load_target(target)
@@ -85,7 +85,7 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
             loss=workload.loss,
             batch_size=batch_size or workload.batch_size,
         )
-        found = coverage([PassManager().run(PREPARE, captured.graph).graph])
+        found = coverage([PassManager(all_passes()).run(PREPARE, captured.graph).graph])
     names = ("calls", "ruled", "cut", "flops", "flops_cut")
     return {**{name: getattr(found, name) for name in names}, "ops": to_builtins(found.ops)}
 

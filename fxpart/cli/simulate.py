@@ -40,7 +40,7 @@ def command(
     Microbatches keep the size that the plan gives them. An asynchronous plan runs for as many
     minibatches as fill the pipeline, and a few more.
     """
-    from fxpart.report.timeline import plan_steps, stream_steps, streams
+    from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps, streams
 
     loaded = Plan.load(plan)
     window = None

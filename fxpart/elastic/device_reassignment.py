@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.elastic.linear_assignment import solve_linear_assignment
 from fxpart.elastic.state_shares import StateShare, count_common_bytes, shares_of
 from fxpart.plan.model import Plan

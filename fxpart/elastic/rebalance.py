@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import RankPrediction, busy_by_rank
-from fxpart.report.timeline import plan_steps
+from fxpart.planner.prediction.plan_timeline import plan_steps
 
 if TYPE_CHECKING:
     from fxpart.api import Program

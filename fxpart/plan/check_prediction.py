@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.plan.check_stages import Faults
-from fxpart.plan.model import Plan, RankPrediction
 from fxpart.schedule.spec import SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, RankPrediction
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement

@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from fxpart.errors import short
-from fxpart.plan.model import Plan, Stage
 from fxpart.schedule.spec import INTERLEAVED, SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, Stage
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
 

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.migration import VERSION
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
 from fxpart.schedule.weight_modes import FLUSH
 
@@ -34,8 +36,6 @@ __all__ = [
     "RankPrediction",
     "Stage",
 ]  # fmt: skip
-
-VERSION = 9
 
 
 class _PlanStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -273,14 +273,14 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The checked plan in a file; FXP301 (unreadable), FXP302 (format) or FXP303 (content)."""
         from fxpart.plan.files import load
 
-        return load(Path(path))
+        return load(Plan, Path(path))
 
     @staticmethod
     def loads(data: bytes | str, where: str = "plan") -> Plan:
         """The checked plan in JSON text; ``where`` names it in errors, which are those of load."""
         from fxpart.plan.files import decode
 
-        return decode(data.encode() if isinstance(data, str) else data, where)
+        return decode(Plan, data.encode() if isinstance(data, str) else data, where)
 
     def dumps(self) -> str:
         """Canonical JSON: sorted keys, two spaces, a final newline; equal plans give equal text."""
@@ -310,9 +310,9 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @staticmethod
     def schema() -> dict[str, Any]:
         """The JSON Schema (2020-12) of a plan file."""
-        from fxpart.plan.schema import schema
+        from fxpart.plan.files import schema
 
-        return schema()
+        return schema(Plan)
 
     @property
     def program_stages(self) -> tuple[tuple[int, int, int], ...]:

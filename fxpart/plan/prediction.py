@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 
 IDLE = "idle"  # the label of the seconds in which the bottleneck stage waits
 _ROUNDING = 1e-12  # of a step: what is left of it that is no time

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fxpart import units
-from fxpart.plan.model import ModuleCheck, Plan
-from fxpart.plan.prediction import Prediction, RankPrediction
 from fxpart.plan.throughput import ModelWork, Throughput, compute_throughput
 from fxpart.schedule.weight_modes import FLUSH
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import ModuleCheck, Plan
+    from fxpart.plan.prediction import Prediction, RankPrediction
 
 _WIDTH = 160  # characters of a value
 _LAYOUTS = 4  # layouts of stages that are listed

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.plan.model import Plan, PlanInput
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, PlanInput
 
 _INTEGERS = ("int64", "int32", "int16", "uint8")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

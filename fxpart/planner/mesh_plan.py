@@ -13,7 +13,6 @@ from torch import fx
 from fxpart.codegen.generated_program import GeneratedProgram, generate_program, make_schedule
 from fxpart.codegen.mesh_programs.plan_placements import plan_sharding
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
-from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.contention import compute_pace, find_host_loads
@@ -42,6 +41,7 @@ from fxpart.planner.refinement import (
     with_trial_run,
 )
 from fxpart.planner.request import PlanRequest
+from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.pricing.device_order import best_order
 from fxpart.pricing.live_tensors import with_live_tensors
 from fxpart.pricing.partition import compute_reduction_times, copying_of, price
@@ -88,7 +88,7 @@ def solve_exactly(
         else None
     )
     local = graph if sharded is None else sharded.local(0)
-    sharing = None if sharded is None else sharded.sharing()
+    sharing = None if sharded is None else StageParallelism.of(sharded)
     problem, provenance = price(
         local,
         captured,

@@ -268,7 +268,7 @@ def _of_group(devices: int) -> _PlanChannel | None:
 
 def _of_launch(found: Launch) -> _PlanChannel | None:
     """Of torchrun's environment; the store stays open, as there is one to a process."""
-    from fxpart.runtime.transport.rendezvous import open_store  # which a torch without them has not
+    from fxpart.launch.job_store import open_store  # which a torch without them has not
 
     global _opened
     if _opened is not None and _opened[0] == found:

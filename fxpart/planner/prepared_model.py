@@ -22,14 +22,14 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     is_accepted,
     mark_batch_dependent_nodes,
 )
-from fxpart.codegen.mesh_programs.sharding_decision import find_annotations
 from fxpart.compat.optimizer_choice import choose
+from fxpart.compat.optimizer_parameters import name_optimizer_parameters
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
 from fxpart.planner.execution_mode import Constraints
@@ -40,7 +40,7 @@ from fxpart.planner.request import (
     find_cluster,
     make_request,
 )
-from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.planner.sharding_decision import find_annotations
 from fxpart.verification import ConstantGuard, check_module, check_option, refuse_gradient_hooks
 
 
@@ -111,11 +111,11 @@ def prepare_model(
             **options,
         )
     if isinstance(asked.optimizer, torch.optim.Optimizer):
-        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
+        name_optimizer_parameters(asked.optimizer, live_parameters(captured))  # raises FXP115
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     with log_phase("prepare the graph"):
-        graph = PassManager().run(_prepare(granularity), captured.graph)
+        graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
     said: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
@@ -209,6 +209,6 @@ def _capture(
     made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
     mark_batch_dependent_nodes(captured, made)
     accepted = is_accepted(request.constraints) or microbatches is not None
-    if not accepted and couplings(PassManager().run(PREPARE, made.graph), made):
+    if not accepted and couplings(PassManager(all_passes()).run(PREPARE, made.graph), made):
         return captured
     return made

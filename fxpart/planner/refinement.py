@@ -18,11 +18,11 @@ import msgspec
 
 from fxpart.codegen.stage_key import FIRST, stage_key, symbol_sizes
 from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels.profile_store import ContentionProfile, TrialRun
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.prediction.trial_correction import estimate_correction, kind_of
 from fxpart.pricing.non_op_costs import NonOpCosts
-from fxpart.profiling.store import ContentionProfile, TrialRun
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
@@ -31,7 +31,8 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
-    from fxpart.cluster.model import Cluster, Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 _COMPARED = 12  # answers that are simulated, beside those of each number of stages:

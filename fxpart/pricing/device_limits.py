@@ -11,7 +11,8 @@ from fxpart.cluster.link_index import LinkIndex
 from fxpart.solver.problem import DeviceLimit
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers

@@ -25,7 +25,7 @@ from fxpart.pricing.optimizer_step import (
 from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 

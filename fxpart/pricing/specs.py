@@ -12,7 +12,11 @@ from torch import fx
 
 from fxpart.compat import has_unbacked_symbols, size_hint
 from fxpart.compiler import KEY, NodeAnnotation
-from fxpart.compiler.collective_calls import is_random_shard, parse_random_call
+from fxpart.compiler.collective_calls import (
+    is_random_shard,
+    op_name,
+    unwrap_seeded_call,
+)
 from fxpart.costmodels.partial_draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
 
@@ -129,21 +133,6 @@ class Specs:
         if key in CASTS:
             return (("copies", source.dtype != result.dtype or source.device != result.device),)
         return (("copies", not is_contiguous(source) and is_contiguous(result)),)
-
-
-def unwrap_seeded_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of a node, without the seeding of a random op."""
-    found = parse_random_call(node)
-    if found is not None and len(found) >= 3:
-        return found[2], found[3:], node.kwargs
-    return node.target, node.args, node.kwargs
-
-
-def op_name(target: object) -> str:
-    """ "aten.addmm.default" for ATen's ops; a Python function counts as the ATen op of its name."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return f"aten.{getattr(target, '__name__', str(target))}"
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

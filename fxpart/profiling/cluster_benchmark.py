@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.cluster.latency_bandwidth_fit import Point, fit
 from fxpart.cluster.link_index import LinkIndex
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.environment import read_launch
 from fxpart.errors import error
 from fxpart.profiling import collectives, host_benchmark

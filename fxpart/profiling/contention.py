@@ -23,15 +23,15 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.costmodels.profile_store import ContentionProfile
 from fxpart.profiling.arrival_skew import measure_arrival_skew
 from fxpart.profiling.cpu_load_imbalance import measure_load_imbalance
 from fxpart.profiling.memory import ProcessMemoryGrowth, growth
 from fxpart.profiling.processes import run_on_processes
 from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.stage_run import StageRun, Values
-from fxpart.profiling.store import ContentionProfile
 from fxpart.profiling.token_ring import ComputeLoad, agree_on_products
 from fxpart.profiling.wakeup_latency import measure_wakeup_latency
 from fxpart.program.spec import ProgramSpec

@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from fxpart.cluster.cpu_quota import quota
-from fxpart.cluster.model import Device
+from fxpart.cluster.devices import Device
+from fxpart.costmodels.profile_store import MeasurementEnvironment, chip
 from fxpart.errors import error
-from fxpart.profiling.store import MeasurementEnvironment, chip
 from fxpart.runtime.host.heap import keep_freed_memory
 
 

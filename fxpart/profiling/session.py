@@ -18,6 +18,7 @@ import msgspec
 
 from fxpart.cluster.model import Cluster
 from fxpart.costmodels import AUTO
+from fxpart.costmodels.profile_store import Profile
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments, PreparedModel, prepare_model
@@ -28,7 +29,6 @@ from fxpart.profiling.phases import Phases
 from fxpart.profiling.plan_stages import check_places
 from fxpart.profiling.report import ProfilingReport
 from fxpart.profiling.run import Progress
-from fxpart.profiling.store import Profile
 
 if TYPE_CHECKING:
     from fxpart.capture.workload import Workload

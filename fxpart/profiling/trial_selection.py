@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fxpart.cluster.host_detection import cores
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels.profile_store import TrialRun
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
@@ -18,7 +19,6 @@ from fxpart.planner.prediction.trial_correction import estimate_correction, kind
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.refinement import correct_by_trial_runs
 from fxpart.planner.search import find_best_plan
-from fxpart.profiling.store import TrialRun
 from fxpart.profiling.trial_processes import TrialProcesses
 from fxpart.profiling.trial_rounds import (
     LEAST,

@@ -11,7 +11,8 @@ from fxpart.report.table import shortened, table
 from fxpart.units import percent, plural, seconds, size
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
+    from fxpart.cluster.model import Cluster
 
 _WIDE = 48
 

@@ -14,6 +14,7 @@ from fxpart.errors import error
 from fxpart.plan.model import Plan, RankPrediction
 from fxpart.plan.number_ranges import text_of
 from fxpart.plan.schedule import stage_of
+from fxpart.planner.prediction.plan_timeline import plan_timeline, tie_seconds
 from fxpart.report.comparison import (
     BACKWARD,
     COLLECTIVE,
@@ -27,7 +28,6 @@ from fxpart.report.comparison import (
     StepDifference,
     TimeComparison,
 )
-from fxpart.report.timeline import plan_timeline, tie_seconds
 from fxpart.schedule.action import ActionKind
 from fxpart.schedule.measured_timeline import (
     AGREE,

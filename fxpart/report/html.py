@@ -9,6 +9,7 @@ from fxpart import units
 from fxpart.plan.model import Plan
 from fxpart.plan.summary import describe_schedule, layout, throughput_rows
 from fxpart.plan.throughput import ModelWork
+from fxpart.planner.prediction.plan_timeline import plan_timeline, streams
 from fxpart.report import comparison_text, sharding
 from fxpart.report.comparison import RecordingComparison
 from fxpart.report.comparison_builder import predict_timeline
@@ -32,7 +33,6 @@ from fxpart.report.stage_tables import (
 from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
-from fxpart.report.timeline import plan_timeline, streams
 from fxpart.schedule.measured_timeline import MeasuredTimeline
 from fxpart.schedule.spec import find_built
 

@@ -11,9 +11,10 @@ import torch
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import ALL
 from fxpart.errors import FxpartError, error
-from fxpart.program.edges import find_stage_edges, torch_dtype
+from fxpart.program.edges import find_stage_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
 from fxpart.runtime.executor.recompute import Mode

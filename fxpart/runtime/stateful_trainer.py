@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,11 +27,13 @@ from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 class StatefulTrainer(TrainerBase):
     """State access by original names; every rank must make each call.
 
-    model_config: the text of a transformers model's config.json, for ``save_pretrained``.
-    plan_text, fingerprint: the plan as JSON, and the fingerprint of the model's graph, for
-    checkpoints; empty if the trainer was not created from a plan.
+    kind: see :mod:`fxpart.runtime.trainer_kinds`. model_config: the text of a transformers model's
+    config.json, for ``save_pretrained``. plan_text, fingerprint: the plan as JSON, and the
+    fingerprint of the model's graph, for checkpoints; empty if the trainer was not created from a
+    plan.
     """
 
+    kind: ClassVar[Literal["synchronous", "asynchronous", "queue"]] = "synchronous"
     model_config = ""
     plan_text = ""
     fingerprint = ""

@@ -21,18 +21,14 @@ from fxpart.codegen.stage_split import StageGraph
 from fxpart.compat import storage_identity
 from fxpart.compiler import PassManager
 from fxpart.errors import error
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.model import Plan
-from fxpart.program.shard_layout import make_state_slicer
+from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
 from fxpart.program.spec import ProgramSpec, StateSpec
 from fxpart.runtime.batch.outputs import Outputs, OutputSpec
-from fxpart.runtime.gradients.stage_replicas import (
-    get_original_stage,
-    get_replica_rounds,
-    replicate_stages,
-)
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.module_constants import ModuleConstants
+from fxpart.runtime.state.shard_layout import make_state_slicer
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -119,7 +115,7 @@ def _place_on_training_stages(
     if captured.microbatch_size not in (None, captured.batch_size):
         assert captured.again is not None
         mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
-    graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
+    graph, plan = PassManager(all_passes()).run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:
         placed = assign_like(program.graph, graph)

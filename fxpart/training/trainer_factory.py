@@ -17,7 +17,6 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import busy_by_rank
 from fxpart.plan.schedule import as_given, recomputed, stage_of
-from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
@@ -30,6 +29,7 @@ from fxpart.runtime.queues.options import QueueOptions, is_queue_routed
 from fxpart.runtime.queues.trainer import QueueTrainer
 from fxpart.runtime.state.module_constants import ModuleConstants
 from fxpart.runtime.state.module_watch import ModuleWatch
+from fxpart.runtime.state.shard_layout import make_state_slicer
 from fxpart.runtime.state.weight_consistency import check_same_weights
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torch_modes
 from fxpart.runtime.transport.agreement import agree

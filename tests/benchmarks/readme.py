@@ -89,7 +89,11 @@ def shown(command: str, text: str) -> str:
 # -- tables of results ---------------------------------------------------------------------------
 
 
-PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
+PLANNING = {
+    "planner": "planner",
+    "others": "baselines",
+    "maxload": "maxload_optima",
+}  # table: result
 COSTED = ("communication", "accuracy", "choice", "memory", "profiling")
 COSTS = {name: name for name in COSTED}  # table: result
 

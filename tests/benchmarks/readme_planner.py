@@ -62,7 +62,7 @@ def others(note: str) -> str:
 
 def maxload(note: str) -> str:
     """The published instances."""
-    result = read("maxload")["figures"]
+    result = read("maxload_optima")["figures"]
     rows = []
     for row in result["published"]:
         dp, free = row["dp"], row["any"]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-from fxpart.cli import run
-from fxpart.cluster.model import Cluster
-from fxpart.plan.model import Plan
-from fxpart.profiling.device_group import keep_same_devices
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     ContentionProfile,
     MeasurementEnvironment,
     Profile,
     TimeQuartiles,
 )
+
+from fxpart.cli import run
+from fxpart.cluster.model import Cluster
+from fxpart.plan.model import Plan
+from fxpart.profiling.device_group import keep_same_devices
 
 TARGET = """
 import torch

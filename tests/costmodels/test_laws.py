@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from outside_cost_model import FlatRate
 
 from fxpart import costmodels
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.costs import Cost, CostModel, OpSpec, TensorSpec
 from fxpart.errors import FxpartError
 

@@ -14,19 +14,7 @@ import pytest
 from fxpart.costmodels import ProfileCostModel, find
 from fxpart.costmodels.op_classes import CLASSES, op_class
 from fxpart.costmodels.op_keys import family, op_key, parse_key
-from fxpart.costmodels.roofline import Roofline
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from written_profiles import HERE, ahead, cluster, linear, measured
-from zoo import ZOO
-from zoo_graphs import captured, prepared
-
-from fxpart.cluster.model import Cluster, Device, Host
-from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.device_groups import group_devices
-from fxpart.pricing.specs import Specs
-from fxpart.pricing.variants import BatchSplit, Sizes
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     Profile,
@@ -34,6 +22,19 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     TrialRun,
 )
+from fxpart.costmodels.roofline import Roofline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_profiles import HERE, ahead, cluster, linear, measured
+from zoo import ZOO
+from zoo_graphs import captured, prepared
+
+from fxpart.cluster.devices import Device, Host
+from fxpart.cluster.model import Cluster
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.pricing.device_groups import group_devices
+from fxpart.pricing.specs import Specs
+from fxpart.pricing.variants import BatchSplit, Sizes
 
 changed = msgspec.structs.replace
 laws = settings(max_examples=50, deadline=None)

@@ -9,10 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fxpart.costmodels import ProfileCostModel, find
-from written_profiles import HERE, ahead, cluster, linear
-
-from fxpart.cluster.model import Cluster
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     MeasurementEnvironment,
@@ -21,6 +18,9 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     processor,
 )
+from written_profiles import HERE, ahead, cluster, linear
+
+from fxpart.cluster.model import Cluster
 
 changed = msgspec.structs.replace
 

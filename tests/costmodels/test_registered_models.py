@@ -14,14 +14,15 @@ import msgspec
 import pytest
 import torch
 from fxpart.costmodels import COST_MODELS, find
+from fxpart.costmodels.profile_store import ContentionProfile
 from outside_cost_model import FlatRate
 from structure import ROOT, nodes_of, sources
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.costs import NO_KNOWLEDGE, DeviceKnowledge
 from fxpart.errors import FxpartError
-from fxpart.profiling.store import ContentionProfile
 
 SUPPORT = ROOT / "tests" / "support"
 

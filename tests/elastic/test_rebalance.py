@@ -18,7 +18,7 @@ from fxpart.elastic.rebalance import (
 )
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
-from fxpart.report.timeline import plan_steps
+from fxpart.planner.prediction.plan_timeline import plan_steps
 
 BLOCKS, STAGES = 12, 3
 

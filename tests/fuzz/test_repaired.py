@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fxpart.costmodels.profile_store import Profile
 
 from fuzz import inputs, programs
 from fuzz.driving import LONGEST, bounded
@@ -21,7 +22,6 @@ from fxpart.compiler.graph_json import _distinct
 from fxpart.errors import FxpartError
 from fxpart.files import toml
 from fxpart.plan.model import Plan
-from fxpart.profiling.store import Profile
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.archive import from_json
 from fxpart.solver.joint.archive import to_json as problem_to_json
@@ -302,7 +302,6 @@ def test_weights_whose_header_is_nested_deep_or_endless() -> None:
         ["whatif", "{}.json"],
         ["diff", "{}.json", "{}.json"],
         ["validate", "{}.json"],
-        ["solve", "{}.json"],
         ["report", "{}.json", "--trace", "{}.json"],
     ],
 )

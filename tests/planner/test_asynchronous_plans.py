@@ -22,10 +22,10 @@ from fxpart.plan.model import Plan, RankPrediction
 from fxpart.planner.execution_mode import as_asynchronous, as_synchronous, mode_of
 from fxpart.planner.families.asynchronous_pipeline import _least_stale
 from fxpart.planner.prediction.asynchronous_plan import TrainedWeights, make_asynchronous
+from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps
 from fxpart.planner.prediction.steady_state import stream_in_time, window
 from fxpart.report.explanation_text import explain
 from fxpart.report.html import report_html
-from fxpart.report.timeline import plan_steps, stream_steps
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.weight_modes import MODES
 

@@ -10,12 +10,20 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+)
 from fxpart.costmodels.roofline import Roofline
 from msgspec.structs import replace
 from partition_problems import random_problem
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import make_schedule
 from fxpart.costs import DeviceKnowledge
 from fxpart.plan.model import Certificate, Plan
@@ -31,13 +39,6 @@ from fxpart.planner.refinement import (
 )
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-)
 from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.simulate import simulate

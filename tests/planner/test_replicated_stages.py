@@ -9,24 +9,25 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from fxpart.costmodels.roofline import Roofline
-from torch import nn
-
-import fxpart
-from fxpart import units
-from fxpart.cluster.model import Cluster, Device, Link
-from fxpart.costs import Cost, DeviceKnowledge
-from fxpart.plan.model import Plan
-from fxpart.planner.refinement import FIRST, keys_of
-from fxpart.planner.whatif import choice_of
-from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     Profile,
     StageMeasurement,
     TimeQuartiles,
 )
+from fxpart.costmodels.roofline import Roofline
+from torch import nn
+
+import fxpart
+from fxpart import units
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
+from fxpart.costs import Cost, DeviceKnowledge
+from fxpart.plan.model import Plan
+from fxpart.planner.refinement import FIRST, keys_of
+from fxpart.planner.whatif import choice_of
+from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.report.explanation_text import explain
 
 
@@ -55,7 +56,7 @@ def cluster(*kinds: tuple[str, int, float, float, float]) -> Cluster:
         for name, count, flops, speed, memory in kinds
         for k in range(count)
     ]  # fmt: skip
-    link = fxpart.cluster.model.Link(
+    link = fxpart.cluster.devices.Link(
         source="*", target="*", latency=1e-5, bandwidth=1e10, kind="net"
     )
     return Cluster(name="mixed", devices=tuple(devices), links=(link,)).validate()

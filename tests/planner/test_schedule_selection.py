@@ -21,9 +21,9 @@ from fxpart.planner.families.schedule_selection import (
     with_cut_schedules,
     work_bound,
 )
+from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.comparison_builder import compare
 from fxpart.report.recording_file import check_recording
-from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.spec import INTERLEAVED, SCHEDULES, list_schedules
 from fxpart.solver.objective import evaluate

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 import sample_plans
 from branch_models import MODELS
+from fxpart.costmodels.profile_store import ContentionProfile
 from msgspec import UNSET
 
 import fxpart
 from fxpart.cli import run
-from fxpart.cluster.model import Cluster, CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.devices import CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.plan.contention import (
     complete_host_loads,
     compute_pace,
@@ -26,10 +28,9 @@ from fxpart.plan.contention import (
 from fxpart.plan.model import HostLoad, Plan
 from fxpart.plan.prediction import RankPrediction, idle_share
 from fxpart.planner.prediction import step_simulation
+from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline
 from fxpart.planner.prediction.step_simulation import step_in_time, steps_in_time
 from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
-from fxpart.profiling.store import ContentionProfile
-from fxpart.report.timeline import plan_steps, plan_timeline
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
 

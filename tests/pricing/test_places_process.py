@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fxpart.costmodels.profile_store import ContentionProfile
 from zoo import ZOO
 
 import fxpart
@@ -14,7 +15,6 @@ from fxpart import costmodels
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 from fxpart.pricing.device_limits import RESERVE, VARIES, get_usable_bytes, limits
-from fxpart.profiling.store import ContentionProfile
 
 GIB = 1 << 30
 

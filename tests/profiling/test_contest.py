@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from fxpart.costmodels import find
+from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 
 import fxpart
 from fxpart.errors import error
@@ -16,7 +17,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.prediction.trial_correction import kind_of
 from fxpart.profiling import trial_selection
-from fxpart.profiling.store import TimeQuartiles, TrialRun
 from fxpart.profiling.trial_selection import TrialRequest, TrialResult, run_trials
 
 

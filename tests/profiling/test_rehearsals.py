@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
+from fxpart.costmodels.profile_store import Profile, TimeQuartiles, TrialRun
 from zoo import ZOO
 
 import fxpart
@@ -19,7 +20,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.refinement import plan_seconds, with_trial_run
 from fxpart.profiling.session import profile
-from fxpart.profiling.store import Profile, TimeQuartiles, TrialRun
 from fxpart.profiling.trial_processes import TrialProcesses
 from fxpart.profiling.trial_rounds import LEAST, run_trial_rounds
 from fxpart.profiling.trial_selection import by_name, words

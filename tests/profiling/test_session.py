@@ -8,12 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+)
 from zoo import ZOO
 
 import fxpart
 from fxpart.capture.workload import Workload
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import Cluster, CpuLoadImbalance
+from fxpart.cluster.model import Cluster
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments
 from fxpart.profiling.contention import equivalent, measure_contention, summary
@@ -22,7 +29,6 @@ from fxpart.profiling.phases import Phases
 from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.session import ProfilingSession, profile
 from fxpart.profiling.stage_benchmark import microbatch
-from fxpart.profiling.store import Calibration, ContentionProfile, Profile, StageMeasurement
 from fxpart.profiling.trial_selection import words
 
 

@@ -15,9 +15,9 @@ import sample_plans
 from figures_by_hand import MEMORY, NAMES, recomputed
 
 from fxpart.plan.model import HostLoad, Plan
+from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.explanation_builder import explanation
 from fxpart.report.explanation_text import explain
-from fxpart.report.timeline import plan_timeline
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem

@@ -38,7 +38,7 @@ def wrong(plan: Plan, stage: int, name: str, factor: float) -> Plan:
 
 def stepped(plan: Plan, ranks: Any) -> Plan:
     """The plan with these ranks, and its simulated seconds those of its timeline."""
-    from fxpart.report.timeline import plan_timeline
+    from fxpart.planner.prediction.plan_timeline import plan_timeline
 
     prediction = msgspec.structs.replace(plan.prediction, ranks=ranks)
     made = msgspec.structs.replace(plan, prediction=prediction)

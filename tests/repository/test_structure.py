@@ -182,7 +182,7 @@ def documented(path: Path) -> Iterator[tuple[str, ast.AST]]:
     todo: list[tuple[str, ast.AST]] = [("", tree)]
     while todo:
         prefix, parent = todo.pop()
-        for node in ast.iter_child_nodes_of(parent):
+        for node in ast.iter_child_nodes(parent):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 if not node.name.startswith("_"):
                     yield f"{prefix}{node.name}", node

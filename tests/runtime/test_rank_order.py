@@ -19,7 +19,8 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.collectives.dtensor_conversion import device_mesh
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError

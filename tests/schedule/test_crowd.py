@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.errors import FxpartError
 from fxpart.plan.prediction import HostLoad
 from fxpart.runtime.executor import rank_instructions, receive_queue

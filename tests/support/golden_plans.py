@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "plans"

@@ -23,7 +23,7 @@ from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.prediction.queue_memory import find_memory_error, with_queues_memory
 from fxpart.planner.prediction.queue_simulation import groups_of
 from fxpart.pricing.device_limits import get_usable_bytes
-from fxpart.runtime.queues.replica_groups import compute_tied_bytes, explain_unsupported_ties
+from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
 from fxpart.schedule.weight_modes import FLUSH
 from fxpart.solver.portfolio import status_of
 

@@ -34,7 +34,7 @@ from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
 from fxpart.pricing.replicated_problem import is_heterogeneous, mixed_problem
-from fxpart.runtime.gradients.stage_replicas import get_replica_rounds
+from fxpart.program.replicas import get_replica_rounds
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.parse import parse_constraints
 from fxpart.solver.portfolio import status_of

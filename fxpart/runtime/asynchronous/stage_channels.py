@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.program.edges import ValueEdge
 from fxpart.runtime.asynchronous.message_channel import (
     Form,
     ReceiveChannel,
@@ -16,6 +17,7 @@ from fxpart.runtime.asynchronous.message_channel import (
 )
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph, Pair, StageMessageSpec
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
@@ -128,10 +130,12 @@ class StageChannels:
 
     def _make_form(self, spec: StageMessageSpec, weight_owner: int | None) -> Callable[[int], Form]:
         """Return the tensor specs per microbatch. lender: stage whose tied weights it carries."""
-        shapes = [(make_shape_function(link.shape), link.sent, link.dtype) for link in spec.links]
-        shared = [
-            (make_shape_function(s.link.shape)({}), s.link.sent, s.link.dtype) for s in spec.shared
-        ]
+
+        def dtypes(link: ValueEdge) -> tuple[torch.dtype, torch.dtype]:
+            return torch_dtype(link.sent), torch_dtype(link.dtype)
+
+        shapes = [(make_shape_function(link.shape), *dtypes(link)) for link in spec.links]
+        shared = [(make_shape_function(s.link.shape)({}), *dtypes(s.link)) for s in spec.shared]
 
         def form(microbatch: int) -> Form:
             sizes = self.sizes(microbatch)

@@ -24,6 +24,7 @@ from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.runtime.asynchronous.stage_updater import StageUpdater
 from fxpart.runtime.asynchronous.tied_parameters import StageTiedParameters
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.instruction import StageFailure
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
@@ -362,13 +363,14 @@ class AsyncStageRunner:
         for link in links:
             value = state.value(link, forward=forward)
             wanted = self._shapes[id(link)](sizes)
-            if value.shape != wanted or value.dtype != link.dtype:
+            dtype = torch_dtype(link.dtype)
+            if value.shape != wanted or value.dtype != dtype:
                 raise error(
                     "FXP900",
                     where=f"value {link.name} from stage {link.source} to stage {link.target}",
                     why=f"it is {value.dtype} {tuple(value.shape)}; the program was compiled for "
-                    f"{link.dtype} {wanted}",
+                    f"{dtype} {wanted}",
                     fix="",
                 )
-            found.append(value.detach().to(link.sent).contiguous())
+            found.append(value.detach().to(torch_dtype(link.sent)).contiguous())
         return found

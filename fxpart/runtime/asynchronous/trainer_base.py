@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade, in_flight_error
 from fxpart.runtime.asynchronous.stage_optimizers import gather_stage_optimizer_state, plan_loads
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
@@ -59,6 +59,7 @@ class RestorableStageWeights(Protocol):
 class AsyncTrainerBase(Inference):
     """A trainer whose minibatches overlap; it flushes the pipeline for calls on the whole model."""
 
+    kind: ClassVar[Literal["synchronous", "asynchronous", "queue"]] = "asynchronous"
     update_options: UpdateOptions
     _losses: deque[tuple[int, torch.Tensor]]  # by call: known losses that were not returned
     # They are sent with every microbatch, before the number of their rows is known.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
 from fxpart.program.spec import InputSpec, ProgramSpec
 from fxpart.runtime.batch.batch_totals import BatchTotals
 from fxpart.runtime.batch.row_repetition import count_repeats, repeat_rows, split_rows
@@ -20,6 +19,7 @@ from fxpart.runtime.batch.symbolic_shapes import (
     find_symbols,
     make_dim_function,
 )
+from fxpart.runtime.dtypes import torch_dtype
 
 Path = tuple[str | int, ...]
 Shape = tuple[str, tuple[int, ...]]  # dtype and sizes

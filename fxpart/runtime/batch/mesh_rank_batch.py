@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.program.spec import InputSpec, ProgramSpec
 from fxpart.runtime.batch.batch_reader import BatchReader, LocalBatch, MicrobatchSplit, Shape
 from fxpart.runtime.batch.batch_totals import BatchTotals
 from fxpart.runtime.batch.row_repetition import repeat_rows
 from fxpart.runtime.batch.symbolic_shapes import find_symbol_sources
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, get_stage_mesh
-from fxpart.sharding import Mesh, Placements, Shard, parse_placements
+from fxpart.runtime.state.shard_layout import ShardLayout
+from fxpart.sharding import Placements, Shard, parse_placements
+from fxpart.sharding.placement import count_dim_parts
 
 _ROUNDING = 1e-6  # Tolerance for a divisor with a small epsilon that avoids division by zero.
 
@@ -294,15 +295,6 @@ def get_input_placements(spec: ProgramSpec) -> dict[str, Placements]:
 def get_row_multiple(spec: ProgramSpec) -> int:
     """Return the divisor of the rows of each microbatch: the data-parallel degree."""
     return math.lcm(*count_row_parts(spec).values())
-
-
-def count_dim_parts(mesh: Mesh, placements: Placements, dim: int) -> int:
-    """Return the number of equal parts of a dim."""
-    parts, outer = 1, 1
-    for placement, size in zip(placements, mesh.shape, strict=True):
-        if isinstance(placement, Shard) and placement.dim == dim:
-            parts, outer = parts * size, max(outer, placement.outer)
-    return parts * outer
 
 
 def find_uneven_dims(spec: ProgramSpec, cut: MicrobatchSplit) -> list[Problem]:

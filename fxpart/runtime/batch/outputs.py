@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 from fxpart.runtime.transport.interface import STATE, Transport
 

@@ -9,15 +9,17 @@ global gradient norm, and whether the guard made it flush after every minibatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.runtime.asynchronous.trainer import AsyncTrainer
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+from fxpart.runtime.trainer_kinds import is_scheduled_asynchronous
 from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor
 from fxpart.runtime.weight_prediction.difference import DifferencePredictor
 from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
+
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 
 TensorLoader = Callable[[torch.Tensor, str], torch.Tensor | None]  # (parameter, slot) -> tensor
 ValueLoader = Callable[[torch.Tensor, str], Any]
@@ -82,7 +84,7 @@ def capture_trainer_state(trainer: AsyncTrainerBase) -> dict[str, Any]:
     """Return plain data of the trainer, equal on every rank."""
     scheduler = trainer.update_options.scheduler
     found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
-    if isinstance(trainer, AsyncTrainer):
+    if is_scheduled_asynchronous(trainer):
         update = next(iter(trainer._stages.updates.values()))
         found |= {"draining": trainer.always_flush, "known": update.known}
     if scheduler is not None:
@@ -92,7 +94,7 @@ def capture_trainer_state(trainer: AsyncTrainerBase) -> dict[str, Any]:
 
 def iterate_gradient_norms(trainer: AsyncTrainerBase) -> Iterator[tuple[int, str, float]]:
     """Yield (rank, key, squared norm of the last gradients) of each stage's first mesh rank."""
-    if not isinstance(trainer, AsyncTrainer):
+    if not is_scheduled_asynchronous(trainer):
         return
     for (stage, lane), update in trainer._stages.updates.items():
         if lane == 0:
@@ -103,7 +105,7 @@ def restore_gradient_norms(trainer: AsyncTrainerBase, values: Mapping[str, Any])
     """Restore the gradient norms of a checkpoint with as many stages, used until the first
     update.
     """
-    if not isinstance(trainer, AsyncTrainer):
+    if not is_scheduled_asynchronous(trainer):
         return
     same = values.get("trainer/stages") == len(trainer.spec.stages)
     for (stage, _), update in trainer._stages.updates.items():
@@ -116,7 +118,7 @@ def _square(stage: int) -> str:
 
 def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -> None:
     """Restore plain data of the trainer; missing values stay unchanged."""
-    if isinstance(trainer, AsyncTrainer):
+    if is_scheduled_asynchronous(trainer):
         trainer.always_flush = trainer.async_options.mode.flush or bool(given.get("draining"))
         for update in trainer._stages.updates.values():
             update.known = given.get("known")

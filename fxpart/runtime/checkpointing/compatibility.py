@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.manifest import CheckpointManifest
 from fxpart.errors import Problem
 from fxpart.runtime.checkpointing.optimizer_tensors import optimizers
-from fxpart.runtime.stateful_trainer import StatefulTrainer
+
+if TYPE_CHECKING:
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
 
 _MOST = 20  # problems reported at once
 _FIX = "use the model that the run began with, or another folder"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,6 @@ from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing import async_state, random_state
 from fxpart.runtime.checkpointing.compatibility import find_incompatibilities
 from fxpart.runtime.checkpointing.optimizer_tensors import (
@@ -29,10 +27,14 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
     optimizers,
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, as_tensor, key_of, region_of
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_state import convert_option, find_source_group
-from fxpart.runtime.stateful_trainer import StatefulTrainer
-from fxpart.runtime.trainer import Trainer
+from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
 
 
 def restore(
@@ -66,7 +68,7 @@ def restore(
     trainer.calls = manifest.calls
     if trainer.seed != manifest.seed:
         trainer.options = replace(trainer.options, seed=manifest.seed)
-    if isinstance(trainer, Trainer):
+    if is_synchronous(trainer):
         trainer.zero_grad()
         trainer.updates = manifest.step
     return dict(manifest.extra)
@@ -140,7 +142,7 @@ class _CheckpointLoader:
             self._trainer.optimizer.reload()
         if self._trainer.watch is not None:
             self._trainer.watch.accept()
-        if isinstance(self._trainer, AsyncTrainerBase):
+        if is_asynchronous(self._trainer):
             self._restore_async_state(self._trainer)
 
     def _fill(self, key: str, region: TensorRegion, target: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
@@ -21,7 +21,6 @@ from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing.snapshot import (
     CheckpointSnapshot,
     StagingBuffers,
@@ -29,8 +28,7 @@ from fxpart.runtime.checkpointing.snapshot import (
     take_snapshot,
 )
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
-from fxpart.runtime.stateful_trainer import StatefulTrainer
-from fxpart.runtime.trainer import Trainer
+from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     agree,
@@ -39,6 +37,9 @@ from fxpart.runtime.transport.agreement import (
     merge_problems,
 )
 from fxpart.schedule.weight_modes import FLUSH
+
+if TYPE_CHECKING:
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
 
 _POLL_SECONDS = 0.02  # seconds between two checks of the folder
 _EXCHANGE_SECONDS = 1.0  # seconds between exchanges of ranks that wait for a save
@@ -272,7 +273,7 @@ class Saver:
         files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
         written = manifest_merge.read_rank_manifests(partial, job.world)
         trainer = self._trainer
-        mode = trainer.weight_mode.name if isinstance(trainer, AsyncTrainerBase) else FLUSH
+        mode = trainer.weight_mode.name if is_asynchronous(trainer) else FLUSH
         manifest = manifest_merge.merge(
             written, step=job.step, calls=job.calls, seed=trainer.seed,
             fingerprint=self._fingerprint,
@@ -321,7 +322,7 @@ class Saver:
 
 def save_once(trainer: StatefulTrainer, root: Path, extra: dict[str, Any]) -> Path:
     """Implement :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_checkpoint`."""
-    assert isinstance(trainer, (Trainer, AsyncTrainerBase)), "there is no other"
+    assert is_synchronous(trainer) or is_asynchronous(trainer), "there is no other"
     flush_before_snapshot(
         trainer
     )  # first: update counts are equal on all ranks only without minibatches in flight

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,6 @@ from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.regions import TensorRegion, make_full_region
 from fxpart.checkpoint.writer import CheckpointShard
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing import async_state, random_state
 from fxpart.runtime.checkpointing.optimizer_tensors import (
     OptimizerTensor,
@@ -25,7 +24,11 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
     optimizers,
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, dtype_name, key_of, region_of
-from fxpart.runtime.stateful_trainer import StatefulTrainer
+from fxpart.runtime.trainer_kinds import is_asynchronous
+
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
 
 
 class StagingBuffers:
@@ -64,7 +67,7 @@ def flush_before_snapshot(trainer: StatefulTrainer) -> None:
     Gradients are not part of a checkpoint.
     """
     trainer.settle()
-    accumulated = 0 if isinstance(trainer, AsyncTrainerBase) else trainer._accumulation.batches
+    accumulated = 0 if is_asynchronous(trainer) else trainer._accumulation.batches
     if accumulated:
         raise error(
             "FXP109", where="a checkpoint",
@@ -85,7 +88,7 @@ def take_snapshot(
     builder = _SnapshotBuilder(trainer, staging)
     builder.model()
     builder.optimizer()
-    if isinstance(trainer, AsyncTrainerBase):
+    if is_asynchronous(trainer):
         builder.predictors(trainer)
         builder.snapshot.shared |= {
             "updates": trainer.updates,

@@ -9,9 +9,9 @@ import torch
 
 from fxpart.checkpoint.manifest import Ranges
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
-from fxpart.program.edges import torch_dtype
-from fxpart.program.shard_layout import ShardLayout
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.state.model_state import StateEntry
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import Shard, indices
 
 

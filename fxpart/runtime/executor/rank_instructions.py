@@ -19,6 +19,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.symbolic_shapes import make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.dim_order import (
     Order,
     get_dim_order,
@@ -352,11 +353,11 @@ class RankInstructions:
             new_orders: dict[tuple[int, ValueEdge], Order] = {}
             for link, of in expected:
                 value = cell.value(link, forward=forward)
-                if value.shape != of(sizes) or value.dtype != link.dtype:
+                if value.shape != of(sizes) or value.dtype != torch_dtype(link.dtype):
                     raise _make_shape_error(link, value, of(sizes))
                 value = value.detach()
                 if link.sent != link.dtype:
-                    value = value.to(link.sent)
+                    value = value.to(torch_dtype(link.sent))
                 tensors += self._pack(channel, link, value, new_orders)
             send(tensors, new_orders)
 
@@ -364,7 +365,7 @@ class RankInstructions:
             sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
             new_orders: dict[tuple[int, ValueEdge], Order] = {}
             for link, of in expected:
-                zeros = torch.zeros(of(sizes), dtype=link.sent, device=self._device)
+                zeros = torch.zeros(of(sizes), dtype=torch_dtype(link.sent), device=self._device)
                 tensors += self._pack(channel, link, zeros, new_orders)
             send(tensors, new_orders)
 
@@ -406,9 +407,10 @@ def _make_drop(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
 def _make_shape_error(
     link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]
 ) -> FxpartError:
+    dtype = torch_dtype(link.dtype)
     return error(
         "FXP900",
         where=f"value {link.name} from stage {link.source} to stage {link.target}",
-        why=f"it is {value.dtype} {tuple(value.shape)}, not {link.dtype} {expected} as compiled",
+        why=f"it is {value.dtype} {tuple(value.shape)}, not {dtype} {expected} as compiled",
         fix="",
     )

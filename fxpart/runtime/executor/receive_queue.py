@@ -10,6 +10,7 @@ import torch
 
 from fxpart.program.edges import ValueEdge
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.dim_order import Order, has_several_orders, unpack_from_order
 from fxpart.runtime.transport.interface import Transport
 
@@ -55,12 +56,14 @@ class ReceiveQueue:
         self._device = device
         self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
         self._plan = [
-            (m.microbatch, [(make_shape_function(link.shape), link.sent) for link in m.links])
+            (m.microbatch, [(make_shape_function(x.shape), torch_dtype(x.sent)) for x in m.links])
             for m in messages
         ]
         # Original dtypes of each message's tensors, if it is sent in another dtype.
         self._original_dtypes = [
-            [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
+            [torch_dtype(x.dtype) for x in m.links]
+            if any(x.sent != x.dtype for x in m.links)
+            else None
             for m in messages
         ]
         self._links = [m.links for m in messages]

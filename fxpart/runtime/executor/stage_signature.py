@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpart.collectives.parameter_regather import ParameterRegather
 from fxpart.program.edges import ValueEdge
-from fxpart.program.spec import ProgramSpec, StageSpec
+from fxpart.program.spec import ProgramSpec, StageSpec, has_backward
 from fxpart.runtime.executor.recompute import Mode, StageRecomputation
 
 
@@ -120,17 +120,3 @@ class StageSignature:
             {link.name: link.input for link in into},
             SavedTensorPolicy(spec, stage, module, recompute),
         )
-
-
-def has_backward(spec: ProgramSpec, stage: StageSpec) -> bool:
-    """Return whether a stage takes part in the backward pass; equal on every rank."""
-    back = any(
-        value.requires_grad and source >= 0
-        for value, source in zip(stage.inputs, stage.sources, strict=True)
-    )
-    ahead = any(
-        value.requires_grad and bool(targets)
-        for value, targets in zip(stage.outputs, stage.targets, strict=True)
-    )
-    ends = any(value.name == spec.loss for value in stage.outputs)
-    return back or ahead or (ends and any(state.requires_grad for state in stage.state))

@@ -22,10 +22,9 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from fxpart.program.edges import ValueEdge, find_stage_edges, torch_dtype
-from fxpart.program.spec import ProgramSpec
+from fxpart.program.edges import ValueEdge, find_stage_edges
+from fxpart.program.spec import ProgramSpec, has_backward
 from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
-from fxpart.runtime.executor.stage_signature import has_backward
 from fxpart.runtime.transport.interface import STATE, Transport
 from fxpart.schedule.action import ActionKind, Schedule
 from fxpart.schedule.rendezvous import execute
@@ -63,7 +62,7 @@ def find_tied_parameters(
             if state.name in spec.ties and state.requires_grad and (sparse or not state.sparse):
                 attributes = names.setdefault(state.name, {})
                 attributes[stage.index] = state.attribute
-                dtype = torch_dtype(state.dtype)  # Partial sums are never rounded for the transfer.
+                dtype = state.dtype  # Partial sums are never rounded for the transfer.
                 link = ValueEdge(state.name, 0, 0, 0, 0, dtype, tuple(state.shape), True, dtype)
                 active = [
                     s

@@ -21,10 +21,10 @@ import torch
 from fxpart.compat import has_step_hooks, optimizer_over
 from fxpart.compat.multi_optimizer import MultiOptimizer
 from fxpart.errors import FxpartError, error
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.user_optimizer import needs_closure
 from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import Shard
 
 # By group: pairs of a real parameter and a small one.

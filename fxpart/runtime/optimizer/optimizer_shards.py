@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from fxpart.collectives import BucketedCollective, Communicator, start_all_gather, start_sum
-from fxpart.program.shard_layout import ShardLayout
+from fxpart.program.spec import has_backward
 from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
 from fxpart.runtime.executor.executor import BackwardHooks
-from fxpart.runtime.executor.stage_signature import has_backward
 from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
 from fxpart.runtime.gradients.reduce_scatter import (
     GradientReduceScatter,
@@ -30,6 +29,7 @@ from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReduce
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along_axis
+from fxpart.runtime.state.shard_layout import ShardLayout
 
 
 class OptimizerShards:

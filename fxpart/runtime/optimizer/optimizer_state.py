@@ -10,11 +10,11 @@ import msgspec
 import torch
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.program.shard_layout import ShardLayout
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
 from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import Transport
 
 

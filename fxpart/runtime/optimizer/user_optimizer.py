@@ -6,18 +6,19 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from fxpart.compat import (
-    has_step_hooks,
     optimizer_over,
     step_of,
-    steps_as_its_class,
-    storage_identity,
 )
-from fxpart.errors import FxpartError, error
+from fxpart.compat.optimizer_parameters import (
+    name_optimizer_parameters,
+    optimizer_error,
+)
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
 from fxpart.runtime.state.model_state import ModelState
@@ -53,32 +54,9 @@ class UserOptimizer:
         self.instance = instance
         self.followed = followed
         self.kind = type(instance).__name__
-        known = {id(tensor): name for name, tensor in model.items()}
-        shared = {storage_identity(t): n for n, t in model.items() if t.numel()}
-        found = [
-            [known.get(id(p), shared.get(storage_identity(p)) if p.numel() else None) for p in mine]
-            for mine in (group["params"] for group in instance.param_groups)
-        ]
-        every = [name for mine in found for name in mine]
-        foreign = sum(name is None for name in every)
-        if foreign:
-            raise _make_error(
-                self.kind,
-                f"{foreign} of its {len(every)} parameters do not belong to the model",
-                "create it from model.parameters() of the compiled model (not of a copy), or pass "
-                "its class",
-            )
-        self.names = tuple(tuple(str(name) for name in mine) for mine in found)
-        twice = sorted({str(name) for name in every if every.count(name) > 1})
-        if twice:
-            raise _make_error(
-                self.kind,
-                f"it has {', '.join(twice[:3])} twice, so each step would update it twice",
-                "list each parameter once, in one group",
-            )
+        self.names = name_optimizer_parameters(instance, model)
         own = (p for group in instance.param_groups for p in group["params"])
-        self._own = dict(zip((str(name) for name in every), own, strict=True))
-        self._check_step()
+        self._own = dict(zip(chain.from_iterable(self.names), own, strict=True))
 
     def groups(self, trainable: Iterable[str]) -> tuple[ParameterGroup, ...]:
         """Return its groups with the names of trained parameters, and its current options."""
@@ -99,7 +77,7 @@ class UserOptimizer:
         try:
             return optimizer_over(self.instance, members, empty)
         except Exception as cause:  # Attributes of a user's class may raise any exception.
-            raise _make_error(
+            raise optimizer_error(
                 self.kind,
                 f"it cannot be copied for each rank: {type(cause).__name__}: {cause}",
                 "pass its class, or a function of parameters, instead of the instance",
@@ -188,7 +166,7 @@ class UserOptimizer:
         if value.dim() and value.shape == own.shape:
             value = part(value.to_dense() if value.is_sparse and cut else value)
         elif cut and value.numel() > 1:
-            raise _make_error(
+            raise optimizer_error(
                 self.kind,
                 f"its state {key!r} of {name} has the shape {list(value.shape)}, but the plan "
                 "divides the parameter",
@@ -198,24 +176,6 @@ class UserOptimizer:
         if value.dim() and made.dtype == own.dtype:
             made = made.to(parameter.dtype)
         return made.to(parameter.device) if value.device == own.device else made
-
-    def _check_step(self) -> None:
-        inner = [k for k, v in vars(self.instance).items() if _is_optimizer(v)]
-        why = ""
-        if has_step_hooks(self.instance):
-            why = "hooks are registered on its step, which would see only one rank's parameters"
-        elif not steps_as_its_class(self.instance) and not is_followed(self.instance):
-            why = "its step method was replaced in the instance"
-        elif inner:
-            why = f"its attribute {inner[0]!r} is another optimizer"
-        if why:
-            raise _make_error(self.kind, why, "pass a plain instance, its class, or a function")
-
-
-def is_followed(instance: torch.optim.Optimizer) -> bool:
-    """Return whether a trainer has replaced the instance's step."""
-    step = getattr(vars(instance).get("step"), "__func__", None)
-    return bool(getattr(step, "of_trainer", False))
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -231,11 +191,3 @@ def _return_whole(value: torch.Tensor) -> torch.Tensor:
 
 def _key(item: tuple[Any, Any]) -> str:
     return str(item[0])
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
-
-
-def _make_error(kind: str, why: str, fix: str) -> FxpartError:
-    return error("FXP115", where=f"optimizer {kind}", why=why, fix=fix)

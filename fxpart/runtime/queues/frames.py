@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.queues.replica_gradients import ReplicaGradients, TiedReplicaGradients
 from fxpart.runtime.queues.worker import MicrobatchValues
 from fxpart.schedule.queues.messages import DispatcherMessage, Event, Order

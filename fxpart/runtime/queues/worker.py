@@ -18,6 +18,8 @@ import torch
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import error
 from fxpart.program.edges import ValueEdge
+from fxpart.program.replica_groups import ReplicaGroupGraph
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.queues.replica_gradients import (
@@ -28,7 +30,6 @@ from fxpart.runtime.queues.replica_gradients import (
     TiedReplicaGradients,
     clip_gradients,
 )
-from fxpart.runtime.queues.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.schedule.action import Action, ActionKind
 from fxpart.schedule.queues.messages import (
@@ -236,7 +237,7 @@ class ReplicaWorker:
 
     def _received(self, link: ValueEdge, tensor: torch.Tensor) -> torch.Tensor:
         # A new tensor object, so that requires_grad and grad belong to this replica.
-        return tensor.detach().to(self._device, link.dtype)
+        return tensor.detach().to(self._device, torch_dtype(link.dtype))
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -350,7 +351,7 @@ class ReplicaWorker:
 
 
 def _sent(link: ValueEdge, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(link.sent).contiguous()
+    return tensor.detach().to(torch_dtype(link.sent)).contiguous()
 
 
 def _key(minibatch: int, microbatch: int) -> int:

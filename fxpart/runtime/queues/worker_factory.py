@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.optimizer.factory import make_optimizer
 from fxpart.runtime.optimizer.parameter_groups import make_local_groups
 from fxpart.runtime.queues.replica_gradients import CrossGroupParameter, ReplicaParameters
-from fxpart.runtime.queues.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.runtime.queues.worker import ClipLimits, ReplicaWorker
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.runtime.mesh.communicators import MeshCommunicators
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import REPLICATE
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.program.spec import StateSpec
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
 from fxpart.runtime.state.dtensor_state import has_dtensors, take_local_part
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import STATE, Transport
 
 Place = tuple[int, int]  # stage, mesh rank

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fxpart.compat import storage_identity
-from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import StageSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.runtime.state.shard_layout import make_state_slicer
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
 

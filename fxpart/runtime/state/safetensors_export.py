@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 

@@ -22,22 +22,19 @@ stays.
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from fxpart.environment import Launch
-from fxpart.errors import FxpartError, error
+from fxpart.launch.job_store import first_line, open_store, rendezvous_error
 
 _COUNT = "fxpart/generation"
 _LIST, _FOUND, _OBJECTION, _GO = "list", "found", "objection", "go"
 _FIRST, _LONGEST = 0.002, 0.05  # Seconds between polls.
-_PORT_FREE = 5.0  # Seconds for an earlier owner of the store's port to end.
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ def join_rendezvous(found: Launch, timeout: float, *, after: int = 0) -> JobRend
     try:
         number = waiting.lead(after) if found.rank == 0 else waiting.follow()
     except RuntimeError as cause:
-        raise _make_error(found, f"the store was lost: {_first_line(cause)}") from cause
+        raise rendezvous_error(found, f"the store was lost: {first_line(cause)}") from cause
     return JobRendezvous(PrefixStore(f"fxpart/{number}/group", store), number)
 
 
@@ -135,7 +132,7 @@ class _RendezvousMember:
             if not keys.check([_GO]):
                 if there > self._word:
                     why = f"another process that started later has rank {mine}"
-                    raise _make_error(self._found, why, number)
+                    raise rendezvous_error(self._found, why, number)
                 keys.set(_OBJECTION, b"1")
             return False
         keys.add(_FOUND, 1)
@@ -157,84 +154,13 @@ class _RendezvousMember:
         pause = _FIRST
         while not done():
             if time.monotonic() >= self._limit:
-                raise _make_error(self._found, f"{why()} within {self._timeout:g} s", number)
+                raise rendezvous_error(self._found, f"{why()} within {self._timeout:g} s", number)
             if self._found.rank == 0 and number and self._read_newest() != number:
-                raise _make_error(self._found, "another process has started as rank 0", number)
+                raise rendezvous_error(self._found, "another process has started as rank 0", number)
             time.sleep(pause)
             pause = min(1.5 * pause, self._pause)
-
-
-def open_store(found: Launch, timeout: float) -> Any:
-    """Return a client of the job's store; rank 0 owns the store if no launcher does.
-
-    timeout: maximum seconds to connect. Raises FXP516.
-    """
-    limit = timedelta(seconds=timeout)
-    try:
-        if found.rank == 0 and not found.keeps_store:
-            return _get_own_store(found, limit)
-        return TCPStore(
-            found.address, found.port, is_master=False, timeout=limit, wait_for_workers=False
-        )
-    except (RuntimeError, OSError, ValueError) as cause:
-        raise _make_error(
-            found,
-            f"the store at {found.address}:{found.port} is not reachable: {_first_line(cause)}",
-        ) from cause
-
-
-# Stores owned by this process, by address. A port is opened once and until the process ends, as
-# other ranks may still use it. Created so that torch's own "env://" finds them, too.
-_owned: dict[tuple[str, int], TCPStore] = {}
-
-
-def _get_own_store(found: Launch, limit: timedelta) -> Any:
-    """Return the job's store in this process; on one host only on loopback, if possible."""
-    at = found.address, found.port
-    if at not in _owned:
-        _owned[at] = _make_store(found, limit)
-    return _owned[at]
-
-
-def _make_store(found: Launch, limit: timedelta) -> TCPStore:
-    addresses = {str(info[4][0]) for info in socket.getaddrinfo(found.address, None)}
-    if not found.one_machine or not all(a.startswith("127.") or a == "::1" for a in addresses):
-        return TCPStore(
-            found.address, found.port, is_master=True, timeout=limit, wait_for_workers=False,
-            multi_tenant=True,
-        )  # fmt: skip
-    host = next((a for a in sorted(addresses) if a.startswith("127.")), "::1")
-    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-    until = time.monotonic() + _PORT_FREE
-    while True:
-        try:
-            listener = socket.create_server((host, found.port), family=family, backlog=128)
-            break
-        except OSError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(_LONGEST)
-    return TCPStore(
-        host, found.port, is_master=True, timeout=limit, wait_for_workers=False,
-        master_listen_fd=listener.detach(), multi_tenant=True,
-    )  # fmt: skip
 
 
 def _describe_missing(keys: Any, names: Sequence[str]) -> str:
     ranks = [name for name in names if not keys.check([name])]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not connect"
-
-
-def _make_error(found: Launch, why: str, number: int = 0) -> FxpartError:
-    where = f"rank {found.rank} of {found.world}"
-    return error(
-        "FXP516",
-        where=f"{where}, generation {number}" if number else where,
-        why=why,
-        fix="check that every process was started, and that each machine can reach "
-        f"{found.address}:{found.port}",
-    )
-
-
-def _first_line(cause: BaseException) -> str:
-    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__

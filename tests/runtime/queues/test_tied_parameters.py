@@ -18,8 +18,8 @@ from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.queue_memory import queued_row
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
+from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
 from fxpart.report.explanation_text import explain
-from fxpart.runtime.queues.replica_groups import compute_tied_bytes, explain_unsupported_ties
 
 STEPS, ROWS, WIDE = 4, 32, 24
 
