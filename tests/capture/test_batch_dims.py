@@ -160,7 +160,7 @@ def test_batch_dims_given_overrule_and_none_means_no_batch() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "words"),
     [
-        ({"nope": 0}, "FXP109", "the inputs are x"),
+        ({"nope": 0}, "FXP109", "Known inputs: x"),
         ({"x": 5}, "FXP109", "out of range"),
         ({"x": 0, "mask": 1, "positions": 0}, "FXP104", "sizes differ"),
     ],

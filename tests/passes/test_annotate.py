@@ -133,8 +133,8 @@ def test_contradictions_name_both_and_the_path() -> None:
     first, last = f"node:{y.name}", f"node:{shaped.name}"
     ((code, text),) = wrong(graph, "tp=2", {first: "tp:S(1)", last: "tp:S(2)"})
     assert code == "FXP112"
-    assert f"'{first}' says tp:S(1) of {y.name}, which is tp:S(0) here" in text
-    assert f"'{last}' says tp:S(2)" in text
+    assert f"'{first}' requests tp:S(1) of {y.name}, which is tp:S(0) here" in text
+    assert f"'{last}' requests tp:S(2)" in text
     assert f"ops between them: {y.name}, {turned.name}, {shaped.name}" in text
     assert wrong(graph, "tp=2", {first: "tp:S(1)", last: "tp:R"})[0][0] == "FXP112"
     annotated(graph, "tp=2", {first: "tp:S(1)", last: "tp:S(0)"})  # the same pieces
