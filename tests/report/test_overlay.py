@@ -184,13 +184,13 @@ def broken(change: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"", "no Chrome trace"),
-        (b"\xff\xfe", "no Chrome trace"),
-        (b"[]", "no Chrome trace"),
+        (b"", "not a Chrome trace"),
+        (b"\xff\xfe", "not a Chrome trace"),
+        (b"[]", "not a Chrome trace"),
         (b'{"traceEvents": []}', "not a recording of measured steps"),
         (broken(lambda t: t["otherData"].update(version=99)), "its version"),
         (broken(lambda t: t["otherData"].update(stage_ranks="x")), "wrong"),
-        (broken(lambda t: t["otherData"].update(stage_ranks=[[0], [0, 1]])), "each once"),
+        (broken(lambda t: t["otherData"].update(stage_ranks=[[0], [0, 1]])), "0, 1, ... once"),
         (broken(lambda t: t["otherData"].update(stage_ranks=[[0], [0]])), "there is no rank 1"),
         (broken(lambda t: t["traceEvents"].clear()), "steps of some ranks are missing"),
         (broken(lambda t: [e.update(name="zig") for e in t["traceEvents"]]), "zig"),
@@ -202,7 +202,7 @@ def broken(change: Any) -> bytes:
             broken(lambda t: [e.update(pid=7) for e in t["traceEvents"]]),
             "steps of some ranks are missing",
         ),
-        (broken(lambda t: [e.update(args={"step": "a"}) for e in t["traceEvents"]]), "none that"),
+        (broken(lambda t: [e.update(args={"step": "a"}) for e in t["traceEvents"]]), "not belong"),
         (broken(lambda t: [e.update(ts=1e999) for e in t["traceEvents"]]), "trace"),
     ],
 )
