@@ -153,14 +153,14 @@ class QueueFigures(_ExplanationStruct, frozen=True, kw_only=True):
     """Queue routing compared with round-robin routing, simulated without CPU contention.
 
     staleness: by stage, replicas counted once. seconds: between two updates; missed: by stage the
-    most updates that its gradients missed. others: the seconds if all stages had this staleness.
+    most updates that its gradients missed. others: the seconds by a staleness of all stages.
     round_robin_seconds: a step with round-robin routing.
     """
 
     staleness: tuple[int, ...]
     seconds: float
     missed: tuple[int, ...]
-    others: dict[int, float]
+    others: dict[str, float]
     round_robin_seconds: float
 
 

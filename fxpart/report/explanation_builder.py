@@ -203,7 +203,9 @@ def _queues(plan: Plan) -> QueueFigures | None:
         seconds=run.seconds,
         missed=run.missed,
         others={
-            s: simulate_queue_plan(plan, (s,) * len(own)).seconds for s in _TRIED if {s} != set(own)
+            str(s): simulate_queue_plan(plan, (s,) * len(own)).seconds
+            for s in _TRIED
+            if {s} != set(own)
         },
         round_robin_seconds=compute_round_robin_seconds(plan),
     )

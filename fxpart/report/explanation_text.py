@@ -173,7 +173,7 @@ def _queues(found: Explanation) -> list[str]:
     if given is None:
         return []
     rows = [(", ".join(map(str, given.staleness)) + " (plan)", given.seconds)]
-    rows += [(str(staleness), seconds) for staleness, seconds in given.others.items()]
+    rows += list(given.others.items())
     round_robin = given.round_robin_seconds
     shown = [
         (name, units.seconds(seconds), f"{round_robin / seconds:.2f}" if seconds else "-")

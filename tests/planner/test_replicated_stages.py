@@ -130,7 +130,7 @@ def test_links_of_absent_devices_are_refused() -> None:
 @pytest.mark.slow
 def test_what_if_says_why_it_cannot_tell() -> None:
     made = fed()
-    with pytest.raises(fxpart.FxpartError, match="stages have copies"):
+    with pytest.raises(fxpart.FxpartError, match="replicated stages"):
         choice_of(made.costed(), made.plan)
 
 

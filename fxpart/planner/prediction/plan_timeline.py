@@ -1,4 +1,4 @@
-"""A plan's schedule in time, from nothing but the plan."""
+"""The simulated timeline of a plan's schedule."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from fxpart.schedule.multi_step import SimulatedSteps
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.timeline import Timeline
 
-_DRAWN = 3  # minibatches of a stream
+_DRAWN = 3  # minibatches of an asynchronous pipeline
 
 
 def plan_timeline(plan: Plan, name: str | None = None, microbatches: int | None = None) -> Timeline:
-    """When everything of one step happens, by the plan's predicted costs.
+    """Return the timeline of one step under the plan's predicted costs.
 
-    For the plan's own schedule and microbatches the step takes ``prediction.simulated_seconds``; of
-    an asynchronous plan it is the first minibatches of its stream, and their end. Microbatches keep
-    the size that the plan gives them, whatever their number here.
+    With the plan's own schedule and microbatches it takes ``prediction.simulated_seconds``. For an
+    asynchronous plan it has the first minibatches, and their flush. Microbatches keep the size that
+    the plan gives them.
     """
     return plan_steps(plan, name, microbatches, steps=_DRAWN if streams(plan, name) else 1).timeline
 
 
 def streams(plan: Plan, name: str | None = None) -> bool:
-    """Whether the schedule, by default the plan's, goes on from minibatch to minibatch."""
+    """Return whether the schedule, by default the plan's, runs without flushes."""
     spec = SCHEDULES.get(plan.schedule if name is None else name)
     return spec is not None and not spec.flushes
 
@@ -38,10 +38,9 @@ def plan_steps(
     flush: bool | None = None,
     contention: bool = True,
 ) -> SimulatedSteps:
-    """Several steps; see :func:`fxpart.planner.prediction.step_simulation.steps_in_time`. Raises
-    FXP109.
+    """Simulate several steps by :func:`~fxpart.planner.prediction.step_simulation.steps_in_time`.
 
-    flush: by default as the schedule does.
+    Raises FXP109. flush: by default as the schedule does.
     """
     schedule = plan_schedule(plan, name, microbatches)
     drains = not streams(plan, name) if flush is None else flush
@@ -52,17 +51,17 @@ def plan_steps(
 
 
 def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int, int]:
-    """Minibatches to simulate of the plan as a stream; see :func:`.planned.streams.window`."""
+    """Return the minibatches to simulate without flushes, and the window that is measured."""
     return window(len(plan.stages), microbatches or plan.microbatches)
 
 
 def tie_seconds(plan: Plan) -> tuple[float, ...]:
-    """By stage of a plan that drains, what sums of tied weights take after its passes."""
+    """Return the seconds of tied-parameter gradient reduction by stage, for a plan with flushes."""
     found, schedule = plan.prediction, plan_schedule(plan)
     return stage_times(schedule, edges_of(plan), found.ranks, found.hosts).tying
 
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:
-    """Seconds of each edge in one direction."""
+    """Return the transfer seconds of each edge in one direction."""
     rows, edges = plan.prediction.ranks, edges_of(plan)
     return StageTimes.of(rows, edges, stage_of(plan), plan.replicas).transfer
