@@ -11,6 +11,7 @@ from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan.model import Plan
+from fxpart.report.stage_tables import largest
 
 PAGES = (
     "api", "asynchronous_training", "benchmarks", "checkpoint_format", "checkpoints_and_failures",
@@ -84,7 +85,6 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
 
 def _memory(plan: Plan, as_json: bool) -> int:
-    from fxpart.report.largest_tensors import largest
 
     lines = largest(plan)
     if as_json:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
+from fxpart.schedule.weight_copies import WeightCopies, compute_stage_staleness
 from fxpart.schedule.weight_modes import FLUSH
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fxpart.schedule.event_graph import Sends
     from fxpart.schedule.simulate import Transfer
     from fxpart.schedule.weight_copies import WeightCopies
+
 
 _FULL = 4  # updates that are timed once the pipeline is full
 
@@ -76,7 +78,6 @@ def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
         return {}
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
-    from fxpart.schedule.weight_staleness import compute_stage_staleness
 
     assert source.weights is not None, "asked above"
     every = source.update(schedule)
@@ -95,7 +96,6 @@ def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
     from fxpart.report.table import table
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
-    from fxpart.schedule.weight_staleness import compute_stage_staleness
     from fxpart.units import plural
 
     assert source.weights is not None, "asked above"

@@ -1,7 +1,4 @@
-"""The cluster: devices as individuals and the directed links between them. No torch.
-
-Reading, writing, presets, detection and checks live in ``fxpart.cluster_io``.
-"""
+"""Devices, hosts and the directed links between devices: the data of a cluster. No torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The cluster: devices as individuals and the directed links between them. No torch.
 
-Reading, writing, presets, detection and checks live in ``fxpart.cluster_io``.
+Reading, writing, presets, detection and checks are modules beside this one; they are given the
+class and do not import it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
-from fxpart.pricing.gradient_buckets import largest_bucket
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.specs import Specs, annotation
@@ -34,11 +33,14 @@ from fxpart.pricing.weights import trained_names, weights
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
+from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel, OpSpec
+
+FIRST = 1 << 20  # of the first one
 
 
 def price(
@@ -283,3 +285,35 @@ def _provenance(
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
     return result
+
+
+def largest_bucket(weights: Sequence[Weight], sharing: StageParallelism) -> int:
+    """Bytes of the largest bucket that is a copy of gradients; 0 where none are summed.
+
+    weights: as they are without ZeRO, in the order of their blocks, which is that of their use. A
+    stage packs its own gradients alone; none of its buckets is larger than 25 MiB or a gradient.
+    The runtime packs gradients into buckets (:mod:`fxpart.runtime.gradients.buckets`): those of a
+    bucket and the bucket itself are resident together until it is full. A gradient that travels
+    alone is not copied.
+    """
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for weight in reversed(weights):
+        axes = sharing.partial.get(weight.name, ())
+        axes = tuple(a for a in axes if sharing.mesh.shape[sharing.mesh.index(a)] > 1)
+        if weight.gradient and axes:
+            kinds.setdefault(axes, []).append(weight.gradient)
+    return max(map(_largest, kinds.values()), default=0)
+
+
+def _largest(sizes: Sequence[int]) -> int:
+    """Of buckets of neighbours; one of a single gradient is the gradient itself.
+
+    But for the last one: it carries flags behind its gradients, up to 25 MiB.
+    """
+    found, held, count, limit = 0, 0, 0, FIRST
+    for size in sizes:
+        if count and held + size > limit:
+            found, limit = max(found, held if count > 1 else 0), BUCKET
+            held = count = 0
+        held, count = held + size, count + 1
+    return max(found, held if count > 1 or held <= BUCKET else 0)

@@ -17,9 +17,8 @@ from fxpart.costmodels.tensor_sizes import item_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import REPLICATED, ShardingRule, choices, layout, operands, rule_of
 from fxpart.passes.rules.sharding_rule import factor_of
-from fxpart.pricing.op_signatures import OpSignatures
 from fxpart.pricing.placement_edges import Port, ReshardCosts, get_gradient_placements
-from fxpart.pricing.specs import Specs, annotation, tensors_of
+from fxpart.pricing.specs import OpSignatures, Specs, annotation, tensors_of
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
 if TYPE_CHECKING:

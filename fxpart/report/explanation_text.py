@@ -22,8 +22,7 @@ from fxpart.report.explanation import (
     RejectedAlternative,
 )
 from fxpart.report.explanation_builder import explanation
-from fxpart.report.replicas import replica_lines
-from fxpart.report.stage_tables import asynchrony_table, memory_table, stage_table
+from fxpart.report.stage_tables import asynchrony_table, memory_table, replica_lines, stage_table
 from fxpart.report.table import shortened, table
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import fsum
 
 from fxpart import units
+from fxpart.errors import error
+from fxpart.plan.model import Plan
 from fxpart.plan.number_ranges import numbers_of, text_of
 from fxpart.plan.summary import layout
 from fxpart.report.explanation import AsynchronyFigures, Explanation, StageFigures
 from fxpart.report.table import shortened, table
+from fxpart.units import size
+
+HEADS = ("stages", "devices", "per microbatch", "microbatches", "group")
 
 LONG = 16  # a table with more rows lists equal stages once
 
@@ -145,3 +151,77 @@ def _label(group: list[StageFigures]) -> str:
     ends = [group[0].label.split(" … ")[0], group[-1].label.split(" … ")[-1]]
     single = len(group) == 1 and " … " not in group[0].label
     return " … ".join(shortened(end, 22) for end in ends[: 1 if single else 2])
+
+
+def replica_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return each group's stages, devices, seconds per microbatch, microbatches and group seconds.
+
+    The last is the time between two microbatches while all replicas of the group compute; the group
+    with the longest is the bottleneck unless transfers are. With queue routing also the staleness
+    of the group's gradients. Empty for a plan without replicas and queues.
+    """
+    if not plan.replicas and not plan.staleness:
+        return []
+    rows = {row.stage: row for row in plan.prediction.ranks}
+    groups = {group[0]: tuple(dict.fromkeys(group)) for group in plan.replicas}
+    found: list[tuple[str, ...]] = []
+    for first in plan.firsts:
+        stages = groups.get(first, (first,))
+        each = [rows[stage].microbatch_seconds for stage in stages]
+        taken = [rows[stage].taken(plan.microbatches) for stage in stages]
+        pace = 1 / fsum(1 / seconds for seconds in each) if all(each) else 0.0
+        found.append(
+            (
+                ", ".join(map(str, stages)),
+                ", ".join(plan.stages[stage].device or "-" for stage in stages),
+                ", ".join(map(units.seconds, each)),
+                ", ".join(map(str, taken)),
+                units.seconds(pace),
+                *(() if not plan.staleness else (units.plural(plan.staleness[first], "update"),)),
+            )
+        )
+    return found
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """:func:`replica_rows` as text under a heading; empty without replicas."""
+    rows = replica_rows(plan)
+    if not rows:
+        return []
+    heads: tuple[str, ...] = HEADS
+    sides, how = "<<<<>", "round-robin routing"
+    if plan.staleness:
+        heads, sides = (*heads, "staleness"), sides + ">"
+        how = "queue routing;\nmicrobatches and seconds are those of round-robin routing"
+    return [
+        *f"Replicas (the stages of a row have the same blocks; {how})".splitlines(),
+        *(f"  {line}" for line in table(heads, sides, rows)),
+    ]
+
+
+def largest(plan: Plan) -> str:
+    """Return the ten largest tensors of each stage; raises FXP109 for a plan without them."""
+    rows = [entry for entry in plan.prediction.ranks if entry.top]
+    if not rows:
+        raise error(
+            "FXP109",
+            where="--memory",
+            why="this plan does not list the tensors that are alive at the peak",
+            fix="plan again; plans whose stages are contiguous blocks list them",
+        )
+    lines: list[str] = []
+    for entry in rows:
+        first, last = min(entry.ranks), max(entry.ranks)
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        if lines:
+            lines.append("")
+        lines.append(
+            f"Stage {entry.stage} ({ranks}): {size(entry.peak)} at the peak, "
+            f"{size(entry.memory.total)} as the sum of the peaks by cause"
+        )
+        width = max(len(tensor.name) for tensor in entry.top)
+        lines += [
+            f"  {size(tensor.bytes):>9}  {tensor.name:<{width}}  {tensor.why}"
+            for tensor in entry.top
+        ]
+    return "\n".join(lines)

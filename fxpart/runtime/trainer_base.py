@@ -31,7 +31,7 @@ from fxpart.runtime.executor.torch_compile import (
     compile_stages,
     get_compile_backend,
 )
-from fxpart.runtime.gradients.accumulation import GradientAccumulation
+from fxpart.runtime.gradients.reducer import GradientAccumulation
 from fxpart.runtime.host.cpu_affinity import CpuAffinity, pin_rank
 from fxpart.runtime.mesh.communicators import MeshCommunicators, find_reduction_axes
 from fxpart.runtime.mesh.mesh_ranks import (

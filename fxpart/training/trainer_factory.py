@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from fxpart.plan.schedule import as_given, recomputed, stage_of
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.mode_selection import select_weight_mode
+from fxpart.runtime.asynchronous.options import AsyncOptions
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
@@ -35,8 +35,8 @@ from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torc
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import local_device
-from fxpart.schedule.spec import DEFAULT_SCHEDULE
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
+from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -356,3 +356,36 @@ def _get_unused_state(program: Program, weights: Any) -> dict[str, torch.Tensor]
     if weights is not None:
         return unused_state(weights, program.spec, unused)
     return {n: t.clone() for n, t in unused.items() if t.device.type != "meta"}
+
+
+def select_weight_mode(
+    plan: Plan, given: str | WeightMode | None, options: Mapping[str, Any]
+) -> WeightMode | None:
+    """Return the weight mode of an asynchronous trainer, or None for a synchronous one.
+
+    A trainer is synchronous if neither the plan nor the caller (``given``) requests a mode other
+    than "flush". options: keyword arguments of the trainer. FXP109 for an unknown mode, for options
+    that only an asynchronous trainer has, and for a schedule that has no asynchronous form.
+    """
+    streams = not SCHEDULES[plan.schedule].flushes
+    planned = plan.weights if streams else FLUSH
+    mode = weight_mode(planned if given is None else given)
+    async_options = AsyncOptions.names(options)
+    if mode.name == FLUSH and not streams:
+        if async_options:
+            raise error(
+                "FXP109",
+                where=f"trainer({async_options[0]}=)",
+                why="only an asynchronous trainer has this option",
+                fix=f'pass weight_mode="{SPECTRAIN}" or another of {", ".join(MODES)}',
+            )
+        return None
+    if not SCHEDULES[plan.schedule].streams:
+        raise error(
+            "FXP109",
+            where=f"weight_mode={mode.name}",
+            why=f"the schedule of the plan, {plan.schedule}, has no asynchronous form",
+            fix=f'use compile(..., mode="{ASYNC}") or '
+            f'constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}',
+        )
+    return mode

@@ -61,9 +61,8 @@ def take_turns(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]
     from fxpart.compat.optimizer_choice import choose
     from fxpart.plan.model import Plan
     from fxpart.planner.prepared_model import PlanningArguments
-    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
     from fxpart.profiling.plan_stages import work_of
-    from fxpart.profiling.session import ProfilingSession
+    from fxpart.profiling.session import ProfilingSession, get_measurement_environment, on_device
     from fxpart.profiling.stage_benchmark import StageBenchmark
 
     work, base = workload(payload["name"]), Cluster.local(payload["ranks"])

@@ -80,8 +80,8 @@ def counted(layers: int, folder: Path) -> dict[str, int]:
 
     from fxpart.planner.prepared_model import PlanningArguments, prepare_model
     from fxpart.pricing.variants import BatchSplit, Sizes
-    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
     from fxpart.profiling.ops import measure
+    from fxpart.profiling.session import get_measurement_environment, on_device
 
     work = small(layers)
     asked = PlanningArguments(BATCH, None, "adamw", "roofline", {}, 0)

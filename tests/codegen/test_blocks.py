@@ -14,8 +14,7 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.codegen.materialization import materialize
-from fxpart.codegen.module_emitter import emit
-from fxpart.codegen.recompute_segments import split_recompute_segments
+from fxpart.codegen.module_emitter import emit, split_recompute_segments
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.codegen.stage_split import split
 from fxpart.runtime.executor.recompute import StageRecomputation

@@ -38,13 +38,12 @@ from fxpart.planner.refinement import (
     widen_solution,
 )
 from fxpart.pricing.non_op_costs import NonOpCosts
-from fxpart.profiling.measurement_environment import get_measurement_environment
+from fxpart.profiling.session import get_measurement_environment
 from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.simulate import simulate
-from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import solve
+from fxpart.solver.portfolio import choices, solve
 from fxpart.solver.problem import (
     DeviceLimit,
     PartitionChoice,

@@ -27,7 +27,7 @@ from fxpart.costs import Cost, DeviceKnowledge
 from fxpart.plan.model import Plan
 from fxpart.planner.refinement import FIRST, keys_of
 from fxpart.planner.whatif import choice_of
-from fxpart.profiling.measurement_environment import get_measurement_environment
+from fxpart.profiling.session import get_measurement_environment
 from fxpart.report.explanation_text import explain
 
 

@@ -29,8 +29,11 @@ from fxpart.plan.model import HostLoad, Plan
 from fxpart.plan.prediction import RankPrediction, idle_share
 from fxpart.planner.prediction import step_simulation
 from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline
-from fxpart.planner.prediction.step_simulation import step_in_time, steps_in_time
-from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
+from fxpart.planner.prediction.step_simulation import (
+    compute_exposed_reduction,
+    step_in_time,
+    steps_in_time,
+)
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
 

@@ -39,11 +39,10 @@ from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.profiling.collective_ops import IdenticalRanksCommunicator, form_of
-from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.profiling.op_arguments import OpArguments, OpCall, UnmeasurableOpError, tensors
 from fxpart.profiling.ops import measure
 from fxpart.profiling.replica_graph import ReplicaGraph, replica
-from fxpart.profiling.session import profile
+from fxpart.profiling.session import get_measurement_environment, profile
 from fxpart.sharding import Mesh
 
 pytestmark = pytest.mark.slow

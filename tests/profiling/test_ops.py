@@ -22,10 +22,10 @@ from fxpart.compiler import PassManager
 from fxpart.pricing.specs import Specs, annotation, layout, tensors_of
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.weights import trained_names
-from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.profiling.op_arguments import OpArguments, tensors
 from fxpart.profiling.ops import engine_seconds, measure
 from fxpart.profiling.sampler import Sampler
+from fxpart.profiling.session import get_measurement_environment
 
 CPU = torch.device("cpu")
 NAMES = sorted(name for name, entry in ZOO.items() if entry.available)

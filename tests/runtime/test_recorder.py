@@ -21,7 +21,7 @@ from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.engine import resolve_schedule
 from fxpart.runtime.executor.executor import Executor, Instruction
-from fxpart.runtime.monitor.clock_offset import measure_clock_offset
+from fxpart.runtime.monitor.recorder import measure_clock_offset
 from fxpart.schedule.measured_timeline import PHASES, MeasuredSpan, MeasuredTimeline
 
 STEPS = tuple(range(WARM, WARM + RECORDED))

@@ -13,11 +13,10 @@ from schedule_pages import PAGE, filled
 from fxpart.cli.schedule import command
 from fxpart.schedule.action import ActionKind
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.draw import draw
 from fxpart.schedule.files import load
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.text import to_text
+from fxpart.schedule.text import draw, to_text
 from fxpart.schedule.torch_csv import to_torch_csv
 from fxpart.schedule.version_annotation import annotate_versions
 from fxpart.schedule.weight_modes import MODES

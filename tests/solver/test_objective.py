@@ -13,8 +13,8 @@ from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.simulate import simulate
-from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
+from fxpart.solver.portfolio import choices
 from fxpart.solver.problem import (
     BlockValue,
     DeviceLimit,

@@ -16,8 +16,8 @@ from pathlib import Path
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.explanation_builder import explanation
+from fxpart.report.html import CSS
 from fxpart.report.stage_tables import stage_table
-from fxpart.report.style import CSS
 from fxpart.report.svg import WIDTH, memory_svg, opening, timeline_svg
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make

@@ -14,7 +14,10 @@ import torch
 from torch import nn
 
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.runtime.gradients.communication import find_tied_entries
 from fxpart.runtime.gradients.tied_parameters import TiedParameterRoutes
+from fxpart.runtime.state.model_state import ModelState, StateEntry
+from fxpart.runtime.transport.interface import STATE
 
 # (sending stage, parameter, gradient)
 Sums = Sequence[tuple[int, TiedParameterRoutes, torch.Tensor]]
@@ -92,3 +95,33 @@ class StageTiedParameters:
                 gradient = torch.zeros_like(parameter)
             found.append(gradient.to_dense() if gradient.is_sparse else gradient.contiguous())
         return found
+
+
+def refresh_tied_weights(state: ModelState) -> None:
+    """Copy the owner's weights to every stage with a tied parameter; every rank must call it.
+
+    During asynchronous training stages use the weights sent with each microbatch; evaluation and
+    saving read their own parameters.
+    """
+    with torch.no_grad():
+        for _, entry in find_tied_entries(state):
+            for lane in state.lanes:
+                _refresh(state, entry, lane.index)
+
+
+def _refresh(state: ModelState, entry: StateEntry, lane: int) -> None:
+    transport, owner = state.transport, entry.spec.owner
+    home = state.rank(owner, lane)
+    for stage in sorted(entry.stages):
+        copy, rank = entry.copies.get((stage, lane)), state.rank(stage, lane)
+        if stage == owner:
+            continue
+        if home in transport.local:
+            whole = entry.copies[owner, lane].detach()
+            if copy is not None:
+                copy.copy_(whole)
+            else:
+                transport.wait(transport.send(home, rank, STATE, whole.contiguous()))
+        elif copy is not None:
+            handle = transport.post(home, rank, STATE, copy.shape, copy.dtype, copy.device)
+            copy.copy_(transport.wait(handle))

@@ -34,7 +34,7 @@ from fxpart.runtime.asynchronous.status_builder import (
     make_options_error,
     make_stage_problem,
 )
-from fxpart.runtime.asynchronous.tied_weights import refresh_tied_weights
+from fxpart.runtime.asynchronous.tied_parameters import refresh_tied_weights
 from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit, Shape
 from fxpart.runtime.executor.torch_compile import StageCompiler

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
+from fxpart.program.replica_groups import explain_unsupported_ties
+from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.asynchronous.options import is_count
+from fxpart.runtime.trainer_options import TrainerOptions
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES
 from fxpart.schedule.weight_modes import STASH, WeightMode, list_queue_modes, weight_mode
 
@@ -123,3 +126,29 @@ def is_queue_routed(
     if weight_mode is not None:
         options["weights"] = weight_mode
     return True
+
+
+def check_program(
+    spec: ProgramSpec,
+    ranks: Sequence[Sequence[int]],
+    options: TrainerOptions,
+    other_options: Mapping[str, object],
+) -> None:
+    """Raise FXP109 for programs that cannot be trained from queues. other_options: by
+    name.
+    """
+    problems = []
+    firsts = [row[0] for row in ranks]
+    if spec.sharding is not None:
+        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
+    if len(set(firsts)) < len(firsts):
+        problems.append(("several stages per rank", "use one stage per rank"))
+    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
+    if options.compile_stages:
+        problems.append(("compiled stages", "use compile_stages=False"))
+    problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
+    if problems:
+        raise FxpartError(
+            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
+            for why, fix in problems
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.program.replica_groups import ReplicaGroupGraph, explain_unsupported_ties
-from fxpart.program.spec import ProgramSpec
+from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.asynchronous.fit import AsyncFit, check_fit_arguments
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
 from fxpart.runtime.asynchronous.stage_optimizers import Optimizers, record_options
+from fxpart.runtime.asynchronous.stage_report import ReplicaReport, gather_replica_reports
 from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase, RestorableStageWeights
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs, resolve_schedule
@@ -27,13 +27,11 @@ from fxpart.runtime.optimizer.factory import describe_groups, make_parameter_gro
 from fxpart.runtime.optimizer.parameter_groups import Groups
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
 from fxpart.runtime.queues.messenger import InMemoryMessenger, ReplicaMessenger
-from fxpart.runtime.queues.options import QueueOptions
-from fxpart.runtime.queues.replica_report import ReplicaReport, gather_replica_reports
+from fxpart.runtime.queues.options import QueueOptions, check_program
 from fxpart.runtime.queues.worker import ReplicaMinibatch, ReplicaWorker
 from fxpart.runtime.queues.worker_factory import make_optimizers, make_worker
 from fxpart.runtime.state.dtensor_state import DTensorState
 from fxpart.runtime.state.model_state import ModelState
-from fxpart.runtime.trainer_options import TrainerOptions
 from fxpart.runtime.transport.agreement import AllRanksError, agree, convert_transport_errors
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.messages import (
@@ -415,29 +413,3 @@ def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
 def _make_error(where: str, cause: Exception) -> FxpartError:
     fix = "fix the error there; every rank has stopped this run"
     return error("FXP507", where=where, why=f"{type(cause).__name__}: {cause}", fix=fix)
-
-
-def check_program(
-    spec: ProgramSpec,
-    ranks: Sequence[Sequence[int]],
-    options: TrainerOptions,
-    other_options: Mapping[str, object],
-) -> None:
-    """Raise FXP109 for programs that cannot be trained from queues. other_options: by
-    name.
-    """
-    problems = []
-    firsts = [row[0] for row in ranks]
-    if spec.sharding is not None:
-        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
-    if len(set(firsts)) < len(firsts):
-        problems.append(("several stages per rank", "use one stage per rank"))
-    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
-    if options.compile_stages:
-        problems.append(("compiled stages", "use compile_stages=False"))
-    problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
-    if problems:
-        raise FxpartError(
-            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
-            for why, fix in problems
-        )

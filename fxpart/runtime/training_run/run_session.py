@@ -20,8 +20,8 @@ from fxpart.checkpoint.reader import Checkpoint
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime import heartbeat
+from fxpart.runtime.batch.batch_reader import flatten_batch
 from fxpart.runtime.training_run import generations
-from fxpart.runtime.training_run.batch_digest import digest_batches
 from fxpart.runtime.training_run.ledger import Ledger, LedgerGeneration, LedgerUpdate
 from fxpart.runtime.training_run.options import Checkpoints
 from fxpart.runtime.training_run.run_state import capture_run_state, restore_run_state
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from fxpart.runtime.checkpointing.memory_replicas import CheckpointReplicas
     from fxpart.runtime.checkpointing.saver import Saver
     from fxpart.runtime.fit import FitLoop
+
+_MOST = 1 << 20  # bytes of a tensor up to which all of it is hashed
+_STRETCHES = 16
 
 
 class _RunStart(msgspec.Struct, frozen=True):
@@ -350,3 +353,38 @@ def _write(path: Path, text: str) -> None:
         beside = path.with_name(f".{path.name}")
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
+
+
+def digest_batches(batches: Sequence[Any]) -> str:
+    """Return BLAKE2b digests of batches: of names and dtypes (4 bytes, hex), then of all (8 bytes).
+
+    The first tells whether two batches are comparable. The second includes shapes and values; of a
+    tensor above 1 MiB, 16 stretches of 64 KiB each. Return "" for empty batches.
+    """
+    content, structure = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=4)
+    has_values = False
+    for batch in batches:
+        for path, value in flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch):
+            if value is None:
+                continue
+            has_values = True
+            if isinstance(value, torch.Tensor):
+                structure.update(f"{path}:{value.dtype}".encode())
+                content.update(f"{path}:{value.dtype}{tuple(value.shape)}".encode())
+                for stretch in _bytes(value):
+                    content.update(stretch)
+            else:
+                is_plain = isinstance(value, (bool, int, float, str))
+                content.update(f"{path}:{value if is_plain else type(value).__name__!r}".encode())
+    return structure.hexdigest() + content.hexdigest() if has_values else ""
+
+
+def _bytes(tensor: torch.Tensor) -> list[Any]:
+    is_plain = tensor.detach().contiguous().reshape(-1)
+    if not is_plain.numel():
+        return []
+    raw: torch.Tensor = is_plain.view(torch.uint8) if is_plain.dtype != torch.bool else is_plain
+    if raw.numel() <= _MOST:
+        return [raw.cpu().numpy()]
+    size, step = _MOST // _STRETCHES, raw.numel() // _STRETCHES
+    return [raw[at * step : at * step + size].cpu().numpy() for at in range(_STRETCHES)]

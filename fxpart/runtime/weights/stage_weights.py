@@ -32,11 +32,11 @@ from fxpart.runtime.weights.counters import (
 )
 from fxpart.runtime.weights.forward_recomputation import ForwardRecomputation
 from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.prediction_error import PredictionErrorProbe
 from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
 from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, WeightStash, storage_bytes
 from fxpart.runtime.weights.weight_update import (
     PredictionCheck,
+    PredictionErrorProbe,
     discount_learning_rates,
     has_finite_gradients,
 )

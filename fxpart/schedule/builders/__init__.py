@@ -1,7 +1,7 @@
 """Builders of schedules: which stage computes what, in which order. One function each, under a
 picture; :mod:`fxpart.schedule.spec` has the table.
 
-The pictures are drawn by :mod:`fxpart.schedule.draw` for stages that take one column forward and
+The pictures are drawn by :mod:`fxpart.cli.schedule` for stages that take one column forward and
 two backward; a test draws each again and compares.
 """
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from built_schedules import BUILDERS
+from oracles.order_brute import best_order
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import ActionKind, StageEdge
@@ -20,7 +21,6 @@ from fxpart.schedule.plan_actions import format_plan_actions, parse_plan_actions
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
 from fxpart.solver.order.bounds import lower_bound, windows
-from fxpart.solver.order.brute import best_order
 from fxpart.solver.order.jobs import Jobs
 from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
 from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum, inf
 
+from oracles.pipedream_rannc import pipedream, rannc
+
 from fxpart.solver.joint.intervals import IntervalCosts, IntervalTables
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
 from fxpart.solver.joint.objective import degrees, step_seconds
-from fxpart.solver.joint.pipedream_rannc import pipedream, rannc
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
 from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces
 
