@@ -15,11 +15,7 @@ from msgspec import UNSET
 from fxpart.errors import Problem, quoted, short
 
 if TYPE_CHECKING:
-    from fxpart.cluster.devices import Device, Link
-    from fxpart.cluster.model import Cluster
-
-if TYPE_CHECKING:
-    from fxpart.cluster.devices import CollectiveCurve, Host
+    from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
     from fxpart.cluster.model import Cluster
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -30,9 +30,6 @@ from fxpart.schedule.make import make
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
 
-if TYPE_CHECKING:
-    from fxpart.capture import CapturedModel
-
 
 @dataclass(frozen=True)
 class GeneratedProgram:

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from fxpart import collectives
 from fxpart.sharding import Mesh
-
-if TYPE_CHECKING:
-    pass
-
 
 RANDOM = "random_shard"  # random_shard(mesh, shape, placements, key, index, op, *args, **kwargs)
 # Collectives that write batch-norm running statistics: position of the first of the two buffers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from fxpart.runtime.gradients import reduce_scatter
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
-
-if TYPE_CHECKING:
-    pass
 
 # Buckets in flight per stage while the next is packed; each holds a copy of its gradients.
 _UNDER_WAY = 1
