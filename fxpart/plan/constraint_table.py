@@ -162,7 +162,7 @@ _TABLE = (
     _degree("ep", "Expert-parallel degree."),
     _number("pp", "Number of stages, one or several.", plain="1"),
     _number("microbatches", "Microbatches of a step."),
-    _number("virtual", "Stages per rank of interleaved schedules."),
+    _number("virtual", "Virtual stages per rank, in schedules that support them."),
     ConstraintSpec(
         name="schedule", kind="words", choices=_list_training_schedules,
         is_choice=_is_training_schedule, summary="Pipeline schedule.",

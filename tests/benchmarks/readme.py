@@ -72,7 +72,7 @@ def fxpart(*arguments: str) -> str:
 
 
 # Headings of the sections of `fxpart explain` that the README shows.
-_SOME = ("Stages", "Certificate")
+_SOME = ("Stages",)
 
 
 def some(text: str) -> str:

@@ -82,7 +82,7 @@ def test_what_is_asked_of_the_trainer_goes_before() -> None:
     assert not isinstance(trainer, QueueTrainer)
     assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
     trainer.close()
-    with pytest.raises(FxpartError, match="2 stages, their copies counted once"):
+    with pytest.raises(FxpartError, match="2 stages, with replicas counted once"):
         mixed().trainer(adagrad, staleness=(1, 0, 0))
 
 
