@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test tests long quick search lint format typecheck demo bench chaos clean
+.PHONY: help test tests long quick search lint format typecheck demo bench chaos pages docs clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -80,7 +80,7 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 # The last one writes tables and outputs of README and pages from what the others kept.
-BENCHMARKS := module_check overhead recording pipelining gloo_threads asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured queued compatibility readme
+BENCHMARKS := module_check overhead recording pipelining gloo_threads asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero propagation_speed placement pipeline_speed large_models planner joint maxload_optima baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured queued compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
@@ -88,6 +88,17 @@ bench: $(STAMP)  ## every figure that the README quotes
 chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules, fuzzed files
 	for name in transfers soak equality kills restarts saving_killed schedules_checked fuzz; do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
+
+PAGES := schedule_pages cluster_pages asynchronous_pages delayed_quadratic api_pages document_pictures
+pages: $(STAMP)  ## write all generated parts of README, pages and pictures again
+	for name in $(PAGES); do $(QUIET) $(BIN)/python tests/support/$$name.py; done
+	cd tests/support && $(QUIET) $(CURDIR)/$(BIN)/python -m supported.page
+	for name in readme learning_page; do $(QUIET) $(BIN)/python tests/benchmarks/$$name.py; done
+
+# The site needs packages that nothing else does.
+docs: $(STAMP)  ## the documentation as a site: build/site/index.html
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:  ## remove what the targets made, the environment too
 	rm -rf .venv build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

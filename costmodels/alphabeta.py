@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import log2
 from typing import TYPE_CHECKING
 
 from fxpart.costs import Cost
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Link
+    from fxpart.cluster.devices import Link
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class AlphaCosts:
 
 
 RING = AlphaCosts()
-TREE = AlphaCosts(base=0.0, intra=28e-6, inter=28e-6)
 
 
 def ring_all_reduce(
@@ -38,14 +36,6 @@ def ring_all_reduce(
     """Seconds to sum ``size`` bytes over all ranks, the sum left on each, around a ring."""
     steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + 2 * (n - 1) / n * size * beta
-
-
-def tree_all_reduce(
-    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = TREE, hops: int = 0
-) -> float:
-    """Seconds to sum ``size`` bytes over all ranks, the sum left on each, along a tree."""
-    steps = 2 * (n / m - 1) * alpha.intra + log2(m) * (alpha.inter + hops * alpha.switch)
-    return alpha.base + steps + 2 * size * beta
 
 
 def all_gather(

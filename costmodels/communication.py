@@ -19,7 +19,7 @@ from fxpart.costs import Cost
 from . import alphabeta
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import CollectiveCurve, Link
+    from fxpart.cluster.devices import CollectiveCurve, Link
 
 Points = tuple[tuple[float, float], ...]
 

@@ -14,9 +14,10 @@ from .op_keys import OpSizeFamily, family, parse_key, scale
 from .partial_draws import count_drawn, count_dropped, is_part, unshard_op
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel, OpSpec
-    from fxpart.profiling.store import TimeQuartiles
+
+    from .profile_store import TimeQuartiles
 
 BETWEEN = "measured (interpolated)"
 BEYOND = "measured (extrapolated)"

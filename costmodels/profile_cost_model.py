@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from fxpart.costs import Cost
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    MeasurementEnvironment,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-    TrialRun,
-)
+from fxpart.costs import Cost, CostModel, DeviceKnowledge
 from fxpart.schedule.host_contention import (
     cap_slowdown_by_quota,
     count_concurrent_ranks,
@@ -36,11 +27,21 @@ from .op_classes import CALL, CALLS, op_class
 from .op_keys import op_key
 from .op_time_estimator import OpTimeEstimator
 from .profile_match import HERE, make_mismatch_error, matching, nearest
+from .profile_store import (
+    Calibration,
+    ContentionProfile,
+    MeasurementEnvironment,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+    TrialRun,
+)
 from .quota_scale import longer, ops_pace, scaled, stages_pace
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device, Link
-    from fxpart.costs import CostModel, OpSpec
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
+    from fxpart.costs import OpSpec
 
 SOURCE = "measured"
 T = TypeVar("T")
@@ -58,12 +59,12 @@ class DeviceMeasurements:
 
 
 @dataclass(frozen=True)
-class ProfileCostModel:
+class ProfileCostModel(CostModel):
     """A profile bound to a cluster. base: what answers where nothing was measured, and for links.
 
     settings: by device model, one for each quota that it was measured under. model: the fingerprint
-    of the model whose calibration and crowding count; see :meth:`of`. alone: seconds are those of a
-    processor beside which all others are idle, whatever quota there is.
+    of the model whose calibration and contention count; see :meth:`for_model`. alone: seconds are
+    those of a processor while all others are idle, whatever quota there is.
     """
 
     name: ClassVar[str] = SOURCE
@@ -81,9 +82,12 @@ class ProfileCostModel:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _meetings: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _stage_paces: dict[
-        tuple[MeasurementEnvironment, MeasurementEnvironment], tuple[float, float, float]
-    ] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stage_tables: dict[tuple[MeasurementEnvironment, ...], Mapping[str, StageMeasurement]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _knowledge: dict[tuple[str, str, str, float], DeviceKnowledge] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _op_paces: dict[tuple[MeasurementEnvironment, MeasurementEnvironment, str], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -115,9 +119,33 @@ class ProfileCostModel:
                 },
             )
 
-    def of(self, model: str) -> ProfileCostModel:
-        """The same with the calibration and crowding of the model with this fingerprint."""
-        return replace(self, model=model)
+    def for_model(self, fingerprint: str) -> ProfileCostModel:
+        """Return the same with the calibration and contention of the model."""
+        return replace(self, model=fingerprint)
+
+    def for_part(self, cluster: Cluster) -> ProfileCostModel:
+        """Return the same for a part of the cluster while all other devices are idle."""
+        return replace(self, cluster=cluster)
+
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        """Return what the profile holds for the device. Raises FXP406 where it holds nothing."""
+        key = (device.name, device.host, device.model, device.share)
+        if key not in self._knowledge:
+            found = self.calibration_of(self.setting_of(device))
+            self._knowledge[key] = DeviceKnowledge(
+                factors=found.factors,
+                action=found.action,
+                step=found.step,
+                slowdown=self._slowdown(device),
+                contention=self._contention(device.host),
+                stages=self._stages(tuple(self._nearest(device))),
+                trial_runs=self._trial_runs(),
+            )
+        return self._knowledge[key]
+
+    def provenance(self) -> dict[str, str]:
+        """Return the source of transfers, and where the measurements were made."""
+        return {"transfers": self.base.name, "profile": self.origin}
 
     def setting_of(self, device: Device) -> MeasurementEnvironment:
         """Where the device's measurements were made. Raises FXP406 where there are none.
@@ -126,17 +154,11 @@ class ProfileCostModel:
         """
         return self._nearest(device)[0]
 
-    @property
-    def calibration(self) -> Calibration:
-        """That of the cluster's first device; without factors where there is none."""
-        devices = self._devices()
-        return self.calibration_of(self.setting_of(devices[0]) if devices else self._every()[0])
-
     def calibration_of(self, setting: MeasurementEnvironment) -> Calibration:
         """Of the model, or else of any: the only other one there is."""
         return _chosen(self.measurements[setting].calibrations, self.model) or Calibration()
 
-    def crowding(self, host: str) -> ContentionProfile:
+    def _contention(self, host: str) -> ContentionProfile:
         """How ranks slow each other down on a host: as measured for the model, or for the host."""
         devices = [d for d in self._devices() if d.host == host]
         for setting in sorted({s for d in devices for s in self._nearest(d)}, key=_whole_first):
@@ -149,11 +171,7 @@ class ProfileCostModel:
             ContentionProfile(),
         )
 
-    def within(self, cluster: Cluster) -> ProfileCostModel:
-        """The same for a part of the cluster beside which all else is idle."""
-        return replace(self, cluster=cluster)
-
-    def full(self, device: Device) -> float:
+    def _slowdown(self, device: Device) -> float:
         """How many times longer the device computes while all ranks of its host do.
 
         Times are a processor's, so that a quota lengthens them; others see a rank under one as
@@ -162,39 +180,42 @@ class ProfileCostModel:
         if self.alone:
             return 1.0
         shares = [d.share for d in self._devices() if d.host == device.host]
-        curve = cap_slowdown_by_quota(self.crowding(device.host).slowdown, shares)
+        curve = cap_slowdown_by_quota(self._contention(device.host).slowdown, shares)
         return (
             interpolate_slowdown(curve, count_concurrent_ranks(sum(shares), device.share))
             / device.share
         )
 
-    def stage(self, key: str, device: Device) -> StageMeasurement | None:
-        """A stage that was measured whole, alone on such a device; None where it was not."""
-        tables = [(s, self.measurements[s].stages) for s in self._nearest(device)]
-        (first, mine), *_ = tables
-        setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
-        if table is mine:
-            return mine.get(key)
-        if (first, setting) not in self._stage_paces:
-            self._stage_paces[first, setting] = stages_pace(mine, table)
-        return longer(table[key], self._stage_paces[first, setting])
+    def _stages(
+        self, settings: tuple[MeasurementEnvironment, ...]
+    ) -> Mapping[str, StageMeasurement]:
+        """Return the stages that were measured in these settings, the nearest setting first.
 
-    def rehearsal(self, key: str) -> TrialRun | None:
-        """A plan that was run whole, by its decisions; None where it was not.
-
-        Plans run on one host and without quotas, so what they took says nothing of others.
+        Stages of another setting than the first take as much longer as those measured in both.
         """
-        if not self._here:
-            return None
-        tables = (m.rehearsals for m in self.measurements.values())
-        return next((table[key] for table in tables if key in table), None)
+        if settings not in self._stage_tables:
+            first, *others = settings
+            mine = self.measurements[first].stages
+            found = dict(mine)
+            for setting in others:
+                table = self.measurements[setting].stages
+                pace = stages_pace(mine, table)
+                for key in table.keys() - found.keys():
+                    found[key] = longer(table[key], pace)
+            self._stage_tables[settings] = found
+        return self._stage_tables[settings]
 
-    def rehearsed(self, model: str) -> tuple[TrialRun, ...]:
-        """All plans of the model with this fingerprint that were run, as :meth:`rehearsal` is."""
-        if not self._here:
-            return ()
-        tables = (m.rehearsals for m in self.measurements.values())
-        return tuple(one for table in tables for one in table.values() if one.model == model)
+    def _trial_runs(self) -> Mapping[str, TrialRun]:
+        """Return the plans that were run whole, by plan key.
+
+        Plans run on one host and without quotas, so their times hold for no other cluster.
+        """
+        if any(device.host != HERE or device.share != 1 for device in self._devices()):
+            return {}
+        found: dict[str, TrialRun] = {}
+        for table in self.measurements.values():
+            found = {**table.rehearsals, **found}
+        return found
 
     @property
     def origin(self) -> str:
@@ -219,6 +240,7 @@ class ProfileCostModel:
         factors = self.calibration_of(setting).factors
         calibrated = factors.get(f"{op_class(op)} {direction}", 1.0)
         call = CALL * factors.get(f"{CALLS} {direction}", 0.0)
+        full = self._slowdown(device)
         timing = self._timing(f"{op_key(op)} {direction}", device)
         if timing is not None:
             alone, source = timing.seconds, SOURCE
@@ -228,10 +250,10 @@ class ProfileCostModel:
             if found is None:
                 rate = estimates.rate(op, backward, self.base, device)
                 # The formula's rates are those of a device while all ranks compute.
-                times = calibrated if rate is None else calibrated * rate * self.full(device)
-                return replace(formula, seconds=formula.seconds * times + call * self.full(device))
+                times = calibrated if rate is None else calibrated * rate * full
+                return replace(formula, seconds=formula.seconds * times + call * full)
             alone, source = found
-        seconds = (alone * calibrated + call) * self.full(device)
+        seconds = (alone * calibrated + call) * full
         return replace(formula, seconds=seconds, source=source)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
@@ -252,7 +274,7 @@ class ProfileCostModel:
             for host in {d.host for d in self._devices()}:
                 shares = [d.share for d in self._devices() if d.host == host]
                 most = ranks if min(shares) >= 1 else max(2, count_required_cores(shares))
-                if meet := self.crowding(host).meet:
+                if meet := self._contention(host).meet:
                     found = max(found, meet[min(ranks, most, len(meet) + 1) - 2])
             self._meetings[ranks] = found
         return self._meetings[ranks]
@@ -288,10 +310,6 @@ class ProfileCostModel:
 
     def _every(self) -> tuple[MeasurementEnvironment, ...]:
         return tuple(setting for found in self.settings.values() for setting in found)
-
-    @property
-    def _here(self) -> bool:
-        return all(device.host == HERE and device.share == 1 for device in self._devices())
 
     def _devices(self) -> tuple[Device, ...]:
         return self.cluster.devices if self.cluster is not None else ()

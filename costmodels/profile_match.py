@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.profiling.store import MeasurementEnvironment, chip, processor
+
+from .profile_store import MeasurementEnvironment, chip, processor
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
 
 HERE = "local"  # the host of devices that are this machine's
 _AGAIN = "fxpart profile TARGET -o FILE"

@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 
-from fxpart.profiling.store import StageMeasurement, TimeQuartiles
+from .profile_store import StageMeasurement, TimeQuartiles
 
 _LEAST = 3  # entries that both have
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fxpart.costs import Cost
+from msgspec import UNSET
+
+from fxpart.costs import Cost, CostModel
 
 from . import communication
 from .op_work import flops, is_free, is_known, traffic
 from .tensor_sizes import is_floating
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import CollectiveCurve, Device, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import OpSpec
 
 SOURCE = "roofline"
 
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(CostModel):
     """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links.
 
     curves: collectives as measured on the cluster, which replace the formulas; so does a link's
@@ -32,6 +35,12 @@ class Roofline:
 
     name: ClassVar[str] = SOURCE
     curves: tuple[CollectiveCurve, ...] = ()
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster | None) -> Roofline:
+        """Return the model with the collectives that were measured on the cluster."""
+        measured = UNSET if cluster is None else cluster.collectives
+        return cls() if measured is UNSET else cls(measured)
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """The op, its shapes numbers, on the device. Views, and backwards of none, are free."""

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from fxpart.annotations import annotate
     from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
+    from fxpart.costmodels import register_cost_model
     from fxpart.errors import FxpartError, Problem
+    from fxpart.passes.rules import register_op_rule
     from fxpart.plan.model import Plan
+    from fxpart.schedule.spec import register_schedule
+    from fxpart.schedule.weight_modes import register_weight_mode
 
 # A checkout that is not installed: passes/ and costmodels/ stand beside this package.
 if not Path(__file__).with_name("passes").is_dir():
@@ -40,6 +45,10 @@ _LAZY = {
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
     "propose": "fxpart.api",
+    "register_cost_model": "fxpart.costmodels",
+    "register_op_rule": "fxpart.passes.rules",
+    "register_schedule": "fxpart.schedule.spec",
+    "register_weight_mode": "fxpart.schedule.weight_modes",
 }
 
 __all__ = [
@@ -56,6 +65,10 @@ __all__ = [
     "capture",
     "compile",
     "propose",
+    "register_cost_model",
+    "register_op_rule",
+    "register_schedule",
+    "register_weight_mode",
 ]
 
 

@@ -1,9 +1,10 @@
-"""compile(): capture -> passes -> price -> solve -> plan -> program, wired in one place."""
+"""The public API: compile a model, propose a plan, and the compiled program."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,14 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     resolve_microbatches,
     with_equivalence,
 )
-from fxpart.codegen.mesh_programs.sharding_decision import given_annotations
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes.objective import ADDED_KEY
 from fxpart.plan.model import Plan
 from fxpart.plan.runtime_support import require
 from fxpart.plan.schedule import plan_schedule
+from fxpart.plan.summary import summarize, summarize_as_html
+from fxpart.plan.throughput import ModelWork
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import (
     check_trainable,
@@ -50,10 +53,13 @@ from fxpart.planner.prepared_model import (
     with_model_profile,
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
+from fxpart.planner.sharding_decision import given_annotations
 from fxpart.pricing.joint_space import SearchSpace
+from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.torch_modes import guard_compile
 from fxpart.schedule.action import Schedule
+from fxpart.solver.progress import planning_progress
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
@@ -86,76 +92,82 @@ def compile(
     weights: str | None = None,
     check: str = "auto",
     batch_coupling: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
 ) -> Program:
     """Partition ``model`` over ``cluster`` and return the program to train.
 
     cluster: a Cluster, a preset ("local:4", "16x8xh100", "auto") or a file. example_inputs (a tuple
-    of positional inputs, or a dict) and example_kwargs: one batch, the targets of ``loss`` last or
-    under its parameter names; inferred for models that carry examples. loss: a function of the
-    output and the targets; without it the output's own loss. batch_size: rows of the global batch,
-    by default those of the example. microbatches: fixed, or chosen. optimizer: a torch optimizer's
-    class, name, factory or instance, for memory and as the trainer's default. cost_model: a name
-    ("auto", "roofline") or a file that ``fxpart profile`` wrote. plan: apply this one
-    (a Plan or its file) instead of solving. constraints: decisions fixed, all others are solved
-    for: ``tp``, ``dp`` (ranks that share each block; replicas), ``stages``, ``zero``, ``schedule``
-    ("1f1b", "gpipe"), ``ranks`` (of the whole program); ``forbid`` ("zero; cut=h.3"), ``stage``
-    ("h.0-5=0"), ``layout`` (Megatron's notation); ``granularity`` ("block", "op"), ``solver``,
-    ``time_limit`` (seconds). ``mesh`` ("dp=2,tp=2", or "none" for one rank a stage) fixes how the
-    ranks of a stage share it, and allows ``annotations`` (a file or text beside those of
-    :func:`fxpart.annotate`), ``zero`` (0 to 3) over ``zero_axis``, ``placements`` ("solver", or
-    "annotated" to replicate what propagation leaves open). seed: of all random ops. batch_dims: per
-    input name its batch dim, None for an input that every microbatch gets whole. precision: "bf16"
-    runs model and loss under torch.autocast in bfloat16 (parameters and optimizer stay as they
-    are); by default the plan's, or "fp32", the model as it is. transfer_dtype: "bfloat16" sends
-    float32 values and gradients as that from rank to rank; by default the plan's, or as they are.
-    mode: "sync" (by default), "async" (1F1B that never drains), "auto", the faster of both by
-    simulation, or "queue", in which whichever copy of a stage is free takes the next microbatch,
-    with the constraint ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by
-    stage; 0 by default). weights: which weights forwards and backwards of such a plan read, a name
-    of :mod:`fxpart.schedule.weight_modes`, by default "spectrain", of queues "stash". check:
-    "auto" compares the captured program with the module as written over two steps on a slice of
-    the example (FXP113 where they differ), unless the module has no data or that is expensive; "on"
-    always does, "off" never; the plan records it. batch_coupling: "per-microbatch" computes what
-    couples the rows of a batch (batch statistics, a loss over pairs of rows) for each microbatch;
-    without it such a batch is one microbatch. progress: told of incumbent and bound while the
-    planner solves.
+    of positional inputs, or a dict) and example_kwargs: one batch, with the targets of ``loss``
+    last or under its parameter names; inferred for models that carry examples. loss: a function of
+    the output and the targets; by default the output's own loss. batch_size: rows of the global
+    batch, by default those of the example. microbatches: a fixed number, by default selected by the
+    planner. optimizer: a torch optimizer's class, name, factory or instance, for the memory
+    estimate and as the trainer's default. cost_model: a name ("auto"
+    or one of ``fxpart.costmodels.COST_MODELS``), an instance, or a file that ``fxpart profile``
+    wrote. plan: a Plan or its file to apply instead of solving. constraints:
+    fixed decisions; the solver decides all others: ``tp``, ``dp`` (data-parallel ranks of each
+    block, or replicas), ``stages``, ``zero``, ``schedule`` ("1f1b", "gpipe"), ``ranks`` (of the
+    whole program); ``forbid`` ("zero; cut=h.3"), ``stage`` ("h.0-5=0"), ``layout`` (Megatron-LM's
+    notation); ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). ``mesh``
+    ("dp=2,tp=2", or "none" for one rank per stage) fixes the mesh of each stage. It allows
+    ``annotations`` (a file or text, in addition to those of :func:`fxpart.annotate`), ``zero`` (0
+    to 3) over ``zero_axis``, and ``placements`` ("solver", or "annotated" to replicate what
+    propagation leaves open). seed: of all random ops. batch_dims: the batch dim per input name;
+    None for an input that every microbatch gets whole. precision: "bf16" runs model and loss under
+    torch.autocast in bfloat16 (parameters and optimizer state keep their dtype); by default the
+    plan's, or "fp32", which changes nothing. transfer_dtype: "bfloat16" sends float32 values and
+    gradients between ranks in bfloat16; by default the plan's, or their own dtype. mode: "sync"
+    (default); "async" (1F1B without flushes); "auto", the faster of both by simulation; or "queue",
+    in which the first free replica of a stage takes the next microbatch, with the constraint
+    ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by stage; 0 by default).
+    weights: the weight mode of an asynchronous or queue plan, a name of
+    :mod:`fxpart.schedule.weight_modes`, by default "spectrain", for queues "stash". check: "auto"
+    compares the captured program with the original module over two steps on a slice of the example
+    (FXP113 if they differ), unless the module has no data or the check is expensive; "on" always
+    compares, "off" never; the plan records the result. batch_coupling: "per-microbatch" computes
+    what couples the rows of a batch (batch statistics, a loss over pairs of rows) for each
+    microbatch; by default such a batch is one microbatch. progress: whether to show a progress bar
+    on stderr, by default on a terminal and in a notebook; or a function that is called with each
+    :class:`~fxpart.solver.progress.Progress` of the solver. The logger "fxpart" reports the seconds
+    of each phase (INFO) and details (DEBUG).
 
-    Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx when no plan fits, FXP3xx for the
+    Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx if no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    front = prepare_model(
-        model,
-        cluster,
-        chosen,
-        (example_inputs, example_kwargs),
-        PlanningArguments(
-            batch_size, microbatches, optimizer, cost_model,
-            with_coupling(
-                with_mode(
-                    with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
-                    chosen,
+    with planning_progress(progress) as listener:
+        front = prepare_model(
+            model,
+            cluster,
+            chosen,
+            (example_inputs, example_kwargs),
+            PlanningArguments(
+                batch_size, microbatches, optimizer, cost_model,
+                with_coupling(
+                    with_mode(
+                        with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
+                        chosen,
+                    ),
+                    batch_coupling,
                 ),
-                batch_coupling,
+                seed,
             ),
-            seed,
-        ),
-        {"loss": loss, "batch_dims": batch_dims},
-        check,
-    )  # fmt: skip
-    if chosen is not None:
-        require(chosen, f"plan for {chosen.model.name}")
-        check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
-        _settled(front, chosen.microbatches, chosen)
-        if not (
-            is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
-        ):
-            front.compare()
-        parts = apply_plan(front.captured, front.graph, front.info, chosen)
-        return Program(chosen, request=front.request, **fields_of(parts))
-    check_trainable(front.request.constraints)
-    return _solve(front, microbatches, progress)
+            {"loss": loss, "batch_dims": batch_dims},
+            check,
+        )  # fmt: skip
+        if chosen is not None:
+            require(chosen, f"plan for {chosen.model.name}")
+            check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
+            _resolve_microbatches(front, chosen.microbatches, chosen)
+            if not (
+                is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
+            ):
+                front.compare()
+            with log_phase("generate the program"):
+                parts = apply_plan(front.captured, front.graph, front.info, chosen)
+            return Program(chosen, request=front.request, **fields_of(parts))
+        check_trainable(front.request.constraints)
+        return _solve(front, microbatches, listener)
 
 
 @guard_compile
@@ -179,60 +191,61 @@ def propose(
     weights: str | None = None,
     check: str = "auto",
     batch_coupling: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
 ) -> PlanProposal:
-    """The best plan of all that the planner knows, also those that this version does not train.
+    """Return the best plan in the full search space, including plans that cannot be trained yet.
 
-    Beyond what :func:`compile` chooses from, stages may differ in their degrees and recompute, and
-    ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). Nothing is
-    lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`; the
-    mode "queue" is refused (FXP109), as its stages are of one rank and those of :func:`compile`.
+    In addition to the search space of :func:`compile`, stages may differ in degrees and recompute,
+    and ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). The graph
+    is not lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
+    The mode "queue" is rejected (FXP109), because :func:`compile` covers its whole search space.
     """
-    front = prepare_model(
-        model,
-        cluster,
-        None,
-        (example_inputs, example_kwargs),
-        PlanningArguments(
-            batch_size, microbatches, optimizer, cost_model,
-            with_coupling(
-                with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
-                batch_coupling,
+    with planning_progress(progress) as listener:
+        front = prepare_model(
+            model,
+            cluster,
+            None,
+            (example_inputs, example_kwargs),
+            PlanningArguments(
+                batch_size, microbatches, optimizer, cost_model,
+                with_coupling(
+                    with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
+                    batch_coupling,
+                ),
+                seed,
             ),
-            seed,
-        ),
-        {"loss": loss, "batch_dims": batch_dims},
-        check,
-    )  # fmt: skip
-    checked = front.compare()
-    microbatches = _settled(front, microbatches)
-    problem, provenance = build_joint_problem(
-        front.graph, front.captured, front.request, microbatches, SearchSpace()
-    )
-    plan = plan_best_choice(
-        problem, provenance, front.request, front.captured, front.graph, front.info, progress
-    )
-    check_plan(plan, front.request.constraints, front.blocks)
-    return PlanProposal(replace(plan, check=checked), problem)
+            {"loss": loss, "batch_dims": batch_dims},
+            check,
+        )  # fmt: skip
+        checked = front.compare()
+        microbatches = _resolve_microbatches(front, microbatches)
+        problem, provenance = build_joint_problem(
+            front.graph, front.captured, front.request, microbatches, SearchSpace()
+        )
+        plan = plan_best_choice(
+            problem, provenance, front.request, front.captured, front.graph, front.info, listener
+        )
+        check_plan(plan, front.request.constraints, front.blocks)
+        return PlanProposal(replace(plan, check=checked), problem)
 
 
 @dataclass(frozen=True)
 class PlanProposal:
-    """A plan, and the costed problem that it was chosen from."""
+    """A plan, and the costed problem that it is a solution of."""
 
     plan: Plan
     problem: JointProblem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A compiled model: the plan, and a stage module for each rank.
 
-    captured: what the model became. prepared: its graph with blocks; graph: with stages too, whole
-    however its ops are sharded. spec: the stages as data; sources: per stage the text of its
-    module; where a stage is several ranks, those of its first lane. request: what was asked for.
-    lanes: the programs of all lanes, None where a stage is one rank. annotations: what the user
-    said of shardings. problem: what was chosen from, where degrees were.
+    captured: the captured model. prepared: its graph with blocks. graph: its graph with blocks and
+    stages, before sharding. spec: the stages as data. sources: the source of each stage module; for
+    a stage of several ranks, that of the first mesh rank. request: the planning request. lanes: the
+    programs of all mesh ranks, None if each stage has one rank. annotations: the user's sharding
+    annotations. problem: the costed problem, if the planner searched degrees.
     """
 
     plan: Plan
@@ -246,39 +259,52 @@ class Program:
     annotations: Mapping[str, str] = field(default_factory=dict)
     problem: JointProblem | None = None
 
+    def __repr__(self) -> str:
+        """Return a summary of the plan of at most 20 lines, with MFU for models with tokens."""
+        return summarize(self.plan, self.work)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as HTML, for notebooks."""
+        return summarize_as_html(self.plan, self.work)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """Model FLOPs of one optimizer step, counted from the captured graph."""
+        return count_model_work(self.captured, self.prepared.graph, self.plan)
+
     @property
     def optimizer(self) -> Any:
-        """The default for trainers."""
+        """The default optimizer of trainers."""
         return self.request.optimizer
 
     def costed(self) -> JointProblem:
-        """What the planner chose from, as numbers: every degree, count and schedule it may take.
+        """Return the planner's problem as numbers: all degrees, microbatch counts and schedules.
 
-        Archived beside a plan file, it answers ``fxpart whatif`` without the model.
+        Archived with a plan file, it answers ``fxpart whatif`` without the model.
         """
         if self.problem is not None:
             return self.problem
         return build_joint_problem(self.prepared, self.captured, self.request, None)[0]
 
     def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
-        """The program of one lane of every stage, and the text of its stages; made when asked."""
+        """Return the spec and stage sources of one mesh rank, generated on demand."""
         if self.lanes is None:
-            assert index == 0, "a stage of one rank has one lane"
+            assert index == 0, "a stage of one rank has one mesh rank"
             return self.spec, self.sources
         return self.lanes.program(index)
 
     def completed_annotations(self, suffix: str = ".toml") -> str:
-        """Every placement of the program as the text of an annotations file, with its origin.
+        """Return all placements of the program as an annotations file, with their origin.
 
-        It can be edited and given back. suffix: ".toml" or ".json". FXP109 where a stage is one
-        rank, so that nothing is sharded.
+        The file can be edited and passed as ``annotations``. suffix: ".toml" or ".json". FXP109 if
+        each stage has one rank, so nothing is sharded.
         """
         if self.lanes is None:
             raise error(
                 "FXP109",
                 where="completed annotations",
-                why="each stage of the program is one rank, so that nothing is sharded",
-                fix='give a mesh: constraints={"mesh": "dp=2,tp=2"}, or --mesh dp=2,tp=2',
+                why="each stage of the program has one rank, so nothing is sharded",
+                fix='compile with a mesh: constraints={"mesh": "dp=2,tp=2"}, or --mesh dp=2,tp=2',
             )
         whole = self.lanes.sharded.whole
         return dump_annotations(whole, suffix, without=whole.meta.get(ADDED_KEY, ()))
@@ -291,10 +317,11 @@ class Program:
         microbatches: int | None = None,
         constraints: Mapping[str, int | float | str | bool] | None = None,
         cost_model: str | Path | CostModel = "auto",
+        progress: Callable[[Progress], None] | bool | None = None,
     ) -> Program:
-        """The same captured model on another cluster or under other constraints, captured once.
+        """Plan the captured model for another cluster or other constraints, without a new capture.
 
-        The granularity of the blocks stays as it was; arguments and errors are those of compile().
+        The granularity of the blocks is kept; arguments and errors are those of compile().
         """
         checked = match_capture_precision(dict(constraints or {}), self.captured.precision)
         granularity = self.plan.constraints.get("granularity", "block")
@@ -303,7 +330,7 @@ class Program:
                 "FXP109",
                 where=f"granularity={checked['granularity']!r}",
                 why=f"the model was captured into blocks of granularity={granularity!r}",
-                fix="compile the model again",
+                fix=f"compile the model again with granularity={checked['granularity']!r}",
             )
         if "granularity" in self.plan.constraints:
             checked["granularity"] = granularity
@@ -312,29 +339,35 @@ class Program:
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
-        said = {**self.annotations, **given_annotations(request)}
+        annotations = {**self.annotations, **given_annotations(request)}
         request = with_model_profile(request, self.plan.model)
         front = PreparedModel(
-            request, self.captured, self.prepared, self.plan.model, said, lambda: self.plan.check
+            request,
+            self.captured,
+            self.prepared,
+            self.plan.model,
+            annotations,
+            lambda: self.plan.check,
         )
-        return _solve(front, microbatches)
+        with planning_progress(progress) as listener:
+            return _solve(front, microbatches, listener)
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
-        """Every stage's actions with transfers, for the plan's or another number of microbatches.
+        """Return every stage's actions with transfers, for the plan's or another microbatch count.
 
-        Where a stage is several ranks, each of them has these actions, and its peers are the ranks
-        of its own lane.
+        In a stage of several ranks, each rank has these actions, and its peers are the ranks of the
+        same mesh coordinate.
         """
         count = microbatches or self.plan.microbatches
         return plan_schedule(self.plan, microbatches=count)
 
     def export(self, directory: str | Path) -> tuple[Path, ...]:
-        """Write plan, stage modules, actions and manifest to ``directory``; the files written."""
+        """Write plan, stage modules, actions and manifest to ``directory``; return the files."""
         return write_program(self.plan, self.parts, directory)
 
     @property
     def parts(self) -> GeneratedProgram:
-        """What follows from the plan's cuts and mesh."""
+        """The generated stages of the plan."""
         return GeneratedProgram(
             self.captured, self.prepared, self.graph, self.spec, self.sources, self.lanes
         )
@@ -350,25 +383,24 @@ class Program:
         need_loss: bool = True,
         **options: Any,
     ) -> Any:
-        """A trainer of this process's ranks: all of them, or under torchrun its own.
+        """Return a trainer of this process's ranks: all ranks, or under torchrun the own rank.
 
-        A :class:`~fxpart.runtime.Trainer`; or, where the plan's schedule is "async" or a
-        ``weight_mode`` is given, a :class:`~fxpart.runtime.asynchronous.StreamTrainer`; or, with
+        The result is a :class:`~fxpart.runtime.Trainer`; if the plan's schedule is "async" or a
+        ``weight_mode`` is given, a :class:`~fxpart.runtime.asynchronous.AsyncTrainer`; with
         ``routing="queue"`` or a plan of the mode "queue", a
         :class:`~fxpart.runtime.queues.trainer.QueueTrainer`.
 
-        optimizer: a torch optimizer's class, factory or instance; by default what compile() was
-        given. clip_norm: largest global gradient norm. weights: where they come from if not from
-        the model itself: a safetensors file or the folder of a checkpoint (sharded ones too), of
-        which each rank reads its own part, or a function (name, meta tensor) -> tensor;
-        ``strict=False`` leaves out what the model does not have. weight_mode: or its name
-        ("spectrain"), in place of the plan's (:mod:`fxpart.schedule.weight_modes`).
-        timeout: seconds that any wait between ranks may take, by default many of the steps that
-        were predicted and then measured (:mod:`fxpart.runtime.transport.deadline`). need_loss:
-        refuse a model without a loss (FXP106) rather than train it on the mean square of its
-        outputs. options: further fields of :class:`fxpart.runtime.trainer_options.TrainerOptions`;
-        ``routing="queue"`` and fields of :class:`fxpart.runtime.queues.options.QueueOptions`, such
-        as ``staleness``.
+        optimizer: a torch optimizer's class, factory or instance; by default that of compile().
+        clip_norm: maximum global gradient norm. weights: their source, by default the model itself:
+        a safetensors file or a checkpoint folder (also sharded), from which each rank reads its own
+        part, or a function (name, meta tensor) -> tensor; ``strict=False`` ignores entries that the
+        model does not have. weight_mode: a weight mode or its name ("spectrain"), instead of the
+        plan's (:mod:`fxpart.schedule.weight_modes`). timeout: maximum seconds of any wait between
+        ranks; by default a multiple of the predicted and later the measured step time
+        (:mod:`fxpart.runtime.transport.deadline`). need_loss: reject a model without a loss
+        (FXP106) instead of training it on the mean square of its outputs. options: further fields
+        of :class:`fxpart.runtime.trainer_options.TrainerOptions`; ``routing="queue"`` and fields of
+        :class:`fxpart.runtime.queues.options.QueueOptions`, such as ``staleness``.
         """
         from fxpart.training.trainer_factory import make_trainer
 
@@ -389,12 +421,12 @@ class Program:
         weights: Any = None,
         group: Any = None,
     ) -> PipelineStages:
-        """This rank's stages for torch.distributed.pipelining: PipelineStage objects with weights.
+        """Return this rank's stages as torch.distributed.pipelining PipelineStage objects.
 
         device: by default as for a trainer. ranks: the rank in ``group`` (the default group) of
-        each stage, by default the plan's; several stages may share one. microbatches: by default
-        the plan's. batch: a global batch whose shapes those of training are, by default the example
-        batch. weights: as for :meth:`trainer`. FXP109 where the plan's stages are no chain.
+        each stage, by default the plan's; several stages may share a rank. microbatches: by default
+        the plan's. batch: a global batch with the shapes of training, by default the example batch.
+        weights: as for :meth:`trainer`. FXP109 if the plan's stages are not a chain.
         """
         from fxpart.interop import pipeline_stages
 
@@ -405,39 +437,40 @@ class Program:
         )  # fmt: skip
 
     def _require_loss(self) -> None:
-        """Refuse (FXP106) what would be trained on the mean square of its outputs."""
+        """Raise FXP106 if training would use the mean square of the outputs as its loss."""
         if self.captured.loss_kind == "mean-square":
             raise error(
                 "FXP106",
                 where=self.plan.model.name,
-                why="its output has no loss, and none was given to compile()",
-                fix="compile(..., loss=torch.nn.functional.cross_entropy), with the targets last "
-                "in the example inputs; or pass labels to a model that computes its own loss",
+                why="its output has no loss, and no loss was passed to compile()",
+                fix="call compile(..., loss=torch.nn.functional.cross_entropy) with the targets "
+                "last in the example inputs, or pass labels to a model that computes its own loss",
             )
 
     def verify(self, steps: int = 3, batch: Any = None, optimizer: Any = None) -> Verification:
-        """Train beside one process and compare losses, gradients, parameters.
+        """Train next to a single process and compare losses, gradients and parameters.
 
-        FXP109 for an asynchronous plan, whose forwards miss updates that one process has. Copies
-        take turns here, also where the plan has queues.
+        FXP109 for an asynchronous plan, whose forwards read stale weights. Replicas use round-robin
+        routing here, also if the plan uses queues.
         """
         if self.plan.schedule == ASYNC or any(self.plan.staleness):
             raise error(
                 "FXP109",
                 where="verify",
-                why="the plan is asynchronous: its forwards miss updates that one process has, so "
-                "that its numbers are others",
-                fix='plan with mode="sync" to compare; `fxpart emulate` says what asynchrony does',
+                why="the plan is asynchronous: its forwards read stale weights, so its results "
+                "differ from single-process training",
+                fix='plan with mode="sync" to compare; `fxpart emulate` shows the effect of '
+                "asynchronous training",
             )
         from fxpart.verification.comparison import verify
 
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
 
 
-def _settled(
+def _resolve_microbatches(
     front: PreparedModel, microbatches: int | None, plan: Plan | None = None
 ) -> int | None:
-    """The number of microbatches that the model's couplings allow; FXP114 for another one."""
+    """Return the microbatch count that row couplings allow; FXP114 for another count."""
     constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
     found = couplings(front.graph, front.captured)
     return resolve_microbatches(found, constraints, microbatches)
@@ -446,11 +479,11 @@ def _settled(
 def _solve(
     front: PreparedModel,
     microbatches: int | None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None],
 ) -> Program:
-    """The program with the least step time: on the given mesh, or on the best of those proposed.
+    """Return the program with the lowest step time.
 
-    Where the process is one of several ranks, rank 0 searches and the others apply what it found.
+    In a job of several ranks, rank 0 searches and the others apply its plan.
     """
     made: list[Program] = []
     found_couplings = couplings(front.graph, front.captured)
@@ -458,7 +491,8 @@ def _solve(
 
     def search() -> Plan:
         checked = front.compare()
-        answer = select_mode(front, microbatches, progress)
+        with log_phase("search for the best plan"):
+            answer = select_mode(front, microbatches, progress)
         found = answer.decided
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
@@ -475,6 +509,7 @@ def _solve(
     plan = agree_on_plan(describe_request(front, microbatches), search, devices)
     if made:
         return made[0]
-    parts = apply_plan(front.captured, front.graph, front.info, plan)
+    with log_phase("generate the program"):
+        parts = apply_plan(front.captured, front.graph, front.info, plan)
     request = request_of(front.request, plan)
     return Program(plan, request=request, annotations=front.annotations, **fields_of(parts))

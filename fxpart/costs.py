@@ -1,14 +1,25 @@
-"""What a cost is, what a cost model answers, and what an op looks like to it. No torch."""
+"""The CostModel protocol: costs, operators as a cost model sees them, and knowledge of devices.
+
+A cost model is a class that derives from `CostModel` and defines a name, `op`, `reshard` and
+`transfer`. Everything else has a default: a model without measurements knows nothing beside its
+formulas. No module of fxpart asks for the class of a cost model. This module does not import torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import sympy
 
-    from fxpart.cluster.model import Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
+    from fxpart.costmodels.profile_store import ContentionProfile, StageMeasurement, TrialRun
 
     Size: TypeAlias = int | sympy.Expr
 
@@ -73,26 +84,77 @@ class Cost:
     source: str = "analytic"
 
 
+@dataclass(frozen=True)
+class DeviceKnowledge:
+    """What a cost model knows of a device beside the costs of operators and transfers.
+
+    factors: for each class of work ("matmul forward", "optimizer"), how many times longer it takes
+    within a stage than alone; empty without a calibration. action: seconds that the runtime needs
+    for each forward and backward of a microbatch; step: seconds that it needs per step. slowdown:
+    how many times longer everything takes while all ranks of the device's host compute.
+    contention: how ranks of the device's host slow each other down, and the memory of their
+    processes; None if it was not measured. With it, plans are compared by simulated step time.
+    stages: measured stages by stage key (:mod:`fxpart.codegen.stage_key`), alone on the device.
+    trial_runs: plans that were run on the cluster, by plan key
+    (:func:`fxpart.planner.prediction.plan_digest.plan_key`).
+    """
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+    action: float = 0.0
+    step: float = 0.0
+    slowdown: float = 1.0
+    contention: ContentionProfile | None = None
+    stages: Mapping[str, StageMeasurement] = field(default_factory=dict)
+    trial_runs: Mapping[str, TrialRun] = field(default_factory=dict)
+
+
+NO_KNOWLEDGE = DeviceKnowledge()
+
+
 class CostModel(Protocol):
-    """Three pure questions; every answer finite, not negative and deterministic."""
+    """Costs of operators, resharding and transfers, and knowledge of devices.
+
+    Every answer is finite, not negative and deterministic.
+    """
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """The name in the table; plans say it for each cost."""
-        ...
+        """Return the name under which plans and messages mention the model."""
 
+    @abstractmethod
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
-        """The op's forward (or its backward) on concrete local shapes on the device."""
-        ...
+        """Return the cost of the op's forward, or its backward, on concrete local shapes."""
 
+    @abstractmethod
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """A change of placement of a tensor of ``size`` bytes in all; identity is free.
+        """Return the cost of a change of placement of a tensor of ``size`` bytes in all.
 
-        Placements are "replicate", "partial" and "shard(dim)". links: the group as a ring, from
-        each rank to the next; so their number is that of the ranks.
+        Placements are "replicate", "partial" and "shard(dim)"; an unchanged placement is free.
+        links: the group as a ring, from each rank to the next, one link for each rank.
         """
-        ...
 
+    @abstractmethod
     def transfer(self, size: float, link: Link) -> Cost:
-        """``size`` bytes over one link."""
-        ...
+        """Return the cost of sending ``size`` bytes over one link."""
+
+    @classmethod
+    def from_cluster(cls, cluster: Cluster | None) -> Self:
+        """Return the model for a cluster; None: for no cluster in particular."""
+        return cls()
+
+    def for_model(self, fingerprint: str) -> CostModel:
+        """Return the cost model with what it knows of the model with this fingerprint."""
+        return self
+
+    def for_part(self, cluster: Cluster) -> CostModel:
+        """Return the cost model for a part of its cluster while all other devices are idle."""
+        return self
+
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        """Return what is known of the device; nothing for a model without measurements."""
+        return NO_KNOWLEDGE
+
+    def provenance(self) -> dict[str, str]:
+        """Return the sources of the model's numbers, as a plan lists them."""
+        return {"transfers": self.name}

@@ -1,4 +1,7 @@
-"""The one place that reads the process environment: what torchrun and SLURM say of this process."""
+"""The process environment, as set by torchrun, SLURM and fxpart's own launcher.
+
+Only this module reads environment variables.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ _HEAP = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def variables() -> Mapping[str, str]:
-    """All variables, as they are whenever they are read: what a user's module may read."""
+def get_variables() -> Mapping[str, str]:
+    """Return all variables, current at each access; a user's module may read any of them."""
     return os.environ
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a job started by torchrun.
+    """A process of a job started by torchrun.
 
-    rank, world: this process and the number of them. local_rank, local_world: the same on this
+    rank, world: its rank, and the number of processes. local_rank, local_world: the same on this
     machine. address, port: where the job's store listens. restarts: how often torchrun has
-    restarted the job here. host: the number of this machine's launcher. supervised: a launcher
-    starts the job again, or ends it, when one of its processes fails. keeps_store: that launcher
-    owns the store, not rank 0.
+    restarted the job here. host: group rank of this machine's launcher. supervised: a launcher
+    restarts or ends the job if one of its processes fails. keeps_store: the launcher owns the
+    store, not rank 0.
     """
 
     rank: int
@@ -43,27 +46,30 @@ class Launch:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all processes of the job run on this machine."""
+        """Return whether all processes of the job run on this machine."""
         return self.local_world == self.world
 
 
-def launch() -> Launch | None:
-    """What torchrun set for this process, or None outside of torchrun.
+def read_launch() -> Launch | None:
+    """Return what torchrun set for this process, or None outside torchrun.
 
-    Raises FXP602 naming every variable that is missing or no number, where some are set only.
+    If only some variables are set, raises FXP602 with every variable that is missing or not a
+    number.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    problems = [_fault(name, "it is not set") for name in _NEEDED if name not in os.environ]
+    problems = [_make_problem(name, "it is not set") for name in _NEEDED if name not in os.environ]
     numbers: dict[str, int] = {}
     for name, fallback in _NUMBERS:
         text = os.environ.get(name, os.environ.get(fallback, "0"))
         if text.isascii() and text.isdigit():
             numbers[name] = int(text)
         else:
-            problems.append(_fault(name, f"{text!r} is not a number"))
+            problems.append(_make_problem(name, f"{text!r} is not a number"))
     if not problems and numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        problems.append(_fault("RANK", f"it is not below WORLD_SIZE={numbers['WORLD_SIZE']}"))
+        problems.append(
+            _make_problem("RANK", f"it is not less than WORLD_SIZE={numbers['WORLD_SIZE']}")
+        )
     if problems:
         raise FxpartError(problems)
     return Launch(
@@ -80,7 +86,7 @@ def launch() -> Launch | None:
     )
 
 
-# Each number and where it comes from if it is not set: a job started by hand on one machine.
+# Each number and the variable to use if it is not set, for a job started by hand on one machine.
 _NUMBERS = (
     ("RANK", "RANK"),
     ("WORLD_SIZE", "WORLD_SIZE"),
@@ -92,21 +98,21 @@ _NUMBERS = (
 )
 
 
-def _fault(name: str, why: str) -> Problem:
+def _make_problem(name: str, why: str) -> Problem:
     return Problem(
         "FXP602",
         f"environment variable {name}",
         why,
-        "start with torchrun --nproc-per-node N script.py, or without any of its variables",
+        "start with torchrun --nproc-per-node N script.py, or unset all of its variables",
     )
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What SLURM says of the job, as text; "" where it does not say it.
+    """The job's description by SLURM, as text; "" for unset variables.
 
-    nodes: such as "node[01-03,7]". node: the name of this one. gpus: of this node. tasks: for each
-    node where it is the same. cpus: for each node, such as "40(x2),20".
+    nodes: such as "node[01-03,7]". node: the name of this node. gpus: of this node. tasks: per
+    node, if uniform. cpus: per node, such as "40(x2),20".
     """
 
     nodes: str
@@ -116,7 +122,7 @@ class Slurm:
     cpus: str = ""
 
 
-# Each field and the variables that may hold it, the first that is set.
+# Each field and its variables; the first that is set counts.
 _SLURM = {
     "nodes": ("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     "node": ("SLURMD_NODENAME",),
@@ -126,8 +132,11 @@ _SLURM = {
 }
 
 
-def slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
-    """What SLURM set for this process, or None outside of it. variables: instead of its own."""
+def read_slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
+    """Return what SLURM set for this process, or None outside SLURM.
+
+    variables: read these instead of the process environment.
+    """
     given = os.environ if variables is None else variables
     found = {
         field: next((given[name].strip() for name in names if given.get(name)), "")
@@ -137,27 +146,27 @@ def slurm(variables: Mapping[str, str] | None = None) -> Slurm | None:
 
 
 def bind_to_loopback() -> None:
-    """Let gloo listen on the loopback interface alone, unless the user chose an interface.
+    """Let gloo listen only on the loopback interface, unless the user chose an interface.
 
-    gloo reads the variable when the process group is made; there is no argument for it.
+    gloo reads the variable when the process group is created and has no argument for it.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def heap_is_set() -> bool:
-    """Whether the user has told glibc's heap what to keep (mallopt(3), "Environment variables")."""
+def is_heap_configured() -> bool:
+    """Return whether the user has configured glibc's heap (mallopt(3), "Environment variables")."""
     return any(name in os.environ for name in _HEAP)
 
 
 _THREADS = "OMP_NUM_THREADS"
-_limited: str | None = None  # the number of threads that stands there by us, not by the user
+_limited: str | None = None  # The number of threads that fxpart set, as opposed to the user.
 
 
 def limit_threads(processes: int) -> None:
     """Share this machine's cores among ``processes`` children, unless the user set a number.
 
-    Called again for another number of them. torch reads OMP_NUM_THREADS when it is loaded, so it
-    has to stand in the children's environment.
+    Each call replaces the number of the previous call. torch reads OMP_NUM_THREADS when it is
+    loaded, so the variable must be set in the environment of the children.
     """
     global _limited
     if os.environ.get(_THREADS) != _limited:
@@ -167,20 +176,20 @@ def limit_threads(processes: int) -> None:
     _limited = os.environ[_THREADS] = str(max(1, cores // processes))
 
 
-# What a launcher may have left for its own processes, and must not reach others.
+# Variables of a launcher for its own processes, which must not reach other processes.
 _OF_LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
     "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
 
-def for_rank(
+def make_rank_environment(
     rank: int, world: int, port: int, threads: int, path: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of one of ``world`` processes on this machine, as torchrun would set it.
+    """Return the environment of one of ``world`` processes on this machine, as set by torchrun.
 
-    This process's own without what another launcher left in it. port: where the job's store listens
-    on 127.0.0.1. threads: of computation. path: folders to import from.
+    It is this process's environment without variables of another launcher. port: where the job's
+    store listens on 127.0.0.1. threads: of computation. path: folders to import from.
     """
     kept = {
         name: value
@@ -202,14 +211,14 @@ def for_rank(
     }
 
 
-def for_each(rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment of one of ``world`` processes that may end without the others.
+def make_independent_rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the environment of one of ``world`` processes that may end independently.
 
-    As :func:`for_rank`, of this process's own, with the threads that it has; no agent watches it.
-    port: where this process keeps the job's store on 127.0.0.1.
+    As :func:`make_rank_environment`, but with this process's number of threads, and without an
+    agent that supervises the process. port: where this process serves the job's store on 127.0.0.1.
     """
     own = {name: os.environ[name] for name in (_THREADS, "PYTHONPATH") if name in os.environ}
-    found = for_rank(rank, world, port, 1)
+    found = make_rank_environment(rank, world, port, 1)
     for name in (_THREADS, "MKL_NUM_THREADS", "PYTHONPATH"):
         del found[name]
     keeps = {"TORCHELASTIC_USE_AGENT_STORE": "True", _LAUNCHER: str(os.getpid())}
@@ -217,14 +226,14 @@ def for_each(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 _LAUNCHER = "FXPART_LAUNCHER"
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # those that torch's agent takes for itself
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # Signals that torch's agent handles itself.
 _launched = False
 
 
-def launcher() -> int | None:
-    """The process that started this one as a rank (:mod:`fxpart.launch`), if it is one's.
+def take_launcher_pid() -> int | None:
+    """Return the process that started this one as a rank (:mod:`fxpart.launch`), or None.
 
-    Told once: what this process starts is not the launcher's.
+    The first call removes the variable, so that children of this process do not inherit it.
     """
     global _launched
     text = os.environ.pop(_LAUNCHER, "")
@@ -233,14 +242,17 @@ def launcher() -> int | None:
     return found
 
 
-def launched() -> bool:
-    """Whether a launcher of fxpart's own started this process: it says what comes after its end."""
+def is_launched_by_fxpart() -> bool:
+    """Return whether fxpart's launcher started this process and therefore handles its exit."""
     return _launched
 
 
 @contextmanager
-def for_ranks(signals: str) -> Iterator[None]:
-    """What ranks started meanwhile shall find; signals: that torch's agent acts on, by name."""
+def set_launcher_variables(signals: str) -> Iterator[None]:
+    """Set the launcher's variables for ranks started in this context.
+
+    signals: names of those that torch's agent handles.
+    """
     kept = {name: os.environ.get(name) for name in (_LAUNCHER, _HANDLED)}
     os.environ.update({_LAUNCHER: str(os.getpid()), _HANDLED: signals})
     try:
@@ -254,8 +266,8 @@ def for_ranks(signals: str) -> Iterator[None]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """As if no launcher had started this process, which is then no rank of any job."""
+def hide_launcher_variables() -> Iterator[None]:
+    """Hide the launcher's variables, so that this process is not a rank of any job."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,7 +1,7 @@
-"""The one error class, its codes, and how a problem is shown to a person.
+"""The error class, the error codes, and the text of a problem.
 
-Every cause of failure has a code, a title and an exit status here and a page in ``docs/errors``.
-A raise site gives the three things that only it knows: where, why and the fix.
+Every cause of failure has a code, a title and an exit status here, and a page in ``docs/errors``.
+The raise site adds what only it knows: where, why and the fix.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP112": ("annotations contradict each other", EXIT_INPUT),
     "FXP113": ("the captured program differs from the module", EXIT_INPUT),
     "FXP114": ("the objective depends on how the batch is divided", EXIT_INPUT),
-    "FXP115": ("the optimizer or its scheduler cannot be honored", EXIT_INPUT),
-    "FXP116": ("an ambient mode cannot be honored", EXIT_INPUT),
+    "FXP115": ("the optimizer or its scheduler is not supported", EXIT_INPUT),
+    "FXP116": ("an active torch mode is not supported", EXIT_INPUT),
     # 2xx: planning
     "FXP201": ("the stages cannot be formed", EXIT_INFEASIBLE),
-    "FXP202": ("the constraints cannot hold together", EXIT_INFEASIBLE),
-    "FXP204": ("no plan fits: stage memory", EXIT_INFEASIBLE),
+    "FXP202": ("the constraints contradict each other", EXIT_INFEASIBLE),
+    "FXP204": ("no plan fits in device memory", EXIT_INFEASIBLE),
     "FXP205": ("no plan found within the time limit", EXIT_INFEASIBLE),
     "FXP206": ("the partition problem is not valid", EXIT_INPUT),
     # 3xx: the plan file
@@ -47,14 +47,14 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP303": ("the plan is not valid", EXIT_INPUT),
     "FXP304": ("the plan belongs to another model", EXIT_INPUT),
     "FXP305": ("the plan belongs to another cluster", EXIT_INPUT),
-    "FXP306": ("this version cannot train by the plan", EXIT_INPUT),
+    "FXP306": ("this version cannot run the plan", EXIT_INPUT),
     # 4xx: the cluster
     "FXP401": ("the cluster cannot be read", EXIT_INPUT),
     "FXP402": ("the cluster is not valid", EXIT_INPUT),
     "FXP403": ("a link is missing", EXIT_INPUT),
     "FXP404": ("the cluster preset is not known", EXIT_INPUT),
     "FXP405": ("the profile cannot be read", EXIT_INPUT),
-    "FXP406": ("the profile was made elsewhere", EXIT_INPUT),
+    "FXP406": ("the profile was measured elsewhere", EXIT_INPUT),
     "FXP407": ("another tool's file cannot be imported", EXIT_INPUT),
     # 5xx: the run
     "FXP501": ("the ranks disagree", EXIT_RUN),
@@ -62,7 +62,7 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP503": ("a transfer took too long", EXIT_RUN),
     "FXP504": ("a stage failed", EXIT_RUN),
     "FXP505": ("an exported program was changed", EXIT_INPUT),
-    "FXP506": ("the numbers differ from one process", EXIT_DIFFERENCE),
+    "FXP506": ("results differ from single-process training", EXIT_DIFFERENCE),
     "FXP507": ("a rank process failed", EXIT_RUN),
     "FXP510": ("a checkpoint is damaged", EXIT_INPUT),
     "FXP511": ("no checkpoint can be loaded", EXIT_INPUT),
@@ -70,46 +70,46 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP513": ("a checkpoint cannot be written", EXIT_RUN),
     "FXP514": ("a rank was lost", EXIT_RUN),
     "FXP515": ("a rank does not answer", EXIT_RUN),
-    "FXP516": ("the ranks did not meet", EXIT_RUN),
+    "FXP516": ("the ranks could not connect", EXIT_RUN),
     "FXP517": ("restarts make no progress", EXIT_RUN),
-    "FXP518": ("a step done again gave other numbers", EXIT_DIFFERENCE),
+    "FXP518": ("a repeated step gave different results", EXIT_DIFFERENCE),
     "FXP519": ("fewer ranks are left than the run allows", EXIT_RUN),
     "FXP520": ("the run's folder cannot be read", EXIT_INPUT),
     # 6xx: the environment
     "FXP601": ("a needed package is missing or too old", EXIT_ENVIRONMENT),
     "FXP602": ("torch.distributed is not usable here", EXIT_ENVIRONMENT),
     "FXP603": ("a file cannot be written", EXIT_ENVIRONMENT),
-    # 9xx: our own faults
-    "FXP900": ("fxpart found a fault of its own", EXIT_OURS),
+    # 9xx: internal errors
+    "FXP900": ("internal error of fxpart", EXIT_OURS),
     "FXP901": ("a schedule is not safe", EXIT_OURS),
 }
 
 
-MOST_PROBLEMS = 256  # of one error
-LONGEST = 16_000  # characters of a text of a problem: a rank's whole traceback fits
-_MOST_TEXT = 100_000  # characters of all problems, after which no more are kept
+MOST_PROBLEMS = 256  # Per error.
+LONGEST = 16_000  # Characters per text of a problem; a rank's whole traceback fits.
+_MOST_TEXT = 100_000  # Characters of all problems together; further problems are dropped.
 
 
 def short(text: str, most: int = 80) -> str:
-    """A text that a file or a person gave, cut short for a message."""
+    """Return a user-supplied text, truncated for a message."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """A value as :func:`short`, as Python writes it."""
+    """Return the repr of a value, truncated for a message."""
     if isinstance(value, str):
         return repr(value) if len(value) <= most else f"{value[:most]!r}..."
     try:
         return short(repr(value), most)
-    except (RecursionError, ValueError):  # nested deep; more digits than Python converts
+    except (RecursionError, ValueError):  # Deeply nested, or more digits than Python converts.
         return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One cause: its code, the place, the reason and what to do about it (all plain text).
+    """One cause: its code, the place, the reason and the fix (all plain text).
 
-    A text that is too long loses its middle, and what no file could hold is written as an escape.
+    The middle of a text that is too long is removed; characters that cannot be encoded are escaped.
     """
 
     code: str
@@ -118,9 +118,9 @@ class Problem:
     fix: str
 
     def __post_init__(self) -> None:
-        """Texts that can be shown and sent, whatever they quote."""
+        """Make the texts printable and encodable."""
         for name in ("where", "why", "fix"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, _make_printable(getattr(self, name)))
 
     def __str__(self) -> str:
         title = CODES[self.code][0]
@@ -135,14 +135,16 @@ class Problem:
 
 
 class FxpartError(Exception):
-    """Every failure that fxpart reports on purpose: one or more :class:`Problem`, all at once."""
+    """Every failure that fxpart reports: one or more :class:`Problem`, all at once."""
 
     def __init__(self, problems: Problem | Iterable[Problem]) -> None:
-        """Keep the problems; at least one, each with a known code.
+        """Store the problems; at least one, each with a known code.
 
-        Of very many the first are kept, and the last one then says how many more there were.
+        If there are too many, the first are kept and a last one reports the number of the others.
         """
-        self.problems = (problems,) if isinstance(problems, Problem) else _first(tuple(problems))
+        self.problems = (
+            (problems,) if isinstance(problems, Problem) else _limit_problems(tuple(problems))
+        )
         assert self.problems, "an FxpartError needs a problem"
         assert all(p.code in CODES for p in self.problems), "unknown error code"
         super().__init__("\n".join(str(p) for p in self.problems))
@@ -154,37 +156,37 @@ class FxpartError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The process exit status of the first problem (architecture: 1, 2, 3, 4, 5 or 70)."""
+        """The process exit status of the first problem: 1, 2, 3, 4, 5 or 70."""
         return CODES[self.code][1]
 
     def __reduce__(self) -> tuple[type[FxpartError], tuple[tuple[Problem, ...]]]:
-        """Travel between processes whole."""
+        """Pickle with all problems."""
         return (FxpartError, (self.problems,))
 
 
 def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
-    """An :class:`FxpartError` with one problem, to be raised by the caller."""
+    """Return an :class:`FxpartError` with one problem, to be raised by the caller."""
     return FxpartError(Problem(code, where, why, fix))
 
 
-def _plain(text: str) -> str:
+def _make_printable(text: str) -> str:
     if len(text) > LONGEST:
         half = LONGEST // 2
         left_out = f"\n... {len(text) - 2 * half} characters left out ...\n"
         text = text[:half] + left_out + text[-half:]
-    # Half a surrogate pair, as in a path that is no UTF-8, could be neither printed nor sent.
+    # Half a surrogate pair, as in a path that is not UTF-8, can be neither printed nor sent.
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _first(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
-    """The problems that are kept, and one about the rest."""
+def _limit_problems(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    """Return the problems to keep, and one that reports the number of the others."""
     sizes = [len(problem.where) + len(problem.why) + len(problem.fix) for problem in problems]
     if len(problems) <= MOST_PROBLEMS and sum(sizes) <= _MOST_TEXT:
         return problems
-    # Room is left for the last one: what was cut once is not cut again.
+    # Reserve room for the last one, so that a truncated list is not truncated again.
     room = accumulate(sizes[: MOST_PROBLEMS - 1])
     kept = max(1, sum(size <= _MOST_TEXT - 200 for size in room))
     if kept == len(problems):
         return problems
-    why = f"there are {len(problems) - kept} more problems, which are not listed"
+    why = f"{len(problems) - kept} more problems are not listed"
     return (*problems[:kept], Problem(problems[kept].code, "", why, "correct these first"))

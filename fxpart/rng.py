@@ -1,8 +1,8 @@
-"""Random ops that draw the same numbers whatever the plan: by seed, step, microbatch and op.
+"""Random ops whose numbers depend on seed, step, microbatch and op, not on the plan.
 
 A random op of the graph is called through :func:`seeded`: the default generator of the op's device
-is seeded for this one call and put back afterwards. So neither the number of ranks, nor the order
-in which stages run, nor a restart changes a single number.
+is seeded for this call and restored afterwards. Results therefore do not depend on the number of
+ranks, the order of stages, or restarts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 _MASK = (1 << 64) - 1
-_LOCK = threading.RLock()  # one generator serves all threads
+_LOCK = threading.RLock()  # All threads share one generator.
 
 
 def mix(*words: int) -> int:
-    """A 63-bit hash of integers: splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained."""
+    """Return a 63-bit hash of integers: splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained."""
     state = 0
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -29,9 +29,9 @@ def mix(*words: int) -> int:
 
 
 class RepeatedKey(int):
-    """The key of a microbatch whose rows are repeated, so that their random numbers are, too.
+    """The key of a microbatch whose rows are repeated, so that its random numbers repeat too.
 
-    count: how often each row is there. axes: of the mesh, over which ranks share rows.
+    count: how often each row is repeated. axes: the mesh axes over which ranks share rows.
     """
 
     count: int
@@ -39,19 +39,19 @@ class RepeatedKey(int):
 
     @classmethod
     def of(cls, key: int, count: int, axes: frozenset[str]) -> RepeatedKey:
-        """Return the key with how often rows are repeated."""
+        """Return the key with the repetition count and axes."""
         found = cls(key)
         found.count, found.axes = count, axes
         return found
 
 
 def microbatch_key(seed: int, step: int, microbatch: int) -> int:
-    """The key that stage modules take as first argument; all numbers 0-based."""
+    """Return the key that stage modules take as first argument; all numbers are 0-based."""
     return mix(seed, step, microbatch)
 
 
 def seeded(key: int, index: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` with the generator seeded by ``mix(key, index)``, then restored.
+    """Return ``op(*args, **kwargs)`` with the generator seeded by ``mix(key, index)``.
 
     key: the microbatch's key. index: the op's number among the graph's random ops.
     """
@@ -66,7 +66,7 @@ def seeded(key: int, index: int, op: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-    """The default generator of the op's device: its ``device`` argument, or its first tensor's."""
+    """Return the default generator of the op's device: its ``device`` argument or first tensor."""
     device = kwargs.get("device")
     if device is None:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))

@@ -34,7 +34,7 @@ from .propagation.conflicts import conflicts
 class AnnotatePass:
     """Set the graph's mesh and each node's sharding, undecided where no seed applies.
 
-    mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/annotations.md). aliases: JSON of
+    mesh: "dp=2,tp=2". seeds: JSON of key -> placements (see docs/parallelism.md). aliases: JSON of
     other parameter names -> the name in the graph ("" if the graph does not use it). Raise FXP111
     with all invalid seeds, FXP112 with all contradictions.
     """

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fxpart import environment
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError
 
 TORCHRUN = {
@@ -28,12 +28,12 @@ def started(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 
 def test_nothing_outside_of_torchrun() -> None:
-    assert launch() is None
+    assert read_launch() is None
 
 
 def test_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch)
-    found = launch()
+    found = read_launch()
     assert found is not None
     assert (found.rank, found.world, found.local_rank, found.local_world) == (3, 4, 1, 2)
     assert (found.address, found.port, found.restarts) == ("host", 29500, 1)
@@ -44,7 +44,7 @@ def test_started_by_hand_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None
     started(monkeypatch)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name)
-    found = launch()
+    found = read_launch()
     assert found is not None and found.one_machine and found.local_rank == 3
 
 
@@ -52,7 +52,7 @@ def test_every_fault_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, RANK="x", LOCAL_RANK="-1")
     monkeypatch.delenv("MASTER_ADDR")
     with pytest.raises(FxpartError) as caught:
-        launch()
+        read_launch()
     assert {p.where for p in caught.value.problems} == {
         "environment variable RANK",
         "environment variable LOCAL_RANK",
@@ -62,8 +62,8 @@ def test_every_fault_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_beyond_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, RANK="4")
-    with pytest.raises(FxpartError, match="not below WORLD_SIZE=4"):
-        launch()
+    with pytest.raises(FxpartError, match="not less than WORLD_SIZE=4"):
+        read_launch()
 
 
 def test_threads_of_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_threads_that_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_was_started_by_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once, and remembered: its own children are not the launcher's."""
     monkeypatch.setattr(environment, "_launched", False)
-    assert environment.launcher() is None and not environment.launched()
+    assert environment.take_launcher_pid() is None and not environment.is_launched_by_fxpart()
     monkeypatch.setenv("FXPART_LAUNCHER", "17")
-    assert environment.launcher() == 17 and environment.launched()
-    assert environment.launcher() is None and environment.launched()
+    assert environment.take_launcher_pid() == 17 and environment.is_launched_by_fxpart()
+    assert environment.take_launcher_pid() is None and environment.is_launched_by_fxpart()

@@ -106,5 +106,5 @@ def test_of_very_many_problems_the_first_are_listed(count: int, length: int) -> 
     assert str(copy.copy(said)) == str(said)
     if count > 2:
         left = count - len(said.problems) + 1
-        assert said.problems[-1].why == f"there are {left} more problems, which are not listed"
+        assert said.problems[-1].why == f"{left} more problems are not listed"
     assert FxpartError(problems[:1]).problems == tuple(problems[:1])

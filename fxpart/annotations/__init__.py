@@ -1,7 +1,7 @@
 """Sharding annotations: requested placements of a model, and the completed result as a file.
 
-An annotation is a key with placements: ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``.
-See docs/annotations.md.
+An annotation is a key and placements: ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``.
+See docs/parallelism.md.
 """
 
 from __future__ import annotations

@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fxpart.capture.autograd_functions import check_gradients, find_custom_backwards
 from fxpart.capture.batch_dims import infer, settled
-from fxpart.capture.call_arguments import input_names, split_batch_arguments
+from fxpart.capture.call_arguments import CallArguments, input_names, split_batch_arguments
 from fxpart.capture.captured_model import CapturedModel
-from fxpart.capture.context_managers import prepare_capture
+from fxpart.capture.context_managers import prepare_capture, training_mode
 from fxpart.capture.example_inputs import infer_examples, no_examples
+from fxpart.capture.failure_causes import summarize_exception
 from fxpart.capture.fake_tensors import replace_with_fakes
-from fxpart.capture.flat_batch import assemble, distinct, flatten_batch
-from fxpart.capture.lazy_modules import initialize_lazy
+from fxpart.capture.flat_batch import FlatBatch, assemble, distinct, flatten_batch, unflatten_batch
 from fxpart.capture.model_outputs import ambiguous_loss
 from fxpart.capture.model_validation import plain_module
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -182,3 +184,36 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
             fresh, count = f"{plain}_{count}", count + 1
         result.append(fresh)
     return tuple(result)
+
+
+def initialize_lazy(model: nn.Module, call: CallArguments, parts: FlatBatch) -> None:
+    """Run a model with lazy modules once on the example, as PyTorch requires before training.
+
+    The run has no gradients and is in evaluation mode, so it draws random numbers only for the new
+    parameters and changes no running statistics. Raise FXP108 if the model cannot run.
+    """
+    names = _uninitialized(model)
+    if not names:
+        return
+    tensors = tuple(t.detach().clone() for t in parts.tensors)
+    failure = ""
+    try:
+        with torch.no_grad(), training_mode(model, False):
+            model(*unflatten_batch(call.args, tensors), **unflatten_batch(call.kwargs, tensors))
+    except Exception as raised:  # the user's module may raise anything
+        failure = f"; the model fails on the example inputs: {summarize_exception(raised)}"
+    names = _uninitialized(model)
+    if names:
+        raise error(
+            "FXP108",
+            where=", ".join(names[:3]),
+            why=f"parameters of lazy modules have no shape before the first forward{failure}",
+            fix="call the model once on a batch before compile()",
+        )
+
+
+def _uninitialized(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers without a shape."""
+    kinds = (UninitializedParameter, UninitializedBuffer)
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, tensor in named if isinstance(tensor, kinds)]

@@ -18,19 +18,7 @@ from torch import fx
 
 from fxpart.compiler import NodeAnnotation
 from fxpart.compiler.effects import is_op
-from fxpart.compiler.graph_edit import annotation, describe_node, value
-
-
-@dataclass(frozen=True)
-class GraphDifference:
-    """The first node at which two graphs differ: index, location in each, and both lines.
-
-    A graph that ends earlier has "" for location and line.
-    """
-
-    index: int
-    places: tuple[str, str]
-    lines: tuple[str, str]
+from fxpart.compiler.graph_edit import annotation, value
 
 
 def fingerprint(graph_module: fx.GraphModule) -> str:
@@ -47,17 +35,6 @@ def canonical_lines(graph_module: fx.GraphModule) -> Iterator[str]:
     writer = _CanonicalGraphWriter(graph_module)
     for node in graph_module.graph.nodes:
         yield writer.line(node)
-
-
-def describe_difference(a: fx.GraphModule, b: fx.GraphModule) -> GraphDifference | None:
-    """Return where two graphs first differ; None if their fingerprints are equal."""
-    sides = [list(zip(g.graph.nodes, canonical_lines(g), strict=True)) for g in (a, b)]
-    for index in range(max(map(len, sides))):
-        pair = [side[index] if index < len(side) else (None, "") for side in sides]
-        if pair[0][1] != pair[1][1]:
-            places = tuple("" if node is None else describe_node(node) for node, _ in pair)
-            return GraphDifference(index, (places[0], places[1]), (pair[0][1], pair[1][1]))
-    return None
 
 
 @dataclass

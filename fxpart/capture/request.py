@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,6 @@ from fxpart.capture.trace_methods import (
     run_export,
     run_first_successful,
 )
-from fxpart.capture.transformers_config import config_text
 from fxpart.capture.unlift import UnliftedGraph, unlift
 from fxpart.compat import size_hint, symbol_names, unwrap_compiled
 from fxpart.compiler.autocast_region import WHOLE_KEY
@@ -240,3 +240,13 @@ def run_eagerly(request: CaptureRequest, batch: Any) -> tuple[torch.Tensor, ...]
         returned = whole(tensors)
     loss = next(v for k, v in returned.items() if k.startswith("loss/"))
     return (loss, *(v for k, v in returned.items() if not k.startswith("loss/")))
+
+
+def config_text(model: nn.Module) -> str:
+    """Return the text of ``config.json``; "" for a model without a configuration."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string") or not hasattr(type(model), "from_pretrained"):
+        return ""
+    found: dict[str, Any] = json.loads(config.to_json_string())
+    found["architectures"] = [type(model).__name__]
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"

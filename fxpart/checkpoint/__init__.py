@@ -1,5 +1,5 @@
-"""Checkpoints as files: written beside and renamed, every byte under a digest, keyed by name.
+"""Checkpoint files: written atomically, every byte covered by a digest, keyed by parameter name.
 
-Nothing here knows torch: tensors are bytes with a dtype's name, a shape and the region of the whole
-that they hold. :mod:`fxpart.runtime.checkpointing` makes them of a trainer and gives them back.
+This package does not import torch: tensors are bytes with a dtype name, a shape and the stored
+region of the whole. :mod:`fxpart.runtime.checkpointing` saves and restores trainers with it.
 """

@@ -1,4 +1,4 @@
-"""Whether the parts of a tensor hold each of its elements once."""
+"""Check that the parts of a tensor contain each of its elements once."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from itertools import combinations
 from fxpart.checkpoint.manifest import ManifestTensor, Ranges
 from fxpart.checkpoint.regions import TensorRegion, overlap
 
-# Of parts that are no grid each pair is compared.
-_MOST = 256
+# Parts that form no grid are compared pairwise, up to this number.
+_MAX_PAIRWISE = 256
 
 
 def find_coverage_fault(tensor: ManifestTensor) -> str:
-    """Why the parts do not cover the tensor once; "" where they do.
+    """Return why the parts do not cover the tensor exactly once, or "".
 
-    The parts have to be regions of the tensor. Those that hold none of its elements do not count.
+    The parts must be regions of the tensor. Empty parts are ignored.
     """
     regions = [TensorRegion(part.ranges, part.flat) for part in tensor.parts]
-    held = sum(region.elements for region in regions)
-    if held != math.prod(tensor.shape):
-        return f"its parts hold {held} of {math.prod(tensor.shape)} elements"
+    contained = sum(region.elements for region in regions)
+    if contained != math.prod(tensor.shape):
+        return f"its parts contain {contained} of {math.prod(tensor.shape)} elements"
     boxes: dict[tuple[Ranges, ...], list[TensorRegion]] = {}
     for region in regions:
         if region.elements:
             boxes.setdefault(region.ranges, []).append(region)
-    if any(_twice(_flats(same)) for same in boxes.values()):
-        return "two of its parts hold the same elements"
-    if len(boxes) == 1 or all(_grid(dim) for dim in zip(*boxes, strict=True)):
+    if any(_overlaps(_get_flat_ranges(regions_)) for regions_ in boxes.values()):
+        return "two of its parts overlap"
+    if len(boxes) == 1 or all(_forms_grid(dim) for dim in zip(*boxes, strict=True)):
         return ""
-    if len(boxes) > _MOST:
+    if len(boxes) > _MAX_PAIRWISE:
         return f"it has {len(boxes)} parts that form no grid"
     for some, others in combinations(boxes.values(), 2):
         if any(overlap(one, other) for one in some for other in others):
-            return "two of its parts hold the same elements"
+            return "two of its parts overlap"
     return ""
 
 
-def _flats(same: Sequence[TensorRegion]) -> list[tuple[int, int]]:
-    """Of regions with the same box, the elements of it that each holds."""
-    return [r.flat if r.flat is not None else (0, r.elements) for r in same]
+def _get_flat_ranges(regions_: Sequence[TensorRegion]) -> list[tuple[int, int]]:
+    """Return the flat ranges of regions with the same box."""
+    return [r.flat if r.flat is not None else (0, r.elements) for r in regions_]
 
 
-def _twice(ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether two of the ranges have an element in common."""
+def _overlaps(ranges: Iterable[tuple[int, int]]) -> bool:
+    """Return whether two of the ranges overlap."""
     last = 0
     for start, stop in sorted(ranges):
         if start < last:
@@ -53,6 +53,6 @@ def _twice(ranges: Iterable[tuple[int, int]]) -> bool:
     return False
 
 
-def _grid(dim: Iterable[Ranges]) -> bool:
-    """Whether what the boxes hold along a dim is the same, or has nothing in common."""
-    return not _twice(each for ranges in set(dim) for each in ranges)
+def _forms_grid(dim: Iterable[Ranges]) -> bool:
+    """Return whether the boxes' ranges along a dim are equal or disjoint."""
+    return not _overlaps(each for ranges in set(dim) for each in ranges)

@@ -1,8 +1,8 @@
-"""The dtypes that a checkpoint holds: bytes of an element, and the word that safetensors has."""
+"""Dtypes in checkpoints: bytes per element and safetensors name."""
 
 from __future__ import annotations
 
-# By torch's name: bytes, and safetensors' word; None: written as bytes, with a dim more.
+# By torch's name: bytes, and the safetensors name; None: stored as bytes with another dim.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "float64": (8, "F64"),
     "float32": (4, "F32"),
@@ -29,11 +29,11 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element; KeyError for a dtype that no checkpoint holds."""
+    """Return the bytes per element; KeyError for an unsupported dtype."""
     return DTYPES[dtype][0]
 
 
 def to_header_entry(dtype: str, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """What a safetensors header says of an array of that dtype and shape."""
-    size, word = DTYPES[dtype]
-    return (word, sizes) if word is not None else ("U8", (*sizes, size))
+    """Return the dtype and shape in a safetensors header for an array."""
+    size, name_ = DTYPES[dtype]
+    return (name_, sizes) if name_ is not None else ("U8", (*sizes, size))

@@ -1,10 +1,12 @@
-"""What a checkpoint holds: one JSON file beside the ranks' safetensors files."""
+"""Manifest of a checkpoint: one JSON file beside the ranks' safetensors files."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+
+from fxpart.schedule.weight_modes import FLUSH
 
 FORMAT = "fxpart-checkpoint"
 VERSION = 1
@@ -14,12 +16,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ManifestPart(msgspec.Struct, frozen=True):
-    """A part of a tensor, in one file.
+    """Part of a tensor, in one file.
 
-    file: its name in the folder. name: of the tensor in that file. ranges: per dim of the whole
-    tensor the ranges [start, stop) that the part holds, ascending, one after another in the part.
-    flat: where given, of the elements of that (row-major) only those from the first number to
-    before the second; the part is 1-d then. digest: SHA-256 of its bytes, in hex.
+    file: name in the folder. name: of the tensor in that file. ranges: stored ranges [start, stop)
+    per dim of the whole tensor, ascending, concatenated in the part. flat: if given, only this
+    range [start, stop) of the row-major elements of these; the part is then 1-d. digest: SHA-256 of
+    its bytes, in hex.
     """
 
     file: str
@@ -30,7 +32,9 @@ class ManifestPart(msgspec.Struct, frozen=True):
 
 
 class ManifestTensor(msgspec.Struct, frozen=True):
-    """A whole tensor: dtype as torch names it ("float32"), shape, and parts that cover it once."""
+    """A whole tensor: torch's dtype name ("float32"), shape, and parts that cover it exactly
+    once.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +42,7 @@ class ManifestTensor(msgspec.Struct, frozen=True):
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
-    """A file: its bytes, and the digest of its header (length field included)."""
+    """A file: its size in bytes, and the digest of its header (including the length field)."""
 
     size: int
     header: str
@@ -47,14 +51,13 @@ class ManifestFile(msgspec.Struct, frozen=True):
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The whole checkpoint.
 
-    step: updates done. calls: batches begun, which random ops are seeded by. seed: theirs.
-    fingerprint: of the model's graph. plan: the digest of the plan, and the file beside that holds
-    it. world: ranks that wrote. generation: in which. files: by name. tensors: by key,
-    "model/NAME", "optimizer/NAME/SLOT", "predictor/NAME/SLOT", "random/RANK/KIND"; NAME is the
-    tensor's original qualified name. values: what is no tensor of the same keys. groups: the
-    optimizer's parameter groups, {options..., "params": names}. weights: the weight mode. extra:
-    what the run adds: data position, scheduler, callbacks. digest: SHA-256 of the manifest's own
-    canonical JSON with digest "".
+    step: updates done. calls: batches begun, which seed random ops. seed: of random ops.
+    fingerprint: of the model's graph. plan: digest of the plan file. world: ranks that wrote.
+    generation: of the run. files: by name. tensors: by key, "model/NAME", "optimizer/NAME/SLOT",
+    "predictor/NAME/SLOT", "random/RANK/KIND"; NAME is the tensor's original qualified name. values:
+    plain values of the same keys. groups: the optimizer's parameter groups, {options..., "params":
+    names}. weights: the weight mode. extra: data of the run: data position, scheduler, callbacks.
+    digest: SHA-256 of the manifest's own canonical JSON with digest "".
     """
 
     format: str = FORMAT
@@ -66,7 +69,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     world: int
     generation: int
-    weights: str = "flush"
+    weights: str = FLUSH
     files: dict[str, ManifestFile]
     tensors: dict[str, ManifestTensor]
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A manifest compared with itself and with the headers of its files: sizes only, no tensor read."""
+"""Consistency of a manifest with itself and with file headers, without reading tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _HUGE = 1 << 62
 
 
 def manifest_problems(manifest: CheckpointManifest, folder: Path) -> Iterator[Problem]:
-    """What the manifest says that cannot be: names of files, dtypes, shapes, regions, digests."""
+    """Yield invalid file names, dtypes, shapes, regions and digests."""
     for name, entry in manifest.files.items():
         if not files.is_name(name) or name == NAME:
             yield files.make_damage_problem(
-                folder, files.format_key(name), "it is no name of a file beside it"
+                folder, files.format_key(name), "it is not a valid file name"
             )
         if entry.size < 0:
             yield files.make_damage_problem(
-                folder, files.format_key(name), f"it has {entry.size} bytes"
+                folder, files.format_key(name), f"its size is {entry.size} bytes"
             )
     for key, tensor in manifest.tensors.items():
         why = _tensor_fault(tensor)
@@ -36,42 +36,47 @@ def manifest_problems(manifest: CheckpointManifest, folder: Path) -> Iterator[Pr
         for part in tensor.parts:
             why = _part_fault(part, tensor)
             if not why and part.file not in manifest.files:
-                why = "the manifest does not list that file"
+                why = "the manifest does not list its file"
             if why:
-                yield files.make_damage_problem(folder, place(key, part), why)
+                yield files.make_damage_problem(folder, format_place(key, part), why)
 
 
 def header_problems(
     manifest: CheckpointManifest, folder: Path, found: Mapping[str, Mapping[str, SafetensorsEntry]]
 ) -> Iterator[Problem]:
-    """Where a part is not in its file as the manifest says. found: the headers, by file."""
+    """Yield parts whose file headers differ from the manifest. found: headers by file."""
     for key, tensor in manifest.tensors.items():
         for part in tensor.parts:
-            there = found.get(part.file, {}).get(part.name)
-            if there is None:
-                yield files.make_damage_problem(folder, place(key, part), "it is not in the file")
+            header = found.get(part.file, {}).get(part.name)
+            if header is None:
+                yield files.make_damage_problem(
+                    folder, format_place(key, part), "it is missing in the file"
+                )
                 continue
             kind = dtypes.to_header_entry(tensor.dtype, TensorRegion(part.ranges, part.flat).sizes)
-            if kind != there[:2]:
-                why = f"it is {there.dtype} {list(there.shape)} there, {kind[0]} {list(kind[1])} in"
-                yield files.make_damage_problem(folder, place(key, part), f"{why} the manifest")
+            if kind != header[:2]:
+                found_type = f"{header.dtype} {list(header.shape)}"
+                why = f"it is {found_type} in the file, {kind[0]} {list(kind[1])} in"
+                yield files.make_damage_problem(
+                    folder, format_place(key, part), f"{why} the manifest"
+                )
 
 
 def tensor_fault(tensor: ManifestTensor) -> str:
-    """Why a tensor, or a part of it, is none; "" where all is well."""
+    """Return why a tensor or one of its parts is invalid, or ""."""
     faults = (_part_fault(part, tensor) for part in tensor.parts)
     return _tensor_fault(tensor) or next(filter(None, faults), "")
 
 
-def place(key: str, part: ManifestPart) -> str:
-    """``optimizer/h.3.mlp.weight/exp_avg in rank-00002.safetensors``."""
+def format_place(key: str, part: ManifestPart) -> str:
+    """Return ``optimizer/h.3.mlp.weight/exp_avg in rank-00002.safetensors``."""
     return f"{files.format_key(key)} in {files.format_key(part.file)}"
 
 
 def _tensor_fault(tensor: ManifestTensor) -> str:
     if tensor.dtype not in dtypes.DTYPES:
-        return f"it is of dtype {files.format_key(tensor.dtype)[:40]}"
-    # Before their product is made, which would take long of many large ones.
+        return f"its dtype is {files.format_key(tensor.dtype)[:40]}"
+    # Before computing the product, which is slow for many large sizes.
     if len(tensor.shape) > 64 or not all(0 <= size < _HUGE for size in tensor.shape):
         return f"its shape is {str(tensor.shape[:8])[:80]}"
     return "" if math.prod(tensor.shape) < _HUGE else "its shape is too large"
@@ -79,5 +84,5 @@ def _tensor_fault(tensor: ManifestTensor) -> str:
 
 def _part_fault(part: ManifestPart, tensor: ManifestTensor) -> str:
     if not _DIGEST.fullmatch(part.digest):
-        return "its digest is none"
+        return "its digest is invalid"
     return TensorRegion(part.ranges, part.flat).fault(tensor.shape)

@@ -1,4 +1,4 @@
-"""A manifest as bytes and back: canonical JSON that holds its own digest."""
+"""Encoding of manifests: canonical JSON with a digest of itself."""
 
 from __future__ import annotations
 
@@ -13,70 +13,73 @@ from fxpart.checkpoint import value_codec
 from fxpart.checkpoint.manifest import FORMAT, VERSION, CheckpointManifest
 from fxpart.files import from_json
 
-LARGEST = 1 << 28  # bytes of a manifest; some 300 for each part of a tensor
+LARGEST = 1 << 28  # bytes of a manifest; about 300 per part of a tensor
 _DIGEST = re.compile(rb'\{"calls":-?\d{1,30},"digest":"([0-9a-f]{64})"')
-_FREE = ("values", "groups", "extra")
+_PLAIN_FIELDS = ("values", "groups", "extra")
 
 
 def digest(data: bytes | memoryview = b"") -> Any:
-    """A running SHA-256; ``.hexdigest()`` is what manifests hold.
+    """Return a running SHA-256; ``.hexdigest()`` is stored in manifests.
 
-    Processors have instructions for it: twice as fast as BLAKE2b where saving is measured.
+    Processors have instructions for it, so it is twice as fast as BLAKE2b.
     """
     return hashlib.sha256(data, usedforsecurity=False)
 
 
 @dataclass
 class CorruptManifestError(Exception):
-    """Bytes that are no whole manifest, and why."""
+    """Bytes that are not a complete manifest, and why."""
 
     why: str
 
 
 def encode(manifest: CheckpointManifest) -> bytes:
-    """The file's bytes, with the digest of all the others. TypeError: see ``value_codec``."""
-    free = {name: value_codec.to_json_value(getattr(manifest, name), name) for name in _FREE}
-    bare = msgspec.structs.replace(manifest, digest="", **free)
-    return signed(msgspec.json.encode(bare, order="sorted"))
+    """Return the file's bytes, with a digest of all others. TypeError: see ``value_codec``."""
+    plain_fields = {
+        name: value_codec.to_json_value(getattr(manifest, name), name) for name in _PLAIN_FIELDS
+    }
+    unsigned = msgspec.structs.replace(manifest, digest="", **plain_fields)
+    return insert_digest(msgspec.json.encode(unsigned, order="sorted"))
 
 
-def signed(text: bytes) -> bytes:
-    """A manifest's canonical JSON of which the digest is "", with it."""
-    before, mark, after = text.partition(b'"digest":"')
-    # Keys are sorted, so that this is the manifest's own and not that of a part.
-    assert mark and before.startswith(b'{"calls":') and before.count(b'"') == 2
-    made: str = digest(text).hexdigest()
-    return before + mark + made.encode() + after
+def insert_digest(text: bytes) -> bytes:
+    """Insert the digest into a manifest's canonical JSON with digest ""."""
+    before, marker, after = text.partition(b'"digest":"')
+    # Keys are sorted, so this is the manifest's own digest and not that of a part.
+    assert marker and before.startswith(b'{"calls":') and before.count(b'"') == 2
+    hexdigest: str = digest(text).hexdigest()
+    return before + marker + hexdigest.encode() + after
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """The manifest in a file's bytes; :class:`CorruptManifestError` where one bit of them is
-    another.
+    """Decode a manifest; :class:`CorruptManifestError` if any bit has changed.
 
-    What it says of files and tensors has still to be compared with them and with itself.
+    Its consistency with itself and with the files must be checked separately.
     """
     found = _DIGEST.match(data)
     if found is None:
-        raise CorruptManifestError("it does not begin as a manifest does")
+        raise CorruptManifestError("it does not begin like a manifest")
     at, end = found.span(1)
     if digest(data[:at] + data[end:]).hexdigest().encode() != found[1]:
-        raise CorruptManifestError("its bytes are not those that were written")
+        raise CorruptManifestError("its digest does not match")
     try:
         head = msgspec.json.decode(data, type=_ManifestVersion)
         if (head.format, head.version) != (FORMAT, VERSION):
             raise CorruptManifestError(
-                f"it is of format {head.format[:40]!r}, version {head.version}"
+                f"unsupported format {head.format[:40]!r}, version {head.version}"
             )
         manifest = from_json(data, CheckpointManifest)
-        free = {name: value_codec.from_json_value(getattr(manifest, name)) for name in _FREE}
+        plain_fields = {
+            name: value_codec.from_json_value(getattr(manifest, name)) for name in _PLAIN_FIELDS
+        }
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as cause:
         why = str(cause)[:200] or type(cause).__name__
-        raise CorruptManifestError(f"it is no manifest: {why}") from cause
-    return msgspec.structs.replace(manifest, **free)
+        raise CorruptManifestError(f"it is not a manifest: {why}") from cause
+    return msgspec.structs.replace(manifest, **plain_fields)
 
 
 class _ManifestVersion(msgspec.Struct):
-    """What is read first, whatever the rest is."""
+    """Format and version, read first."""
 
     format: str
     version: int

@@ -1,4 +1,4 @@
-"""What the ranks have written, put together to one manifest."""
+"""Merge of the ranks' manifests into one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ from fxpart.checkpoint.manifest_codec import LARGEST
 from fxpart.checkpoint.writer import RankManifest
 from fxpart.errors import FxpartError, Problem, error
 
-# What reading a rank's word can end in, whatever is in the file.
+# Errors of reading a rank's manifest, for any file content.
 NOT_WRITTEN = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 def list_missing_ranks(partial: Path, world: int) -> list[int]:
-    """The ranks that have not said that they are done."""
+    """Return the ranks whose manifests are missing."""
     try:
-        there = {path.name for path in partial.iterdir()}
+        names_ = {path.name for path in partial.iterdir()}
     except OSError:
-        there = set()
-    return [rank for rank in range(world) if writer.rank_manifest_name(rank) not in there]
+        names_ = set()
+    return [rank for rank in range(world) if writer.rank_manifest_name(rank) not in names_]
 
 
 def read_rank_manifests(partial: Path, world: int) -> list[RankManifest]:
-    """What every rank has written, in order; FXP513 where one has not."""
+    """Return every rank's manifest, in order; FXP513 if one is missing."""
     found = []
     for rank in range(world):
         where = f"{partial.parent}, rank {rank}"
         try:
             with files.open_for_reading(partial / writer.rank_manifest_name(rank)) as (file, size):
-                found.append(_checked(writer.decode(files.read(file, min(size, LARGEST)))))
+                found.append(_check_manifest(writer.decode(files.read(file, min(size, LARGEST)))))
         except (OSError, *NOT_WRITTEN) as cause:
-            why = f"it has not finished its file: {cause}"
-            raise error("FXP513", where=where, why=why, fix="see what that rank says") from cause
+            why = f"its manifest is not readable: {cause}"
+            raise error(
+                "FXP513", where=where, why=why, fix="see the messages of that rank"
+            ) from cause
     return found
 
 
-def _checked(written: RankManifest) -> RankManifest:
-    """What a rank has written, if it can be; ValueError."""
+def _check_manifest(written: RankManifest) -> RankManifest:
+    """Return a rank's manifest if it is valid; otherwise ValueError."""
     for key, tensor in written.tensors.items():
         if why := manifest_check.tensor_fault(tensor):
             raise ValueError(f"{files.format_key(key)}: {why}")
@@ -50,26 +52,32 @@ def _checked(written: RankManifest) -> RankManifest:
 
 
 def merge(written: Sequence[RankManifest], **rest: Any) -> CheckpointManifest:
-    """The manifest of what ranks have written; ``rest``: its other fields, ``files`` added to.
+    """Merge the ranks' manifests. ``rest``: other fields, with ``files`` added to.
 
-    FXP513 where ranks disagree about a tensor, or together do not hold each of its elements once.
+    FXP513 if ranks disagree about a tensor, or do not cover it exactly once together.
     """
     tensors: dict[str, ManifestTensor] = {}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for each in written:
-        values |= each.values
-        for key, mine in each.tensors.items():
-            known = tensors.setdefault(key, mine)
-            if (known.dtype, known.shape) != (mine.dtype, mine.shape):
-                why = f"it is {_kind(mine)} there and {_kind(known)} on a rank before"
-                problems.append(_problem(f"{files.format_key(key)} of rank {each.rank}", why))
-            elif known is not mine:
-                tensors[key] = ManifestTensor(mine.dtype, mine.shape, (*known.parts, *mine.parts))
+    for manifest in written:
+        values |= manifest.values
+        for key, tensor_ in manifest.tensors.items():
+            known = tensors.setdefault(key, tensor_)
+            if (known.dtype, known.shape) != (tensor_.dtype, tensor_.shape):
+                why = (
+                    f"it is {_format_type(tensor_)} there and {_format_type(known)} on another rank"
+                )
+                problems.append(
+                    _make_problem(f"{files.format_key(key)} of rank {manifest.rank}", why)
+                )
+            elif known is not tensor_:
+                tensors[key] = ManifestTensor(
+                    tensor_.dtype, tensor_.shape, (*known.parts, *tensor_.parts)
+                )
     for key, tensor in tensors.items():
         why = coverage.find_coverage_fault(tensor)
         if why:
-            problems.append(_problem(files.format_key(key), why))
+            problems.append(_make_problem(files.format_key(key), why))
     if problems:
         raise FxpartError(problems)
     rest["files"] = _files(written) | dict(rest.get("files", {}))
@@ -78,12 +86,12 @@ def merge(written: Sequence[RankManifest], **rest: Any) -> CheckpointManifest:
 
 
 def _files(written: Iterable[RankManifest]) -> dict[str, Any]:
-    return {each.file: each.about for each in written}
+    return {manifest.file: manifest.about for manifest in written}
 
 
-def _kind(tensor: ManifestTensor) -> str:
+def _format_type(tensor: ManifestTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _problem(where: str, why: str) -> Problem:
-    return Problem("FXP513", where, why, "report it: parts of a plan have to fit together")
+def _make_problem(where: str, why: str) -> Problem:
+    return Problem("FXP513", where, why, "report this bug: the parts of a plan must fit together")

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything stands that outlives a process of it."""
+"""Layout of a run's folder."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run's folder, which all its processes share.
+    """A run's folder, shared by all its processes.
 
-    A generation is one life of the job: all ranks from their meeting to the first that ends. They
-    are numbered from 1 by who meets first, and never twice.
+    A generation is one start of the job: all ranks from their rendezvous to the first exit.
+    Generations are numbered from 1 and never reused.
     """
 
     path: Path
 
     @property
     def checkpoints(self) -> Path:
-        """One folder for each checkpoint; see :mod:`fxpart.checkpoint.folder`."""
+        """Folder with one folder per checkpoint; see :mod:`fxpart.checkpoint.folder`."""
         return self.path / "checkpoints"
 
     @property
     def identity(self) -> Path:
-        """A random name that this run alone has: what stands elsewhere is found by it."""
+        """File with a random name unique to this run, which identifies its data elsewhere."""
         return self.path / "identity"
 
     @property
     def plans(self) -> Path:
-        """Plans by what they are for: ``<fingerprint>-<cluster hash>-<ranks>.json``."""
+        """Folder of cached plans: ``<fingerprint>-<cluster hash>-<ranks>.json``."""
         return self.path / "plans"
 
     @property
     def plan(self) -> Path:
-        """The plan of the newest generation."""
+        """Plan of the newest generation."""
         return self.path / "plan.json"
 
     @property
     def ledger(self) -> Path:
-        """A line for each update: its step, loss and samples."""
+        """File with a line per update: step, loss and samples."""
         return self.path / "steps.jsonl"
 
     @property
     def generations(self) -> Path:
-        """A line for each generation: when it began, with how many ranks, from which step."""
+        """File with a line per generation: start time, number of ranks, first step."""
         return self.path / "generations.jsonl"
 
     def events(self, generation: int, rank: int) -> Path:
-        """The ring of a rank's last events; see :mod:`fxpart.diagnostics.flight_recorder`."""
+        """Return a rank's flight recorder file; see :mod:`fxpart.diagnostics.flight_recorder`."""
         return self.path / "events" / f"generation-{generation}" / f"rank-{rank}.ring"
 
     def failure(self, generation: int, rank: int) -> Path:
-        """What a rank said of its failure, if it could."""
+        """Return the file of a rank's failure record."""
         return self.path / "events" / f"generation-{generation}" / f"rank-{rank}.failure.json"

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: where each tensor lies. Nothing of a file is trusted."""
+"""Headers of safetensors files: location of each tensor. Files are not trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fxpart.files import from_json
 
-LARGEST = 100_000_000  # bytes of a header, the format's own limit
+LARGEST = 100_000_000  # bytes of a header, limit of the format
 _METADATA = "__metadata__"
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
@@ -19,7 +19,7 @@ _BITS = {
 
 
 class SafetensorsEntry(NamedTuple):
-    """Where a tensor lies: safetensors' dtype and shape, first byte in the file and after last."""
+    """Location of a tensor: dtype and shape in safetensors terms, byte range in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,16 +28,16 @@ class SafetensorsEntry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Bytes of the tensor."""
         return self.stop - self.start
 
 
 def encode(
     tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The header of a file: its length and JSON, padded to 8 bytes.
+    """Return the header of a file: length and JSON, padded to 8 bytes.
 
-    tensors: name, safetensors' dtype, shape and bytes of each, in the order of the file.
+    tensors: name, safetensors dtype, shape and bytes of each, in file order.
     """
     found: dict[str, Any] = {_METADATA: dict(metadata)}
     done = 0
@@ -51,36 +51,36 @@ def encode(
 
 
 def decode(header: bytes, size: int) -> dict[str, SafetensorsEntry]:
-    """The tensors of a file of ``size`` bytes that begins with ``header``.
+    """Return the tensors of a file of ``size`` bytes that begins with ``header``.
 
-    ValueError where it is not as the format says: they fill the file, one after another.
+    ValueError if the format is violated: tensors must fill the file without gaps.
     """
     try:
         found = from_json(header[8:])
     except RecursionError as cause:
-        raise ValueError("its header is nested too deep") from cause
+        raise ValueError("its header is nested too deeply") from cause
     if not isinstance(found, dict):
-        raise ValueError("its header is no object")
-    places = {n: _place(n, e, len(header)) for n, e in found.items() if n != _METADATA}
+        raise ValueError("its header is not a JSON object")
+    entries = {n: _parse_entry(n, e, len(header)) for n, e in found.items() if n != _METADATA}
     done = len(header)
-    for name, place in sorted(places.items(), key=lambda item: item[1][2:]):
-        if place.start != done:
-            raise ValueError(f"{name[:80]!r} does not begin where the tensor before it ends")
-        done = place.stop
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if entry.start != done:
+            raise ValueError(f"{name[:80]!r} does not begin at the end of the previous tensor")
+        done = entry.stop
     if done != size:
-        raise ValueError(f"its tensors end at byte {done} of {size}")
-    return places
+        raise ValueError(f"its tensors end at byte {done}, but the file has {size}")
+    return entries
 
 
-def _place(name: str, entry: Any, begin: int) -> SafetensorsEntry:
-    """One entry of a header."""
+def _parse_entry(name: str, entry: Any, begin: int) -> SafetensorsEntry:
+    """Parse one entry of a header."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
-        sound = isinstance(shape, list) and len(shape) <= 64
-        sound = sound and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
-        if not sound or stop - start != math.prod(shape) * _BITS[dtype] // 8:
+        valid = isinstance(shape, list) and len(shape) <= 64
+        valid = valid and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
+        if not valid or stop - start != math.prod(shape) * _BITS[dtype] // 8:
             raise ValueError
     except (KeyError, TypeError, ValueError) as cause:
-        raise ValueError(f"its header's entry {name[:80]!r} is wrong") from cause
+        raise ValueError(f"the entry {name[:80]!r} of its header is invalid") from cause
     return SafetensorsEntry(dtype, tuple(shape), begin + start, begin + stop)

@@ -1,7 +1,7 @@
-"""Python values as JSON that gives them back exactly: what JSON lacks is put into small objects.
+"""Exact JSON encoding of Python values; values that JSON lacks become small objects.
 
-Numbers that are not finite, integers of more than 64 bits (NumPy's generators have them), tuples,
-bytes, and dicts with other keys than strings (learning rate schedulers have them).
+These are non-finite numbers, integers above 64 bits (states of NumPy's generators), tuples, bytes,
+and dicts with other keys than strings (learning-rate schedulers).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_SMALL = 1 << 63
+_INT64_LIMIT = 1 << 63
 
 
 def to_json_value(value: Any, where: str = "value") -> Any:
-    """What stands in the JSON for a value; TypeError, naming its place, where nothing can."""
+    """Encode a value; TypeError naming its place if it is not supported."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
-        value = value.item()  # NumPy's numbers
+        value = value.item()  # NumPy scalars
     if isinstance(value, int):
-        return int(value) if -_SMALL <= value < _SMALL else {"$int": hex(value)}
+        return int(value) if -_INT64_LIMIT <= value < _INT64_LIMIT else {"$int": hex(value)}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, bytes):
@@ -36,42 +36,42 @@ def to_json_value(value: Any, where: str = "value") -> Any:
             [to_json_value(k, where), to_json_value(v, f"{where}[{k!r}]")] for k, v in value.items()
         ]
         return {"$items": pairs}
-    raise TypeError(f"{where} is a {type(value).__name__}, which no checkpoint holds")
+    raise TypeError(
+        f"{where} has the type {type(value).__name__}, which checkpoints do not support"
+    )
 
 
 def from_json_value(value: Any) -> Any:
-    """The value that :func:`to_json_value` made this of; ValueError where it made nothing of the
-    kind.
-    """
+    """Decode a value of :func:`to_json_value`; ValueError for other values."""
     if isinstance(value, list):
         return [from_json_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
-        ((kind, held),) = value.items()
+        ((kind, content),) = value.items()
         if kind.startswith("$"):
-            return _special(kind, held)
+            return _decode_object(kind, content)
     return {key: from_json_value(item) for key, item in value.items()}
 
 
-def _special(kind: str, held: Any) -> Any:
-    """What one of the small objects stands for."""
-    if kind == "$int" and isinstance(held, str) and len(held) < 10_000:
-        return int(held, 16)
-    if kind == "$float" and held in ("inf", "-inf", "nan"):
-        return float(held)
-    if kind == "$bytes" and isinstance(held, str):
-        return base64.b64decode(held, validate=True)
-    if kind == "$tuple" and isinstance(held, list):
-        return tuple(from_json_value(item) for item in held)
-    if kind == "$items" and isinstance(held, list):
+def _decode_object(kind: str, content: Any) -> Any:
+    """Decode a small object."""
+    if kind == "$int" and isinstance(content, str) and len(content) < 10_000:
+        return int(content, 16)
+    if kind == "$float" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if kind == "$bytes" and isinstance(content, str):
+        return base64.b64decode(content, validate=True)
+    if kind == "$tuple" and isinstance(content, list):
+        return tuple(from_json_value(item) for item in content)
+    if kind == "$items" and isinstance(content, list):
         pairs = [
-            from_json_value(pair) for pair in held if isinstance(pair, list) and len(pair) == 2
+            from_json_value(pair) for pair in content if isinstance(pair, list) and len(pair) == 2
         ]
         try:
             found = dict(pairs)
-        except TypeError as cause:  # a key that cannot be one
-            raise ValueError(f"{kind} has a key that is none") from cause
-        if len(found) == len(held):
+        except TypeError as cause:  # an unhashable key
+            raise ValueError(f"{kind} has an unhashable key") from cause
+        if len(found) == len(content):
             return found
-    raise ValueError(f"{kind[:20]!r} is none of a checkpoint's values")
+    raise ValueError(f"{kind[:20]!r} is not an encoded value")

@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: streamed, with a digest of each tensor made on the way."""
+"""Writer of one rank's checkpoint file: streamed, with a digest of each tensor."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """What a rank holds of one tensor.
+    """A rank's part of one tensor.
 
-    key: see :class:`~fxpart.checkpoint.manifest.CheckpointManifest`. dtype: by torch's name. shape:
-    of the whole tensor. ranges, flat: see :class:`~fxpart.checkpoint.regions.TensorRegion`. data:
-    the region's bytes, contiguous.
+    key: see :class:`~fxpart.checkpoint.manifest.CheckpointManifest`. dtype: torch's name. shape: of
+    the whole tensor. ranges, flat: see :class:`~fxpart.checkpoint.regions.TensorRegion`. data: the
+    region's bytes, contiguous.
     """
 
     key: str
@@ -37,15 +37,15 @@ class CheckpointShard:
 
     @property
     def region(self) -> TensorRegion:
-        """The elements that it holds."""
+        """The region that it contains."""
         return TensorRegion(self.ranges, self.flat)
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """What a rank has written: its share of the manifest.
+    """Manifest of one rank's file.
 
-    file: the name; about: its entry. tensors: by key, each with this rank's parts only. values:
-    what is no tensor. more: what else the rank tells who puts the manifest together.
+    file: name. about: its entry in the manifest. tensors: by key, with this rank's parts only.
+    values: plain values. more: further data for the rank that merges the manifests.
     """
 
     rank: int
@@ -57,12 +57,12 @@ class RankManifest(msgspec.Struct, frozen=True):
 
 
 def data_name(rank: int) -> str:
-    """``rank-00003.safetensors``."""
+    """Return the data file's name, ``rank-00003.safetensors``."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def rank_manifest_name(rank: int) -> str:
-    """``rank-00003.json``: there once the rank's data is on the disk."""
+    """Return ``rank-00003.json``, which exists once the rank's data is on disk."""
     return f"rank-{rank:05d}.json"
 
 
@@ -74,15 +74,15 @@ def write_rank(
     values: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> RankManifest:
-    """Write ``rank-NNNNN.safetensors``, then beside it and renamed what other ranks look for.
+    """Write ``rank-NNNNN.safetensors``, then atomically the rank's manifest.
 
-    Nothing is copied; hashing and writing let other threads run. values: of the same keys as
-    tensors have; more: see :class:`RankManifest`. FXP513 where it cannot be written: no file of
-    this rank is left then.
+    Nothing is copied; hashing and writing release the interpreter lock. values: of the same keys as
+    tensors. more: see :class:`RankManifest`. FXP513 if it cannot be written; no file of this rank
+    is left then.
     """
-    # In the order of their elements' sizes each tensor begins at a multiple of its own.
-    pieces = sorted(pieces, key=lambda piece: -_size(piece))
-    names = _names(pieces)
+    # By decreasing element size, so that each tensor is aligned.
+    pieces = sorted(pieces, key=lambda piece: -_element_bytes(piece))
+    names = _make_unique_names(pieces)
     with files.convert_save_errors(f"{folder.parent}, rank {rank}"):
         (folder / rank_manifest_name(rank)).unlink(missing_ok=True)
         about, digests = _write(folder, rank, pieces, names)
@@ -99,7 +99,7 @@ def write_rank(
 
 
 def write_text(folder: Path, name: str, text: str) -> ManifestFile:
-    """Write a file that is no tensors, such as the plan; its entry for the manifest. FXP513."""
+    """Write a text file, such as the plan; return its manifest entry. FXP513."""
     assert files.is_name(name) and not name.endswith(".safetensors"), name
     data = text.encode()
     with files.convert_save_errors(str(folder.parent)), files.create_file(folder / name) as file:
@@ -108,7 +108,7 @@ def write_text(folder: Path, name: str, text: str) -> ManifestFile:
 
 
 def encode(written: RankManifest) -> bytes:
-    """Its JSON; FXP513 for values that it cannot hold."""
+    """Return the JSON; FXP513 for unsupported values."""
     try:
         plain = msgspec.structs.replace(
             written,
@@ -117,34 +117,38 @@ def encode(written: RankManifest) -> bytes:
         )
     except (TypeError, RecursionError) as cause:
         why = str(cause)
-        fix = "numbers, texts, lists, tuples and dicts"
+        fix = "use only numbers, strings, lists, tuples and dicts"
         raise error("FXP513", where=f"rank {written.rank}", why=why, fix=fix) from cause
     return msgspec.json.encode(plain)
 
 
 def decode(data: bytes) -> RankManifest:
-    """What :func:`encode` made; msgspec.MsgspecError or ValueError where it is not that."""
+    """Decode what :func:`encode` made; msgspec.MsgspecError or ValueError if it is invalid."""
     found = from_json(data, RankManifest)
-    held, more = value_codec.from_json_value(found.values), value_codec.from_json_value(found.more)
-    return msgspec.structs.replace(found, values=held, more=more)
+    buffer_, more = (
+        value_codec.from_json_value(found.values),
+        value_codec.from_json_value(found.more),
+    )
+    return msgspec.structs.replace(found, values=buffer_, more=more)
 
 
 def _write(
     folder: Path, rank: int, pieces: Sequence[CheckpointShard], names: Sequence[str]
 ) -> tuple[ManifestFile, list[str]]:
-    """The data file; its entry, and the digest of each piece."""
+    """Write the data file; return its entry, and the digest of each piece."""
     entries = []
     for name, piece in zip(names, pieces, strict=True):
         kind, sizes = dtypes.to_header_entry(piece.dtype, piece.region.sizes)
-        entries.append((name, kind, sizes, piece.region.elements * _size(piece)))
-    # With the rank and step in it, exchanged files are found by their headers.
+        entries.append((name, kind, sizes, piece.region.elements * _element_bytes(piece)))
+    # Rank and step in the header reveal exchanged files.
     header = safetensors_header.encode(entries, {"rank": str(rank), "folder": folder.name})
     size, digests = len(header), []
     with files.create_file(folder / data_name(rank)) as file:
         files.write(file, header)
         for piece, (*_, length) in zip(pieces, entries, strict=True):
-            held: Any = piece.data  # an array is a buffer, which its type says from 3.12 on
-            data = memoryview(held)
+            # arrays implement the buffer protocol, which their type declares from 3.12 on
+            buffer_: Any = piece.data
+            data = memoryview(buffer_)
             data = data.cast("B") if data.nbytes else memoryview(b"")
             assert data.nbytes == length, f"{piece.key}: {data.nbytes} bytes, not {length}"
             running = digest()
@@ -159,35 +163,35 @@ def _write(
 def _tensors(
     file: str, pieces: Sequence[CheckpointShard], names: Sequence[str], digests: Sequence[str]
 ) -> dict[str, ManifestTensor]:
-    """The rank's share of the manifest's tensors."""
+    """Return the rank's share of the manifest's tensors."""
     found: dict[str, ManifestTensor] = {}
-    for piece, name, made in zip(pieces, names, digests, strict=True):
-        part = ManifestPart(file, name, piece.ranges, made, piece.flat)
+    for piece, name, part_digest in zip(pieces, names, digests, strict=True):
+        part = ManifestPart(file, name, piece.ranges, part_digest, piece.flat)
         parts = found[piece.key].parts if piece.key in found else ()
         found[piece.key] = ManifestTensor(piece.dtype, piece.shape, (*parts, part))
     return found
 
 
-def _names(pieces: Sequence[CheckpointShard]) -> list[str]:
-    """Names in the file: the keys, and a number behind the second of the same."""
-    taken: set[str] = {piece.key for piece in pieces}
+def _make_unique_names(pieces: Sequence[CheckpointShard]) -> list[str]:
+    """Return unique names in the file: the keys, with a number for repeated ones."""
+    used: set[str] = {piece.key for piece in pieces}
     found, seen = [], set()
     for piece in pieces:
         name, count = piece.key, 1
         if piece.key in seen:
-            while name in taken:
+            while name in used:
                 count += 1
                 name = f"{piece.key}#{count}"
         seen.add(piece.key)
-        taken.add(name)
+        used.add(name)
         found.append(name)
     return found
 
 
-def _size(piece: CheckpointShard) -> int:
-    """Bytes of an element; FXP513 for a dtype that no checkpoint holds."""
+def _element_bytes(piece: CheckpointShard) -> int:
+    """Return the bytes of an element; FXP513 for an unsupported dtype."""
     try:
         return dtypes.itemsize(piece.dtype)
     except KeyError as cause:
-        why = f"it is of dtype {piece.dtype}, which no checkpoint holds"
-        raise error("FXP513", where=piece.key, why=why, fix="leave it out, or cast it") from cause
+        why = f"its dtype, {piece.dtype}, is not supported in checkpoints"
+        raise error("FXP513", where=piece.key, why=why, fix="remove it, or cast it") from cause

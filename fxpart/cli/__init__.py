@@ -1,5 +1,8 @@
 """The command line: ``fxpart VERB``. The only place that prints; one file for each verb.
 
+Installed packages add commands through the entry point group "fxpart.commands": the name of the
+entry is the command's, its object a click command, which is imported when the command is used.
+
 Exit status: 0 done, 1 a difference found, 2 bad input, 3 infeasible, 4 environment, 5 the run
 failed, 70 our fault.
 """
@@ -11,15 +14,31 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 
 from fxpart._version import __version__
 from fxpart.cli import output
-from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError
+from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError, error
+from fxpart.registry import Registry
 
-# Verb -> what `fxpart --help` says of it; a verb's module is loaded when the verb is used.
-VERBS = {
+
+@dataclass(frozen=True)
+class CommandSpec:
+    """A command of fxpart. summary: its line in `fxpart --help`; module: imported on use."""
+
+    summary: str
+    module: str
+
+    def load(self) -> click.Command:
+        """Import the command's module and return the command."""
+        command = importlib.import_module(self.module).command
+        assert isinstance(command, click.Command), self.module
+        return command
+
+
+_SUMMARIES = {
     "doctor": "Can this model be captured? Says what was tried and what stands in the way.",
     "profile": "Measure a model's ops and stages on the devices at hand; write a profile.",
     "plan": "Choose stages, devices and microbatches for a model; write the plan.",
@@ -37,11 +56,29 @@ VERBS = {
     "report": "Draw a plan as one HTML file.",
     "whatif": "Ask what a plan would be with other devices, links or decisions.",
     "diff": "Show what differs between two plans.",
-    "solve": "Split a graph that others have priced: the largest load, and what is proven of it.",
     "cluster": "Find out what a cluster is, measure it, write it down, look at it.",
     "rules": "Say which ops have sharding rules; propose one for an op that has none.",
     "env": "Show versions and devices, for a bug report.",
 }
+
+
+def _check_command(name: str, entry: object) -> None:
+    """Raise FXP109 for an entry point whose object is not a click command."""
+    if not isinstance(entry, click.Command):
+        raise error(
+            "FXP109",
+            where=f"command {name!r}",
+            why=f"The entry is not a click command but {type(entry).__name__}.",
+            fix="Let the entry point name a function decorated with click.command.",
+        )
+
+
+VERBS: Registry[CommandSpec | click.Command] = Registry(
+    "command",
+    {verb: CommandSpec(text, f"fxpart.cli.{verb}") for verb, text in _SUMMARIES.items()},
+    group="fxpart.commands",
+    check=_check_command,
+)
 
 
 class TopLevelCommands(click.Group):
@@ -55,14 +92,17 @@ class TopLevelCommands(click.Group):
         """The verb's command, None where there is no such verb."""
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"fxpart.cli.{cmd_name}").command
-        assert isinstance(command, click.Command), cmd_name
-        return command
+        entry = VERBS[cmd_name]
+        return entry if isinstance(entry, click.Command) else entry.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of verbs, without loading them."""
+        installed = [name for name in VERBS if name not in VERBS.builtin]
         with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+            formatter.write_dl(list(_SUMMARIES.items()))
+        if installed:
+            with formatter.section("Commands of installed packages"):
+                formatter.write_dl([(name, f"See `fxpart {name} --help`.") for name in installed])
 
 
 @click.group(
@@ -80,9 +120,9 @@ def cli(show: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
-    from fxpart.environment import launcher
+    from fxpart.environment import take_launcher_pid
 
-    parent = launcher()
+    parent = take_launcher_pid()
     if parent is not None:
         from fxpart.launch import die_with_parent
 
@@ -116,6 +156,6 @@ def run(arguments: list[str]) -> int:
     except Exception as fault:
         if show:
             traceback.print_exc()
-        output.note(f"fxpart found a fault of its own: {type(fault).__name__}: {fault}")
+        output.note(f"internal error of fxpart: {type(fault).__name__}: {fault}")
         output.note("`fxpart --traceback VERB ...` shows where; please report it")
         return EXIT_OURS

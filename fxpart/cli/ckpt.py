@@ -40,7 +40,7 @@ def command() -> None:
     """Look at checkpoints, compare their digests, convert them, drop old ones.
 
     RUN is a run's folder, its checkpoints folder, or one of the checkpoints in it. Each verb takes
-    --json. `fxpart explain checkpoints` says what is in one.
+    --json. `fxpart explain checkpoint_format` says what is in one.
     """
 
 

@@ -69,8 +69,8 @@ def convert(
     paddle  PaddlePaddle's converter dictionaries (.json) with each rank's arrays (.npz)
     whole   one safetensors file with everything
 
-    One tensor is in memory at a time. Nothing that is pickled is read. `fxpart explain checkpoints`
-    says what is where.
+    One tensor is in memory at a time. Nothing that is pickled is read.
+    `fxpart explain checkpoint_format` says what is where.
     """
     from fxpart.checkpoint.exchange import conversion as exchange
     from fxpart.checkpoint.exchange.huggingface import KeyPrefixes

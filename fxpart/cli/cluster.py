@@ -41,7 +41,7 @@ def command() -> None:
     """Find out what a cluster is, write it to a file, look at it.
 
     CLUSTER is a file or a preset such as local:4 or 2x8xh100. Each verb takes --json.
-    `fxpart explain clusters` says what is in a file.
+    `fxpart explain planning_for_a_cluster` says what is in a file.
     """
 
 

@@ -12,7 +12,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option, parse_seconds
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
 
     given = Cluster.parse(cluster)
     chosen = SIZES if sizes is None else _sizes(sizes)
-    first = (job := launch()) is None or job.rank == 0
+    first = (job := read_launch()) is None or job.rank == 0
     if first:
         _warn_of_load()
     with output.show_messages(f"measuring {given.name}", first) as show:

@@ -46,7 +46,7 @@ def examine(
     from fxpart.capture import capture
     from fxpart.capture.diagnosis import build_diagnosis as diagnosis
     from fxpart.compiler import PassManager
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
     from fxpart.verification import check_module
 
     with output.show_activity(f"capturing {target}"):
@@ -57,7 +57,7 @@ def examine(
             loss=workload.loss,
             batch_size=batch_size or workload.batch_size,
         )
-        graph = PassManager().run(PREPARE, captured.graph)
+        graph = PassManager(all_passes()).run(PREPARE, captured.graph)
         assert captured.source is not None, "a capture brings its module along"
         checked = check_module(*captured.source, captured, graph, check=check)
     inferred = workload.example is None and not workload.example_kwargs
@@ -112,7 +112,8 @@ LOSSES = {
 def describe(found: dict[str, Any]) -> list[str]:
     """The examination for a person."""
     from fxpart import units
-    from fxpart.report.explanation_text import check_text
+    from fxpart.plan.model import ModuleCheck
+    from fxpart.plan.summary import describe_check
 
     whole = [i["name"] for i in found["inputs"] if i["batch_dim"] is None]
     size = "any batch size" if found["batch"] == "symbolic" else "one microbatch size"
@@ -128,7 +129,8 @@ def describe(found: dict[str, Any]) -> list[str]:
         ("graph", f"{found['ops']} ops in {units.plural(found['blocks'], 'block')}: "
          f"up to {units.plural(found['blocks'], 'stage')}"),
     ]  # fmt: skip
-    rows.append(("check", check_text(found["check"]["status"], found["check"].get("reason", ""))))
+    check = ModuleCheck(**found["check"])
+    rows.append(("verified", describe_check(check)))
     for key, name in SPECIAL.items():
         if found[key]:
             rows += [(name, text) for text in _special(found[key])]

@@ -6,9 +6,11 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fxpart._version import __version__
 from fxpart.checkpoint.run_directory import RunDir
@@ -25,13 +27,23 @@ from fxpart.elastic.plan_cache import (
     load_newest_plan,
 )
 from fxpart.elastic.rank_bounds import RankBounds
-from fxpart.elastic.slow_rank_report import SlowRankReport, forget_slow, read_slow_rank_report
+from fxpart.elastic.slow_rank_report import (
+    SlowRankReport,
+    delete_slow_rank_report,
+    read_slow_rank_report,
+)
 from fxpart.elastic.supervisor import ElasticJob, supervise
-from fxpart.environment import Launch, alone
-from fxpart.environment import for_ranks as as_child
+from fxpart.environment import Launch, hide_launcher_variables
+from fxpart.environment import set_launcher_variables as as_child
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.files import read_bytes
 from fxpart.plan.model import Plan
+
+if TYPE_CHECKING:
+    from fxpart.api import Program
+    from fxpart.costs import CostModel
+
+Constraints = Mapping[str, int | float | str | bool]
 
 _LOWEST = 19  # nice(2)
 
@@ -72,7 +84,7 @@ def run_supervised(
         advance=planning.advance,
         slower=planning.slower if rebalance else lambda plan: None,
     )
-    forget_slow(run)
+    delete_slow_rank_report(run)
     try:
         return supervise(job)
     finally:
@@ -155,7 +167,7 @@ class RunPlanner:
         command = [sys.executable, "-m", "fxpart", "plan", *self.request.arguments()]
         command += ["--nproc", str(self.bounds), "--run", str(self.run.path)]
         quiet = subprocess.DEVNULL
-        with alone(), as_child(""):
+        with hide_launcher_variables(), as_child(""):
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
         with suppress(OSError, AttributeError):  # what trains goes first
             os.setpriority(os.PRIO_PROCESS, self.ahead.pid, _LOWEST)
@@ -206,7 +218,6 @@ def plan_ahead(request: CommandLineRequest, bounds: RankBounds, run: RunDir) -> 
 
     Those next to the present number first. The model is captured once.
     """
-    from fxpart.elastic.plan_precomputation import precompute_plans
     from fxpart.planner.constraints import with_numbers
     from fxpart.planner.execution_mode import with_mode
 
@@ -285,3 +296,39 @@ def _check_begun(request: CommandLineRequest, run: RunDir) -> None:
     ]
     if problems:
         raise FxpartError(problems)
+
+
+def precompute_plans(
+    plans: PlanCache,
+    given: str,
+    rank_counts: Sequence[int],
+    compiled: Callable[[int], Program],
+    constraints: Callable[[int], Constraints],
+    *,
+    cost_model: str | Path | CostModel = "auto",
+) -> dict[int, str]:
+    """Make the missing plans in this order; return why there is none, by number of ranks.
+
+    given: cluster as on the command line. compiled: compiles the program for a number of ranks,
+    called for the first missing plan only; the others are planned from the same capture, with the
+    same global batch and microbatches. constraints: for a number of ranks, including that number.
+    """
+    program: Program | None = None
+    failures: dict[int, str] = {}
+    for ranks in rank_counts:
+        try:
+            cluster = adapt_cluster_to_ranks(given, ranks)
+            if plans.find(cluster, ranks) is not None:
+                continue
+            if program is None:
+                found = program = compiled(ranks)
+            else:
+                found = program.replan(
+                    cluster, microbatches=program.plan.microbatches,
+                    constraints=constraints(ranks), cost_model=cost_model,
+                )  # fmt: skip
+        except FxpartError as fault:
+            failures[ranks] = fault.problems[0].why
+            continue
+        plans.keep(found.plan)
+    return failures

@@ -15,7 +15,7 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import FxpartError, error
-from fxpart.schedule.weight_modes import MODES, WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, STASH, WeightMode, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.capture.workload import Workload
@@ -30,10 +30,10 @@ _NADAM_BETAS = (0.99, 0.999)  # what the method prescribes (arXiv 2505.01099)
 @click.option("--stages", "-k", type=click.IntRange(1, 32), default=4, show_default=True)
 @click.option(
     "--weights",
-    default="sync,stash,spectrain",
+    default=f"{SYNC},{STASH},{SPECTRAIN}",
     show_default=True,
     metavar="MODE[,MODE]",
-    help=f"sync, {', '.join(name for name in MODES if name != 'flush')}; or all.",
+    help=f"sync, {', '.join(name for name in MODES.builtin if name != FLUSH)}; or all.",
 )
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--microbatches", "-m", type=click.IntRange(1), default=1, show_default=True)
@@ -118,7 +118,7 @@ def _modes(text: str) -> tuple[list[str], bool]:
     every = "all" in words
     if every:
         words = [SYNC, *MODES]
-    found = list(dict.fromkeys(SYNC if word == "flush" else word for word in words))
+    found = list(dict.fromkeys(SYNC if word == FLUSH else word for word in words))
     for name in found:
         _mode(name)
     if not found:
@@ -128,7 +128,7 @@ def _modes(text: str) -> tuple[list[str], bool]:
 
 
 def _mode(name: str) -> WeightMode:
-    return weight_mode("flush" if name == SYNC else name)
+    return weight_mode(FLUSH if name == SYNC else name)
 
 
 @dataclass(frozen=True)

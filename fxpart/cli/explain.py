@@ -1,4 +1,4 @@
-"""``fxpart explain``: a plan, an error code, or a page of the documentation."""
+"""``fxpart explain``: a plan, an error code or a page of the documentation."""
 
 from __future__ import annotations
 
@@ -11,33 +11,62 @@ from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.errors import CODES, error
 from fxpart.plan.model import Plan
+from fxpart.report.stage_tables import largest
 
 PAGES = (
-    "annotations", "asynchronous", "checkpoints", "clusters", "elastic", "failures", "glossary",
-    "heterogeneous", "how_it_chooses", "learning", "measured", "one_process", "postmortem",
-    "precision", "prediction", "profiling", "reading_a_plan", "reading_a_run", "rules", "schedules",
-    "solve", "surviving", "training",
+    "api", "asynchronous_training", "benchmarks", "checkpoint_format", "checkpoints_and_failures",
+    "converting_a_script", "custom_ops_and_passes", "errors", "getting_started", "glossary",
+    "heterogeneous_devices", "numerical_equivalence", "parallelism", "planning_for_a_cluster",
+    "schedules", "supported", "understanding_a_plan",
 )  # fmt: skip
+
+# Earlier names of pages, with the page that has their content now.
+RENAMED = {
+    "annotations": "parallelism",
+    "asynchronous": "asynchronous_training",
+    "checkpoints": "checkpoints_and_failures",
+    "clusters": "planning_for_a_cluster",
+    "elastic": "checkpoints_and_failures",
+    "failures": "checkpoints_and_failures",
+    "heterogeneous": "heterogeneous_devices",
+    "how_it_chooses": "understanding_a_plan",
+    "learning": "asynchronous_training",
+    "measured": "benchmarks",
+    "one_process": "numerical_equivalence",
+    "postmortem": "checkpoints_and_failures",
+    "precision": "converting_a_script",
+    "prediction": "asynchronous_training",
+    "profiling": "planning_for_a_cluster",
+    "reading_a_plan": "understanding_a_plan",
+    "reading_a_run": "understanding_a_plan",
+    "rules": "custom_ops_and_passes",
+    "surviving": "checkpoints_and_failures",
+    "training": "converting_a_script",
+}
 
 
 @click.command()
 @click.argument("subject")
 @click.argument("name", required=False)
-@click.option("--memory", is_flag=True, help="The ten largest tensors at each rank's peak.")
+@click.option("--memory", is_flag=True, help="List the ten largest tensors at each rank's peak.")
 @json_option
 def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
-    """Explain SUBJECT: a plan file, a code such as FXP204, or a page.
+    """Explain SUBJECT: a plan file, an error code such as FXP204, or a page of the documentation.
 
-    With a plan and NAME (an input, a weight, a node of the graph): where its placements come from.
-    Pages: `annotations`, `asynchronous`, `checkpoints`, `clusters`, `elastic`, `failures`,
-    `glossary`, `heterogeneous`, `how_it_chooses`, `learning`, `measured`, `one_process`,
-    `postmortem`, `precision`, `prediction`, `profiling`, `reading_a_plan`, `reading_a_run`,
-    `rules`, `schedules`, `solve`, `surviving`, `training`.
+    With a plan and NAME (an input, a weight, a node of the graph): the origin of its placements.
+    Pages: `api`, `asynchronous_training`, `benchmarks`, `checkpoint_format`,
+    `checkpoints_and_failures`, `converting_a_script`,
+    `custom_ops_and_passes`, `errors`, `getting_started`, `glossary`, `heterogeneous_devices`,
+    `numerical_equivalence`, `parallelism`, `planning_for_a_cluster`, `schedules`, `supported`,
+    `understanding_a_plan`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):
         return _code(subject.upper(), as_json)
-    if subject in PAGES:
-        _page({"subject": subject}, f"{subject}.md", as_json)
+    page = RENAMED.get(subject, subject)
+    if page in PAGES:
+        if page != subject:
+            output.note(f"The page '{subject}' is now part of '{page}'.")
+        _page({"subject": page}, f"{page}.md", as_json)
         return 0
     plan = Plan.load(subject)
     if memory:
@@ -56,14 +85,13 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
 
 
 def _memory(plan: Plan, as_json: bool) -> int:
-    from fxpart.report.largest_tensors import largest
 
-    words = largest(plan)
+    lines = largest(plan)
     if as_json:
         rows = plan.prediction.ranks
         output.data([{"stage": r.stage, "peak": r.peak, "top": r.top} for r in rows])
     else:
-        output.text(words)
+        output.text(lines)
     return 0
 
 

@@ -12,8 +12,9 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import error
-from fxpart.planner.execution_mode import NAMES, STREAMS, WEIGHTS
-from fxpart.schedule.weight_modes import QUEUED
+from fxpart.plan.constraint_table import CONSTRAINTS
+from fxpart.planner.execution_mode import WEIGHTS
+from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
     from fxpart.api import PlanProposal, Program
@@ -166,16 +167,20 @@ check_option = click.option(
     "--check", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
     help="Compare the captured program with the module over two steps.",
 )  # fmt: skip
+# Help lists the built-in modes, so that it looks for no installed packages.
+_BUILTIN = [MODES[name] for name in MODES.builtin]
+_STREAM_MODES = [mode.name for mode in _BUILTIN if not mode.flush]
+_QUEUE_MODES = [mode.name for mode in _BUILTIN if mode.supports_queues]
 _MODES = (
     click.option(
-        "--mode", type=click.Choice(NAMES),
+        "--mode", type=click.Choice(CONSTRAINTS["mode"].list_choices()),
         help="async never drains the pipeline; auto is what is faster; in queue whichever copy of "
         "a stage is free takes the next microbatch. By default sync.",
     ),
     click.option(
         "--weights", metavar="NAME",
-        help=f"The weight mode of async: {', '.join(STREAMS)}. By default {WEIGHTS}; of queue: "
-        f"{', '.join(QUEUED)}.",
+        help=f"The weight mode of async: {', '.join(_STREAM_MODES)}. "
+        f"By default {WEIGHTS}; of queue: {', '.join(_QUEUE_MODES)}.",
     ),
     click.option(
         "--batch-coupling", type=click.Choice(("per-microbatch",)),
@@ -201,11 +206,11 @@ def compile_options(command: Command) -> Command:
             click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
             click.option(
                 "--cost-model", "--profile", "cost_model", default="auto", show_default=True,
-                metavar="NAME|FILE", help="auto, roofline, or a file that fxpart profile wrote.",
+                metavar="NAME|FILE", help="auto, a cost model, or a file of fxpart profile.",
             ),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
-                help="Any constraint of fxpart.compile, such as solver=cp-sat; may be repeated.",
+                help="Such as solver=cp-sat; `fxpart plan --help` lists all. May be repeated.",
             ),
             click.option(
                 "--fix", multiple=True, metavar="KEY=VALUE[,VALUE]",

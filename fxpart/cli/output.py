@@ -98,20 +98,8 @@ def show_solver_progress(words: str) -> Iterator[Callable[[Progress], None]]:
         return
     from rich.console import Console
 
-    from fxpart.units import percent, seconds
-
     with Console(stderr=True).status(words) as status:
-
-        def show(progress: Progress) -> None:
-            found, bound = progress.incumbent, progress.bound
-            best = f"best {seconds(found)}" if found < float("inf") else "none found yet"
-            gap = percent((found - bound) / found) if 0 < found < float("inf") else "unknown"
-            status.update(
-                f"{words}: {best}, at least {seconds(bound)}, gap {gap}, "
-                f"{progress.seconds_left:.0f} s left ({progress.phase})"
-            )
-
-        yield show
+        yield lambda now: status.update(f"{words}: {now}")
 
 
 def ignore(progress: Progress) -> None:

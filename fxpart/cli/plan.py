@@ -13,10 +13,22 @@ from fxpart.errors import EXIT_INFEASIBLE, error
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
+    from fxpart.plan.throughput import ModelWork
     from fxpart.solver.joint.problem import JointProblem
 
 
-@click.command()
+class _CommandWithConstraints(click.Command):
+    """A command whose help lists the constraints."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of constraints."""
+        from fxpart.plan.constraint_table import describe_constraints
+
+        with formatter.section("Constraints"):
+            formatter.write_dl(describe_constraints())
+
+
+@click.command(cls=_CommandWithConstraints)
 @compile_options
 @click.option("--output", "-o", "path", type=click.Path(), help="The plan file; else stdout.")
 @click.option(
@@ -59,7 +71,7 @@ def command(
             why = "with --space all no placement of an op is worked out"
             raise error("FXP109", where="--dump-annotations", why=why, fix="leave one of them out")
         proposed = request.propose(request.workload())
-        _write(proposed.plan, proposed.problem, path, as_json)
+        _write(proposed.plan, proposed.problem, None, path, as_json)
         return 0
     program = request.compile(request.workload())
     if dump is not None:
@@ -67,7 +79,9 @@ def command(
 
         write(dump, program.completed_annotations(dump[-5:]))
         output.note(f"wrote {dump}")
-    _write(program.plan, program.costed() if path is not None else None, path, as_json)
+    _write(
+        program.plan, program.costed() if path is not None else None, program.work, path, as_json
+    )
     return 0
 
 
@@ -93,7 +107,13 @@ def _ahead(request: CommandLineRequest, nproc: str | None, run: str | None, as_j
     return EXIT_INFEASIBLE if refused else 0
 
 
-def _write(plan: Plan, problem: JointProblem | None, path: str | None, as_json: bool) -> None:
+def _write(
+    plan: Plan,
+    problem: JointProblem | None,
+    work: ModelWork | None,
+    path: str | None,
+    as_json: bool,
+) -> None:
     """The plan and its problem to files, or the plan to stdout; the explanation beside it."""
     from fxpart.report.explanation_text import explain
     from fxpart.solver.joint.archive import get_problem_path, save
@@ -105,4 +125,4 @@ def _write(plan: Plan, problem: JointProblem | None, path: str | None, as_json: 
         output.note(f"wrote {path} and {get_problem_path(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))
-    (output.note if as_json or path is None else output.text)(explain(plan).rstrip("\n"))
+    (output.note if as_json or path is None else output.text)(explain(plan, work).rstrip("\n"))

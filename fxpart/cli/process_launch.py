@@ -79,7 +79,7 @@ def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
         raise KeyboardInterrupt
     if ended.asked is not None:
         return ended.code
-    if first.told:
+    if first.is_explained:
         output.note(f"rank {first.rank} failed; its message stands above")
         return ended.code
     raise error(

@@ -11,7 +11,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.cli.options import json_option, parse_constraints, parse_seconds
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import error
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def command(
             fix = "fxpart profile TARGET -o FILE, --show FILE, or -o FILE --merge OTHER"
             raise error("FXP109", where="fxpart profile", why="there is nothing to do", fix=fix)
         return _merge(path, merge, as_json)
-    started = launch()
+    started = read_launch()
     first = started is None or started.rank == 0
     found = _measure(target, path, first, **options)
     if not first:
@@ -94,6 +94,7 @@ def _measure(
     """One run here, or under torchrun one for each kind of device."""
     from fxpart.capture.workload import load_target
     from fxpart.cluster.model import Cluster
+    from fxpart.costmodels import AUTO
     from fxpart.plan.model import Plan
     from fxpart.planner.prepared_model import PlanningArguments
     from fxpart.profiling.device_group import profile_group
@@ -103,7 +104,7 @@ def _measure(
     seconds = parse_seconds(budget, "--budget")
     given = Cluster.parse(cluster)
     wanted = tuple(map(Plan.load, plans))
-    started = launch()
+    started = read_launch()
     check_places(wanted, given.devices if started is not None else given.devices[:1])
     workload = load_target(target)
     _writable(path)
@@ -111,7 +112,7 @@ def _measure(
         constraints = parse_constraints(constraint) or {}
         made = ProfilingSession.of(
             workload, given,
-            PlanningArguments(**asked, cost_model="roofline", constraints=constraints),
+            PlanningArguments(**asked, cost_model=AUTO, constraints=constraints),
             date=datetime.date.today().isoformat(), progress=_counted(show), rehearse=rehearse,
             plans=wanted,
         )  # fmt: skip
@@ -144,7 +145,7 @@ def _tell(found: list[ProfilingReport], path: str, as_json: bool) -> None:
 
 def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = False) -> int:
     """Other profiles into the one at ``path``; says how many measurements each gave."""
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
 
     _writable(path)
     taken = {}
@@ -163,7 +164,7 @@ def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = F
 
 
 def _show(path: str, as_json: bool) -> int:
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
     from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:

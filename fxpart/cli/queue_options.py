@@ -11,7 +11,8 @@ import msgspec
 from fxpart.cli import output
 from fxpart.cli.options import Command
 from fxpart.errors import error
-from fxpart.planner.execution_mode import QUEUE, parse_staleness
+from fxpart.plan.constraint_table import QUEUE
+from fxpart.planner.execution_mode import parse_staleness
 from fxpart.schedule.weight_modes import MODES
 
 TURNS = "turns"

@@ -1,4 +1,4 @@
-"""``fxpart report``: a plan as one HTML file, alone or against steps that were measured."""
+"""``fxpart report``: a plan as one HTML file, with measured steps if there are any."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("plan", type=click.Path())
 @click.option("--output", "-o", "path", default="report.html", show_default=True)
-@click.option("--measured", type=click.Path(), help="A trace of its steps, by `train --trace`.")
-@click.option("--trace", type=click.Path(), help="Also a trace for Chrome or Perfetto.")
+@click.option("--measured", type=click.Path(), help="A trace written by `fxpart train --trace`.")
+@click.option("--trace", type=click.Path(), help="Write a trace for Chrome or Perfetto.")
 @json_option
 def command(plan: str, path: str, measured: str | None, trace: str | None, as_json: bool) -> int:
-    """Draw PLAN: timeline, memory, stages, certificate. One file, no network, under 1 MB.
+    """Write PLAN as one HTML file: timeline, memory, stages, certificate.
 
-    With --measured, the predicted step is compared with those that a trace has: what took longer,
-    by how much, and what its prediction came from.
+    The file needs no network and is smaller than 1 MB. With --measured, the predicted step time is
+    compared with the measured steps of a trace, part by part.
     """
     from fxpart.report.html import report_html
 
@@ -35,12 +35,13 @@ def command(plan: str, path: str, measured: str | None, trace: str | None, as_js
     recording, found = (None, None) if measured is None else _compared(loaded, measured)
     written = {path: write(path, report_html(loaded, recording, found))}
     if trace is not None:
-        from fxpart.report.timeline import plan_timeline
+        from fxpart.planner.prediction.plan_timeline import plan_timeline
 
         events = plan_timeline(loaded).chrome_trace()
         written[trace] = write(trace, output.as_json(events))
     if as_json:
-        output.data({"files": written} | ({} if found is None else {"comparison": _data(found)}))
+        made = {"files": written, "step_time": loaded.prediction.expected_seconds}
+        output.data(made | ({} if found is None else {"comparison": _data(found)}))
     elif found is not None:
         from fxpart.report.comparison_text import format_comparison
 
@@ -51,7 +52,7 @@ def command(plan: str, path: str, measured: str | None, trace: str | None, as_js
 
 
 def _compared(plan: Plan, measured: str) -> tuple[MeasuredTimeline, RecordingComparison]:
-    """The recording in the file and what it says of the plan; FXP109, FXP304."""
+    """Return the recording and its comparison with the plan; raises FXP109 and FXP304."""
     from fxpart.report.comparison_builder import compare
     from fxpart.report.recording_file import check_recording, load
 
@@ -61,7 +62,7 @@ def _compared(plan: Plan, measured: str) -> tuple[MeasuredTimeline, RecordingCom
 
 
 def _data(found: RecordingComparison) -> dict[str, object]:
-    """The comparison as plain data, with ratios and differences worked out."""
+    """Return the comparison as plain data with ratios and differences."""
     from dataclasses import asdict
 
     data = asdict(found)

@@ -15,7 +15,7 @@ from fxpart.cli import output
 from fxpart.cli.options import Command, CommandLineRequest
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
-from fxpart.environment import Launch, launched
+from fxpart.environment import Launch, is_launched_by_fxpart
 from fxpart.errors import error
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def fit(
         ended = "" if fitted.why == "steps" else "the data ended: "
         output.note(f"{ended}{fitted.steps} steps are done and saved in {kept.folder}")
     elif first:
-        after = "" if launched() else "; the same command goes on"
+        after = "" if is_launched_by_fxpart() else "; the same command goes on"
         output.note(f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}{after}")
     return done
 

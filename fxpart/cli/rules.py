@@ -51,9 +51,9 @@ def command(
 
 def _table(as_json: bool) -> int:
     """Every family and its ops."""
-    from fxpart.passes.rules import RULES
+    from fxpart.passes.rules import list_families
 
-    families = {name: sorted(table) for name, table in RULES.items()}
+    families = list_families()
     if as_json:
         output.data(families)
         return 0
@@ -73,7 +73,7 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
     from fxpart.capture import capture
     from fxpart.capture.workload import load_target
     from fxpart.compiler import PassManager
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
     from fxpart.pricing.rule_coverage import coverage
 
     workload = load_target(target)
@@ -85,7 +85,7 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
             loss=workload.loss,
             batch_size=batch_size or workload.batch_size,
         )
-        found = coverage([PassManager().run(PREPARE, captured.graph).graph])
+        found = coverage([PassManager(all_passes()).run(PREPARE, captured.graph).graph])
     names = ("calls", "ruled", "cut", "flops", "flops_cut")
     return {**{name: getattr(found, name) for name in names}, "ops": to_builtins(found.ops)}
 
@@ -144,7 +144,8 @@ def _discover(name: str, arguments: str | None, as_json: bool) -> int:
         f"{proposal.op} on {shapes}\n\n  {proposal.entry}\n\n"
         "A dim with _ stays whole. To accept it, check that it holds for other arguments too, put\n"
         "the line in the TABLE of a file in passes/rules, and give the op an example in\n"
-        "tests/rule_examples_*.py: the soundness test then compares it, gradients included."
+        "tests/support/rule_examples_*.py: the soundness test then compares it, gradients\n"
+        "included. For an op of your own call fxpart.register_op_rule with the notation."
     )
     return 0
 

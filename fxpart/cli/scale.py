@@ -21,7 +21,7 @@ def command(run: str, ranks: int, as_json: bool) -> int:
     It has to be under way: started by `fxpart train --nproc MIN:MAX --run RUN`. All ranks save
     after the step they are at and stop, and training goes on from there by the plan for the new
     number. Where there is none, the launcher says so, and nobody stops. More:
-    fxpart/docs/elastic.md.
+    fxpart/docs/checkpoints_and_failures.md.
     """
     from fxpart.checkpoint.run_directory import RunDir
     from fxpart.elastic.scale_request import request_rank_count

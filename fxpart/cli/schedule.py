@@ -9,10 +9,13 @@ import click
 from fxpart.cli import output, schedule_source
 from fxpart.cli.options import json_option
 from fxpart.cli.schedule_source import ScheduleSource, source_options
+from fxpart.schedule.action import Schedule
+from fxpart.schedule.text import draw
 
 if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule
     from fxpart.schedule.timeline import Timeline
+
 
 SENDS = ("overlapped", "buffered", "rendezvous", "runtime", "shared")
 
@@ -56,8 +59,6 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
     elif as_text:
         output.text(to_text(schedule).rstrip("\n"))
     else:
-        from fxpart.schedule.draw import draw
-
         with schedule_source.report_schedule_errors(as_json):
             schedule_source.check_schedule_shape(schedule, edges)
             picture = draw(schedule, edges)

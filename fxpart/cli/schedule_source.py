@@ -12,6 +12,7 @@ import click
 
 from fxpart.cli import output
 from fxpart.errors import EXIT_INPUT, FxpartError, error
+from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, STASH
 
 if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule, StageEdge
@@ -41,18 +42,18 @@ class ScheduleSource:
         forward, backward: seconds of each stage, as far as they are known. Raises FXP109 for
         options that do not fit, FXP301 and FXP303 for a file that is no schedule.
         """
-        from fxpart.schedule.builders import BUILDERS
         from fxpart.schedule.files import implied_edges, load, parse_edges
+        from fxpart.schedule.spec import find_built, list_built
 
         if self.every is not None and self.weights is None:
             fix = "give --weights too, such as --weights stash"
             raise error("FXP109", where=f"--every {self.every}", why="no versions asked", fix=fix)
-        if self.source in BUILDERS:
+        if find_built(self.source) is not None:
             return self._built(forward, backward)
         own = ("stages", "microbatches", "virtual", "replicas")
         given = [name for name in own if getattr(self, name) is not None]
         if given:
-            why = f"{self.source} is a file, and no schedule's name: {', '.join(BUILDERS)}"
+            why = f"{self.source} is a file, and no schedule's name: {', '.join(list_built())}"
             raise error("FXP109", where=f"--{given[0]}", why=why, fix="")
         found = load(self.source)
         return found, implied_edges(found) if self.edges is None else parse_edges(self.edges)
@@ -99,13 +100,14 @@ class ScheduleSource:
     def _ranks(self, stages: int) -> tuple[int, ...]:
         """Where each stage is: on its own rank, in a loop over fewer, or there and back."""
         from fxpart.schedule.builders import assign_loop_ranks, assign_v_ranks
+        from fxpart.schedule.spec import SCHEDULES
 
-        several = 2 if self.source in ("interleaved", "breadth-first", "zb-v") else 1
-        virtual = self.virtual or several
-        in_v = self.source == "zb-v"
+        spec = SCHEDULES[self.source]
+        virtual = self.virtual or (2 if spec.is_virtual else 1)
+        in_v = spec.placement == "V"
         if stages % virtual or (in_v and virtual != 2):
             given = f"--stages {stages} --virtual {virtual}"
-            why = "zb-v has two stages a rank" if in_v else "each rank has as many stages"
+            why = f"{self.source} has two stages a rank" if in_v else "each rank has as many stages"
             fix = f"give a multiple of {2 if in_v else virtual} as --stages"
             raise error("FXP109", where=given, why=why, fix=fix)
         return assign_v_ranks(stages) if in_v else assign_loop_ranks(stages, stages // virtual)
@@ -132,7 +134,7 @@ def source_options(made: Command) -> Command:
             click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="The same."),
             click.option(
                 "--virtual", "-v", type=click.IntRange(1, 64),
-                help="Stages a rank: 1, or 2 for interleaved, breadth-first and zb-v.",
+                help="Stages a rank: 1, or 2 for a schedule of virtual stages.",
             ),
             click.option(
                 "--replicas", help="Stages that are copies of one another, such as '0,1|2,3,4'."
@@ -141,7 +143,7 @@ def source_options(made: Command) -> Command:
                 "--edges", help="Stage graph, such as 0-1,1-2,0-2:forward (no gradient back)."
             ),
             click.option(
-                "--weights", help="Weight versions by a mode: stash, spectrain, 2bw and others."
+                "--weights", help=f"Weight versions by a mode: {STASH}, {SPECTRAIN} and others."
             ),
             click.option(
                 "--every", type=click.IntRange(1, 65536),
@@ -228,7 +230,7 @@ def verify_schedule(
         verify(schedule, edges, memory=memory, weights=source.weights, every=often)
         return
     named = any(a.version is not None for actions in schedule.ranks for a in actions)
-    verify(schedule, edges, memory=memory, weights="stash" if named else "flush")
+    verify(schedule, edges, memory=memory, weights=STASH if named else FLUSH)
 
 
 def read_weights(source: ScheduleSource, schedule: Schedule) -> list[str]:

@@ -1,4 +1,4 @@
-"""``fxpart simulate``: a plan's schedule in time."""
+"""``fxpart simulate``: simulate a plan's schedule."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.steady_state import steady_seconds
+from fxpart.schedule.spec import ASYNC, GPIPE
 
 if TYPE_CHECKING:
     from fxpart.schedule.multi_step import SimulatedSteps
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("plan", type=click.Path())
-@click.option("--schedule", help="Another schedule in the plan's place, such as gpipe.")
-@click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Another number.")
-@click.option("--steps", "-n", type=click.IntRange(1, 1000), help="Several steps; 1 if not given.")
+@click.option("--schedule", help=f"Simulate another schedule, such as {GPIPE}.")
+@click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Number of microbatches.")
+@click.option("--steps", "-n", type=click.IntRange(1, 1000), help="Number of steps, by default 1.")
 @click.option("--no-flush", is_flag=True, help="The next step follows at once (1F1B alone).")
-@click.option(
-    "--no-contention", is_flag=True, help="As if each rank had the cores of its host to itself."
-)
+@click.option("--no-contention", is_flag=True, help="Simulate without CPU contention.")
 @click.option("--trace", type=click.Path(), help="Write a trace for Chrome or Perfetto.")
 @json_option
 def command(
@@ -36,12 +35,12 @@ def command(
     trace: str | None,
     as_json: bool,
 ) -> int:
-    """Run PLAN's schedule by its predicted costs; no model is needed.
+    """Simulate PLAN's schedule under its predicted costs, without the model.
 
-    Microbatches keep the size that the plan gives them, whatever their number here. An asynchronous
-    plan runs as many minibatches as it takes to fill and to drain, and a few between.
+    Microbatches keep the size that the plan gives them. An asynchronous plan runs for as many
+    minibatches as fill the pipeline, and a few more.
     """
-    from fxpart.report.timeline import plan_steps, stream_steps, streams
+    from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps, streams
 
     loaded = Plan.load(plan)
     window = None
@@ -59,7 +58,15 @@ def command(
         output.note(f"wrote {trace}")
     if as_json:
         output.data(
-            {**found.timeline.as_dict(), "ends": list(found.ends), "steady_seconds": steady}
+            {
+                **{
+                    {"step_seconds": "simulated_seconds"}.get(name, name): value
+                    for name, value in found.timeline.as_dict().items()
+                },
+                "ends": list(found.ends),
+                "steady_seconds": steady,
+                "step_time": loaded.prediction.expected_seconds,
+            }
         )
         return 0
     for line in _lines(loaded, found, no_contention, steady):
@@ -68,7 +75,7 @@ def command(
 
 
 def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> list[str]:
-    """What a person reads. steady: seconds of a step once the pipeline is full."""
+    """Return the text. steady: seconds of a step once the pipeline is full."""
     from fxpart import units
     from fxpart.plan.number_ranges import text_of
     from fxpart.report.table import shortened
@@ -77,23 +84,25 @@ def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> lis
     whole = timeline.step_seconds
     what = units.seconds(whole)
     if count > 1:
-        when = "once the pipeline is full" if timeline.name == "async" else "after the first"
+        when = "once the pipeline is full" if timeline.name == ASYNC else "after the first"
         what += f" for {count} steps, {units.seconds(steady)} each {when}"
-    words = ["sums, optimizer and the runtime included"]
+    notes = ["gradient reduction, optimizer step and runtime overhead included"]
     hosts = plan.prediction.hosts
     if hosts and alone:
-        words.append("each rank as if alone on its host")
+        notes.append("without CPU contention")
     elif hosts:
-        words.append(f"ranks that share {units.plural(len(hosts), 'host')} slow each other down")
+        notes.append(f"with CPU contention on {units.plural(len(hosts), 'host')}")
     lines = [
-        f"{timeline.name}: {what}, bubble {units.percent(timeline.bubble)} ({'; '.join(words)})"
+        f"plan: step time {units.seconds(plan.prediction.expected_seconds)} predicted",
+        f"{timeline.name}: simulated {what}, pipeline bubble {units.percent(timeline.bubble)} "
+        f"({'; '.join(notes)})",
     ]
     for stage, busy in zip(plan.stages, timeline.busy, strict=True):
         share = busy / whole if whole else 0.0
         ranks = f"rank {shortened(text_of(stage.ranks), 40)}"
-        flying = units.plural(timeline.in_flight[stage.index], "microbatch")
+        in_flight = units.plural(timeline.in_flight[stage.index], "microbatch")
         lines.append(
             f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "
-            f"{flying} in flight"
+            f"{in_flight} in flight"
         )
     return lines

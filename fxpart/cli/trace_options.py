@@ -10,6 +10,7 @@ import msgspec
 
 from fxpart.cli import output
 from fxpart.errors import FxpartError, error
+from fxpart.schedule.spec import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
@@ -59,7 +60,7 @@ def asked_trace(path: str, recorded: int, steps: int) -> TraceRequest:
 
 def check_traced(plan: Plan) -> None:
     """FXP109 for an asynchronous plan: its minibatches overlap, and there is no step to measure."""
-    if plan.schedule == "async":
+    if not SCHEDULES[plan.schedule].flushes:
         raise error(
             "FXP109",
             where="--trace",

@@ -34,6 +34,7 @@ from fxpart.cli.trace_options import (
     check_traced,
     make_data_ended_error,
 )
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.weight_modes import MODES, weight_mode
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def command(
 
     With --nproc N, N processes are started; without it all ranks run in this one. With --run DIR,
     the run is saved there, and the same command goes on with it until it has --steps steps; ranks
-    that are lost start again, and --nproc may be MIN:MAX (fxpart/docs/surviving.md).
+    that are lost start again, and --nproc may be MIN:MAX (fxpart/docs/checkpoints_and_failures.md).
     Batches come from the Workload's data; without data, the example batch is repeated. With
     --trace FILE, what each rank does in the last --trace-steps steps is measured and written to
     FILE, its medians to FILE.summary.json; `fxpart report PLAN --measured FILE` compares. With
@@ -90,7 +91,7 @@ def command(
     the next microbatch, and with --nproc a process that ends is missed by nobody while its stage
     has another; with --run, too, the same command goes on.
     """
-    from fxpart.environment import launch
+    from fxpart.environment import read_launch
 
     queued, weights = queued_of(options, weights, trace)
     kept = parse_run_options(options, traced=trace is not None)
@@ -98,7 +99,7 @@ def command(
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
     request = CommandLineRequest(**options, weights=weights)
-    started = launch()
+    started = read_launch()
     asked = None if trace is None else asked_trace(trace, trace_steps, steps)
     bounds = None if nproc is None else bounds_of(nproc, kept)
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
@@ -196,7 +197,7 @@ class _TrainingLoop:
                 self.ended = True
                 return
             before = time.perf_counter()
-            call = self.trainer.feed(batch) if self.streams else 0
+            call = self.trainer.submit(batch) if self.streams else 0
             loss = 0.0 if self.streams else float(self.trainer.step(batch))
             seconds = time.perf_counter() - before
             self.done = step
@@ -204,7 +205,7 @@ class _TrainingLoop:
                 self._tell(step, loss, seconds)
                 continue
             self.seconds[call] = step, seconds
-            self._tell_known(self.trainer.taken())
+            self._tell_known(self.trainer.pop_losses())
 
     def finish(self) -> None:
         """Drain an asynchronous trainer, and tell the losses that are known then."""
@@ -260,7 +261,7 @@ def tell_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
 
 def _watching(plan: Plan, steps: int) -> dict[str, Any]:
     """Measure some predictions, where the plan's weights are predicted."""
-    predicts = plan.schedule == "async" and weight_mode(plan.weights).predicts
+    predicts = not SCHEDULES[plan.schedule].flushes and weight_mode(plan.weights).predicts
     return {"watch": max(1, steps // 20)} if predicts else {}
 
 

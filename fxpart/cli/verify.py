@@ -31,10 +31,10 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
     differ by more than is promised: not at all, or 1e-6 relative where a sum is added up over ranks
     in another order than in one process.
     """
-    from fxpart.environment import launch
+    from fxpart.environment import read_launch
 
     request = CommandLineRequest(**options)
-    started = launch()
+    started = read_launch()
     if started is None and nproc is not None and nproc > 1:
         from fxpart.cli.process_launch import run_on
 

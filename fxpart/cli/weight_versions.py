@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
+from fxpart.schedule.weight_copies import WeightCopies, compute_stage_staleness
+from fxpart.schedule.weight_modes import FLUSH
+
 if TYPE_CHECKING:
     from fxpart.cli.schedule_source import ScheduleSource
     from fxpart.schedule.action import Schedule, StageEdge
     from fxpart.schedule.event_graph import Sends
     from fxpart.schedule.simulate import Transfer
     from fxpart.schedule.weight_copies import WeightCopies
+
 
 _FULL = 4  # updates that are timed once the pipeline is full
 
@@ -63,17 +68,16 @@ def pace(
         return simulate(made, edges, forward, backward, transfer, sends=sends).step_seconds
 
     filled = -(-len(ranks) // every) + 1
-    steady = last("async", filled + _FULL) - last("async", filled)
-    return UpdateTimes(steady / _FULL, last("1f1b", 1))
+    steady = last(ASYNC, filled + _FULL) - last(ASYNC, filled)
+    return UpdateTimes(steady / _FULL, last(DEFAULT_SCHEDULE, 1))
 
 
 def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
     """The table for a machine: under "weights", and nothing where no mode is asked for."""
-    if source.weights in (None, "flush"):
+    if source.weights in (None, FLUSH):
         return {}
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
-    from fxpart.schedule.weight_staleness import compute_stage_staleness
 
     assert source.weights is not None, "asked above"
     every = source.update(schedule)
@@ -87,12 +91,11 @@ def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
 
 def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
     """The table for a person, under a line that says what it is of; nothing to say of a flush."""
-    if source.weights in (None, "flush"):
+    if source.weights in (None, FLUSH):
         return []
     from fxpart.report.table import table
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
-    from fxpart.schedule.weight_staleness import compute_stage_staleness
     from fxpart.units import plural
 
     assert source.weights is not None, "asked above"

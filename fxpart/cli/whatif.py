@@ -1,4 +1,4 @@
-"""``fxpart whatif``: the plan under other circumstances, without model or cluster."""
+"""``fxpart whatif``: a plan on a changed cluster or with changed decisions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from fxpart.errors import EXIT_INFEASIBLE, FxpartError, error
 
 if TYPE_CHECKING:
     from fxpart.planner.whatif import WhatIfResult
+
+
+_NO_DEGREES = "the changed problem does not have the degrees of its stages"
 
 
 def _factor(_: click.Context, option: click.Parameter, text: str | None) -> float:
@@ -31,25 +34,29 @@ def _factor(_: click.Context, option: click.Parameter, text: str | None) -> floa
 
 @click.command()
 @click.argument("plan", type=click.Path())
-@click.option("--devices", default="", metavar="N", help="How many: 6, or by type: h100=6,a100=2.")
+@click.option(
+    "--devices", default="", metavar="N", help="Number of devices: 6, or by type: h100=6,a100=2."
+)
 @click.option(
     "--without", type=click.IntRange(0), multiple=True, metavar="RANK",
-    help="The plan's rank whose device is gone; may be repeated.",
+    help="Remove the device of this rank; may be repeated.",
 )  # fmt: skip
-@click.option("--bandwidth", callback=_factor, metavar="FACTOR", help="Of all links, 0.5x.")
-@click.option("--latency", callback=_factor, metavar="FACTOR", help="Of all links, 2x.")
-@click.option("--memory", callback=_factor, metavar="FACTOR", help="Of all devices, 0.5x.")
-@click.option("--microbatches", "-m", multiple=True, type=click.IntRange(1), help="Their number.")
+@click.option("--bandwidth", callback=_factor, metavar="FACTOR", help="Factor of all links: 0.5x.")
+@click.option("--latency", callback=_factor, metavar="FACTOR", help="Factor of all links: 2x.")
+@click.option("--memory", callback=_factor, metavar="FACTOR", help="Factor of all devices: 0.5x.")
+@click.option(
+    "--microbatches", "-m", multiple=True, type=click.IntRange(1), help="Number of microbatches."
+)
 @click.option("--fix", multiple=True, metavar="KEY=VALUE", help="Fix a decision, such as tp=2.")
 @click.option("--forbid", multiple=True, metavar="KEY[=VALUE]", help="Forbid one: recompute.")
 @click.option("--problem", type=click.Path(), help="The costed problem, if not beside the plan.")
 @click.option("--time-limit", type=click.FloatRange(0), default=30.0, show_default=True)
 @json_option
 def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **given: Any) -> int:
-    """Say what PLAN would cost, and what would be planned, if something were other.
+    """Estimate PLAN after a change, and plan again for it.
 
-    The answer is over the costs and options of the problem that `fxpart plan` wrote beside the
-    plan (plan.problem.json).
+    Estimates are closed forms over the block costs that `fxpart plan` wrote beside the plan
+    (plan.problem.json); only the step time of PLAN itself is the plan's own prediction.
     """
     from fxpart.plan.model import Plan
     from fxpart.planner.whatif import WhatIfChange, solve_whatif
@@ -63,10 +70,11 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     found = solve_whatif(
         costed, loaded, WhatIfChange(**given, wishes=tuple(wishes)), time_limit=time_limit
     )
+    step_time = loaded.prediction.expected_seconds
     if as_json:
-        output.data(_data(found))
+        output.data(_data(found, step_time))
     else:
-        output.text("\n".join(_lines(found)))
+        output.text("\n".join(_lines(found, step_time)))
     if found.after is None:
         _explain(found)
         return EXIT_INFEASIBLE
@@ -79,49 +87,55 @@ def _explain(found: WhatIfResult) -> None:
     output.note(str(FxpartError(explain_joint_infeasible(found.problem))))
 
 
-def _lines(found: WhatIfResult) -> list[str]:
-    """The answer for a person: before, the same plan after, and planned again."""
-    from fxpart.units import seconds
+def _lines(found: WhatIfResult, step_time: float) -> list[str]:
+    """Return the plan, the change, and the estimates of both plans after it."""
+    from fxpart.units import percent, seconds
 
     before = found.before.seconds
 
-    def beside(value: float) -> str:
+    def compare(value: float) -> str:
         return f"{seconds(value)} ({value / before - 1:+.1%})" if before > 0 else seconds(value)
 
     lines = [
-        f"as planned     {seconds(before)} a step: {found.was[0]}",
-        f"if             {found.change}",
+        f"plan          step time {seconds(step_time)} predicted",
+        *(f"{'':<14}{row}" for row in found.was),
+        f"change        {found.change}",
+        "Closed-form estimates from the block costs of the problem file",
+        f"  this plan   {seconds(before)} before the change",
     ]
     kept = found.kept
     if kept is not None and kept.feasible:
-        lines.append(f"same plan      {beside(kept.seconds)}")
+        lines.append(f"              {compare(kept.seconds)} after the change")
     else:
-        why = kept.faults[0] if kept is not None and kept.faults else "its degrees are not there"
-        lines.append(f"same plan      cannot be: {why}")
+        why = kept.faults[0] if kept is not None and kept.faults else _NO_DEGREES
+        lines.append(f"              infeasible after the change: {why}")
     if found.after is None:
-        return [*lines, "planned again  nothing fits"]
-    proof = f"{found.solution.status}, at least {seconds(found.solution.bound)}"
-    lines.append(f"planned again  {beside(found.after.seconds)}, {proof}")
+        return [*lines, "  new plan    none is feasible"]
+    bound = found.solution.bound
+    gap = percent(max(0.0, 1 - bound / found.after.seconds)) if found.after.seconds else "0.0 %"
+    lines.append(
+        f"  new plan    {compare(found.after.seconds)}, {found.solution.status}, lower bound "
+        f"{seconds(bound)}, gap {gap}"
+    )
     if found.was == found.now:
-        return [*lines, "               the same decisions"]
-    lines += [f"{'':<15}{row}" for row in found.now]
-    lines += [f"{'instead of' if not i else '':<15}{row}" for i, row in enumerate(found.was)]
-    return lines
+        return [*lines, f"{'':<14}the same decisions"]
+    return [*lines, *(f"{'':<14}{row}" for row in found.now)]
 
 
-def _data(found: WhatIfResult) -> dict[str, Any]:
+def _data(found: WhatIfResult, step_time: float) -> dict[str, Any]:
     kept, after = found.kept, found.after
     return {
         "change": str(found.change),
-        "before": {"seconds": found.before.seconds, "decisions": found.was},
+        "step_time": step_time,
+        "before": {"closed_form_seconds": found.before.seconds, "decisions": found.was},
         "kept": {
-            "seconds": kept.seconds if kept is not None and kept.feasible else None,
-            "faults": kept.faults if kept is not None else ("its degrees are not there",),
+            "closed_form_seconds": kept.seconds if kept is not None and kept.feasible else None,
+            "faults": kept.faults if kept is not None else (_NO_DEGREES,),
         },
         "again": {
             "status": found.solution.status,
-            "seconds": after.seconds if after is not None else None,
-            "bound": found.solution.bound if after is not None else None,
+            "closed_form_seconds": after.seconds if after is not None else None,
+            "lower_bound": found.solution.bound if after is not None else None,
             "decisions": found.now,
         },
     }

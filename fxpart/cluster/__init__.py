@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 
 __all__ = ["Cluster", "Device", "Link"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, read_bytes, toml
 
@@ -25,7 +26,7 @@ MAX_BYTES = 64 << 20
 SUFFIXES = (".toml", ".json")
 
 
-def load(path: Path) -> Cluster:
+def load(kind: type[Cluster], path: Path) -> Cluster:
     """The checked cluster in ``path``; FXP401 where it cannot be read, FXP402 where it is wrong."""
     _suffix(path)
     try:
@@ -34,10 +35,10 @@ def load(path: Path) -> Cluster:
         raise _unreadable(
             path, why.strerror or str(why), "give the path of a readable file"
         ) from why
-    return decode(data, path.suffix, str(path))
+    return decode(kind, data, path.suffix, str(path))
 
 
-def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
+def decode(kind: type[Cluster], data: bytes, suffix: str, where: str = "cluster") -> Cluster:
     """The checked cluster in the text ``data`` of the kind ".toml" or ".json"."""
     try:
         if suffix == ".json":
@@ -47,15 +48,13 @@ def decode(data: bytes, suffix: str, where: str = "cluster") -> Cluster:
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         # Both parsers raise subclasses of ValueError; deep nesting and huge integers do not.
         raise _unreadable(where, str(why) or type(why).__name__) from why
-    return from_builtins(raw, where)
+    return from_builtins(kind, raw, where)
 
 
-def from_builtins(raw: Any, where: str = "cluster") -> Cluster:
+def from_builtins(kind: type[Cluster], raw: Any, where: str = "cluster") -> Cluster:
     """The checked cluster in what a JSON or TOML parser gave; FXP401 or FXP402."""
-    from fxpart.cluster.model import Cluster
-
     try:
-        cluster = msgspec.convert(_gathered(raw, Cluster), Cluster)
+        cluster = msgspec.convert(_gathered(raw, kind), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         raise _unreadable(where, str(why) or type(why).__name__) from why
     return cluster.validate()
@@ -110,8 +109,6 @@ def digest(cluster: Cluster) -> str:
 
 def _parts() -> dict[str, type[msgspec.Struct]]:
     """The lists of a cluster, in the order in which a file has them, and what is in them."""
-    from fxpart.cluster.model import CollectiveCurve, Device, Host, Link
-
     return {"hosts": Host, "devices": Device, "links": Link, "collectives": CollectiveCurve}
 
 

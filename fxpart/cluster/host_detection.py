@@ -14,6 +14,7 @@ from msgspec import UNSET
 
 from fxpart import environment
 from fxpart.cluster.cpu_quota import quota
+from fxpart.cluster.devices import Device, Host, Link
 from fxpart.cluster.presets import device_data, grid, models, unknown
 from fxpart.cluster.validation import MAX_DEVICES
 
@@ -26,19 +27,19 @@ _FLOP_PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("", 16))
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def detect() -> Cluster:
+def detect(kind: type[Cluster]) -> Cluster:
     """torchrun's ranks if it started us, else this host's GPUs, else one CPU rank for each core."""
-    launch = environment.launch()
+    launch = environment.read_launch()
     gpus = nvidia_models()
     if launch is None:
-        return grid(1, len(gpus), gpus[0]) if _uniform(gpus) else local(cores())
+        return grid(kind, 1, len(gpus), gpus[0]) if _uniform(gpus) else local(kind, cores())
     world, here = launch.world, launch.local_world
     if _uniform(gpus) and here <= len(gpus) and world % here == 0:
-        return grid(world // here, here, gpus[0])
-    return local(world)
+        return grid(kind, world // here, here, gpus[0])
+    return local(kind, world)
 
 
-def local(ranks: int) -> Cluster:
+def local(kind: type[Cluster], ranks: int) -> Cluster:
     """This host as ``ranks`` CPU devices, each with an even share of its cores and memory.
 
     A rank computes with as many threads as it has cores, at least one; in a container that may use
@@ -47,8 +48,6 @@ def local(ranks: int) -> Cluster:
     FLOP/s = cores x FLOP per cycle (instruction set) x clock x efficiency / ranks, from the data
     file "cpu"; the clock is nominal, so that the same host gives the same cluster every time.
     """
-    from fxpart.cluster.model import Cluster, Device, Host, Link
-
     if not 1 <= ranks <= MAX_DEVICES:
         raise unknown(f"local:{ranks}", f"{ranks} ranks is not between 1 and {MAX_DEVICES}")
     data = device_data("cpu")
@@ -87,7 +86,7 @@ def local(ranks: int) -> Cluster:
         )
     ]
     here = Host(name="local", cores=cores(), source="the cores that this process may use")
-    return Cluster(name=f"local:{ranks}", devices=devices, links=tuple(links), hosts=(here,))
+    return kind(name=f"local:{ranks}", devices=devices, links=tuple(links), hosts=(here,))
 
 
 def cores() -> int:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from fxpart import environment
+from fxpart.cluster.devices import Host
 from fxpart.cluster.host_detection import cores, local, nvidia_models
 from fxpart.cluster.importers import nvidia_topology, slurm
 from fxpart.cluster.importers.source_facts import (
@@ -20,7 +21,7 @@ from fxpart.cluster.importers.source_facts import (
     validate_imported,
 )
 from fxpart.cluster.merge import hosts_of
-from fxpart.cluster.model import Cluster, Host
+from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import grid
 from fxpart.errors import FxpartError
 
@@ -34,7 +35,7 @@ def detect(facts: ImportOptions) -> ImportedCluster:
     Only this host is looked at: devices of others are taken to be like its own, and their source
     says so. Between hosts there is a link only where ``facts.network`` gives its speed.
     """
-    launch, job = environment.launch(), environment.slurm()
+    launch, job = environment.read_launch(), environment.read_slurm()
     nodes = slurm.expand(job.nodes) if job is not None else ()
     each = _per_host(launch, job)
     base, notes = _this_host(each, facts)
@@ -77,8 +78,8 @@ def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[s
     alike = len(set(gpus)) == 1 and (each or 0) <= len(gpus)
     if not alike:
         notes = ("its GPUs are not all of one model; left out",) if len(set(gpus)) > 1 else ()
-        return local(each or cores()), notes
-    base = grid(1, each or len(gpus), gpus[0])
+        return local(Cluster, each or cores()), notes
+    base = grid(Cluster, 1, each or len(gpus), gpus[0])
     (name,) = hosts_of(base)
     here = Host(name=name, cores=cores(), source="the cores that this process may use")
     base = msgspec.structs.replace(base, hosts=(here,))

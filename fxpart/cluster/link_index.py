@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fxpart.cluster.devices import Link
 from fxpart.errors import error
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.model import Cluster
 
 ANY = "*"
 
@@ -59,7 +60,5 @@ class LinkIndex:
         return (ANY, device.host, name)
 
     def _itself(self, name: str) -> Link:
-        from fxpart.cluster.model import Link
-
         bandwidth = self._devices[name].bandwidth
         return Link(source=name, target=name, latency=0.0, bandwidth=bandwidth, kind="self")

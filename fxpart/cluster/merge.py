@@ -13,7 +13,8 @@ from fxpart.cluster.importers.source_facts import ImportOptions, make_import_err
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Link
+    from fxpart.cluster.model import Cluster
 
 
 def hosts_of(cluster: Cluster) -> list[str]:

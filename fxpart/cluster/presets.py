@@ -6,72 +6,62 @@ import re
 import tomllib
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.validation import MAX_DEVICES
 from fxpart.errors import FxpartError, error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.model import Cluster
 
 _LOCAL = re.compile(r"local(?::(\d{1,9}))?")
 _GRID = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([a-z][a-z0-9.-]*)")
 MAX_TEXT = 4096
 
 
-def parse(text: str | Path) -> Cluster:
-    """The cluster that ``text`` names: "auto", "local:4", "16x8xh100" or a file."""
-    from fxpart.cluster.files import SUFFIXES, load
-    from fxpart.cluster.host_detection import detect, local
-
-    if isinstance(text, Path):
-        return load(text)
-    name = text.strip()[:MAX_TEXT]
-    if name.endswith(SUFFIXES):
-        return load(Path(name))
-    if name.lower() == "auto":
-        return detect()
-    if match := _LOCAL.fullmatch(name.lower()):
-        return local(int(match[1] or 1))
-    parts = [_GRID.fullmatch(part.strip()) for part in name.lower().split("+")]
+def parse_preset(kind: type[Cluster], text: str) -> Cluster:
+    """Return the cluster that a preset names, such as "16x8xh100+8xa100"; FXP404."""
+    parts = [_GRID.fullmatch(part.strip()) for part in text.lower().split("+")]
     grids = [(int(part[1] or 1), int(part[2]), part[3]) for part in parts if part]
     if len(grids) < len(parts):
-        raise unknown(name)
-    return grid(*grids[0]) if len(grids) == 1 else mixed(grids)
+        raise unknown(text)
+    return grid(kind, *grids[0]) if len(grids) == 1 else mixed(kind, grids)
 
 
-def mixed(parts: Sequence[tuple[int, int, str]]) -> Cluster:
+def parse_local(text: str) -> int | None:
+    """Return the ranks of "local:4"; None for any other text."""
+    match = _LOCAL.fullmatch(text.lower())
+    return int(match[1] or 1) if match else None
+
+
+def mixed(kind: type[Cluster], parts: Sequence[tuple[int, int, str]]) -> Cluster:
     """Hosts of several models side by side; between hosts the slowest of their networks."""
-    from fxpart.cluster.model import Cluster
-
     if sum(hosts * each for hosts, each, _ in parts) > MAX_DEVICES:
         text = "+".join("x".join(map(str, part)) for part in parts)
         raise unknown(text, f"there are more than {MAX_DEVICES} devices")
     first, made = 0, []
     for hosts, each, model in parts:
-        made.append(grid(hosts, each, model, first))
+        made.append(grid(kind, hosts, each, model, first))
         first += hosts
     network = [device_data(model)["network"] for _, _, model in parts]
     slow = min(network, key=lambda data: data["bandwidth"])
     link = {**slow, "latency": max(data["latency"] for data in network)}
     inside = [link for part in made for link in part.links if link.source != "*"]
-    return Cluster(
+    return kind(
         name="+".join(part.name for part in made),
         devices=tuple(device for part in made for device in part.devices),
         links=(*inside, _link("*", "*", link)),
     )
 
 
-def grid(hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
+def grid(kind: type[Cluster], hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
     """``hosts`` hosts of ``per_host`` devices of one model, linked as its data file says.
 
     first: the number of the first host.
     """
-    from fxpart.cluster.model import Cluster, Device
-
     data = device_data(model)
     if hosts < 1 or per_host < 1 or hosts * per_host > MAX_DEVICES:
         why = f"{hosts} x {per_host} devices is not between 1 and {MAX_DEVICES}"
@@ -99,12 +89,10 @@ def grid(hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
     if hosts > 1:
         links.append(_link("*", "*", data["network"]))
     name = f"{hosts}x{per_host}x{data['name']}" if hosts > 1 else f"{per_host}x{data['name']}"
-    return Cluster(name=name, devices=devices, links=tuple(links))
+    return kind(name=name, devices=devices, links=tuple(links))
 
 
 def _link(source: str, target: str, data: dict[str, Any]) -> Link:
-    from fxpart.cluster.model import Link
-
     return Link(
         source=source,
         target=target,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import UNSET
 
 from fxpart.errors import Problem, quoted, short
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
+    from fxpart.cluster.model import Cluster
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+# More ranks at work never make each faster: what falls by more than this was measured badly.
+NOISE = 0.02
+MAX_POINTS = 4096
+MAX_DEPTH = 64
 
 MAX_DEVICES = 16384
 MAX_LINKS = 1 << 18
@@ -24,8 +35,6 @@ KINDS = ("cpu", "gpu")
 
 def problems(cluster: Cluster) -> tuple[Problem, ...]:
     """Every FXP402 of the cluster: devices, links, hosts, measured curves, unknown keys."""
-    from fxpart.cluster import optional_field_validation
-
     found: list[Problem] = []
     if not cluster.devices:
         found.append(problem("the cluster", "it has no devices", "add at least one device"))
@@ -53,9 +62,9 @@ def problems(cluster: Cluster) -> tuple[Problem, ...]:
                     "keep one of them",
                 )
             )
-    found += optional_field_validation.hosts(cluster)
-    found += optional_field_validation.collectives(cluster)
-    found += optional_field_validation.unknown_keys("the cluster", cluster)
+    found += hosts(cluster)
+    found += collectives(cluster)
+    found += unknown_keys("the cluster", cluster)
     return tuple(found)
 
 
@@ -104,8 +113,6 @@ def _device(device: Device) -> list[Problem]:
 
 def _given(where: str, device: Device) -> list[Problem]:
     """What is wrong with the fields of a device that may be left out."""
-    from fxpart.cluster import optional_field_validation
-
     found = []
     if device.threads is not UNSET and not 1 <= device.threads <= MAX_COUNT:
         found.append(problem(where, f"threads is {quoted(device.threads)}", "give 1 or more"))
@@ -118,12 +125,10 @@ def _given(where: str, device: Device) -> list[Problem]:
     if device.measured is not UNSET:
         for what, rate in device.measured.items():
             found += positive(where, f"measured {short(what)}", rate)
-    return found + optional_field_validation.unknown_keys(where, device)
+    return found + unknown_keys(where, device)
 
 
 def _link(link: Link, known: set[str]) -> list[Problem]:
-    from fxpart.cluster import optional_field_validation
-
     where = f"link {quoted(link.source, MAX_NAME)} -> {quoted(link.target, MAX_NAME)}"
     found = []
     for label, name in (("source", link.source), ("target", link.target)):
@@ -136,8 +141,8 @@ def _link(link: Link, known: set[str]) -> list[Problem]:
     if link.segment is not UNSET:
         found += plain_name(where, "segment", link.segment)
     if link.curve is not UNSET:
-        found += optional_field_validation.points(where, "curve", link.curve)
-    return found + optional_field_validation.unknown_keys(where, link)
+        found += points(where, "curve", link.curve)
+    return found + unknown_keys(where, link)
 
 
 def plain_name(where: str, label: str, name: str) -> list[Problem]:
@@ -160,3 +165,134 @@ def not_negative(where: str, what: str, value: float) -> list[Problem]:
     if math.isfinite(value) and value >= 0:
         return []
     return [problem(where, f"{what} is {value}", "give a finite number, 0 or above")]
+
+
+def hosts(cluster: Cluster) -> list[Problem]:
+    """What is wrong with the hosts: names, cores, slowdown."""
+    if cluster.hosts is UNSET:
+        return []
+    found = []
+    used = {device.host for device in cluster.devices}
+    for name, count in Counter(host.name for host in cluster.hosts).items():
+        if count > 1:
+            why = f"it stands there {count} times, so it is unclear which one holds"
+            found.append(problem(f"host {quoted(name, MAX_NAME)}", why, "keep one of them"))
+    for host in cluster.hosts:
+        where = f"host {quoted(host.name, MAX_NAME)}"
+        if host.name not in used:
+            why = "no device is on a host of this name"
+            found.append(problem(where, why, "name it as the devices' `host` does"))
+        found += _host(where, host)
+    return found
+
+
+def _host(where: str, host: Host) -> list[Problem]:
+    found = plain_name(where, "name", host.name)
+    if not 0 <= host.cores <= MAX_COUNT:
+        found.append(
+            problem(where, f"cores is {quoted(host.cores)}", "give 1 or more, 0 if not known")
+        )
+    if len(host.slowdown) > MAX_DEVICES:
+        found.append(problem(where, f"slowdown has {len(host.slowdown)} entries"))
+    for count, factor in enumerate(host.slowdown, 1):
+        if not (math.isfinite(factor) and factor >= 1):
+            why = f"slowdown of {count} ranks at work is {factor}"
+            found.append(problem(where, why, "give finite factors, 1 or above"))
+    for count, (less, more) in enumerate(pairwise(host.slowdown), 2):
+        if more < less * (1 - NOISE):
+            why = f"slowdown of {count} ranks at work, {more}, is below that of fewer, {less}"
+            found.append(problem(where, why, "measure again on an idle host"))
+    return found + unknown_keys(where, host)
+
+
+def collectives(cluster: Cluster) -> list[Problem]:
+    """What is wrong with the measured collectives."""
+    if cluster.collectives is UNSET:
+        return []
+    found = []
+    keys = Counter((curve.operation, curve.ranks, curve.hosts) for curve in cluster.collectives)
+    for (operation, ranks, machines), count in keys.items():
+        if count > 1:
+            where = f"collective {quoted(operation)} over {quoted(ranks)} ranks"
+            where += f" on {quoted(machines)} hosts"
+            why = f"it stands there {count} times, so it is unclear which one holds"
+            found.append(problem(where, why, "keep one of them"))
+    for curve in cluster.collectives:
+        found += _curve(curve)
+    return found
+
+
+def _curve(curve: CollectiveCurve) -> list[Problem]:
+    where = f"collective {quoted(curve.operation)} over {quoted(curve.ranks)} ranks"
+    found = []
+    if curve.operation not in OPERATIONS:
+        why = f"operation {quoted(curve.operation)}"
+        found.append(problem(where, why, f"use one of {', '.join(OPERATIONS)}"))
+    if not 2 <= curve.ranks <= MAX_COUNT:
+        found.append(problem(where, f"ranks is {quoted(curve.ranks)}", "give 2 or more"))
+    if not 1 <= curve.hosts <= max(1, curve.ranks):
+        why = f"hosts is {quoted(curve.hosts)}"
+        found.append(problem(where, why, "give 1 or more, and no more than ranks"))
+    found += points(where, "points", curve.points)
+    found += not_negative(where, "latency", curve.latency)
+    found += not_negative(where, "inverse_bandwidth", curve.inverse_bandwidth)
+    found += not_negative(where, "residual", curve.residual)
+    return found + unknown_keys(where, curve)
+
+
+def points(where: str, what: str, curve: Sequence[tuple[float, float]]) -> list[Problem]:
+    """What is wrong with measured (bytes, seconds): both above 0, bytes rising."""
+    if not 0 < len(curve) <= MAX_POINTS:
+        why = f"{what} has {len(curve)} entries"
+        return [problem(where, why, f"give [bytes, seconds] between 1 and {MAX_POINTS} times")]
+    found = []
+    for size, seconds in curve:
+        found += positive(where, f"{what}: a size", size)
+        found += positive(where, f"{what}: the time of {size} bytes", seconds)
+    for (less, _), (more, _) in pairwise(curve):
+        if more <= less:
+            why = f"{what}: {more} bytes stand after {less}"
+            found.append(problem(where, why, "give each size once, bytes rising"))
+    return found
+
+
+def unknown_keys(where: str, item: msgspec.Struct) -> list[Problem]:
+    """What is wrong with the keys that fxpart does not know: only what a file can hold is kept."""
+    extra: Any = getattr(item, "extra", UNSET)
+    if extra is UNSET:
+        return []
+    known = set(item.__struct_fields__) - {"extra"}
+    found = [
+        problem(where, f"extra has the key {quoted(key)}, which is a field", "set the field")
+        for key in extra
+        if key in known
+    ]
+    if not extra:
+        found.append(problem(where, "extra is empty", "leave it out"))
+    if why := next(_unkept(extra, 0), ""):
+        found.append(problem(where, f"extra holds {why}", "keep text, finite numbers, lists"))
+    return found
+
+
+def _unkept(value: Any, depth: int) -> Iterator[str]:
+    """What in a value could not be written to a file and read again."""
+    if depth > MAX_DEPTH:
+        yield f"more than {MAX_DEPTH} levels"
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _unkept(key, depth + 1)
+            yield from _unkept(entry, depth + 1)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _unkept(entry, depth + 1)
+    elif isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            yield "text that is no Unicode"
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield f"the number {value}"
+    elif isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 63:
+            yield "an integer of more than 64 bits"
+    elif value is not None and not isinstance(value, datetime.date | datetime.time):
+        yield f"a {type(value).__name__}"

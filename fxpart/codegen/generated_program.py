@@ -16,16 +16,14 @@ from fxpart.codegen.mesh_programs.rank_programs import MeshRankPrograms, assign,
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 from fxpart.codegen.program_archive import export
 from fxpart.errors import error
-from fxpart.plan.model import Plan, PlanModel
-from fxpart.plan.schedule import plan_schedule, recomputed
-from fxpart.planner.plan_builder import describe_model_difference
-from fxpart.program.edges import find_stage_edges
-from fxpart.program.spec import ProgramSpec
-from fxpart.runtime.gradients.stage_replicas import (
-    get_original_stage,
-    get_replica_rounds,
-    replicate_stages,
+from fxpart.plan.model import (
+    Plan,
+    PlanModel,
 )
+from fxpart.plan.schedule import plan_schedule, recomputed
+from fxpart.program.edges import find_stage_edges
+from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
+from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
 
@@ -89,7 +87,7 @@ def replicate_program_stages(
 ) -> GeneratedProgram:
     """Replicate the stages of a program.
 
-    See :func:`fxpart.runtime.gradients.stage_replicas.replicate_stages`.
+    See :func:`fxpart.program.replicas.replicate_stages`.
     """
     spec = (
         replicate_stages(parts.spec, rounds)
@@ -163,3 +161,13 @@ def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) ->
 def fields_of(parts: GeneratedProgram) -> dict[str, Any]:
     """Return the fields by name."""
     return {name: getattr(parts, name) for name in parts.__dataclass_fields__}
+
+
+def describe_model_difference(planned: PlanModel, found: PlanModel) -> str:
+    """What distinguishes the plan's model from the one at hand, in words."""
+    rows = [
+        f"{field}: planned {getattr(planned, field)}, found {getattr(found, field)}"
+        for field in ("name", "capture", "batch", "nodes", "blocks", "parameters", "inputs")
+        if getattr(planned, field) != getattr(found, field)
+    ]
+    return "\n".join(rows) or "the same counts, but other operations, shapes or arguments"

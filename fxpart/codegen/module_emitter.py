@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import fx
 from fxpart.codegen.dataflow import format_node, outputs_of
 from fxpart.codegen.identifiers import comment, identifier, place, quoted
 from fxpart.codegen.literals import COLLECTIVES, MESH, NameScope, call
-from fxpart.codegen.recompute_segments import RecomputeSegment, split_recompute_segments
 from fxpart.codegen.size_expressions import dim_text
 from fxpart.codegen.stage_split import StageGraph
 from fxpart.compiler.graph_edit import annotation
@@ -285,3 +285,44 @@ def _value_text(value: Any) -> str:
 
 def _spec_text(dtype: str, shape: tuple[int | str, ...]) -> str:
     return f"{_SHORT.get(dtype, dtype)}[{', '.join(map(str, shape))}]"
+
+
+@dataclass(frozen=True)
+class RecomputeSegment:
+    """Operations in order. takes, gives: values (no state) from before and after the segment.
+
+    Activation recomputation stores only the values between segments.
+    """
+
+    ops: tuple[fx.Node, ...]
+    takes: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+
+
+def split_recompute_segments(graph: fx.Graph) -> tuple[RecomputeSegment, ...]:
+    """Return the segments of a stage's graph; empty if there is only one.
+
+    Operations without a block belong to the current segment.
+    """
+    stretches: list[list[fx.Node]] = []
+    current: int | None = None
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        block = annotation(node).block
+        if not stretches or (block is not None and current is not None and block != current):
+            stretches.append([])
+            current = None
+        current = current if block is None else block
+        stretches[-1].append(node)
+    if len(stretches) < 2:
+        return ()
+    return tuple(_piece(ops) for ops in stretches)
+
+
+def _piece(ops: list[fx.Node]) -> RecomputeSegment:
+    own = set(ops)
+    read = dict.fromkeys(n for op in ops for n in op.all_input_nodes)
+    takes = tuple(n for n in read if n not in own and n.op != "get_attr")
+    gives = tuple(op for op in ops if any(user not in own for user in op.users))
+    return RecomputeSegment(tuple(ops), takes, gives)

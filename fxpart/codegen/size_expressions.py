@@ -9,13 +9,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 
 from fxpart.compat import has_unbacked_symbols
 from fxpart.compiler.size_symbols import UnsupportedExpressionError, expression, fold
 
-__all__ = ["UnsupportedExpressionError", "dim_text", "expression", "fold", "is_size", "symbols_of"]
+__all__ = ["UnsupportedExpressionError", "dim_text", "expression", "fold", "is_size"]
 
 _TEXT: dict[Callable[..., Any], str] = {
     operator.add: "({} + {})",
@@ -63,10 +62,3 @@ def is_size(value: Any) -> bool:
         return True
     symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
     return symbolic and not has_unbacked_symbols(value)
-
-
-def symbols_of(value: Any) -> set[sympy.Symbol]:
-    """Return the symbols of a symbolic number; empty for a plain number."""
-    if isinstance(value, bool | int | float):
-        return set()
-    return set(value.node.expr.free_symbols)

@@ -100,38 +100,6 @@ def start_all_gather(
     return BucketedCollective(steps, results)
 
 
-def all_reduce_many(
-    mesh: Communicator, tensors: Sequence[torch.Tensor], axes: Axis, *, bucket: int = BUCKET
-) -> list[torch.Tensor]:
-    """Run :func:`start_sum` and wait."""
-    return start_sum(mesh, tensors, axes, bucket=bucket).wait()
-
-
-def reduce_scatter_many(
-    mesh: Communicator,
-    tensors: Sequence[torch.Tensor],
-    axis: Axis,
-    *,
-    dims: Sequence[int] | None = None,
-    bucket: int = BUCKET,
-) -> list[torch.Tensor]:
-    """Run :func:`start_reduce_scatter` and wait."""
-    return start_reduce_scatter(mesh, tensors, axis, dims=dims, bucket=bucket).wait()
-
-
-def all_gather_many(
-    mesh: Communicator,
-    pieces: Sequence[torch.Tensor],
-    axis: Axis,
-    into: Sequence[torch.Tensor],
-    *,
-    dims: Sequence[int] | None = None,
-    bucket: int = BUCKET,
-) -> list[torch.Tensor]:
-    """Run :func:`start_all_gather` and wait."""
-    return start_all_gather(mesh, pieces, axis, into, dims=dims, bucket=bucket).wait()
-
-
 def bucketed(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
     """Return the positions that share a bucket; by order, dtype and device, equal on all ranks.
 

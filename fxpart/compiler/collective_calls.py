@@ -11,6 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpart import collectives
@@ -55,3 +56,18 @@ def parse_random_call(node: fx.Node) -> tuple[Any, ...] | None:
     if node.target is seeded:
         return tuple(node.args)
     return random_part(tuple(node.args)) if is_random_shard(node.target) else None
+
+
+def unwrap_seeded_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of a node, without the seeding of a random op."""
+    found = parse_random_call(node)
+    if found is not None and len(found) >= 3:
+        return found[2], found[3:], node.kwargs
+    return node.target, node.args, node.kwargs
+
+
+def op_name(target: object) -> str:
+    """ "aten.addmm.default" for ATen's ops; a Python function counts as the ATen op of its name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"aten.{getattr(target, '__name__', str(target))}"

@@ -14,6 +14,7 @@ from fxpart.compiler.graph_edit import fork
 from fxpart.compiler.graph_verifier import find_faults
 from fxpart.compiler.node_annotation import LEVEL_KEY, Level
 from fxpart.compiler.pipeline_text import format_pipeline, parse_pipeline
+from fxpart.compiler.reproducer import read_reproducer, write_reproducer
 from fxpart.errors import FxpartError, error
 
 
@@ -46,12 +47,12 @@ class PassObserver(Protocol):
 class PassManager:
     """Runs pipelines of passes.
 
-    table: name -> pass class, :data:`fxpart.passes.PASSES` by default. observers: called after each
-    pass. verify: check the level and all invariants around each pass. reproducers: a folder where a
-    failing pass leaves a reproducer for :func:`fxpart.compiler.reproducer.rerun`.
+    table: name -> pass class, such as :func:`fxpart.passes.all_passes`. observers: called after
+    each pass. verify: check the level and all invariants around each pass. reproducers: a folder
+    where a failing pass leaves a reproducer for :func:`fxpart.compiler.pass_manager.rerun`.
     """
 
-    table: Mapping[str, type[Any]] | None = None
+    table: Mapping[str, type[Any]]
     observers: Sequence[PassObserver] = field(default=())
     verify: bool = True
     reproducers: Path | None = None
@@ -84,12 +85,7 @@ class PassManager:
         """Return the passes of a pipeline; pass objects are returned unchanged."""
         if not isinstance(pipeline, str):
             return tuple(pipeline)
-        table = self.table
-        if table is None:
-            from fxpart.passes import all_passes
-
-            table = all_passes()
-        return parse_pipeline(pipeline, table)
+        return parse_pipeline(pipeline, self.table)
 
     def _run_one(self, item: Pass, graph: fx.GraphModule) -> fx.GraphModule:
         """Run one pass and verify its result."""
@@ -109,8 +105,6 @@ class PassManager:
             return cause
         fix = "please report it; PassManager(reproducers=folder) saves a reproducer for the report"
         if self.reproducers is not None:
-            from fxpart.compiler.reproducer import write_reproducer
-
             folder = write_reproducer(self.reproducers, before, format_pipeline(rest), str(cause))
             fix = f"please report it with the folder {folder}, which reruns the pass"
         if isinstance(cause, FxpartError):
@@ -147,3 +141,13 @@ def _raise_faults(where: str, found: list[str]) -> None:
     if found:
         more = [f"and {len(found) - 10} more"] if len(found) > 10 else []
         raise error("FXP900", where=where, why="\n".join(found[:10] + more))
+
+
+def rerun(folder: Path | str, table: Mapping[str, type[Any]]) -> fx.GraphModule:
+    """Rerun a reproducer's pipeline on its graph: fail the same way, or return the result.
+
+    table: pass classes by name. Raise FXP109 if the folder does not contain a reproducer of this
+    format.
+    """
+    pipeline, graph = read_reproducer(folder)
+    return PassManager(table=table).run(pipeline, graph)

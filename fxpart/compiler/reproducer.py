@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -58,18 +56,6 @@ class _ReproducerInfo(msgspec.Struct):
 
     format: int
     pipeline: str = ""
-
-
-def rerun(folder: Path | str, table: Mapping[str, type[Any]] | None = None) -> fx.GraphModule:
-    """Rerun a reproducer's pipeline on its graph: fail the same way, or return the result.
-
-    table: pass classes by name, by default all installed passes. Raise FXP109 if the folder does
-    not contain a reproducer of this format.
-    """
-    from fxpart.compiler.pass_manager import PassManager
-
-    pipeline, graph = read_reproducer(folder)
-    return PassManager(table=table).run(pipeline, graph)
 
 
 def read_reproducer(folder: Path | str) -> tuple[str, fx.GraphModule]:

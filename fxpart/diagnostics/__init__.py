@@ -1,1 +1,1 @@
-"""The last events of each rank, in files that outlive it, and what can be told from them."""
+"""Last events of each rank, in files that survive it, and their analysis."""

@@ -1,4 +1,4 @@
-"""Whom a rank's failure is about: itself, or another that it waited for or heard of."""
+"""Attribution of a rank's failure: to itself, or to another rank that it names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOST = "the connection to another rank was lost"
 
 @dataclass(frozen=True)
 class FailureAttribution:
-    """ranks: that a failure is about. gone: they are known to have ended, or not to answer.
+    """Ranks that a failure is attributed to. gone: they have ended, or do not answer.
 
-    Otherwise they were waited for, and may themselves have waited for others.
+    Otherwise they were waited for, and may have waited for others themselves.
     """
 
     ranks: tuple[int, ...]
@@ -26,34 +26,34 @@ class FailureAttribution:
 
 
 def attribute_failure(failure: FailureRecord) -> FailureAttribution:
-    """What a failure's own words say, the first problem that names a rank.
+    """Attribute a failure by the text of its first problem that names a rank.
 
     A failure that names no other rank is the rank's own.
     """
     if failure.lost:
         return FailureAttribution(failure.lost, gone=True)
-    for said in failure.problems:
-        found = _of(said)
+    for problem in failure.problems:
+        found = _attribute_problem(problem)
         if found is not None:
             return found
     return FailureAttribution((failure.rank,), gone=False)
 
 
-def _of(said: ProblemRecord) -> FailureAttribution | None:
-    if said.code in ("FXP514", "FXP515", "FXP516"):
-        ranks = _ranks(said.why)
+def _attribute_problem(problem: ProblemRecord) -> FailureAttribution | None:
+    if problem.code in ("FXP514", "FXP515", "FXP516"):
+        ranks = _ranks(problem.why)
         return FailureAttribution(ranks, gone=True) if ranks else None
-    if said.code == "FXP503" or (said.code == "FXP504" and said.why.startswith(_LOST)):
-        closed = _ranks(said.why) if said.code == "FXP504" else ()
-        waited = tuple(int(number) for number in _WAITED.findall(said.where))
+    if problem.code == "FXP503" or (problem.code == "FXP504" and problem.why.startswith(_LOST)):
+        closed = _ranks(problem.why) if problem.code == "FXP504" else ()
+        waited = tuple(int(number) for number in _WAITED.findall(problem.where))
         return FailureAttribution(waited or closed, gone=False) if waited or closed else None
-    if said.code == "FXP504":  # a stage's own failure, of which every rank is told
-        ranks = _ranks(said.where)
+    if problem.code == "FXP504":  # a stage's own failure, reported on every rank
+        ranks = _ranks(problem.where)
         return FailureAttribution(ranks[:1], gone=False) if ranks else None
     return None
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    """The first ranks that a text names."""
+    """Return the first ranks that a text names."""
     found = _RANKS.search(text)
     return tuple(int(number) for number in found[1].split(", ")) if found else ()

@@ -1,4 +1,4 @@
-"""What a rank says of its failure, in a file that outlives it."""
+"""Record of a rank's failure, in a file that survives it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.files import from_json, read_bytes
 
 _LARGEST = 1 << 20  # bytes of a file
-_PROBLEMS, _LINES, _LETTERS = 20, 60, 2000  # of one failure, of its traceback, of each text
+# problems of a failure, lines of its traceback, characters of each text
+_PROBLEMS, _LINES, _LETTERS = 20, 60, 2000
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class ProblemRecord(msgspec.Struct, frozen=True):
-    """One problem; see :class:`fxpart.errors.Problem`. code: "" for an exception of the user's."""
+    """One problem; see :class:`fxpart.errors.Problem`. code: "" for an exception of user code."""
 
     code: str
     where: str
@@ -32,12 +33,11 @@ class ProblemRecord(msgspec.Struct, frozen=True):
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's failure.
+    """Failure of a rank.
 
-    time: nanoseconds since 1970. process: its id. step: that it was in. kind: the exception's
-    class. problems: at least one. last: the rank's own last event, in words. lost: ranks that are
-    known to be gone, or not to answer. peers: by rank the last event that was heard of it. trace:
-    the last lines of the traceback.
+    time: nanoseconds since 1970. process: process id. step: current step. kind: class of the
+    exception. problems: at least one. last: last event of the rank, as text. lost: ranks that have
+    ended, or do not answer. peers: last known event by rank. trace: last lines of the traceback.
     """
 
     format: Literal["fxpart-failure"] = "fxpart-failure"
@@ -65,12 +65,13 @@ def record_failure(
     lost: Sequence[int] = (),
     peers: Mapping[int, str] | None = None,
 ) -> bool:
-    """Write down why this process ends; whether that could be done. Never raises.
+    """Write why this process ends; return whether that was possible. Never raises.
 
-    path: see :meth:`fxpart.checkpoint.run_directory.RunDir.failure`. events: of the rank, whose
-    newest is written along, and which note the failure and whom it is about: that outlives this
-    process even where it is ended before the file is whole. lost, peers: see
-    :class:`FailureRecord`. The first failure of a generation stays: later ones follow from it.
+    path: see :meth:`fxpart.checkpoint.run_directory.RunDir.failure`. events: flight recorder of the
+    rank. Its last event is included, and it records the failure and its attribution, which survives
+    even if this process is killed before the file is complete. lost, peers: see
+    :class:`FailureRecord`. The first failure of a generation is kept: later ones are its
+    consequences.
     """
     target = Path(path)
     try:
@@ -83,59 +84,59 @@ def record_failure(
             process=os.getpid(),
             time=time.time_ns(),
             step=events.step if events is not None else 0,
-            kind=_plain(type(cause).__name__),
-            problems=_said(cause),
+            kind=_clean(type(cause).__name__),
+            problems=_make_problems(cause),
             last=last,
             lost=tuple(lost),
-            peers={peer: _plain(words) for peer, words in (peers or {}).items()},
-            trace=_trace(cause),
+            peers={peer: _clean(text) for peer, text in (peers or {}).items()},
+            trace=_format_trace(cause),
         )
         if events is not None:
-            _note(events, failure)
+            _record_event(events, failure)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(failure), indent=1))
         os.replace(beside, target)
-    except Exception:  # what ends the process must not be hidden by what cannot be written of it
+    except Exception:  # do not hide the failure that ends the process
         return False
     return True
 
 
-def _note(events: FlightRecorder, failure: FailureRecord) -> None:
-    """The failure in a ring: its code or kind, and the first of the ranks that it is about."""
-    about = attribute_failure(failure)
-    peer = NOBODY if failure.rank in about.ranks else about.ranks[0]
-    what = failure.problems[0].code or failure.kind
-    events.put(what, "lost" if about.gone and peer != NOBODY else "failed", peer=peer)
+def _record_event(events: FlightRecorder, failure: FailureRecord) -> None:
+    """Record the failure in a flight recorder: its code or kind, and its first attributed rank."""
+    attribution = attribute_failure(failure)
+    peer = NOBODY if failure.rank in attribution.ranks else attribution.ranks[0]
+    label = failure.problems[0].code or failure.kind
+    events.put(label, "lost" if attribution.gone and peer != NOBODY else "failed", peer=peer)
 
 
 def read_failure(path: str | Path) -> FailureRecord:
-    """What :func:`record_failure` wrote; FXP520 for any other file."""
+    """Read what :func:`record_failure` wrote; FXP520 for any other file."""
     try:
         content = read_bytes(path, _LARGEST)
     except OSError as cause:
         raise unreadable(path, cause.strerror or str(cause)) from cause
     try:
         return from_json(content, FailureRecord)
-    except (ValueError, RecursionError) as cause:  # msgspec's errors and broken UTF-8 are such
+    except (ValueError, RecursionError) as cause:  # includes msgspec's errors and invalid UTF-8
         first = (str(cause).splitlines() or [""])[0]
-        raise unreadable(path, f"it is no record of a failure: {first}") from cause
+        raise unreadable(path, f"it is not a failure record: {first}") from cause
 
 
-def _said(cause: BaseException) -> tuple[ProblemRecord, ...]:
+def _make_problems(cause: BaseException) -> tuple[ProblemRecord, ...]:
     if isinstance(cause, FxpartError):
         given: Sequence[Problem] = cause.problems[:_PROBLEMS]
         return tuple(
-            ProblemRecord(p.code, _plain(p.where), _plain(p.why), _plain(p.fix)) for p in given
+            ProblemRecord(p.code, _clean(p.where), _clean(p.why), _clean(p.fix)) for p in given
         )
-    return (ProblemRecord("", "", _plain(f"{type(cause).__name__}: {cause}")),)
+    return (ProblemRecord("", "", _clean(f"{type(cause).__name__}: {cause}")),)
 
 
-def _trace(cause: BaseException) -> tuple[str, ...]:
+def _format_trace(cause: BaseException) -> tuple[str, ...]:
     lines = "".join(traceback.format_exception(cause)).splitlines()
-    return tuple(_plain(line) for line in lines[-_LINES:])
+    return tuple(_clean(line) for line in lines[-_LINES:])
 
 
-def _plain(text: Any) -> str:
-    """Of bounded length, and of letters that can be written."""
+def _clean(text: Any) -> str:
+    """Truncate a text, and escape characters that cannot be encoded."""
     return str(text)[:_LETTERS].encode("utf-8", "backslashreplace").decode()

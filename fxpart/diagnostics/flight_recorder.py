@@ -1,9 +1,8 @@
-"""The last events of a process: a ring of fixed records, in a file that outlives it.
+"""Flight recorder of a process: a ring buffer of fixed-size records, in a file that survives it.
 
-The file is mapped into memory, so that writing is a store, and what was written is there after
-``kill -9``: the kernel keeps the pages. A record carries its number before and after its content,
-so that one which was being written is told from a whole one. A machine that loses its power may
-lose all of it.
+The file is mapped into memory, so a write is a store, and records survive ``kill -9`` because the
+kernel keeps the pages. Each record has its number before and after its content, to detect
+incomplete ones. A power failure may lose all of it.
 """
 
 from __future__ import annotations
@@ -30,49 +29,48 @@ from fxpart.diagnostics.rank_event import NOBODY, Phase, RankEvent
 from fxpart.errors import FxpartError, error
 from fxpart.files import read_bytes
 
-SIZE = 2048  # records, where it is not said: some ten steps of a deep pipeline
-_TORN = 2  # records that may be half written, in a file that someone writes
+SIZE = 2048  # records by default: about ten steps of a deep pipeline
+_TORN = 2  # records that may be incomplete in a file that is being written
 _LARGEST = HEAD + MOST * RECORD.size
 
-Mark = bytes  # an event without its number, time and step, ready to be written
+Mark = bytes  # an event without number, time and step, ready to be written
 
 
 class FlightRecorder:
-    """Where a process notes what it does; the newest ``size`` events are kept.
+    """Records the events of a process; the newest ``size`` events are kept.
 
-    step: that the events belong to; who runs the steps sets it. path: of its file, if it has one.
-    Any thread may write.
+    step: current step, set by the training loop. path: of its file, if it has one. Any thread may
+    write.
     """
 
     def __init__(self, rank: int = 0, size: int = SIZE, *, generation: int = 0) -> None:
-        """In memory, until :meth:`keep` gives it a file. size: records, 1 to 65536."""
-        assert 1 <= size <= MOST, f"a ring has 1 to {MOST} records"
+        """Create one in memory, until :meth:`keep` gives it a file. size: 1 to 65536 records."""
+        assert 1 <= size <= MOST, f"size must be 1 to {MOST} records"
         self.rank, self.size, self.generation = rank, size, generation
         self.step = 0
         self.path: Path | None = None
         self._buffer: Any = bytearray(HEAD + size * RECORD.size)
-        self._numbers: Callable[[], int] = itertools.count(1).__next__
+        self._next_number: Callable[[], int] = itertools.count(1).__next__
         self._newest = 0
-        self._place: Callable[..., None] = RECORD.pack_into
+        self._pack_into: Callable[..., None] = RECORD.pack_into
         self._clock: Callable[[], int] = time.monotonic_ns
 
     @classmethod
     def create(
         cls, path: str | Path, rank: int, size: int = SIZE, *, generation: int = 0
     ) -> FlightRecorder:
-        """A ring with a file; see :meth:`keep`."""
-        made = cls(rank, size, generation=generation)
-        made.keep(path)
-        return made
+        """Create one with a file; see :meth:`keep`."""
+        descriptor = cls(rank, size, generation=generation)
+        descriptor.keep(path)
+        return descriptor
 
     def keep(
         self, path: str | Path, *, rank: int | None = None, generation: int | None = None
     ) -> None:
-        """Go on in a file, with what was noted so far. FXP603 where it cannot be made.
+        """Continue in a file, with the events recorded so far. FXP603 if it cannot be created.
 
-        The file appears whole under its name, and all of its blocks are taken at once, so that a
-        disk which is full later cannot end the process. rank, generation: where they have become
-        known since.
+        The file is created atomically and fully allocated, so that a disk that is full later cannot
+        end the process. rank, generation: if they have become known since.
         """
         self.rank = self.rank if rank is None else rank
         self.generation = self.generation if generation is None else generation
@@ -80,15 +78,15 @@ class FlightRecorder:
         try:
             beside = target.with_name(f".{target.name}.{os.getpid()}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            mapped = _mapped(beside, len(self._buffer))
+            mapped = _create_mapped_file(beside, len(self._buffer))
             mapped[:] = header(self.size, self.rank, self.generation) + self._content()
             os.replace(beside, target)
         except OSError as cause:
             raise error(
                 "FXP603",
                 where=str(target),
-                why=f"the ring of events: {cause.strerror or cause}",
-                fix="a folder that can be written, on a disk with room",
+                why=f"flight recorder file: {cause.strerror or cause}",
+                fix="use a writable folder on a disk with free space",
             ) from cause
         self._buffer, self.path = mapped, target
 
@@ -101,29 +99,29 @@ class FlightRecorder:
         microbatch: int = -1,
         peer: int = NOBODY,
     ) -> Mark:
-        """An event made ready for :meth:`write`; see
+        """Prepare an event for :meth:`write`; see
         :class:`~fxpart.diagnostics.rank_event.RankEvent`.
 
-        what: its first 50 bytes are kept; a ``#`` in it stands for the microbatch's number, for
-        marks that are made once and
-        :func:`~fxpart.diagnostics.flight_recorder_format.set_event_microbatch` for each.
+        what: truncated to 50 bytes; a ``#`` in it is replaced by the microbatch's number, for marks
+        that are prepared once and updated by
+        :func:`~fxpart.diagnostics.flight_recorder_format.set_event_microbatch`.
         """
         return pack_event(what, phase, microbatch, stage, peer)
 
     def write(self, mark: Mark) -> int:
-        """Note that it happens now, in the current step; the time, in monotonic nanoseconds."""
-        number, now = self._numbers(), self._clock()
+        """Record an event in the current step; return its time in monotonic nanoseconds."""
+        number, now = self._next_number(), self._clock()
         at = HEAD + (number - 1) % self.size * RECORD.size
-        self._place(self._buffer, at, number, now, self.step, mark, number)
+        self._pack_into(self._buffer, at, number, now, self.step, mark, number)
         self._newest = number
         return now
 
     def put(self, what: str, phase: Phase = "begin", **more: int) -> int:
-        """Note an event that was not made ready: :meth:`mark` and :meth:`write`."""
+        """Record an event that was not prepared: :meth:`mark` and :meth:`write`."""
         return self.write(self.mark(what, phase, **more))
 
     def last(self) -> tuple[str, float]:
-        """The newest event in words and how many seconds ago it was; ("", 0.0) before the first."""
+        """Return the newest event as text and its age in seconds; ("", 0.0) before the first."""
         at = HEAD + (self._newest - 1) % self.size * RECORD.size
         found, _ = events(bytes(self._buffer[at : at + RECORD.size])) if self._newest else ([], 0)
         if not found:
@@ -131,7 +129,7 @@ class FlightRecorder:
         return found[0].words, max(0.0, (self._clock() - found[0].nanoseconds) / 1e9)
 
     def events(self) -> list[RankEvent]:
-        """What is kept, oldest first, by this machine's monotonic clock."""
+        """Return the recorded events, oldest first, with this host's monotonic clock."""
         return events(self._content())[0]
 
     def _content(self) -> bytes:
@@ -140,10 +138,10 @@ class FlightRecorder:
 
 @dataclass(frozen=True)
 class FlightRecorderDump:
-    """A ring as it was left.
+    """Content of a flight recorder file.
 
-    process: its id. began: nanoseconds since 1970 when the file was made. events: oldest first,
-    their times since 1970, too.
+    process: process id. began: nanoseconds since 1970 when the file was created. events: oldest
+    first, with times since 1970.
     """
 
     rank: int
@@ -154,9 +152,9 @@ class FlightRecorderDump:
 
 
 def read(path: str | Path) -> FlightRecorderDump:
-    """What a ring's file holds, also while someone writes it. FXP520 for any other file.
+    """Read a flight recorder file, also while it is being written. FXP520 for any other file.
 
-    A record that was being written is left out.
+    Incomplete records are skipped.
     """
     try:
         content = read_bytes(path, _LARGEST)
@@ -172,19 +170,19 @@ def read(path: str | Path) -> FlightRecorderDump:
 
 
 def unreadable(path: str | Path, why: str) -> FxpartError:
-    """FXP520 for a file of a run's folder."""
-    return error("FXP520", where=str(path), why=why, fix="give the folder of a run")
+    """Return FXP520 for a file of a run's folder."""
+    return error("FXP520", where=str(path), why=why, fix="pass the folder of a run")
 
 
-def _mapped(path: Path, size: int) -> mmap.mmap:
-    """A new file of that size, in memory."""
-    made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+def _create_mapped_file(path: Path, size: int) -> mmap.mmap:
+    """Create a file of this size and map it into memory."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         allocate = getattr(os, "posix_fallocate", None)
         if allocate is None:  # not Linux
-            os.write(made, bytes(size))
+            os.write(descriptor, bytes(size))
         else:
-            allocate(made, 0, size)
-        return mmap.mmap(made, size)
+            allocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
     finally:
-        os.close(made)
+        os.close(descriptor)

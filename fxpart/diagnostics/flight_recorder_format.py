@@ -1,4 +1,4 @@
-"""How events stand in a ring's bytes: a header, and records of one size."""
+"""Format of flight recorder files: a header, and records of fixed size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpart.diagnostics.rank_event import ALL, NOBODY, PHASES, Phase, RankEvent
 MOST = 1 << 16  # records
 _MAGIC, _VERSION = b"fxpring\n", 1
 # magic, version, bytes of a record, records, rank, process, generation, nanoseconds of the same
-# moment by the wall's clock and by the monotonic one; and the checksum of all that
+# moment by the wall clock and the monotonic clock; then a checksum of these
 _HEADER = struct.Struct("<8sIIIiqqqq")
 _CHECK = struct.Struct("<I4x")
 HEAD = _HEADER.size + _CHECK.size
@@ -22,11 +22,11 @@ _KIND = struct.Struct("<iiiBB50s")  # microbatch, stage, peer, phase, bytes of t
 RECORD = struct.Struct(f"<Qqq{_KIND.size}sQ")  # number, nanoseconds, step, kind, number
 _LONGEST = 50
 _LOW, _HIGH = -(1 << 31), (1 << 31) - 1
-_LATEST = 1 << 62  # nanoseconds; in the year 2116
+_LATEST = 1 << 62  # nanoseconds, in the year 2116
 
 
 class FlightRecorderHeader(NamedTuple):
-    """Whose ring it is. size: records. offset: wall nanoseconds less monotonic ones."""
+    """Header of a flight recorder file. size: records. offset: wall minus monotonic nanoseconds."""
 
     size: int
     rank: int
@@ -37,38 +37,38 @@ class FlightRecorderHeader(NamedTuple):
 
 
 def header(size: int, rank: int, generation: int) -> bytes:
-    """The header of a ring of this process, made now."""
-    own = (_MAGIC, _VERSION, RECORD.size, size, rank, os.getpid(), generation)
-    packed = _HEADER.pack(*own, time.time_ns(), time.monotonic_ns())
+    """Return the header of a new file of this process."""
+    fields = (_MAGIC, _VERSION, RECORD.size, size, rank, os.getpid(), generation)
+    packed = _HEADER.pack(*fields, time.time_ns(), time.monotonic_ns())
     return packed + _CHECK.pack(zlib.crc32(packed))
 
 
 def parse_header(content: bytes) -> FlightRecorderHeader | str:
-    """The header of a whole file, or what is wrong with it."""
+    """Return the header of a complete file, or a description of what is wrong."""
     if len(content) < HEAD or content[: len(_MAGIC)] != _MAGIC:
-        return "it is no ring of events"
+        return "it is not a flight recorder file"
     packed = content[: _HEADER.size]
     _, version, record, size, rank, process, generation, wall, mono = _HEADER.unpack(packed)
     if _CHECK.unpack_from(content, _HEADER.size)[0] != zlib.crc32(packed):
         return "its header is damaged"
     if version != _VERSION or record != RECORD.size:
-        return f"it is of version {version}, and this fxpart reads version {_VERSION}"
+        return f"it has version {version}, but this fxpart reads version {_VERSION}"
     if not 1 <= size <= MOST or len(content) != HEAD + size * RECORD.size:
-        return f"it has {len(content)} bytes, and {size} records need another number"
+        return f"its {len(content)} bytes do not match {size} records"
     if rank < 0 or not 0 < wall < _LATEST or not 0 <= mono < _LATEST:
         return "its header is damaged"
     return FlightRecorderHeader(size, rank, process, generation, wall, wall - mono)
 
 
 def set_event_microbatch(packed: bytes, microbatch: int) -> bytes:
-    """The same event of another microbatch."""
+    """Return the same event for another microbatch."""
     return _FIRST.pack(microbatch) + packed[_FIRST.size :]
 
 
 def pack_event(what: str, phase: Phase, microbatch: int, stage: int, peer: int) -> bytes:
-    """An event without its number, time and step.
+    """Return an event without number, time and step.
 
-    what: longer than 50 bytes it is cut; ``#`` in it stands for the microbatch's number.
+    what: truncated to 50 bytes; ``#`` in it is replaced by the microbatch's number.
     """
     text = what.encode("ascii", "replace")[:_LONGEST]
     numbers = (min(max(n, _LOW), _HIGH) for n in (microbatch, stage, peer))
@@ -76,16 +76,16 @@ def pack_event(what: str, phase: Phase, microbatch: int, stage: int, peer: int) 
 
 
 def events(content: bytes, offset: int = 0) -> tuple[list[RankEvent], int]:
-    """The whole records, oldest first, and how many are neither whole nor empty.
+    """Return the complete records, oldest first, and the number of damaged ones.
 
-    content: the bytes after the header. offset: added to the times.
+    content: bytes after the header. offset: added to the times.
     """
     found, broken = [], 0
-    for number, nanoseconds, step, packed, again in RECORD.iter_unpack(content):
-        if number == again == 0:
+    for number, nanoseconds, step, packed, end_number in RECORD.iter_unpack(content):
+        if number == end_number == 0:
             continue
         event = None
-        if number == again and 0 < nanoseconds < _LATEST:
+        if number == end_number and 0 < nanoseconds < _LATEST:
             event = _event(number, nanoseconds + offset, step, packed)
         if event is None:
             broken += 1
@@ -95,14 +95,14 @@ def events(content: bytes, offset: int = 0) -> tuple[list[RankEvent], int]:
 
 
 def _event(number: int, nanoseconds: int, step: int, packed: bytes) -> RankEvent | None:
-    """None where a field is not what is written there."""
+    """Return the event, or None if a field is invalid."""
     microbatch, stage, peer, phase, length, text = _KIND.unpack(packed)
-    words = text[:length]
+    raw_text = text[:length]
     if phase >= len(PHASES) or length > _LONGEST or min(microbatch, stage) < NOBODY or peer < ALL:
         return None
-    if not all(32 <= byte < 127 for byte in words):
+    if not all(32 <= byte < 127 for byte in raw_text):
         return None
-    what = words.decode()
+    what = raw_text.decode()
     if microbatch >= 0:
         what = what.replace("#", str(microbatch), 1)
     return RankEvent(number, nanoseconds, step, what, PHASES[phase], stage, microbatch, peer)

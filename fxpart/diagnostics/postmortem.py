@@ -1,4 +1,4 @@
-"""Who stopped first, and why: told from the rings and failures that the ranks left."""
+"""Analysis of which rank stopped first and why, from flight recorder and failure files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST = 1 << 16  # files of one generation
 
 @dataclass(frozen=True)
 class Postmortem:
-    """A generation of a run.
+    """Analysis of a generation of a run.
 
-    generations: all that left something. ranks: by number. first: who stopped first, one as a rule;
-    none where nobody failed. votes: of those, by how many ranks' traces.
+    generations: all with files. ranks: traces by rank. first: ranks that stopped first, usually
+    one; empty if no rank failed. votes: number of ranks whose traces lead to each rank.
     """
 
     generation: int
@@ -36,12 +36,12 @@ class Postmortem:
 
     @property
     def since(self) -> int:
-        """The moment in which the first stopped, in nanoseconds since 1970."""
+        """Time when the first rank stopped, in nanoseconds since 1970."""
         times = [self.ranks[rank].time for rank in self.first if rank in self.ranks]
         return min(times or [traces.time for traces in self.ranks.values()], default=0)
 
     def timeline(self, count: int) -> list[tuple[int, RankEvent]]:
-        """The last ``count`` events of each rank with their ranks, by time."""
+        """Return the last ``count`` events of each rank with their ranks, by time."""
         found = [
             (rank, event) for rank, traces in self.ranks.items() for event in traces.newest(count)
         ]
@@ -49,29 +49,31 @@ class Postmortem:
 
 
 def examine(run: str | Path, generation: int | None = None) -> Postmortem:
-    """What the ranks of a generation left, by default the newest; FXP520 where there is nothing."""
+    """Analyze a generation, the newest by default; FXP520 if there are no files."""
     events = Path(run) / "events"
     try:
         found = [_GENERATION.fullmatch(each.name) for each in events.iterdir()]
         generations = tuple(sorted(int(match[1]) for match in found if match))
         if not generations:
-            raise unreadable(events, "no generation of the run has left events")
+            raise unreadable(events, "the run has no recorded events")
         chosen = generations[-1] if generation is None else generation
         if chosen not in generations:
             known = ", ".join(map(str, generations[-9:]))
-            raise unreadable(events, f"it has no generation {chosen}, but {known}")
+            raise unreadable(
+                events, f"generation {chosen} does not exist; existing generations: {known}"
+            )
         ranks = _traces(events / f"generation-{chosen}")
     except OSError as cause:
         raise unreadable(events, cause.strerror or str(cause)) from cause
-    roots = {rank: _root(ranks, rank) for rank in ranks}
+    roots = {rank: _find_root(ranks, rank) for rank in ranks}
     votes = Counter(
         root for rank, root in roots.items() if ranks[rank].how != "left" and root is not None
     )
-    return Postmortem(chosen, generations, ranks, _first(ranks, votes), dict(votes))
+    return Postmortem(chosen, generations, ranks, _find_first(ranks, votes), dict(votes))
 
 
 def _traces(folder: Path) -> dict[int, RankTraces]:
-    """By rank; FXP520 where none of the files can be read."""
+    """Return the traces by rank; FXP520 if no file can be read."""
     rings: dict[int, FlightRecorderDump] = {}
     failures: dict[int, FailureRecord] = {}
     problems: dict[int, list[str]] = {}
@@ -81,12 +83,12 @@ def _traces(folder: Path) -> dict[int, RankTraces]:
         if match is None:
             continue
         if at >= _MOST:
-            raise unreadable(folder, f"more than {_MOST} files are in it")
+            raise unreadable(folder, f"it contains more than {_MOST} files")
         rank = int(match[1])
         try:
             found = read(path) if match[2] == "ring" else read_failure(path)
             if found.rank != rank:
-                raise unreadable(path, f"it is of rank {found.rank}")
+                raise unreadable(path, f"it belongs to rank {found.rank}")
         except FxpartError as fault:
             faults.append(fault)
             problems.setdefault(rank, []).append(f"{path.name}: {fault.problems[0].why}")
@@ -96,46 +98,49 @@ def _traces(folder: Path) -> dict[int, RankTraces]:
         else:
             failures[rank] = found
     if not rings and not failures:
-        raise faults[0] if faults else unreadable(folder, "no rank has left events")
+        raise faults[0] if faults else unreadable(folder, "no rank has recorded events")
     return {
         rank: RankTraces(rank, rings.get(rank), failures.get(rank), tuple(problems.get(rank, ())))
         for rank in sorted({*rings, *failures, *problems})
     }
 
 
-def _root(ranks: Mapping[int, RankTraces], rank: int) -> int | None:
-    """Where the chain of blame that begins with a rank ends; None where it comes to one that left.
+def _find_root(ranks: Mapping[int, RankTraces], rank: int) -> int | None:
+    """Follow the chain of failures from a rank to its root; None if it ends at a normal exit.
 
-    A failure leads to whom it is about. A rank that said nothing is the end where it is known to be
-    gone; else its last wait leads on. One that left as it should is the end where others missed it.
+    A failure leads to its attributed rank. A silent rank is the root if it is known to have ended;
+    otherwise its last wait leads on. A rank that ended normally is the root if others missed it.
     """
     seen: list[int] = []
-    gone = False
+    known_to_have_ended = False
     while rank not in seen:
         seen.append(rank)
         traces = ranks.get(rank)
         if traces is None:
-            return rank  # it left nothing at all
+            return rank  # the rank has no files
         found = traces.blame
         if traces.how == "failed":
             return rank
         following: int | None = None
         if found is not None:
-            following, gone = find_longest_silent_rank(ranks, found.ranks), found.gone
+            following, known_to_have_ended = (
+                find_longest_silent_rank(ranks, found.ranks),
+                found.gone,
+            )
         elif traces.how == "left":
-            return rank if gone else None
-        elif not gone:
-            following = _awaited(ranks, traces)
+            return rank if known_to_have_ended else None
+        elif not known_to_have_ended:
+            following = _find_awaited_rank(ranks, traces)
         if following is None:
             return rank
-        if following in seen:  # these wait for each other
+        if following in seen:  # these ranks wait for each other
             return find_stopped_rank(ranks, seen[seen.index(following) :])
         rank = following
     return rank
 
 
-def _awaited(ranks: Mapping[int, RankTraces], traces: RankTraces) -> int | None:
-    """The rank that a silent one waited for; of all, one that had not come so far."""
+def _find_awaited_rank(ranks: Mapping[int, RankTraces], traces: RankTraces) -> int | None:
+    """Return the rank that a silent rank waited for; of all, one that is behind it."""
     if traces.awaited != ALL:
         return None if traces.awaited == NOBODY else traces.awaited
     last = traces.last
@@ -150,23 +155,25 @@ def _awaited(ranks: Mapping[int, RankTraces], traces: RankTraces) -> int | None:
     return min(behind, key=lambda other: other.time).rank if behind else None
 
 
-def _first(ranks: Mapping[int, RankTraces], votes: Mapping[int, int]) -> tuple[int, ...]:
-    """Of the ranks where chains end the ones that failed, were named by a failure, or all.
+def _find_first(ranks: Mapping[int, RankTraces], votes: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the root ranks that failed or that a failure names, or else all roots.
 
-    The earliest of them; and those that failed alike, as all ranks do upon the same call.
+    Of these, the earliest, and those with the same failure, as all ranks have in the same call.
     """
-    told = {root for rank in ranks if ranks[rank].blame and (root := _root(ranks, rank)) in votes}
-    roots = [rank for rank in votes if rank in told] or list(votes)
+    named_roots = {
+        root for rank in ranks if ranks[rank].blame and (root := _find_root(ranks, rank)) in votes
+    }
+    roots = [rank for rank in votes if rank in named_roots] or list(votes)
     if not roots:
         return ()
     first = min(roots, key=lambda rank: (ranks[rank].time if rank in ranks else 0, rank))
     failure = ranks[first].failure if first in ranks else None
     if failure is None or not failure.problems[0].code:
         return (first,)
-    alike = [
+    same_failure = [
         rank
         for rank in roots
         if (other := ranks[rank].failure if rank in ranks else None) is not None
         and other.problems == failure.problems
     ]
-    return tuple(sorted({first, *alike}))
+    return tuple(sorted({first, *same_failure}))

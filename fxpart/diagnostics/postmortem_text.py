@@ -1,4 +1,4 @@
-"""A postmortem in words: who stopped first, why, and what each rank did then."""
+"""Text of a postmortem: which rank stopped first, why, and the last events of all."""
 
 from __future__ import annotations
 
@@ -9,96 +9,98 @@ from fxpart.diagnostics.postmortem import Postmortem
 from fxpart.diagnostics.rank_event import ALL
 from fxpart.diagnostics.rank_traces import RankTraces
 
-_SAID = {
-    "FXP514": "it ended without a word: killed, out of memory, or its machine is gone",
-    "FXP515": "it was there, but did not move: stopped, or held up by something",
-    "FXP516": "it did not come to the meeting of the ranks",
+_CAUSES = {
+    "FXP514": "it ended abruptly: killed, out of memory, or its host was lost",
+    "FXP515": "it was running but made no progress: stopped or blocked",
+    "FXP516": "it did not join the rendezvous",
 }
-_SILENT = "it left no word: killed, stopped, or still running"
+_NO_RECORD = "it recorded no failure: killed, stopped, or still running"
 
 
 def headline(found: Postmortem) -> str:
-    """One sentence: who stopped first, or that nobody has."""
+    """Return one sentence: which rank stopped first, or that none did."""
     if not found.first:
         hows = {traces.how for traces in found.ranks.values()}
-        return "no rank has failed" + ("; all left as they should" if hows == {"left"} else "")
+        return "no rank has failed" + ("; all ended normally" if hows == {"left"} else "")
     names = ", ".join(map(str, found.first))
     if len(found.first) > 1:
-        return f"ranks {names} failed alike: {cause(found, found.first[0])}"
+        return f"ranks {names} failed with the same error: {cause(found, found.first[0])}"
     return f"rank {names} stopped first: {cause(found, found.first[0])}"
 
 
 def cause(found: Postmortem, rank: int) -> str:
-    """Why a rank stopped, as it or others have said."""
+    """Return why a rank stopped, by its own or other ranks' records."""
     traces = found.ranks.get(rank)
     if traces is not None and traces.failure is not None:
         return _problem(traces.failure)
     if traces is not None and traces.how == "failed" and traces.fault is not None:
-        agreed = _agreed(found, rank)
+        agreed = _find_agreed_record(found, rank)
         if agreed is not None:
             return _problem(agreed)
-        return f"{traces.fault.words}, and nothing else was written down"
+        return f"{traces.fault.words}; nothing else was recorded"
     if traces is not None and traces.how == "left":
-        return "it had ended as it should, while others waited for it"
+        return "it ended normally while others waited for it"
     codes = [
         _code(other)
         for other in found.ranks.values()
         if other.blame is not None and rank in other.blame.ranks
     ]
-    told = [_SAID[code] for code in codes if code in _SAID]
-    if not told and codes:
-        return "it left no word; others waited for it in vain, or lost their connection to it"
-    return told[0] if told else _SILENT
+    causes = [_CAUSES[code] for code in codes if code in _CAUSES]
+    if not causes and codes:
+        return (
+            "it recorded no failure; other ranks timed out waiting for it or lost their connection"
+        )
+    return causes[0] if causes else _NO_RECORD
 
 
-def _agreed(found: Postmortem, rank: int) -> FailureRecord | None:
-    """What another rank wrote down of the rank's failure, on which all agree before they end.
+def _find_agreed_record(found: Postmortem, rank: int) -> FailureRecord | None:
+    """Return another rank's record of the rank's failure, on which all agree before they end.
 
-    The first that ends has its launcher end the others, which may have written nothing by then.
+    When the first rank ends, its launcher ends the others, possibly before they write a record.
     """
     for other in found.ranks.values():
-        about = other.blame
-        if other.failure is not None and about is not None and not about.gone:
-            if about.ranks == (rank,) and other.rank != rank:
+        attribution = other.blame
+        if other.failure is not None and attribution is not None and not attribution.gone:
+            if attribution.ranks == (rank,) and other.rank != rank:
                 return other.failure
     return None
 
 
 def _code(traces: RankTraces) -> str:
-    """The code of its failure, as it wrote or at least noted it."""
+    """Return the code of a failure, from its record or its event."""
     if traces.failure is not None:
         return traces.failure.problems[0].code
     return traces.fault.what if traces.fault is not None else ""
 
 
 def _problem(failure: FailureRecord) -> str:
-    """Its first problem."""
-    said = failure.problems[0]
-    return ": ".join(part for part in (said.code, said.where, said.why) if part)
+    """Return the first problem of a failure as text."""
+    problem = failure.problems[0]
+    return ": ".join(part for part in (problem.code, problem.where, problem.why) if part)
 
 
 def format_last_event(traces: RankTraces) -> str:
-    """What a rank did last."""
-    return traces.last.words if traces.last is not None else "nothing is known"
+    """Return the last event of a rank as text."""
+    return traces.last.words if traces.last is not None else "unknown"
 
 
 def format_end(traces: RankTraces) -> str:
-    """How a rank ended, in a few words."""
+    """Return how a rank ended, in a few words."""
     if traces.blame is not None and traces.how == "followed":
-        whom = ", ".join(map(str, traces.blame.ranks[:8]))
-        return f"{_code(traces)} about rank {whom}"
+        ranks = ", ".join(map(str, traces.blame.ranks[:8]))
+        return f"{_code(traces)} because of rank {ranks}"
     if traces.failure is not None:
         return traces.failure.problems[0].code or traces.failure.kind
-    return {"left": "as it should", "failed": "failed"}.get(traces.how, "no word")
+    return {"left": "normally", "failed": "failed"}.get(traces.how, "no record")
 
 
 def format_awaited_rank(traces: RankTraces) -> str:
-    """Whom a rank waited for, "" for nobody."""
+    """Return the rank that a rank waited for, "" for none."""
     if traces.awaited == ALL:
         return "all ranks"
     return f"rank {traces.awaited}" if traces.awaited >= 0 else ""
 
 
 def moment(nanoseconds: int) -> str:
-    """A time of day, UTC."""
+    """Return a time as UTC text."""
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S.%f UTC")

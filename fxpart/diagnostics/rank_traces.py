@@ -1,4 +1,4 @@
-"""What one rank left of a generation, and what that says by itself."""
+"""Files of one rank in a generation, and their meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ How = Literal["failed", "followed", "left", "silent"]
 
 @dataclass(frozen=True)
 class RankTraces:
-    """What one rank left. problems: of files that cannot be read."""
+    """Files of one rank. problems: of files that cannot be read."""
 
     rank: int
     ring: FlightRecorderDump | None = None
@@ -24,13 +24,13 @@ class RankTraces:
 
     @property
     def last(self) -> RankEvent | None:
-        """What it did last, before it said that it failed."""
+        """Last event before a failure."""
         events = self.ring.events if self.ring is not None else ()
         return next((event for event in reversed(events) if event.phase not in FAULTS), None)
 
     @property
     def fault(self) -> RankEvent | None:
-        """What failed since its last whole step, if it noted that."""
+        """Failure event since the last complete step, if it was recorded."""
         for event in reversed(self.ring.events if self.ring is not None else ()):
             if event.phase in FAULTS:
                 return event
@@ -40,7 +40,7 @@ class RankTraces:
 
     @property
     def time(self) -> int:
-        """When it was last heard of, in nanoseconds since 1970; its failure if it had one."""
+        """Time of the failure, or of the last event, in nanoseconds since 1970."""
         if self.failure is not None:
             return self.failure.time
         if self.ring is None:
@@ -49,18 +49,18 @@ class RankTraces:
 
     @property
     def blame(self) -> FailureAttribution | None:
-        """Whom its failure is about, as it wrote or at least noted it; None without a failure."""
+        """Attribution of the rank's failure, by its record or its event; None without a failure."""
         if self.failure is not None:
             return attribute_failure(self.failure)
         fault = self.fault
         if fault is None:
             return None
-        about = self.rank if fault.peer == NOBODY else fault.peer
-        return FailureAttribution((about,), gone=fault.phase == "lost")
+        blamed_rank = self.rank if fault.peer == NOBODY else fault.peer
+        return FailureAttribution((blamed_rank,), gone=fault.phase == "lost")
 
     @property
     def how(self) -> How:
-        """It failed by itself, followed another's failure, left as it should, or said nothing."""
+        """How it ended: by its own failure, by another's, normally, or without a record."""
         found = self.blame
         if found is not None:
             return "failed" if self.rank in found.ranks else "followed"
@@ -68,12 +68,12 @@ class RankTraces:
         return "left" if last is not None and (last.what, last.phase) == (LEFT, "end") else "silent"
 
     def newest(self, count: int) -> tuple[RankEvent, ...]:
-        """Its last events, at most so many, oldest first."""
+        """Return the last ``count`` events, oldest first."""
         events = self.ring.events if self.ring is not None else ()
         return events[max(0, len(events) - count) :]
 
     @property
     def awaited(self) -> int:
-        """The rank that it waited for at last; ALL, or NOBODY."""
+        """The rank that it waited for last; ALL, or NOBODY."""
         last = self.last
         return last.peer if last is not None and last.phase in ("wait", "send") else NOBODY

@@ -1,1 +1,1 @@
-"""Another number of ranks in the middle of a run: plans made in advance, policy, who moves."""
+"""Elastic training: a changing number of ranks, with plans made in advance."""

@@ -1,4 +1,4 @@
-"""The cluster as devices go and come back: which are left, and what they are then."""
+"""The cluster that is left after devices are lost, and for another number of ranks."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ from fxpart.errors import error
 
 
 def remove_devices(cluster: Cluster, lost: Collection[str]) -> Cluster:
-    """The cluster with the devices that are left, in their order.
+    """Return the cluster without lost devices, in the original order.
 
-    lost: names of devices, or of hosts, which then go with all their devices; names that it does
-    not have are not missed. Links and hosts that say nothing of what is left go too. Raises FXP519
-    where no device is left.
+    lost: names of devices, or of hosts with all their devices; unknown names are ignored. Links and
+    hosts of lost devices are removed too. Raises FXP519 if no device is left.
     """
-    gone = set(lost)
-    left = [k for k, d in enumerate(cluster.devices) if d.name not in gone and d.host not in gone]
+    lost_names = set(lost)
+    left = [
+        k
+        for k, d in enumerate(cluster.devices)
+        if d.name not in lost_names and d.host not in lost_names
+    ]
     if len(left) == len(cluster.devices):
         return cluster
     if not left:
         raise error(
             "FXP519",
             where=f"cluster {cluster.name}",
-            why=f"none of its {len(cluster.devices)} devices is left",
-            fix="start again when there are some; nothing is lost",
+            why=f"all {len(cluster.devices)} devices are lost",
+            fix="restart when devices are available; checkpoints are kept",
         )
     return cluster.part(left)
 
 
 def adapt_cluster_to_ranks(given: str, ranks: int, lost: Collection[str] = ()) -> Cluster:
-    """The cluster that a run of ``ranks`` ranks is planned for, as the command line names it.
+    """Return the cluster to plan a run of ``ranks`` ranks for. given: as on the command line.
 
-    "auto" is this host shared evenly by so many ranks: each has more of it when they are fewer.
-    Any other cluster is what is left of it, of which the planner takes as many devices as it needs.
-    Raises FXP519 where fewer than ``ranks`` are left, and what reading a cluster raises.
+    "auto" is this host, shared evenly by that many ranks. Any other cluster is what is left of it;
+    the planner uses as many devices as it needs. Raises FXP519 if fewer than ``ranks`` are left,
+    and what reading a cluster raises.
     """
     if given == "auto":
         return Cluster.parse(f"local:{ranks}")
     left = remove_devices(Cluster.parse(given), lost)
     if len(left.devices) < ranks:
-        word = "device is" if len(left.devices) == 1 else "devices are"
+        noun = "device is" if len(left.devices) == 1 else "devices are"
         raise error(
             "FXP519",
             where=f"cluster {left.name}",
-            why=f"{len(left.devices)} {word} left, and {ranks} ranks are asked for",
-            fix=f"ask for {len(left.devices)} at most, or add devices",
+            why=f"{len(left.devices)} {noun} left, but {ranks} ranks are requested",
+            fix=f"request at most {len(left.devices)} ranks, or add devices",
         )
     return left

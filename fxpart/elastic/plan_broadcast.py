@@ -1,4 +1,4 @@
-"""One plan for the ranks that torchrun started: rank 0 finds or makes it, and gives it to all."""
+"""One plan for the ranks started by torchrun: rank 0 finds or makes it, and broadcasts it."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ _PLAN = "fxpart/plan"
 def broadcast_plan(
     found: Launch, make: Callable[[Sequence[str]], Plan], *, timeout: float = 60.0
 ) -> Plan:
-    """The plan that ``make`` gives on rank 0, on every rank; what it raises is raised on all.
+    """Return the plan that ``make`` returns on rank 0, on every rank; errors are raised on all.
 
-    make: is given the name of each rank's machine. timeout: seconds to meet in; as the model is
-    captured and solved meanwhile, the plan itself is waited for ten times as long. FXP516 where the
+    make: receives the host name of each rank. timeout: seconds for the rendezvous; the plan itself
+    is awaited ten times as long, because the model is captured and solved meanwhile. FXP516 if the
     ranks do not meet.
     """
-    meeting = join_rendezvous(found, timeout)
-    store, names = meeting.store, [f"fxpart/host/{rank}" for rank in range(found.world)]
+    rendezvous = join_rendezvous(found, timeout)
+    store, names = rendezvous.store, [f"fxpart/host/{rank}" for rank in range(found.world)]
     limit = timedelta(seconds=10 * timeout)
     try:
         store.set(names[found.rank], socket.gethostname())
         if found.rank == 0:
             store.wait(names, limit)
-            return _made(store, make, [raw.decode() for raw in store.multi_get(names)])
+            return _make_and_publish(store, make, [raw.decode() for raw in store.multi_get(names)])
         store.wait([_PLAN], limit)
         answer = PlanReply.read(store.get(_PLAN))
     except RuntimeError as cause:
         raise error(
             "FXP516",
-            where=f"rank {found.rank} of {found.world}, generation {meeting.generation}",
-            why=f"rank 0 has given no plan within {10 * timeout:g} s",
-            fix="see what rank 0 says",
+            where=f"rank {found.rank} of {found.world}, generation {rendezvous.generation}",
+            why=f"rank 0 has not provided a plan within {10 * timeout:g} s",
+            fix="see the messages of rank 0",
         ) from cause
     return answer.taken()
 
 
-def _made(store: Any, make: Callable[[Sequence[str]], Plan], hosts: Sequence[str]) -> Plan:
-    """Make the plan, and tell the others whatever comes of it."""
+def _make_and_publish(
+    store: Any, make: Callable[[Sequence[str]], Plan], hosts: Sequence[str]
+) -> Plan:
+    """Make the plan, and publish the plan or the error."""
     try:
         with plan_independently():
             plan = make(hosts)
@@ -62,12 +64,12 @@ def _made(store: Any, make: Callable[[Sequence[str]], Plan], hosts: Sequence[str
 
 
 def match_cluster_to_hosts(given: str, hosts: Sequence[str]) -> Cluster:
-    """The cluster that is there, where rank r is on the machine ``hosts[r]``.
+    """Return the available cluster, with rank r on the host ``hosts[r]``.
 
-    given: as on the command line. Where the cluster names these machines, its devices are those of
-    the ranks in their order, and machines that are not there are left out. Else it is what
-    :func:`~fxpart.elastic.available_cluster.adapt_cluster_to_ranks` makes of it; "auto" is what
-    torchrun started.
+    given: as on the command line. If the cluster names these hosts, its devices are those of the
+    ranks in their order, without other hosts. Otherwise it is the result of
+    :func:`~fxpart.elastic.available_cluster.adapt_cluster_to_ranks`; "auto" is what torchrun
+    started.
     """
     if given == "auto":
         return Cluster.parse("auto")

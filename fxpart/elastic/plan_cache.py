@@ -1,4 +1,4 @@
-"""The plans of a run, by what they are for: made in advance, found when ranks go or come back."""
+"""Cache of a run's plans by cluster and number of ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, read_bytes
 from fxpart.plan.model import Plan
 
-ASKED = "asked.json"
+KEY_FILE = "asked.json"
 _MOST_BYTES = 1 << 20
 
 
 class PlanCacheKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What plans of a run are asked for, whatever their number of ranks.
+    """Inputs of planning, except the number of ranks.
 
-    constraints: all but the number of ranks. cost_model: its name, or the digest of its file.
-    version: of fxpart, as another one may plan otherwise. The global batch and the microbatches
-    are not asked for: the run's first plan fixes them for those that follow (:func:`check_same`).
+    constraints: all but the number of ranks. cost_model: name, or digest of its file. version: of
+    fxpart, because another one may plan differently. The global batch and the microbatches are not
+    included: the run's first plan fixes them (:func:`check_same`).
     """
 
     target: str
@@ -35,48 +35,50 @@ class PlanCacheKey(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of everything, in hex."""
+        """SHA-256 of all fields, in hex."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
 
 class PlanCache:
-    """Plans in ``RunDir.plans``; those that were made for other wishes are never found.
+    """Plans in ``RunDir.plans``; plans made from other inputs are never returned.
 
-    A plan's file is ``<fingerprint>-<cluster hash>-<ranks>.json``: a cluster may have more devices
-    than a plan takes. Processes may read and write at once: a file appears whole, or not.
+    A plan's file is ``<fingerprint>-<cluster hash>-<ranks>.json``, as a cluster may have more
+    devices than a plan uses. Processes may read and write concurrently: files are written
+    atomically.
     """
 
-    def __init__(self, run: RunDir, asked: PlanCacheKey) -> None:
-        """Take what is there, or begin anew where something else was asked for. FXP603."""
+    def __init__(self, run: RunDir, cache_key: PlanCacheKey) -> None:
+        """Open the cache, and clear it if it is for other inputs. FXP603."""
         self.run = run
-        if _asked_digest(run.plans / ASKED) == asked.digest:
+        if _read_key_digest(run.plans / KEY_FILE) == cache_key.digest:
             return
         try:
             run.plans.mkdir(parents=True, exist_ok=True)
             for old in run.plans.glob("*-*.json"):
                 old.unlink(missing_ok=True)
             write_atomically(
-                run.plans / ASKED, msgspec.json.encode({"digest": asked.digest, "asked": asked})
+                run.plans / KEY_FILE,
+                msgspec.json.encode({"digest": cache_key.digest, "asked": cache_key}),
             )
         except OSError as why:
             raise _unwritable(run.plans, why) from why
 
     def path(self, fingerprint: str, cluster: Cluster, ranks: int) -> Path:
-        """Where the plan for that model, cluster and number of ranks stands."""
+        """Return the file of the plan for this model, cluster and number of ranks."""
         return self.run.plans / f"{fingerprint}-{cluster.hash}-{ranks}.json"
 
     def find(self, cluster: Cluster, ranks: int) -> Plan | None:
-        """The plan for so many ranks of the cluster; None where there is none.
+        """Return the plan for this number of ranks of the cluster, or None.
 
-        A file that cannot be read is none. The model is the one that the run's newest plan is for,
-        whose graph every rank compares when it applies the plan (FXP304).
+        Unreadable files are ignored. The model is that of the run's newest plan; every rank
+        compares its graph when it applies the plan (FXP304).
         """
         found = []
         for path in sorted(self.run.plans.glob(f"*-{cluster.hash}-{ranks}.json")):
             try:
                 plan = Plan.load(path)
             except FxpartError:
-                path.unlink(missing_ok=True)  # half a disk's work; it is made again
+                path.unlink(missing_ok=True)  # incomplete file: it is made again
                 continue
             if plan.world == ranks and plan.cluster_hash == cluster.hash:
                 found.append(plan)
@@ -95,9 +97,9 @@ class PlanCache:
 def find_or_make_plan(
     plans: PlanCache, cluster: Cluster, ranks: int, make: Callable[[], Plan]
 ) -> tuple[Plan, bool]:
-    """The plan for so many ranks, and whether it was found; ``make`` plans where it was not.
+    """Return the plan for this number of ranks, and whether it was in the cache; else make it.
 
-    Raises what ``make`` raises, FXP109 where the plan does not keep to :func:`check_same`.
+    Raises what ``make`` raises, and FXP109 if the plan violates :func:`check_same`.
     """
     found = plans.find(cluster, ranks)
     plan = found if found is not None else make()
@@ -110,7 +112,7 @@ def find_or_make_plan(
 
 
 def load_newest_plan(run: RunDir) -> Plan | None:
-    """The plan of the run's newest generation; None where there is none that can be read."""
+    """Return the plan of the run's newest generation, or None if it cannot be read."""
     try:
         return Plan.load(run.plan)
     except FxpartError:
@@ -118,12 +120,11 @@ def load_newest_plan(run: RunDir) -> Plan | None:
 
 
 def check_same(plan: Plan, before: Plan, where: str) -> None:
-    """The plan's updates are those of the run's plan ``before``, whatever their ranks.
+    """Check that the plan's updates equal those of the run's plan ``before``, for any ranks.
 
-    FXP109 where the global batch, the microbatches, the schedule's way with weights, the precision
-    or the optimizer differs: each of them changes the numbers. So does another number of stages
-    that do not wait for each other, as their forwards miss more updates: that is what an
-    asynchronous run of several numbers of ranks asks for.
+    FXP109 if the global batch, microbatches, weight mode, precision or optimizer differ, as each of
+    them changes the results. Another number of asynchronous stages also changes the results,
+    because forwards miss more updates; that is accepted for an asynchronous run.
     """
     rows = [
         (name, getattr(before, name), getattr(plan, name))
@@ -138,21 +139,21 @@ def check_same(plan: Plan, before: Plan, where: str) -> None:
         raise error(
             "FXP109",
             where=f"--run {where}",
-            why=f"the run has {name.replace('_', ' ')} {was!r}, and {now!r} is asked for: its "
-            "updates would be others",
-            fix=f"leave it as it was ({was!r}), or begin a run in another folder",
+            why=f"the run has {name.replace('_', ' ')} {was!r}, but {now!r} is requested, which "
+            "changes its results",
+            fix=f"use {was!r}, or start a run in another folder",
         )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside and rename, so that a reader never sees half. OSError."""
+    """Write a file by renaming a temporary one, so that a reader never sees half of it. OSError."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(data)
     beside.replace(path)
 
 
-def _asked_digest(path: Path) -> str:
-    """What the folder's plans were asked for; "" where that is not known."""
+def _read_key_digest(path: Path) -> str:
+    """Return the digest of the folder's inputs, or "" if unknown."""
     try:
         return str(from_json(read_bytes(path, _MOST_BYTES)).get("digest", ""))
     except (OSError, ValueError, RecursionError, AttributeError, msgspec.MsgspecError):
@@ -165,4 +166,4 @@ def _same_model(one: Plan, other: Plan) -> bool:
 
 def _unwritable(path: Path, why: OSError) -> FxpartError:
     text = why.strerror or str(why)
-    return error("FXP603", where=str(path), why=text, fix="give a writable --run folder")
+    return error("FXP603", where=str(path), why=text, fix="use a writable --run folder")

@@ -1,4 +1,4 @@
-"""Wait for what was lost, or go on with fewer ranks: what is expected to be done sooner."""
+"""Policy after lost ranks: wait for them or continue with fewer, whichever ends sooner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import fsum, inf
 
 @dataclass(frozen=True)
 class RankLossScenario:
-    """What is known when ranks were lost.
+    """Situation when ranks were lost.
 
-    steps: updates that are left. full, small: seconds of a step with all ranks and with those that
-    are left. change: seconds that a change of ranks takes: start, re-plan, load. arrivals: when the
-    lost ranks may be back, as (probability, seconds from now); the probabilities sum to 1, and
-    ``inf`` is for never.
+    steps: remaining updates. full, small: step time in seconds with all ranks and with the
+    remaining ones. change: seconds for a change of ranks (start, plan, load). arrivals: return
+    times of the lost ranks as (probability, seconds from now); probabilities sum to 1, ``inf``
+    means never.
     """
 
     steps: int
@@ -26,10 +26,10 @@ class RankLossScenario:
 
 @dataclass(frozen=True)
 class WaitDecision:
-    """How long to wait before going on with fewer, and what is expected.
+    """How long to wait before continuing with fewer ranks.
 
-    wait: seconds; 0 to go on with fewer at once, ``inf`` to wait however long it takes. seconds:
-    until the run is expected to be done. words: for a person.
+    wait: seconds; 0: continue at once, ``inf``: wait without limit. seconds: expected time until
+    the run ends. words: explanation.
     """
 
     wait: float
@@ -38,77 +38,87 @@ class WaitDecision:
 
     @property
     def smaller(self) -> bool:
-        """Whether to go on with fewer ranks at once."""
+        """Whether to continue with fewer ranks at once."""
         return self.wait == 0.0
 
 
-def alone(it: RankLossScenario) -> float:
-    """Seconds to the end with fewer ranks that stay fewer: ``change + steps * small``."""
-    return it.change + it.steps * it.small
+def compute_small_seconds(scenario: RankLossScenario) -> float:
+    """Return the seconds to the end with fewer ranks throughout: ``change + steps * small``."""
+    return scenario.change + scenario.steps * scenario.small
 
 
-def grown(it: RankLossScenario, back: float) -> float:
-    """Seconds to the end that go on with fewer at once, and with all when they are back.
+def compute_grown_seconds(scenario: RankLossScenario, back: float) -> float:
+    """Return the seconds to the end with fewer ranks at first, and all when they return.
 
-    back: seconds from now. With c for ``change``, the small run has done ``(back - c) / small``
-    steps by then, so that the end comes at ``back + c + (steps - (back - c) / small) * full``,
-    or before ``back`` at ``c + steps * small``. Growing is left out where it does not pay.
+    back: seconds from now until they return. With c for ``change``, the small run has done ``(back
+    - c) / small`` steps by then, so the end is at ``back + c + (steps - (back - c) / small) *
+    full``, or before ``back`` at ``c + steps * small``. Growing is skipped if it does not help.
     """
-    stay = alone(it)
+    stay = compute_small_seconds(scenario)
     if back >= stay:
         return stay
-    done = max(0.0, back - it.change) / it.small
-    # Devices that are back while the change is under way are taken up when it has ended.
-    return min(stay, max(back, it.change) + it.change + (it.steps - done) * it.full)
+    done = max(0.0, back - scenario.change) / scenario.small
+    # Devices that return during a change are used after it has ended.
+    return min(
+        stay, max(back, scenario.change) + scenario.change + (scenario.steps - done) * scenario.full
+    )
 
 
-def expected(it: RankLossScenario, wait: float) -> float:
-    """Expected seconds to the end, waiting at most ``wait`` seconds before going on with fewer.
+def compute_expected_seconds(scenario: RankLossScenario, wait: float) -> float:
+    """Return the expected seconds to the end, waiting at most ``wait`` seconds for the lost ranks.
 
-    Over the arrivals ``(p, w)`` the sum of ``p`` times ``w + change + steps * full`` where ``w`` is
-    not above ``wait``, else ``wait`` plus :func:`grown` of what is left of ``w``.
+    Sum over the arrivals ``(p, w)`` of ``p`` times: ``w + change + steps * full`` if ``w`` is at
+    most ``wait``, else ``wait`` plus :func:`grown` of the rest of ``w``.
     """
     parts = []
-    for share, back in it.arrivals:
-        if share <= 0.0:
+    for probability, back in scenario.arrivals:
+        if probability <= 0.0:
             continue
         if back <= wait and back < inf:
-            parts.append(share * (back + it.change + it.steps * it.full))
+            parts.append(probability * (back + scenario.change + scenario.steps * scenario.full))
         else:
-            parts.append(share * (wait + grown(it, back - wait)) if wait < inf else inf)
+            parts.append(
+                probability * (wait + compute_grown_seconds(scenario, back - wait))
+                if wait < inf
+                else inf
+            )
     return fsum(parts)
 
 
-def decide(it: RankLossScenario) -> WaitDecision:
-    """The wait with the least expected time; of equal ones the shortest.
+def decide(scenario: RankLossScenario) -> WaitDecision:
+    """Return the wait with the least expected time; the shortest of equal ones.
 
-    Waiting pays off at an arrival only, so that the best wait is 0 or one of them: between two
-    arrivals every second of waiting is lost.
+    The best wait is 0 or an arrival, as waiting between two arrivals only loses time.
     """
-    waits = sorted({0.0, *(w for p, w in it.arrivals if p > 0.0 and w < inf)})
-    seconds, wait = min((expected(it, wait), wait) for wait in waits)
-    other = expected(it, 0.0 if wait else max(waits))
+    waits = sorted({0.0, *(w for p, w in scenario.arrivals if p > 0.0 and w < inf)})
+    seconds, wait = min((compute_expected_seconds(scenario, wait), wait) for wait in waits)
+    other = compute_expected_seconds(scenario, 0.0 if wait else max(waits))
     if wait == 0.0:
-        words = f"going on with fewer ranks: done in {_time(seconds)}"
+        words = f"continuing with fewer ranks: expected end in {_format_time(seconds)}"
         if max(waits) > 0.0:
-            words += f", {_time(other)} if waited {_time(max(waits))} for the lost"
+            words += (
+                f", {_format_time(other)} if it waits {_format_time(max(waits))} for the others"
+            )
     else:
-        words = f"waiting up to {_time(wait)}: done in {_time(seconds)}, {_time(other)} with fewer"
+        words = (
+            f"waiting up to {_format_time(wait)}: expected end in {_format_time(seconds)}, "
+            f"{_format_time(other)} with fewer"
+        )
     return WaitDecision(wait, seconds, words)
 
 
 def calibrate_step_seconds(predicted: tuple[float, float], seen: float) -> tuple[float, float]:
-    """Step seconds with all and with fewer ranks, predicted, corrected by what was ``seen`` of all.
+    """Scale predicted step times (all ranks, fewer ranks) by the measured step time of all.
 
-    Predictions err alike on one machine, so that both are scaled by ``seen`` over the first; 0 for
-    nothing seen yet.
+    Prediction errors are similar on one host, so both are scaled by ``seen`` over the first;
+    ``seen`` is 0 if nothing was measured yet.
     """
     full, small = predicted
     factor = seen / full if seen > 0.0 and full > 0.0 else 1.0
     return full * factor, small * factor
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     if seconds == inf:
         return "never"
     if seconds < 120:

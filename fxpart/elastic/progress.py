@@ -1,4 +1,4 @@
-"""How far a run has come, as its folder says: looked at from outside, and never trusted."""
+"""Progress of a run, read from its folder by another process; the content is not trusted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpart.files import from_json, open_regular_file
 
 _STEP = re.compile(r"step-(\d{10})")
 _TAIL = 1 << 16  # bytes
-_LOOK = 1.0  # seconds
+_POLL_SECONDS = 1.0  # seconds
 
 
 def read_checkpoint_step(run: RunDir) -> int:
-    """Updates that the run's newest checkpoint has; 0 where there is none."""
+    """Return the number of updates in the run's newest checkpoint; 0 without one."""
     try:
         found = [_STEP.fullmatch(path.name) for path in run.checkpoints.iterdir()]
     except OSError:
@@ -28,15 +28,15 @@ def read_checkpoint_step(run: RunDir) -> int:
 
 
 def read_ledger_step(run: RunDir) -> int:
-    """The farthest update among the last lines of the run's ledger; 0 where there is none."""
+    """Return the last update among the last lines of the run's ledger; 0 without one."""
     steps = [line.get("step") for line in _last_lines(run.ledger) if line.get("line") == "update"]
     return max((step for step in steps if type(step) is int), default=0)
 
 
-def how_it_ended(run: RunDir) -> str:
-    """Why the last generation ended, in its own words ("steps", "SIGUSR1 to rank 0", "failed").
+def read_end_reason(run: RunDir) -> str:
+    """Return why the last generation ended ("steps", "SIGUSR1 to rank 0", "failed").
 
-    "" where it could not say so, or where another has begun.
+    "" if it could not record that, or if another one has begun.
     """
     lines = _last_lines(run.generations)
     if not lines or lines[-1].get("line") != "ended":
@@ -45,47 +45,47 @@ def how_it_ended(run: RunDir) -> str:
     return how if isinstance(how, str) else ""
 
 
-def finished(run: RunDir) -> bool:
-    """Whether the last generation did all that there was to do."""
-    how = how_it_ended(run)
+def is_finished(run: RunDir) -> bool:
+    """Return whether the last generation completed the run."""
+    how = read_end_reason(run)
     return how in ("steps", "epochs", "data", "early stopping")
 
 
 class GenerationTimer:
-    """How fast a generation goes, by its ledger, looked at once a second."""
+    """Step time and start time of a generation, from its ledger, read once per second."""
 
     def __init__(self, run: RunDir, farthest: int, clock: Callable[[], float] = time.monotonic):
-        """It begins now. farthest: step that was done before."""
+        """Start the timer. farthest: last step done before."""
         self._run, self._before, self._clock = run, farthest, clock
-        self._began = self._looked = clock()
+        self._began = self._last_poll = clock()
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
 
-    def look(self) -> None:
-        """Called often; reads now and then."""
+    def poll(self) -> None:
+        """Read the ledger if a second has passed; to be called often."""
         now = self._clock()
-        if now - self._looked < _LOOK:
+        if now - self._last_poll < _POLL_SECONDS:
             return
-        self._looked, step = now, read_ledger_step(self._run)
+        self._last_poll, step = now, read_ledger_step(self._run)
         if step > (self._before if self._last is None else self._last[1]):
             self._last = now, step
             self._first = self._first or self._last
 
     @property
     def step_seconds(self) -> float:
-        """Of a step; 0 where fewer than two looks have found more of them."""
+        """Seconds per step; 0 until two reads have found more steps."""
         if self._first is None or self._last is None or self._last[1] == self._first[1]:
             return 0.0
         return (self._last[0] - self._first[0]) / (self._last[1] - self._first[1])
 
     @property
     def start_seconds(self) -> float:
-        """From the beginning to the first step more; 0 where there was none."""
+        """Seconds from the start to the first new step; 0 before it."""
         return 0.0 if self._first is None else self._first[0] - self._began
 
 
 def _last_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last lines of a file of JSON lines; what is none is left out."""
+    """Return the objects in the last lines of a file of JSON lines; skip invalid lines."""
     try:
         with open_regular_file(path) as (file, size):
             file.seek(max(0, size - _TAIL))
@@ -97,7 +97,7 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
         try:
             value = from_json(line)
         except (ValueError, RecursionError, msgspec.MsgspecError):
-            continue  # cut by the tail, or by the end of who wrote it
+            continue  # truncated at the begin or the end
         if isinstance(value, dict):
             found.append(value)
     return found

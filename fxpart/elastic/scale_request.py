@@ -1,4 +1,4 @@
-"""Another number of ranks, asked for while the run goes on: ``fxpart scale RUN N``."""
+"""Requests for another number of ranks during a run: ``fxpart scale RUN N``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, open_regular_file, read_bytes
 
-_WISH = "scale.json"
-_HELD = "supervisor.json"
+_REQUEST_FILE = "scale.json"
+_LOCK_FILE = "supervisor.json"
 _MOST_BYTES = 1 << 16
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
-    """So many ranks, at the next step."""
+    """The requested number of ranks, from the next step on."""
 
     ranks: int
 
 
 class LauncherRecord(msgspec.Struct, frozen=True):
-    """Who runs a run: the launcher's process, and how many ranks it may have and has."""
+    """The launcher of a run: its process, the bounds and the current number of ranks."""
 
     pid: int
     least: int
@@ -38,51 +38,53 @@ class LauncherRecord(msgspec.Struct, frozen=True):
 
 @contextmanager
 def lock_run(run: RunDir, bounds: RankBounds) -> Iterator[RunLock]:
-    """While the block runs, this process alone runs the run.
+    """Hold the exclusive lock of a run while the block runs.
 
-    FXP109 where another does; FXP603 where the folder cannot be written. The kernel lets go of it
-    when the process ends, however that ends.
+    FXP109 if another process holds it; FXP603 if the folder cannot be written. The kernel releases
+    the lock when the process ends in any way.
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        at = os.open(run.path / _HELD, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        at = os.open(run.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as why:
         raise _unwritable(run.path, why) from why
     try:
-        if not _lock(at):
+        if not _try_lock(at):
             raise error(
                 "FXP109",
                 where=f"--run {run.path}",
-                why="another launcher runs it already",
-                fix="stop that one first, or give another folder",
+                why="another launcher is running it",
+                fix="stop that launcher first, or use another folder",
             )
-        (run.path / _WISH).unlink(missing_ok=True)  # of an earlier launcher
+        (run.path / _REQUEST_FILE).unlink(missing_ok=True)  # of an earlier launcher
         yield RunLock(run, bounds, at)
     finally:
         os.close(at)
 
 
 class RunLock:
-    """The launcher's side: it says how many ranks there are, and reads what is wished for."""
+    """The launcher's side: publishes the number of ranks, and reads requests."""
 
     def __init__(self, run: RunDir, bounds: RankBounds, at: int) -> None:
-        """at: the locked file's descriptor."""
+        """Create the lock. at: descriptor of the locked file."""
         self._run, self._bounds, self._at = run, bounds, at
         self._seen: tuple[int, int] | None = None
 
-    def tell(self, ranks: int) -> None:
-        """There are so many ranks now; written in place, as the lock is on the file itself."""
+    def publish_ranks(self, ranks: int) -> None:
+        """Publish the current number of ranks; written in place, because the file itself is
+        locked.
+        """
         own = LauncherRecord(os.getpid(), self._bounds.least, self._bounds.most, ranks)
         data = msgspec.json.encode(own)
         os.pwrite(self._at, data, 0)
         os.ftruncate(self._at, len(data))
 
-    def wish(self) -> int | None:
-        """The number of ranks that was asked for since the last call; None where none was.
+    def read_request(self) -> int | None:
+        """Return the number of ranks requested since the last call, or None.
 
-        What no ``fxpart scale`` writes is no wish.
+        Invalid files are ignored.
         """
-        path = self._run.path / _WISH
+        path = self._run.path / _REQUEST_FILE
         try:
             found = path.stat()
             at = (found.st_mtime_ns, found.st_ino)
@@ -96,45 +98,45 @@ class RunLock:
 
 
 def request_rank_count(run: RunDir, ranks: int) -> LauncherRecord:
-    """Ask the launcher that runs ``run`` for another number of ranks; who that is.
+    """Request another number of ranks from the launcher of ``run``; return the launcher.
 
-    FXP520 where the folder is no run's; FXP109 where none runs it, or it may not have so many.
+    FXP520 if the folder is not a run's; FXP109 if no launcher runs it, or outside its bounds.
     """
-    held = read_launcher_record(run)
-    if held is None:
+    launcher = read_launcher_record(run)
+    if launcher is None:
         raise error(
             "FXP109",
             where=f"scale {run.path}",
-            why="no launcher runs it",
+            why="no launcher is running it",
             fix="start it with fxpart train --nproc MIN:MAX --run DIR",
         )
-    if not held.least <= ranks <= held.most:
-        bounds = RankBounds(held.least, held.most)
+    if not launcher.least <= ranks <= launcher.most:
+        bounds = RankBounds(launcher.least, launcher.most)
         raise error(
             "FXP109",
             where=f"scale {run.path} {ranks}",
             why=f"it was started with --nproc {bounds}",
-            fix="ask for a number in between, or start it again with other bounds",
+            fix="request a number within these bounds, or restart it with other bounds",
         )
     try:
-        write_atomically(run.path / _WISH, msgspec.json.encode(ScaleRequest(ranks)))
+        write_atomically(run.path / _REQUEST_FILE, msgspec.json.encode(ScaleRequest(ranks)))
     except OSError as why:
         raise _unwritable(run.path, why) from why
-    return held
+    return launcher
 
 
 def read_launcher_record(run: RunDir) -> LauncherRecord | None:
-    """Who runs it now; None where nobody does. FXP520 where the folder is no run's."""
-    path = run.path / _HELD
+    """Return the launcher of a run, or None. FXP520 if the folder is not a run's."""
+    path = run.path / _LOCK_FILE
     try:
         with open_regular_file(path) as (file, _):
-            if _lock(file.fileno(), shared=True):
+            if _try_lock(file.fileno(), shared=True):
                 return None
             data = file.read(_MOST_BYTES)
     except FileNotFoundError as why:
         if run.path.is_dir():
             return None
-        raise _unreadable(run.path, "there is no such folder") from why
+        raise _unreadable(run.path, "the folder does not exist") from why
     except OSError as why:
         raise _unreadable(path, why.strerror or str(why)) from why
     try:
@@ -143,8 +145,8 @@ def read_launcher_record(run: RunDir) -> LauncherRecord | None:
         raise _unreadable(path, str(why)) from why
 
 
-def _lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Whether the file could be locked."""
+def _try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock a file; return whether that was possible."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,9 +155,9 @@ def _lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def _unreadable(path: Path, why: str) -> FxpartError:
-    return error("FXP520", where=str(path), why=why, fix="give the folder of --run")
+    return error("FXP520", where=str(path), why=why, fix="pass the folder of --run")
 
 
 def _unwritable(path: Path, why: OSError) -> FxpartError:
     text = why.strerror or str(why)
-    return error("FXP603", where=str(path), why=text, fix="give a writable --run folder")
+    return error("FXP603", where=str(path), why=text, fix="use a writable --run folder")

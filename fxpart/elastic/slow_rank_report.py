@@ -1,4 +1,4 @@
-"""Ranks that have become slow: told by those that run, in a file of the run, to their launcher."""
+"""Report of slow ranks, written into the run's folder for the launcher."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_BYTES = 1 << 20
 
 
 class SlowRankReport(msgspec.Struct, frozen=True):
-    """How long each rank computes in a step.
+    """Computation time per step of each rank.
 
-    step: when it was told. seconds, past: by rank, now and the best that it did before
-    (:class:`fxpart.runtime.monitor.straggler_detector.StragglerDetector`). slow: the ranks that are
-    slow; none where it is over.
+    step: of the report. seconds, past: by rank, current and best earlier
+    (:class:`fxpart.runtime.monitor.straggler_detector.StragglerDetector`). slow: the slow ranks;
+    empty if there are none any more.
     """
 
     step: int
@@ -28,29 +28,29 @@ class SlowRankReport(msgspec.Struct, frozen=True):
 
 
 def write_slow_rank_report(run: RunDir, found: SlowRankReport) -> None:
-    """Leave it for the launcher. FXP603 where the folder cannot be written."""
+    """Write the report for the launcher. FXP603 if the folder cannot be written."""
     try:
         write_atomically(run.path / _NAME, msgspec.json.encode(found))
     except OSError as why:
         raise error(
             "FXP603", where=str(run.path), why=why.strerror or str(why),
-            fix="give a writable --run folder",
+            fix="use a writable --run folder",
         ) from why  # fmt: skip
 
 
 def read_slow_rank_report(run: RunDir) -> SlowRankReport | None:
-    """What was told last; None where nothing was, or it is not what ranks write."""
+    """Return the last report, or None if there is none or it is invalid."""
     try:
         found = from_json(read_bytes(run.path / _NAME, _MOST_BYTES), SlowRankReport)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
-    return found if all(0 < s < float("inf") for s in _numbers(found)) else None
+    return found if all(0 < s < float("inf") for s in _list_seconds(found)) else None
 
 
-def forget_slow(run: RunDir) -> None:
-    """What an earlier launcher's ranks told is over."""
+def delete_slow_rank_report(run: RunDir) -> None:
+    """Delete the report of an earlier launcher's ranks."""
     (run.path / _NAME).unlink(missing_ok=True)
 
 
-def _numbers(found: SlowRankReport) -> list[float]:
+def _list_seconds(found: SlowRankReport) -> list[float]:
     return [*found.seconds.values(), *found.past.values()]

@@ -1,4 +1,4 @@
-"""Which part of the model's state a rank of a plan holds, in bytes: enough to compare plans."""
+"""Estimated bytes of model state stored by each rank of a plan, to compare plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fxpart.plan.model import Plan, Stage
 
-# An AdamW's two moments beside a parameter of four bytes; what compares plans is the ratio.
+# AdamW's two moments beside a four-byte parameter; only the ratio matters.
 _PARAMETER, _SLOTS = 4.0, 8.0
 
 
@@ -15,8 +15,9 @@ _PARAMETER, _SLOTS = 4.0, 8.0
 class StateShare:
     """A rank's part of the state.
 
-    blocks: for each block (position in the plan's order) the bytes of its parameters and optimizer
-    state, whole. parameters, slots: which part of each the rank holds, as [start, stop) of 1.
+    blocks: bytes of the unsharded parameters and optimizer state by block (position in the plan's
+    order). parameters, slots: stored range of each block's parameters and optimizer state, as
+    fractions [start, stop).
     """
 
     blocks: dict[int, float]
@@ -25,12 +26,12 @@ class StateShare:
 
     @property
     def bytes(self) -> float:
-        """All that the rank holds."""
+        """Bytes stored by the rank."""
         return count_common_bytes(self, self)
 
 
 def count_common_bytes(one: StateShare, other: StateShare) -> float:
-    """Bytes that both hold: the blocks of both, and of these the parts of both."""
+    """Return the bytes that both store."""
     whole = sum(size for block, size in one.blocks.items() if block in other.blocks)
     parameters = _overlap(one.parameters, other.parameters) * _PARAMETER
     slots = _overlap(one.slots, other.slots) * _SLOTS
@@ -38,33 +39,33 @@ def count_common_bytes(one: StateShare, other: StateShare) -> float:
 
 
 @lru_cache(maxsize=64)
-def _of_stage(stage: Stage) -> dict[int, float]:
-    """The stage's bytes, spread evenly over its blocks: a plan does not say more."""
+def _spread_over_blocks(stage: Stage) -> dict[int, float]:
+    """Return the stage's bytes by block, spread evenly: a plan has no more detail."""
     blocks = [block for first, last in stage.spans for block in range(first, last + 1)]
     each = stage.parameters * (_PARAMETER + _SLOTS) / len(blocks)
-    # A block without parameters still has a place; less than a byte for all of them.
+    # A block without parameters still has a placement, less than a byte in total.
     return dict.fromkeys(blocks, each + 1e-6)
 
 
 def shares_of(plan: Plan) -> list[StateShare]:
-    """By rank what it holds: its stage's blocks, cut by its tensor-parallel and ZeRO places.
+    """Return each rank's share: blocks of its stage, sharded by tensor parallelism and ZeRO.
 
-    Lanes are counted with the data-parallel axis major. ZeRO cuts the optimizer's state from
-    level 1, parameters at level 3.
+    Mesh ranks are ordered with the data-parallel axis major. ZeRO shards optimizer state from level
+    1, parameters at level 3.
     """
     found: dict[int, StateShare] = {}
     for stage in plan.stages:
-        blocks = _of_stage(stage)
+        blocks = _spread_over_blocks(stage)
         tensor, data = stage.tensor_parallel, stage.data_parallel
-        for lane, rank in enumerate(stage.ranks):
-            inner = (lane % tensor / tensor, (lane % tensor + 1) / tensor)
-            replica = lane // tensor
-            width = (inner[1] - inner[0]) / data
-            cut = (inner[0] + replica * width, inner[0] + (replica + 1) * width)
+        for mesh_rank, rank in enumerate(stage.ranks):
+            tensor_range = (mesh_rank % tensor / tensor, (mesh_rank % tensor + 1) / tensor)
+            replica = mesh_rank // tensor
+            width = (tensor_range[1] - tensor_range[0]) / data
+            sharded = (tensor_range[0] + replica * width, tensor_range[0] + (replica + 1) * width)
             found[rank] = StateShare(
                 blocks,
-                cut if stage.zero == 3 else inner,
-                cut if stage.zero >= 1 else inner,
+                sharded if stage.zero == 3 else tensor_range,
+                sharded if stage.zero >= 1 else tensor_range,
             )
     return [found[rank] for rank in range(plan.world)]
 

@@ -1,4 +1,4 @@
-"""What asynchronous training would do to a model: its exact weight versions, in one process."""
+"""Emulation of asynchronous training in one process, with exact weight versions."""
 
 from __future__ import annotations
 

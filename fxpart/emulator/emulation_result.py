@@ -1,4 +1,4 @@
-"""What a run of the emulator gives."""
+"""Result of an emulator run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from fxpart.errors import error
 if TYPE_CHECKING:
     import torch
 
-SYNC = "sync"  # another name of the mode "flush"
+SYNC = "sync"  # alias of the mode "flush"
 
 
 @dataclass(frozen=True)
 class EmulationResult:
-    """One run of a model under one weight mode.
+    """One run of a model with one weight mode.
 
-    weights: the mode's name, as it was asked for. stages, microbatches: of the pipeline; a
-    minibatch of so many microbatches makes an update. losses: of each update's minibatch, by the
-    weights that its forwards read. evaluations: (updates, value) where the run was evaluated.
-    staleness: per stage the most updates that are applied between a microbatch's forward and its
-    backward, in a full pipeline. copies: per stage the most sets of weights that there were at
-    once, the parameters among them. rho: per stage the mean of |W' - W| / |W'' - W| with W' the
-    predicted weights of a forward, W'' those that it would have read without prediction, and W
-    those of its backward; above 1 prediction is worse than none. None where nothing was predicted
-    or measured. diverged: the update whose loss was the first that is no number, where the run
-    ended; None where all are. seconds: of the run. state_dict: parameters and buffers at the end by
-    name, whole.
+    weights: name of the mode as given. stages, microbatches: of the pipeline; a minibatch has so
+    many microbatches and makes an update. losses: of each update's minibatch, by the weights that
+    its forwards read. evaluations: (updates, value) of evaluations. staleness: per stage, most
+    updates between a microbatch's forward and backward in a full pipeline. copies: per stage, most
+    weight versions in memory at once, including the parameters. rho: per stage, mean of |W' - W| /
+    |W'' - W| with W' the predicted weights of a forward, W'' the weights without prediction, and W
+    the weights of its backward; above 1, prediction is worse than none. None if nothing was
+    predicted or measured. diverged: update with the first non-finite loss, where the run ended;
+    None if all are finite. seconds: of the run. state_dict: final parameters and buffers by name,
+    unsharded.
     """
 
     weights: str
@@ -46,17 +45,17 @@ class EmulationResult:
     state_dict: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
 
     def final(self, part: float = 0.1) -> float:
-        """The mean loss of the last part of the updates; infinite where the run diverged."""
+        """Return the mean loss of the last part of the updates; infinite if the run diverged."""
         if not 0 < part <= 1:
             raise error(
-                "FXP109", where=f"final({part})", why="it is not a part of a run", fix="0.1"
+                "FXP109", where=f"final({part})", why="part must be in (0, 1]", fix="use 0.1"
             )
         if self.diverged is not None or not self.losses:
             return math.inf
         return fmean(self.losses[-max(1, round(part * len(self.losses))) :])
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the tensors, as plain data for JSON: what is no finite number is None."""
+        """Return all but the tensors as plain data for JSON, with None for non-finite numbers."""
         return {
             "weights": self.weights,
             "stages": self.stages,

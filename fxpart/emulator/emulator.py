@@ -1,8 +1,7 @@
-"""Any captured model trained under any weight mode, with the versions of a pipeline of K stages.
+"""Training of a captured model in any weight mode, with the versions of a pipeline of K stages.
 
-It is the asynchronous trainer itself, all of its stages in this process: each has an optimizer of
-its own and reads the versions that it would read over K ranks, bit for bit. So the numbers are
-those of a real run; the time is not.
+It is the asynchronous trainer with all stages in this process: each has its own optimizer and reads
+the same versions as over K ranks, bit for bit. Results are those of a real run; times are not.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from fxpart.runtime import InProcess
 from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.schedule.versions import WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, WeightMode, weight_mode
 
-Progress = Callable[[int, float], object]  # updates so far, loss of the newest
+Progress = Callable[[int, float], object]  # (updates so far, newest loss)
 
 
 class Emulator:
-    """A model compiled once into a pipeline of stages, to be trained from its weights many times.
+    """A model compiled into a pipeline of stages, to be trained from its weights repeatedly.
 
-    program: the compiled one, a chain of ``stages`` stages of about even time.
+    program: compiled chain of ``stages`` stages of about equal time.
     """
 
     def __init__(
@@ -49,12 +48,12 @@ class Emulator:
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> None:
-        """stages: 1 to 32. microbatches: of a minibatch, which makes one update.
+        """Compile the model. stages: 1 to 32. microbatches: of a minibatch, which makes one update.
 
-        loss, example_inputs, seed: as for :func:`fxpart.compile`; options, too: batch_size,
-        batch_dims, precision, example_kwargs. device: where all stages run. The model's own weights
-        are where each run starts; they are copied and never changed. Raises FXP201 where
-        the model has fewer blocks with weights than stages, and what compile raises.
+        loss, example_inputs, seed, and options (batch_size, batch_dims, precision, example_kwargs):
+        as for :func:`fxpart.compile`. device: of all stages. Each run starts from the model's
+        weights, which are copied and never changed. Raises FXP201 if the model has fewer blocks
+        with weights than stages, and what compile raises.
         """
         self.stages, self.microbatches = stages, microbatches
         self.program = cut_evenly(
@@ -65,8 +64,8 @@ class Emulator:
             raise error(
                 "FXP106",
                 where=self.program.plan.model.name,
-                why="its output has no loss, and none was given",
-                fix="Emulator(..., loss=torch.nn.functional.cross_entropy), with the targets last "
+                why="its output has no loss, and no loss was given",
+                fix="use Emulator(..., loss=torch.nn.functional.cross_entropy), with targets last "
                 "in the example inputs",
             )
         self._device = torch.device(device)
@@ -77,7 +76,7 @@ class Emulator:
     def run(
         self,
         batches: Any,
-        weights: str | WeightMode = "spectrain",
+        weights: str | WeightMode = SPECTRAIN,
         optimizer: Any = "adamw",
         steps: int | None = 500,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -92,72 +91,74 @@ class Emulator:
         progress: Progress | None = None,
         **trainer: Any,
     ) -> EmulationResult:
-        """Train ``steps`` updates under a weight mode, or as long as there are batches.
+        """Train ``steps`` updates in a weight mode, or until the batches end.
 
-        batches: an iterable of global batches, gone through again until there are steps enough, or
-        a function that returns one; an iterator is gone through once. weights: a mode's name
+        batches: an iterable of global batches, repeated until there are enough steps, or a function
+        that returns one; an iterator is used once. weights: a mode's name
         (:data:`fxpart.schedule.weight_modes.MODES`), "sync" for "flush", or a mode. optimizer: a
-        name, class, partial or function of a parameter list, made once for each stage. scheduler:
-        makes a learning-rate scheduler of each of these. clip_norm: see the docs page, each stage
-        clips its own share. evaluate: a function of a whole state dict, called at the end and, if
-        ``every`` is above 0, after each so many updates; the pipeline is not drained for it.
-        initial: other weights to start from, by name. microbatches: of a minibatch, by default as
-        compiled. seed: of random ops, by default the compiled one. watch: measure predictions (ρ)
-        every so many updates. progress: told after each update whose loss is known. trainer:
-        further options of the asynchronous trainer.
+        name, class, partial or function of a parameter list, made once per stage. scheduler: makes
+        a learning-rate scheduler for each of these. clip_norm: each stage clips its own share, see
+        the documentation. evaluate: a function of a whole state dict, called at the end and, if
+        ``every`` is above 0, after every so many updates, without a flush. initial: other weights
+        to start from, by name. microbatches: of a minibatch, as compiled by default. seed: of
+        random ops, as compiled by default. watch: measure prediction errors (ρ) every so many
+        updates. progress: called after each update whose loss is known. trainer: further options of
+        the asynchronous trainer.
 
-        The run ends with the first loss that is no number. FXP109 for an unknown mode and for
-        arguments that cannot be.
+        The run ends with the first non-finite loss. FXP109 for an unknown mode and for invalid
+        arguments.
         """
         name = weights if isinstance(weights, str) else weights.name
         mode = self.check(weights, microbatches)
         if (steps is not None and steps < 1) or every < 0:
-            why = "steps is at least 1 and every at least 0"
-            raise error("FXP109", where=f"steps={steps}, every={every}", why=why, fix="steps=500")
+            why = "steps must be at least 1 and every at least 0"
+            raise error(
+                "FXP109", where=f"steps={steps}, every={every}", why=why, fix="use steps=500"
+            )
         run = _EmulatorRun(self, mode, microbatches or self.microbatches, optimizer, initial, {
             "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed, "watch": watch,
             **({"total_updates": steps} if mode.discount else {}), **trainer,
         })  # fmt: skip
         limit = steps if steps is not None else -1
-        run.snapshots.after(every if evaluate is not None else 0)
+        run.snapshots.copy_every(every if evaluate is not None else 0)
         try:
-            found = run.go(_repeated(batches, limit), evaluate, progress)
+            found = run.train(_repeat(batches, limit), evaluate, progress)
         finally:
             run.trainer.close()
         return replace(found, weights=name)
 
     def check(self, weights: str | WeightMode, microbatches: int | None = None) -> WeightMode:
-        """The mode; FXP109 where there is none of that name, or the pipeline cannot train by it.
+        """Return the mode; FXP109 if it is unknown, or the pipeline cannot train with it.
 
-        microbatches: of a minibatch, by default as compiled.
+        microbatches: of a minibatch, as compiled by default.
         """
-        mode = weight_mode("flush" if weights == SYNC else weights)
+        mode = weight_mode(FLUSH if weights == SYNC else weights)
         ahead = AsyncStageGraph.of(self.program.spec).ahead
         WeightVersionCounters(ahead, microbatches or self.microbatches).check(mode)
         return mode
 
     def modules(self, initial: Mapping[str, torch.Tensor] | None) -> dict[int, nn.Module]:
-        """Fresh stage modules with copies of the weights. FXP110 for other names or shapes."""
-        spec, made = self.program.spec, {}
+        """Return new stage modules with copies of the weights. FXP110 for other names or shapes."""
+        spec, modules_ = self.program.spec, {}
         constants = constants_of(spec, self._state)
         for stage in spec.stages:
             module = load_stage(self.program.sources[stage.index], stage, self._device)
             source = self._state if initial is None else {**self._state, **initial}
             materialize(module, spec, source, constants=constants, strict=False)
-            made[stage.index] = module
-        return made
+            modules_[stage.index] = module
+        return modules_
 
     @property
     def unused(self) -> dict[str, torch.Tensor]:
-        """State of the model that no stage needs."""
-        held = {s.name for stage in self.program.spec.stages for s in stage.state}
+        """State of the model that no stage uses."""
+        used = {s.name for stage in self.program.spec.stages for s in stage.state}
         captured = self.program.captured
         names = [*captured.parameters, *sorted(captured.persistent)]
-        return {name: self._state[name] for name in names if name not in held}
+        return {name: self._state[name] for name in names if name not in used}
 
 
 class _EmulatorRun:
-    """One training from the initial weights."""
+    """One training run from the initial weights."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _EmulatorRun:
             ranks=range(emulator.stages),
             transport=InProcess(emulator.stages),
             microbatches=microbatches,
-            optimizer=self.snapshots.watching(optimizer),
+            optimizer=self.snapshots.wrap_optimizer(optimizer),
             unused=emulator.unused,
             weights=mode,
             guard=False,
@@ -186,20 +187,20 @@ class _EmulatorRun:
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
 
-    def go(
+    def train(
         self,
         batches: Iterator[Any],
         evaluate: Callable[[dict[str, torch.Tensor]], float] | None,
         progress: Progress | None,
     ) -> EmulationResult:
-        """To the end of the batches, or to the first loss that is no number."""
+        """Train until the batches end, or until the first non-finite loss."""
         started = time.perf_counter()
         for batch in batches:
-            self.trainer.feed(batch)
-            self._told(self.trainer.taken(), evaluate, progress)
+            self.trainer.submit(batch)
+            self._record(self.trainer.pop_losses(), evaluate, progress)
             if self.losses and not math.isfinite(self.losses[-1]):
                 break
-        self._told(self.trainer.finish(), evaluate, progress)
+        self._record(self.trainer.finish(), evaluate, progress)
         finite = [math.isfinite(loss) for loss in self.losses]
         diverged = None if all(finite) else finite.index(False) + 1
         state, report = self.trainer.state_dict(), self.trainer.report()
@@ -220,7 +221,7 @@ class _EmulatorRun:
             state_dict=state,
         )
 
-    def _told(
+    def _record(
         self,
         losses: Iterable[tuple[int, torch.Tensor]],
         evaluate: Callable[[dict[str, torch.Tensor]], float] | None,
@@ -230,13 +231,13 @@ class _EmulatorRun:
             self.losses.append(float(loss))
             if progress is not None:
                 progress(len(self.losses), self.losses[-1])
-        for updates, state in self.snapshots.taken():
+        for updates, state in self.snapshots.pop_complete():
             if evaluate is not None:
                 self.evaluations.append((updates, float(evaluate(state))))
 
 
-def _repeated(batches: Any, limit: int) -> Iterator[Any]:
-    """So many batches, the data gone through again; all of them once where limit is below 0."""
+def _repeat(batches: Any, limit: int) -> Iterator[Any]:
+    """Yield ``limit`` batches, repeating the data; all of them once if limit is negative."""
     given = 0
     while given != limit:
         before = given
@@ -246,7 +247,12 @@ def _repeated(batches: Any, limit: int) -> Iterator[Any]:
             if given == limit:
                 return
         if not given:
-            raise error("FXP109", where="batches", why="there are no batches", fix="give some")
+            raise error(
+                "FXP109",
+                where="batches",
+                why="there are no batches",
+                fix="pass a non-empty iterable",
+            )
         if given == before:
             return
         if limit < 0 or iter_once(batches):
@@ -254,5 +260,5 @@ def _repeated(batches: Any, limit: int) -> Iterator[Any]:
 
 
 def iter_once(batches: Any) -> bool:
-    """Whether what was given can be gone through only once."""
+    """Return whether the batches can be iterated only once."""
     return isinstance(batches, Iterator)

@@ -1,8 +1,8 @@
-"""A model cut into as many stages as are to be emulated, each with weights of its own.
+"""Partition of a model into emulated stages of equal time, each with trained weights.
 
-The stages take as even a time as can be, by the planner's prices for CPU devices that are all alike
-and have memory enough; what they send each other does not count. A stage without weights would have
-nothing to be stale, so that every cut is made right before a block that has trained weights.
+Stage times are as equal as possible, by the planner's prices for equal CPU devices with enough
+memory; communication is ignored. A stage without weights has no staleness, so every boundary is
+right before a block with trained weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from fxpart.api import Program
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import fields_of
+from fxpart.costmodels import AUTO
 from fxpart.errors import FxpartError, error
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.mesh_plan import solve_exactly
@@ -26,8 +27,8 @@ from fxpart.solver.problem import PartitionProblem
 
 MOST_STAGES = 32
 
-_MEMORY = 1 << 50  # bytes of each emulated device: what a stage needs is not the question here
-_GRANULARITIES = ("block", "op")  # the finer one where the first has too few blocks
+_MEMORY = 1 << 50  # bytes of each emulated device; memory is no limit here
+_GRANULARITIES = ("block", "op")  # the finer one if blocks are too few
 
 
 def cut_evenly(
@@ -40,33 +41,35 @@ def cut_evenly(
     seed: int,
     **options: Any,
 ) -> Program:
-    """The program of a chain of so many stages of about even time, each with trained weights.
+    """Return the program of a chain of stages of about equal time, each with trained weights.
 
     options: ``batch_size``, ``batch_dims``, ``precision`` and ``example_kwargs``, as for
-    :func:`fxpart.compile`. Raises FXP109 for a number of stages outside 1 to 32, FXP201 where the
-    model has too few blocks with weights, and what compile raises of a model or its inputs.
+    :func:`fxpart.compile`. Raises FXP109 for a number of stages outside 1 to 32, FXP201 if the
+    model has too few blocks with weights, and what compile raises for the model or its inputs.
     """
     if not 1 <= stages <= MOST_STAGES:
         raise error(
             "FXP109",
             where=f"stages={stages}",
             why=f"1 to {MOST_STAGES} stages can be emulated",
-            fix=f"give a number from 1 to {MOST_STAGES}",
+            fix=f"use 1 to {MOST_STAGES} stages",
         )
-    most = 0
+    largest = 0
     for granularity in _GRANULARITIES:
-        front = _front(
+        prepared = _prepare(
             model, stages, granularity, microbatches, loss, example_inputs, seed, options
         )
-        problem = _priced(front, microbatches)
-        cuts = _cuts(problem)
-        most = len(cuts) + 1
-        if stages <= most:
-            return _program(front, even_starts(_seconds(problem), cuts, stages), microbatches)
-    raise _too_few(front, stages, most)
+        problem = _price_partition(prepared, microbatches)
+        cuts = _list_cuts(problem)
+        largest = len(cuts) + 1
+        if stages <= largest:
+            return _make_program(
+                prepared, even_starts(_compute_block_seconds(problem), cuts, stages), microbatches
+            )
+    raise _make_too_few_error(prepared, stages, largest)
 
 
-def _front(
+def _prepare(
     model: nn.Module,
     stages: int,
     granularity: str,
@@ -76,7 +79,7 @@ def _front(
     seed: int,
     options: dict[str, Any],
 ) -> PreparedModel:
-    """The captured model with blocks."""
+    """Capture the model and divide it into blocks."""
     constraints: dict[str, int | float | str | bool] = {
         "mesh": "none", "stages": stages, "granularity": granularity,
     }  # fmt: skip
@@ -84,47 +87,45 @@ def _front(
         constraints["precision"] = precision
     return prepare_model(
         model,
-        _devices(stages),
+        _make_devices(stages),
         None,
         (example_inputs, options.get("example_kwargs")),
-        PlanningArguments(
-            options.get("batch_size"), microbatches, None, "roofline", constraints, seed
-        ),
+        PlanningArguments(options.get("batch_size"), microbatches, None, AUTO, constraints, seed),
         {"loss": loss, "batch_dims": options.get("batch_dims")},
     )
 
 
-def _devices(stages: int) -> Cluster:
-    """This host as devices that are all alike, with memory enough for anything."""
+def _make_devices(stages: int) -> Cluster:
+    """Return this host as equal devices with enough memory."""
     found = Cluster.parse(f"local:{stages}")
-    wide = tuple(msgspec.structs.replace(d, memory=_MEMORY) for d in found.devices)
-    return msgspec.structs.replace(found, devices=wide)
+    with_memory = tuple(msgspec.structs.replace(d, memory=_MEMORY) for d in found.devices)
+    return msgspec.structs.replace(found, devices=with_memory)
 
 
-def _priced(front: PreparedModel, microbatches: int) -> PartitionProblem:
-    """What cutting the model costs, for one lane of 1F1B."""
-    request = front.request
+def _price_partition(prepared: PreparedModel, microbatches: int) -> PartitionProblem:
+    """Price the partition problem, for one mesh rank and 1F1B."""
+    request = prepared.request
     problem, _ = price(
-        front.graph,
-        front.captured,
+        prepared.graph,
+        prepared.captured,
         request.cluster,
         cost_model=request.cost_model,
-        batch_size=front.captured.batch_size,
+        batch_size=prepared.captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
     )
     return problem
 
 
-def _cuts(problem: PartitionProblem) -> list[int]:
-    """The blocks after which a stage may end: both sides have weights that are trained."""
+def _list_cuts(problem: PartitionProblem) -> list[int]:
+    """Return the blocks after which a stage may end, with trained weights on both sides."""
     have = sorted({block for w in problem.weights if w.gradient for block in w.blocks})
-    closed = set(problem.no_cut_after)
-    return [block - 1 for block in have[1:] if block - 1 not in closed]
+    forbidden = set(problem.no_cut_after)
+    return [block - 1 for block in have[1:] if block - 1 not in forbidden]
 
 
-def _seconds(problem: PartitionProblem) -> list[float]:
-    """What each block takes in a step, forward, backward and update."""
+def _compute_block_seconds(problem: PartitionProblem) -> list[float]:
+    """Return the step time of each block in seconds: forward, backward and update."""
     (variant,) = problem.variants
     count = variant.microbatches
     parts = zip(variant.forward[0], variant.backward[0], problem.step[0], strict=True)
@@ -132,11 +133,12 @@ def _seconds(problem: PartitionProblem) -> list[float]:
 
 
 def even_starts(seconds: Sequence[float], cuts: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The first block of each stage so that the sum of the stages' squared seconds is least.
+    """Return the first block of each stage that minimizes the sum of squared stage times.
 
-    seconds: of each block. cuts: blocks after which a stage may end, rising, at least stages - 1.
+    seconds: of each block. cuts: blocks after which a stage may end, ascending, at least stages -
+    1.
     """
-    # Pieces between neighbouring cuts are moved whole; sums[i]: seconds before piece i.
+    # Pieces between adjacent cuts are not split; sums[i]: seconds before piece i.
     starts = [0, *(cut + 1 for cut in cuts), len(seconds)]
     sums = [fsum(seconds[:start]) for start in starts]
     pieces = len(starts) - 1
@@ -150,24 +152,24 @@ def even_starts(seconds: Sequence[float], cuts: Sequence[int], stages: int) -> t
             )
             for end in range(1, pieces + 1)
         ]
-    assert best[pieces][0] < float("inf"), "there are cuts enough"
+    assert best[pieces][0] < float("inf"), "there are enough cuts"
     return best[pieces][1]
 
 
-def _program(front: PreparedModel, starts: tuple[int, ...], microbatches: int) -> Program:
-    """The program of these stages."""
+def _make_program(prepared: PreparedModel, starts: tuple[int, ...], microbatches: int) -> Program:
+    """Return the program of these stages."""
     plan, parts = solve_exactly(
-        front.request, front.captured, front.graph, front.info, microbatches, {},
+        prepared.request, prepared.captured, prepared.graph, prepared.info, microbatches, {},
         StageAssignment(starts=starts),
     )  # fmt: skip
-    return Program(plan, request=front.request, **fields_of(parts))
+    return Program(plan, request=prepared.request, **fields_of(parts))
 
 
-def _too_few(front: PreparedModel, stages: int, most: int) -> FxpartError:
-    fewer = "1 stage" if most == 1 else f"at most {most} stages"
+def _make_too_few_error(prepared: PreparedModel, stages: int, largest: int) -> FxpartError:
+    fewer = "1 stage" if largest == 1 else f"at most {largest} stages"
     return error(
         "FXP201",
-        where=f"{stages} stages of {front.info.name}",
-        why=f"each stage needs trained weights of its own, and the model can be cut into {most}",
-        fix=f"ask for {fewer}, or emulate a deeper model",
+        where=f"{stages} stages of {prepared.info.name}",
+        why=f"each stage needs trained weights, and the model has only {largest} such stages",
+        fix=f"request {fewer}, or emulate a deeper model",
     )

@@ -1,8 +1,8 @@
-"""Weights after so many updates, stage by stage, taken while the pipeline runs on.
+"""Snapshots of weights after given numbers of updates, without a flush.
 
-No moment of an asynchronous run has the weights of all stages after the same number of updates, and
-draining would change the run. So each stage's are copied right after that update of its own, by a
-hook on its optimizer; once all stages have made it, the model is whole.
+At no moment of an asynchronous run have all stages made the same number of updates, and a flush
+would change the run. So each stage's weights are copied right after its own update, by a hook of
+its optimizer; a snapshot is complete when all stages have made the update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ State = dict[str, torch.Tensor]
 
 
 class WeightSnapshots:
-    """Copies of the stages' state after chosen updates."""
+    """Copies of the stages' state after selected updates."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class WeightSnapshots:
         modules: Mapping[int, nn.Module],
         rest: Mapping[str, torch.Tensor],
     ) -> None:
-        """modules: by stage. rest: state that no stage holds, by name."""
+        """Create without snapshots. modules: by stage. rest: state of no stage, by name."""
         self._spec, self._modules, self._rest = spec, modules, dict(rest)
         self._stage_of = {
             id(getattr(modules[stage.index], state.attribute)): stage.index
@@ -37,22 +37,24 @@ class WeightSnapshots:
             if state.kind == "parameter" and state.owner == stage.index
         }
         self._trained: set[int] = set()
-        self._made: dict[int, int] = {}
+        self._updates: dict[int, int] = {}
         self._every = 0
         self._parts: dict[int, dict[int, State]] = {}
 
-    def after(self, every: int) -> None:
+    def copy_every(self, every: int) -> None:
         """Copy after every so many updates; 0: never."""
         self._every = every
 
-    def watching(self, optimizer: Any) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-        """What makes the same optimizer as was given, and has its updates counted."""
+    def wrap_optimizer(self, optimizer: Any) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+        """Return a function that makes the given optimizer and counts its updates."""
         make = choose(optimizer).make
 
         def made(parameters: Iterable[Any]) -> torch.optim.Optimizer:
             given = make(parameters)
-            held = [p for group in given.param_groups for p in group["params"]]
-            stage = next((self._stage_of[id(p)] for p in held if id(p) in self._stage_of), None)
+            parameters_ = [p for group in given.param_groups for p in group["params"]]
+            stage = next(
+                (self._stage_of[id(p)] for p in parameters_ if id(p) in self._stage_of), None
+            )
             if stage is not None:
                 self._trained.add(stage)
                 given.register_step_post_hook(
@@ -62,26 +64,26 @@ class WeightSnapshots:
 
         return made
 
-    def taken(self) -> Iterator[tuple[int, State]]:
-        """(updates, state by name) of those that are whole by now, each once, in their order."""
+    def pop_complete(self) -> Iterator[tuple[int, State]]:
+        """Yield (updates, state by name) of complete snapshots, each once, in order."""
         for updates in sorted(self._parts):
             if set(self._parts[updates]) != self._trained:
                 return
             found: State = {}
             for stage in self._spec.stages:
                 part = self._parts[updates].get(stage.index)
-                found |= self._copied(stage.index) if part is None else part
+                found |= self._copy_stage(stage.index) if part is None else part
             del self._parts[updates]
             found |= {name: tensor.detach().clone() for name, tensor in self._rest.items()}
             found |= {a: found[m] for a, m in self._spec.aliases.items() if m in found}
             yield updates, found
 
     def _count(self, stage: int) -> None:
-        self._made[stage] = updates = self._made.get(stage, 0) + 1
+        self._updates[stage] = updates = self._updates.get(stage, 0) + 1
         if self._every and updates % self._every == 0:
-            self._parts.setdefault(updates, {})[stage] = self._copied(stage)
+            self._parts.setdefault(updates, {})[stage] = self._copy_stage(stage)
 
-    def _copied(self, stage: int) -> State:
+    def _copy_stage(self, stage: int) -> State:
         module = self._modules[stage]
         return {
             state.name: getattr(module, state.attribute).detach().clone()

@@ -1,4 +1,4 @@
-"""fxpart's stages for other people's runtimes."""
+"""Stages of fxpart for other pipeline runtimes."""
 
 from fxpart.interop.torch_pipeline import PipelineStages, pipeline_stages
 

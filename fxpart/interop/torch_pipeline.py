@@ -1,14 +1,14 @@
-"""A program's stages as those of torch.distributed.pipelining, for its schedules and torchtitan.
+"""Stages of a program for torch.distributed.pipelining, its schedules and torchtitan.
 
     stages = program.to_pipeline_stages()
     schedule = Schedule1F1B(stages[0], **stages.options)
     losses = []
     schedule.step(**stages.feed(batch), losses=losses)
-    stages.share_gradients()   # weights that are tied across stages
+    stages.share_gradients()   # of weights tied across stages
     optimizer.step()
 
-What torch's runtime does not do and fxpart's does (skips go hand to hand, ties are the caller's to
-share, every microbatch has as many rows) is said where it matters.
+Limits of torch's runtime: skip connections are forwarded stage by stage, the caller reduces the
+gradients of tied weights, and all microbatches have the same number of rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class PipelineStages(Sequence[Any]):
-    """This rank's PipelineStage objects in order of stage, and what their schedule is given.
+    """This rank's PipelineStage objects in stage order, and options of their schedule.
 
     options: keyword arguments of any schedule class: n_microbatches, loss_fn, scale_grads.
     """
@@ -63,11 +63,10 @@ class PipelineStages(Sequence[Any]):
         device: torch.device,
         group: Any = None,
     ) -> None:
-        """modules: this rank's stage modules, with weights. ranks: the rank in group of each stage.
+        """Create the stages. modules: this rank's stage modules. ranks: group rank of each stage.
 
-        batch: a global batch; its shapes are those of every later one. Raises FXP109 where the
-        program is no chain, FXP105 where the batch does not fit or does not fall into equal
-        microbatches.
+        batch: a global batch; later ones must have the same shapes. Raises FXP109 if the program is
+        not a chain, FXP105 if the batch does not fit or is not divisible into equal microbatches.
         """
         from torch.distributed.pipelining import PipelineStage
 
@@ -93,8 +92,8 @@ class PipelineStages(Sequence[Any]):
         self._stages: list[PipelineStage] = []
         for index, module in self._modules.items():
             last = index == len(spec.stages) - 1
-            # With both given, torch runs no stage to see its shapes: such a run would count in the
-            # running statistics of batch norms, and look up rows of embeddings that are not there.
+            # With both given, torch does not run stages to infer shapes, which would update running
+            # statistics of batch norms, and look up embedding rows that do not exist.
             taken = () if index == 0 else make_meta_tensors(crossing[index - 1], sizes)
             given = (
                 (torch.empty(1, device="meta"),)
@@ -114,18 +113,19 @@ class PipelineStages(Sequence[Any]):
             self._stages.append(stage)
 
     def __len__(self) -> int:
-        """How many stages this rank has."""
+        """Return the number of stages on this rank."""
         return len(self._stages)
 
     def __getitem__(self, index: Any) -> Any:
-        """The stage, or a list of them."""
+        """Return a stage, or a list of stages."""
         return self._stages[index]
 
     def feed(self, batch: Any) -> dict[str, Any]:
-        """Keyword arguments of ``schedule.step`` for a global batch; every rank must call it.
+        """Return the keyword arguments of ``schedule.step`` for a global batch; every rank must
+        call it.
 
-        Random ops get the keys of fxpart's own step of that number. FXP105 for a batch that does
-        not fit.
+        Random ops get the keys of fxpart's own step of the same number. FXP105 for a batch that
+        does not fit.
         """
         cut = self._read(batch)
         seed = self.spec.seed
@@ -136,7 +136,7 @@ class PipelineStages(Sequence[Any]):
         return {MICROBATCH: numbers, FEED: ChainMicrobatches(used, keys), "target": numbers}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the model."""
+        """Yield this rank's parameters with their names in the model."""
         for index, module in self._modules.items():
             for state in self.spec.stages[index].state:
                 tensor = getattr(module, state.attribute)
@@ -144,10 +144,10 @@ class PipelineStages(Sequence[Any]):
                     yield state.name, tensor
 
     def share_gradients(self) -> None:
-        """Sum the gradients of weights that several stages hold; every rank calls it after a step.
+        """Reduce the gradients of tied weights; every rank calls it after a step.
 
-        Without it the copies of a tied weight would part. The sum goes from the last stage to the
-        first and back.
+        Otherwise tied weights would diverge. The sum is passed from the last stage to the first and
+        back.
         """
         held = {
             (index, state.name): getattr(module, state.attribute)
@@ -158,24 +158,24 @@ class PipelineStages(Sequence[Any]):
             steps = list(pairwise(sorted(stages, reverse=True)))
             back = [(target, source) for source, target in reversed(steps)]
             for source, target in (*steps, *back):
-                given, taker = held.get((source, name)), held.get((target, name))
-                if any(t is not None and not t.requires_grad for t in (given, taker)):
+                given, receiver = held.get((source, name)), held.get((target, name))
+                if any(t is not None and not t.requires_grad for t in (given, receiver)):
                     continue  # frozen
-                received = self._passed(given, taker, source, target)
-                if taker is not None and received is not None:
-                    own = _gradient(taker)
-                    taker.grad = own.add_(received) if source > target else own.copy_(received)
+                received = self._pass_gradient(given, receiver, source, target)
+                if receiver is not None and received is not None:
+                    own = _gradient(receiver)
+                    receiver.grad = own.add_(received) if source > target else own.copy_(received)
 
-    def _passed(
-        self, given: torch.Tensor | None, taker: torch.Tensor | None, source: int, target: int
+    def _pass_gradient(
+        self, given: torch.Tensor | None, receiver: torch.Tensor | None, source: int, target: int
     ) -> torch.Tensor | None:
-        """The gradient of one stage's copy, where the other stage is this rank's."""
-        if given is not None and taker is not None:
+        """Pass the gradient from one stage to another; return it if the target is on this rank."""
+        if given is not None and receiver is not None:
             return _gradient(given)
         if given is not None:
             dist.send(_gradient(given), group=self._group, group_dst=self._ranks[target])
-        if taker is not None:
-            received = torch.empty_like(taker, requires_grad=False)
+        if receiver is not None:
+            received = torch.empty_like(receiver, requires_grad=False)
             dist.recv(received, group=self._group, group_src=self._ranks[source])
             return received
         return None
@@ -183,21 +183,24 @@ class PipelineStages(Sequence[Any]):
     def _read(self, batch: Any) -> MicrobatchSplit:
         cut = self._reader.read(batch, self.microbatches)
         shapes = [{n: (t.shape, t.dtype) for n, t in piece.items()} for piece in cut.inputs]
-        wanted = self._shapes or shapes[0]
-        if len(cut.rows) != self.microbatches or any(piece != wanted for piece in shapes):
-            one = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in wanted.items())
+        expected_shapes = self._shapes or shapes[0]
+        if len(cut.rows) != self.microbatches or any(piece != expected_shapes for piece in shapes):
+            expected = ", ".join(
+                f"{name} {list(shape)}" for name, (shape, _) in expected_shapes.items()
+            )
             raise error(
                 "FXP105",
                 where=f"a batch of {sum(cut.rows)} rows",
-                why=f"torch's stages take {self.microbatches} microbatches of one shape: {one}",
-                fix="give batches of one size, a multiple of the microbatches (drop_last=True)",
+                why=f"torch's stages need {self.microbatches} microbatches of one shape: "
+                f"{expected}",
+                fix="use batches of one size, a multiple of the microbatches (drop_last=True)",
             )
-        self._shapes = wanted
+        self._shapes = expected_shapes
         return cut
 
 
 def take_loss(output: torch.Tensor, target: Any) -> torch.Tensor:
-    """The ``loss_fn`` of a schedule: the last stage has computed it, the target says no more."""
+    """Return the output as the ``loss_fn`` of a schedule: the last stage has computed the loss."""
     return output.reshape(())
 
 
@@ -215,40 +218,42 @@ def pipeline_stages(
     weights: Any = None,
     group: Any = None,
 ) -> PipelineStages:
-    """What :meth:`fxpart.api.Program.to_pipeline_stages` gives."""
+    """Implement :meth:`fxpart.api.Program.to_pipeline_stages`."""
     plan, spec = program.plan, program.spec
     boundaries(spec)
     check_division(program, microbatches)
     plans = (plan.stages[stage].ranks[0] for stage in stage_of(plan))
-    placed = tuple(plans if ranks is None else ranks)
-    world = len(set(placed))
-    if len(placed) != len(spec.stages) or set(placed) != set(range(world)):
+    stage_ranks = tuple(plans if ranks is None else ranks)
+    world = len(set(stage_ranks))
+    if len(stage_ranks) != len(spec.stages) or set(stage_ranks) != set(range(world)):
         raise error(
-            "FXP109", where=f"ranks={placed}",
-            why=f"it is not one rank for each of {len(spec.stages)} stages, counted from 0",
-            fix="ranks=(0, 1, 0, 1) for four stages on two ranks",
+            "FXP109", where=f"ranks={stage_ranks}",
+            why=f"it must have one rank for each of {len(spec.stages)} stages, numbered from 0",
+            fix="use ranks=(0, 1, 0, 1) for four stages on two ranks",
         )  # fmt: skip
     gpus = {plan.device(rank).kind for rank in range(plan.world)} == {"gpu"}
-    where = local_device("cuda" if gpus else "cpu") if device is None else torch.device(device)
-    mine = _place(world, where, group)
+    stage_device = (
+        local_device("cuda" if gpus else "cpu") if device is None else torch.device(device)
+    )
+    own_rank = _get_group_rank(world, stage_device, group)
     example = program.captured.example
     assert example is not None, "a captured model has its example"
     state = program.captured.state
     modules = {}
-    for index in (index for index, rank in enumerate(placed) if rank == mine):
-        modules[index] = load_stage(program.sources[index], spec.stages[index], where)
+    for index in (index for index, rank in enumerate(stage_ranks) if rank == own_rank):
+        modules[index] = load_stage(program.sources[index], spec.stages[index], stage_device)
         materialize(
             modules[index], spec, state if weights is None else weights,
             constants=constants_of(spec, state), strict=weights is not None,
         )  # fmt: skip
     return PipelineStages(
-        spec, modules, ranks=placed, microbatches=microbatches or plan.microbatches,
-        batch=example() if batch is None else batch, device=where, group=group,
+        spec, modules, ranks=stage_ranks, microbatches=microbatches or plan.microbatches,
+        batch=example() if batch is None else batch, device=stage_device, group=group,
     )  # fmt: skip
 
 
 def check_division(program: Program, microbatches: int | None) -> None:
-    """FXP114 where a program of one microbatch would have another objective with several."""
+    """Raise FXP114 if several microbatches would change the objective of the program."""
     plan, captured = program.plan, program.captured
     if microbatches is None or microbatches == 1 or plan.microbatches > 1:
         return
@@ -258,19 +263,21 @@ def check_division(program: Program, microbatches: int | None) -> None:
     if divide_graph(program.graph, captured, microbatches) is not program.graph:
         raise error(
             "FXP114", where=f"microbatches={microbatches}",
-            why="the loss is divided by a number of the whole batch, and the program was compiled "
+            why="the loss is normalized over the whole batch, but the program was compiled "
             "for one microbatch",
-            fix=f"compile(..., microbatches={microbatches})",
+            fix=f"use compile(..., microbatches={microbatches})",
         )  # fmt: skip
 
 
-def _place(world: int, device: torch.device, group: Any) -> int:
-    """This process's rank in the group, by default the default group, made if there is none."""
+def _get_group_rank(world: int, device: torch.device, group: Any) -> int:
+    """Return this process's rank in the group, by default the default group, created if
+    necessary.
+    """
     if group is None:
         connect(world, device=device.type)
         if not dist.is_initialized():
             raise error(
                 "FXP502", where="1 process", why=f"torch's stages need {world} processes",
-                fix=f"torchrun --nproc-per-node {world} ...",
+                fix=f"use torchrun --nproc-per-node {world} ...",
             )  # fmt: skip
     return dist.get_rank(group)

@@ -1,8 +1,7 @@
-"""Ranks of this machine as processes: started by torch's elastic agent, and ended with it.
+"""Launch of ranks on this host as processes, with torch's elastic agent.
 
-:func:`start` runs ``python -m fxpart ...`` as so many ranks and says how they ended, and
-:func:`start_each` does so where one that ends is missed by nobody. Nothing of it listens on another
-interface than the loopback.
+:func:`start` runs ``python -m fxpart ...`` as ranks and returns how they ended; :func:`start_each`
+does so for ranks that may end independently. Only the loopback interface is used.
 """
 
 from fxpart.launch.independent_ranks import start_each

@@ -1,4 +1,4 @@
-"""How ranks that were started here have ended."""
+"""Exit of launched ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KNOWN = {status for _, status in CODES.values()} | {EXIT_OURS}
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended otherwise than by exit status 0.
+    """A rank with another exit status than 0.
 
     status: its exit status; negative: the signal that ended it.
     """
@@ -21,23 +21,23 @@ class RankFailure:
     status: int
 
     @property
-    def told(self) -> bool:
-        """Whether it ended by itself with one of fxpart's own statuses, and has said why."""
+    def is_explained(self) -> bool:
+        """Whether it ended with one of fxpart's own statuses, and has printed an error."""
         return self.status in _KNOWN
 
     @property
     def how(self) -> str:
-        """For a message: ``signal 9`` or ``exit status 3``."""
+        """Description for messages: ``signal 9`` or ``exit status 3``."""
         return f"signal {-self.status}" if self.status < 0 else f"exit status {self.status}"
 
 
 @dataclass(frozen=True)
 class JobExit:
-    """The end of all ranks.
+    """End of all ranks.
 
-    first: the rank that failed first, in the last generation; None where all ended well. restarts:
-    how often all were started again. asked: the signal that the launcher was sent and has passed
-    on, after which nothing is started again.
+    first: rank that failed first in the last generation, or None. restarts: number of restarts of
+    all ranks. asked: signal that the launcher received and forwarded, after which nothing is
+    restarted.
     """
 
     first: RankFailure | None = None
@@ -46,12 +46,12 @@ class JobExit:
 
     @property
     def code(self) -> int:
-        """An exit status for the launcher: 0, that of the first failed rank, or 5.
+        """Exit status of the launcher: 0, that of the first failed rank, or 5.
 
-        128 and the signal's number where it was asked to end and the ranks did not end well.
+        128 plus the signal's number if a signal ended the job and ranks failed.
         """
         if self.first is None:
             return 0
         if self.asked is not None:
             return 128 + self.asked
-        return self.first.status if self.first.told else EXIT_RUN
+        return self.first.status if self.first.is_explained else EXIT_RUN

@@ -1,4 +1,4 @@
-"""Start a verb as ranks on this machine, and start it again where that was asked for."""
+"""Launch of ranks on this host, with restarts on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fxpart.environment import for_ranks, limit_threads
+from fxpart.environment import limit_threads, set_launcher_variables
 from fxpart.launch.job_exit import JobExit, RankFailure
 from fxpart.launch.rank_processes import SIGNALS, RankProcesses
 
@@ -29,14 +29,14 @@ def start(
 ) -> JobExit:
     """Run ``python -m MODULE ARGUMENTS`` as ``processes`` ranks until all have ended.
 
-    If a rank fails, the others are ended and all are started again, ``restarts`` times at most.
-    on_restart: called before that with how often they were started again, this time included, and
-    the rank that failed first (None where that is not known); what it raises ends the job and is
-    raised here. on_tick: called about ten times a second while they run; may send them a signal.
+    If a rank fails, the others are ended and all are restarted, at most ``restarts`` times.
+    on_restart: called before with the number of restarts, including this one, and the rank that
+    failed first (None if unknown); its exceptions end the job and are raised here. on_tick: called
+    about ten times per second while they run; may send them a signal.
 
-    SIGTERM, SIGINT and SIGUSR1 that reach this process are passed on to all ranks, and none is
-    started again afterwards; a second SIGINT kills them. For that it has to be called in the main
-    thread. The ranks die with this process (Linux).
+    SIGTERM, SIGINT and SIGUSR1 to this process are forwarded to all ranks, and none is restarted
+    afterwards; a second SIGINT kills them. For that it must be called in the main thread. The ranks
+    end with this process (Linux).
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -47,14 +47,14 @@ def start(
 
     limit_threads(processes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    running, again = RankProcesses(), 0
+    running, restart_count = RankProcesses(), 0
 
     def begin(starts: int) -> None:
-        nonlocal again
+        nonlocal restart_count
         if running.asked is not None:
             raise _NoRestartError
         if starts:
-            again = starts
+            restart_count = starts
             if on_restart is not None:
                 on_restart(starts, running.first())
         running.begin(workers)
@@ -77,7 +77,7 @@ def start(
     agent = make_reporting_agent(LocalElasticAgent, running.failed)(
         spec=spec, logs_specs=DefaultLogsSpecs()
     )
-    with for_ranks(_LEFT_TO_TORCH), forward_signals_to_ranks(running) as install:
+    with set_launcher_variables(_LEFT_TO_TORCH), forward_signals_to_ranks(running) as install:
         try:
             agent.run()
         except _NoRestartError:
@@ -86,22 +86,22 @@ def start(
             running.asked = running.asked or int(fault.sigval)
         finally:
             running.close()
-    return JobExit(running.first(), again, running.asked)
+    return JobExit(running.first(), restart_count, running.asked)
 
 
 class _NoRestartError(Exception):
-    """Nothing is to be started again."""
+    """No rank may be restarted."""
 
 
 @contextmanager
 def forward_signals_to_ranks(running: RankProcesses) -> Iterator[Callable[[], None]]:
-    """Signals to this process are the ranks'; gives what makes sure of it, as torch has its own."""
+    """Forward signals to the ranks; yield a function that replaces torch's handlers again."""
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     main = threading.current_thread() is threading.main_thread()
-    kept = {number: signal.getsignal(number) for number in numbers} if main else {}
+    previous = {number: signal.getsignal(number) for number in numbers} if main else {}
 
     def install() -> None:
-        for number in kept:
+        for number in previous:
             if signal.getsignal(number) != running.handle:
                 signal.signal(number, running.handle)
 
@@ -109,5 +109,7 @@ def forward_signals_to_ranks(running: RankProcesses) -> Iterator[Callable[[], No
     try:
         yield install
     finally:
-        for number, before in kept.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        for number, previous_handler in previous.items():
+            signal.signal(
+                number, previous_handler if previous_handler is not None else signal.SIG_DFL
+            )

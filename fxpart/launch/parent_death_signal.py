@@ -1,4 +1,4 @@
-"""No orphans: a rank ends when its launcher ends, however that ends (Linux)."""
+"""Parent death signal: a rank ends when its launcher ends in any way (Linux)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> bool:
-    """Have the kernel kill this process when its parent ends; whether the system can do that.
+    """Have the kernel kill this process when its parent ends; return whether it supports that.
 
-    parent: who started it, where that is known: if it is no longer the parent, it has ended before
-    this call, and the process ends at once. Without it, a parent that ends during this call is
-    noticed, and one that ended before is not. What the kernel watches is the parent's thread
-    that started this process; see prctl(2), PR_SET_PDEATHSIG.
+    parent: process that started this one, if known: if it is no longer the parent, it has ended
+    before this call, and this process ends at once. Otherwise only an end during or after this call
+    is noticed. The kernel watches the parent's thread that started this process; see prctl(2),
+    PR_SET_PDEATHSIG.
     """
     before = os.getppid() if parent is None else parent
     if not sys.platform.startswith("linux"):

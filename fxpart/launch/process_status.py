@@ -1,4 +1,4 @@
-"""What Linux says of a process: when it began, whether it is stopped, how it ended."""
+"""State of a Linux process: start time, whether it is stopped, exit status."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """When the process began, in ticks since the machine did; None where it cannot be known.
+    """Return when the process began, in ticks since boot; None if unknown.
 
-    With the process id it names one process for good: ids are used again. proc(5), stat, field 22.
+    With the process id it identifies a process, as ids are reused. proc(5), stat, field 22.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -20,17 +20,17 @@ def start_time(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped (SIGSTOP, SIGTSTP, a debugger)."""
+    """Return whether the process is stopped (SIGSTOP, SIGTSTP, a debugger)."""
     return _status(pid).get("State", "")[:1] in ("T", "t")
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is neither stopped nor ended; it may be busy or asleep."""
+    """Return whether the process exists and is neither stopped nor ended; it may be sleeping."""
     return _status(pid).get("State", "T")[:1] not in ("T", "t", "Z", "X", "x")
 
 
-def told_to_end_but_stopped(pid: int) -> bool:
-    """Whether it was sent SIGTERM and cannot hear it, as it is stopped."""
+def is_stopped_with_pending_term(pid: int) -> bool:
+    """Return whether SIGTERM is pending for the process because it is stopped."""
     status = _status(pid)
     if status.get("State", "")[:1] not in ("T", "t"):
         return False
@@ -42,9 +42,9 @@ def told_to_end_but_stopped(pid: int) -> bool:
 
 
 def ended_status(descriptor: int) -> int | None:
-    """The exit status of a child that has ended, by its pidfd; negative: the signal that ended it.
+    """Return the exit status of an ended child by its pidfd; negative: the signal that ended it.
 
-    None if its parent has already asked for it. It can be asked for again.
+    None if its parent has reaped it. It can be read repeatedly.
     """
     try:
         found = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,6 +1,6 @@
-"""Where the ranks of one machine meet: a store on the loopback interface, and nowhere else.
+"""Rendezvous of the ranks of one host: a store on the loopback interface only.
 
-torch's own store listens on every interface even where all ranks are on one machine.
+torch's own store listens on every interface even if all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOST = "127.0.0.1"
 
 
 def loopback_store() -> TCPStore:
-    """A store that listens on 127.0.0.1 at a free port: it is given a socket that does."""
+    """Return a store that listens on a free port of 127.0.0.1, through a socket passed to it."""
     listener = socket.create_server((_HOST, 0), backlog=128)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -28,16 +28,18 @@ def loopback_store() -> TCPStore:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One agent that meets nobody: it is the whole job, again and again.
+    """Rendezvous of a single agent, for every restart.
 
-    The agent asks :meth:`next_rendezvous` before it starts the ranks, first or again, and
-    :meth:`num_nodes_waiting` ten times a second while they run, both in its own thread.
+    The agent calls :meth:`next_rendezvous` before it starts or restarts the ranks, and
+    :meth:`num_nodes_waiting` ten times per second while they run, both in its own thread.
     """
 
     def __init__(
         self, name: str, begin: Callable[[int], object], tick: Callable[[], object]
     ) -> None:
-        """begin: is told how often ranks were started before; may raise. tick: while they run."""
+        """Create it. begin: receives the number of earlier starts; may raise. tick: while they
+        run.
+        """
         self._name = name
         self._begin = begin
         self._tick = tick
@@ -45,37 +47,37 @@ class LoopbackRendezvous(RendezvousHandler):
         self._store = loopback_store()
 
     def get_backend(self) -> str:
-        """The name of this kind."""
+        """Return the name of this rendezvous backend."""
         return "fxpart-loopback"
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks are clients of this store, so that it outlives every one of them."""
+        """Return True: ranks are clients of this store, which survives all of them."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store with keys of this start's own, for the agent; ranks number their own."""
+        """Return the store with keys of this start for the agent; ranks number their own."""
         self._begin(self._starts)
         self._starts += 1
         keys = PrefixStore(f"agent-{self._starts}", self._store)
         return RendezvousInfo(keys, 0, 1, RendezvousStoreInfo(_HOST, self._store.port))
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Return False: it is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing: nobody else is there."""
+        """Do nothing: there are no other agents."""
 
     def num_nodes_waiting(self) -> int:
-        """None."""
+        """Return 0, after calling ``tick``."""
         self._tick()
         return 0
 
     def get_run_id(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self._name
 
     def shutdown(self) -> bool:
-        """Nothing: the store goes with this object."""
+        """Return True: the store is closed with this object."""
         return True

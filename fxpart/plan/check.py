@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fxpart.errors import Problem, short
 from fxpart.plan.check_prediction import prediction
-from fxpart.plan.check_queues import queues, weights
 from fxpart.plan.check_sharding import sharding
 from fxpart.plan.check_stages import Faults, edges, mesh, order, ranks, stages, ties
-from fxpart.plan.model import Certificate, Plan
 from fxpart.plan.number_ranges import shorten
+from fxpart.schedule.spec import SCHEDULES, list_schedules
+from fxpart.schedule.weight_modes import MODES, list_queue_modes
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Certificate, Plan
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
@@ -28,6 +31,9 @@ _FIX = "make the plan again with `fxpart plan`, or correct this place"
 def problems(plan: Plan) -> tuple[Problem, ...]:
     """Every FXP303 of the plan, at most MAX_PROBLEMS; of one with huge numbers only these."""
     found: list[Problem] = []
+    found += (Problem("FXP303", where, why, _FIX) for where, why in _names(plan))
+    if found:
+        return tuple(found)  # what follows reads their entries
     for check in _CHECKS:
         for where, why in check(plan):
             found.append(Problem("FXP303", where, why, _FIX))
@@ -43,6 +49,17 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
     for where, given in certificates.items():
         found += [Problem("FXP303", w, y, _FIX) for w, y in _certificate(given, where)]
     return tuple(found)
+
+
+def _names(plan: Plan) -> Faults:
+    """The schedule and the weight mode are known."""
+    spec = SCHEDULES.get(plan.schedule)
+    if spec is None or not spec.trains:
+        known = ", ".join(list_schedules(trains=True))
+        yield "schedule", f"Unknown schedule {short(plan.schedule)!a}. Known schedules: {known}."
+    if plan.weights not in MODES:
+        known = ", ".join(MODES)
+        yield "weights", f"Unknown weight mode {short(plan.weights)!a}. Known modes: {known}."
 
 
 def _numbers(plan: Plan) -> Faults:
@@ -117,6 +134,36 @@ def _certificate(given: Certificate, where: str) -> Faults:
         yield f"{where}.gap", f"it is {given.gap}, the objective and bound give {gap:.6g}"
     if given.status == "optimal" and gap > 1e-6:
         yield f"{where}.status", f"it says optimal with a gap of {gap:.6g}"
+
+
+def queues(plan: Plan) -> Faults:
+    """A staleness for each stage, the same for all copies of one; one rank each."""
+    if not plan.staleness:
+        return
+    if len(plan.staleness) != len(plan.stages):
+        yield "staleness", f"{len(plan.staleness)} numbers for {len(plan.stages)} stages"
+        return
+    for group in plan.replicas:
+        known = {plan.staleness[copy] for copy in group if copy < len(plan.staleness)}
+        if len(known) > 1:
+            yield "staleness", f"the copies of stage {group[0]} have {sorted(known)}"
+    if not SCHEDULES[plan.schedule].supports_queues:
+        yield "staleness", f"the schedule {plan.schedule} has no queues"
+    if any(len(stage.ranks) != 1 for stage in plan.stages):
+        yield "staleness", "there are stages of several ranks, which have no queues"
+    for index, row in enumerate(plan.prediction.ranks):
+        if row.staleness > max(plan.staleness[row.stage : row.stage + 1], default=0):
+            where = f"prediction.ranks[{index}].staleness"
+            yield where, f"{row.staleness} updates, more than stage {row.stage} may miss"
+
+
+def weights(plan: Plan) -> Faults:
+    """Weights of an asynchronous plan, or of queues whose gradients may miss updates, or none."""
+    if any(plan.staleness):
+        if not MODES[plan.weights].supports_queues:
+            yield "weights", f"{plan.weights} has no queues; one of {', '.join(list_queue_modes())}"
+    elif MODES[plan.weights].flush != SCHEDULES[plan.schedule].flushes:
+        yield "weights", f"{plan.weights} does not go with the schedule {plan.schedule}"
 
 
 _CHECKS = (

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.plan.check_stages import Faults
-from fxpart.plan.model import Plan, RankPrediction
+from fxpart.schedule.spec import SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, RankPrediction
 
 MOST = 200  # ranks named at most
 _MOST_SLOWDOWN = 1e6  # what is above is no measurement
@@ -85,7 +89,7 @@ def _uneven(given: CpuLoadImbalance, where: str) -> Faults:
 
 def streams(plan: Plan) -> bool:
     """Whether minibatches follow each other without a drain."""
-    return plan.schedule == "async"
+    return not SCHEDULES[plan.schedule].flushes
 
 
 def _entry(plan: Plan, entry: RankPrediction, where: str) -> Faults:

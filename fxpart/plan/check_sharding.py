@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from fxpart.errors import FxpartError, short
 from fxpart.plan.check_stages import Faults
-from fxpart.plan.model import Plan, PlanPlacement, PlanSharding
 from fxpart.sharding import Mesh, parse_placements
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, PlanPlacement, PlanSharding
 
 
 def sharding(plan: Plan) -> Faults:

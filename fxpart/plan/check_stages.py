@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from fxpart.errors import short
-from fxpart.plan.model import Plan, Stage
+from fxpart.schedule.spec import INTERLEAVED, SCHEDULES
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, Stage
 
 Faults: TypeAlias = Iterator[tuple[str, str]]
 
@@ -49,7 +52,7 @@ def _copies(plan: Plan) -> Faults:
             yield where, "its stages hold different blocks"
         if any(len(plan.stages[stage].ranks) != 1 for stage in copies):
             yield where, "each of its stages is one rank"
-    if plan.replicas and plan.schedule not in ("gpipe", "1f1b"):
+    if plan.replicas and not SCHEDULES[plan.schedule].supports_replicas:
         yield "replicas", f"the schedule {plan.schedule} is not made for copies of stages"
 
 
@@ -61,22 +64,13 @@ def _degrees(stage: Stage) -> Iterator[str]:
         yield f"{expert} replicas cannot share the experts of each part of {data} replicas"
 
 
-# Of the schedules that stages of several pieces may have: how many pieces.
-_PIECES: dict[str, tuple[int, float]] = {
-    "interleaved": (2, math.inf),
-    "breadth-first": (1, math.inf),
-    "zb-v": (2, 2),
-    "found": (1, math.inf),
-}
-
-
 def _blocks(plan: Plan) -> Faults:
     """Every block lies in one piece, and pieces follow each other in the schedule's order."""
     turns, first = plan.virtual, len(plan.stages[0].spans)
     later = {copy for group in plan.replicas for copy in group if copy != group[0]}
-    least, most = _PIECES.get(plan.schedule, (1, 1))
+    least, most = SCHEDULES[plan.schedule].stages_per_rank
     if not least <= turns <= most:
-        yield "stages", f"pieces do not fit the schedule {plan.schedule}; interleaved has several"
+        yield "stages", f"pieces do not fit the schedule {plan.schedule}; {INTERLEAVED} has several"
     for position, stage in enumerate(plan.stages):
         if len(stage.spans) != first:
             yield f"stages[{position}].pieces", f"{len(stage.spans)} pieces, stage 0 has {first}"
@@ -105,12 +99,13 @@ def _pieces(plan: Plan) -> Iterator[tuple[int, tuple[int, int]]]:
     In turns; of a V the second turn goes back; where a schedule was found, as they stand.
     """
     every = list(enumerate(plan.stages))
-    if plan.schedule == "found":
+    spec = SCHEDULES[plan.schedule]
+    if spec.build is None:
         spans = [(position, span) for position, stage in every for span in stage.spans]
         yield from sorted(spans, key=lambda item: item[1])
         return
     for turn in range(plan.virtual):
-        for position, stage in reversed(every) if plan.schedule == "zb-v" and turn else every:
+        for position, stage in reversed(every) if spec.placement == "V" and turn % 2 else every:
             if turn < len(stage.spans):
                 yield position, stage.spans[turn]
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from fxpart.cluster.model import Cluster, CpuLoadImbalance, Device, Host
+from fxpart.cluster.devices import CpuLoadImbalance, Device, Host
+from fxpart.cluster.model import Cluster
 from fxpart.plan.prediction import HostLoad
 from fxpart.schedule.host_contention import (
     cap_slowdown_by_quota,

@@ -1,18 +1,33 @@
-"""Plan files: canonical JSON, read without trusting them."""
+"""Plan files: canonical JSON, read without trusting them.
+
+Readers take the class of a plan, so that this module imports none of the model.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.files import read_bytes
 from fxpart.plan.json_shape import shape_problems
-from fxpart.plan.migration import upgrade
-from fxpart.plan.model import Plan
-from fxpart.plan.number_ranges import lengthen, shorten
+from fxpart.plan.migration import VERSION, upgrade
+from fxpart.plan.number_ranges import FIELDS, PATTERN, lengthen, shorten
+from fxpart.schedule.spec import list_schedules
+from fxpart.schedule.weight_modes import FLUSH, MODES
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan
+
+_HOLDERS = {
+    "devices": "Plan",
+    "order": "Plan",
+    "stages[].ranks": "Stage",
+    "prediction.ranks[].ranks": "RankPrediction",
+    "prediction.hosts[].ranks": "HostLoad",
+}
 
 MAX_BYTES = 64 << 20
 
@@ -24,7 +39,7 @@ class _Header(msgspec.Struct):
     version: Any = None
 
 
-def load(path: Path) -> Plan:
+def load(kind: type[Plan], path: Path) -> Plan:
     """The checked plan in ``path``."""
     where = str(path)
     try:
@@ -32,10 +47,10 @@ def load(path: Path) -> Plan:
     except OSError as why:
         text = why.strerror or str(why)
         raise _unreadable(where, text, "give the path of a plan file") from why
-    return decode(data, where)
+    return decode(kind, data, where)
 
 
-def decode(data: bytes, where: str) -> Plan:
+def decode(kind: type[Plan], data: bytes, where: str) -> Plan:
     """The checked plan in ``data``; every fault of shape, or else every fault of content."""
     raw: Any = None
     try:
@@ -43,9 +58,9 @@ def decode(data: bytes, where: str) -> Plan:
         if header.format != "fxpart-plan" or type(header.version) is not int:
             raise _unknown(where, f"it says format {_short(header.format)}")
         raw = lengthen(upgrade(msgspec.json.decode(data), header.version, where))
-        plan = msgspec.convert(raw, Plan)
+        plan = msgspec.convert(raw, kind)
     except msgspec.ValidationError as first:
-        found = shape_problems(raw, Plan, where)
+        found = shape_problems(raw, kind, where)
         whole = error("FXP303", where=where, why=str(first), fix=_FIX).problems
         raise FxpartError(found or whole) from first
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
@@ -66,7 +81,7 @@ def encode(plan: Plan) -> str:
     text = msgspec.json.encode(plan)
     try:
         # Once through the reader, so that an int in a float field is written as it is read.
-        plan = msgspec.json.decode(text, type=Plan)
+        plan = msgspec.json.decode(text, type=type(plan))
     except msgspec.ValidationError:
         plan.validate()  # NaN and infinity become null: this names them
         raise
@@ -107,3 +122,29 @@ def _unknown(where: str, why: str) -> FxpartError:
 def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return a plan's JSON Schema (2020-12).
+
+    What it cannot say (sums, references) ``Plan.problems`` checks.
+    """
+    (reference,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    for field in FIELDS:
+        _runs(components[_HOLDERS[field]]["properties"][field.rpartition(".")[2]])
+    fields = components["Plan"]["properties"]
+    fields["schedule"] = {"enum": sorted(list_schedules(trains=True))}
+    fields["weights"] = {"enum": sorted(MODES), "default": FLUSH}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"fxpart plan, version {VERSION}",
+        **reference,
+        "$defs": components,
+    }
+
+
+def _runs(field: dict[str, Any]) -> None:
+    """Numbers may stand as a list too, as they do in memory."""
+    numbers = {"type": field.pop("type"), "items": field.pop("items")}
+    field.pop("default", None)
+    field["anyOf"] = [{"type": "string", "pattern": f"^{PATTERN}$"}, numbers]

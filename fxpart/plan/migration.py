@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fxpart.errors import error
-from fxpart.plan.model import VERSION
+
+VERSION = 9  # of the plans that this version writes
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 

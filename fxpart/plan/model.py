@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from fxpart.cluster.model import Cluster, Device
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.migration import VERSION
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
+from fxpart.schedule.weight_modes import FLUSH
 
 __all__ = [
     "VERSION",
@@ -33,8 +36,6 @@ __all__ = [
     "RankPrediction",
     "Stage",
 ]  # fmt: skip
-
-VERSION = 9
 
 
 class _PlanStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,6 +213,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     a queue: by stage how many updates its gradients may miss, the same for all copies of one. 0: it
     waits for each update, as a group that sums its gradients does; above, it goes on with the next
     minibatches. Empty: copies take turns.
+    schedule: the name of an entry of :data:`fxpart.schedule.spec.SCHEDULES`.
     weights: which weights forwards and backwards read, a mode of
     :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async" or a
     staleness above 0, and with nothing else.
@@ -243,16 +245,11 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ties: tuple[PlanTiedParameter, ...]
     batch_size: int
     microbatches: int
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async"
-    ]
+    schedule: str
     actions: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16"] = "fp32"
     transfer_dtype: Literal["", "bfloat16"] = ""
-    weights: Literal[
-        "flush", "lookahead", "stash", "vertical", "2bw", "naive", "spectrain", "spectrain-v2",
-        "pipeoptim", "xpipe", "pipemare", "nadam-stash",
-    ] = "flush"  # fmt: skip
+    weights: str = FLUSH
     optimizer: str = "adamw"
     seed: int = 0
     prediction: Prediction
@@ -276,14 +273,14 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The checked plan in a file; FXP301 (unreadable), FXP302 (format) or FXP303 (content)."""
         from fxpart.plan.files import load
 
-        return load(Path(path))
+        return load(Plan, Path(path))
 
     @staticmethod
     def loads(data: bytes | str, where: str = "plan") -> Plan:
         """The checked plan in JSON text; ``where`` names it in errors, which are those of load."""
         from fxpart.plan.files import decode
 
-        return decode(data.encode() if isinstance(data, str) else data, where)
+        return decode(Plan, data.encode() if isinstance(data, str) else data, where)
 
     def dumps(self) -> str:
         """Canonical JSON: sorted keys, two spaces, a final newline; equal plans give equal text."""
@@ -313,9 +310,9 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @staticmethod
     def schema() -> dict[str, Any]:
         """The JSON Schema (2020-12) of a plan file."""
-        from fxpart.plan.schema import schema
+        from fxpart.plan.files import schema
 
-        return schema()
+        return schema(Plan)
 
     @property
     def program_stages(self) -> tuple[tuple[int, int, int], ...]:
@@ -355,6 +352,18 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def device(self, rank: int) -> Device:
         """The device of a rank: the rank-th of those used, in the cluster's order."""
         return self.cluster.devices[self.devices[rank] if self.devices else rank]
+
+    def __repr__(self) -> str:
+        """Return a summary of at most 20 lines."""
+        from fxpart.plan.summary import summarize
+
+        return summarize(self)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as HTML, for notebooks."""
+        from fxpart.plan.summary import summarize_as_html
+
+        return summarize_as_html(self)
 
     @property
     def runnable(self) -> tuple[str, ...]:

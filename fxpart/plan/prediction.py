@@ -8,8 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 
+IDLE = "idle"  # the label of the seconds in which the bottleneck stage waits
 _ROUNDING = 1e-12  # of a step: what is left of it that is no time
 
 
@@ -184,7 +185,11 @@ class Prediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def expected_seconds(self) -> float:
-        """The step as far as it is known: rehearsed, or else simulated, corrected by other runs."""
+        """Step time: the predicted seconds of one optimizer step, the one that reports show.
+
+        Of a trial run of this plan, else simulated and corrected by trial runs of other plans, else
+        simulated. In an asynchronous pipeline, the seconds from one update to the next.
+        """
         return self.rehearsed_seconds or self.corrected_seconds or self.simulated_seconds
 
 
@@ -209,18 +214,18 @@ class StepParts(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fie
     predictions: float = 0.0
 
     def named(self) -> dict[str, float]:
-        """The parts by what people call them, in order."""
+        """The parts by their labels in reports, in order."""
         return {
             "computation": self.compute,
-            "collectives inside stages": self.collectives,
+            "collectives within stages": self.collectives,
             "transfers between stages": self.transfers,
-            "gathering weights": self.gathers,
-            "gradient sums": self.sums,
-            "sums of shared parameters": self.ties,
-            "the optimizer": self.optimizer,
-            "the runtime": self.overhead,
-            "predicting weights": self.predictions,
-            "the bubble": self.bubble,
+            "weight all-gather (ZeRO 3)": self.gathers,
+            "gradient reduction": self.sums,
+            "tied-parameter gradient reduction": self.ties,
+            "optimizer step": self.optimizer,
+            "runtime overhead": self.overhead,
+            "weight prediction": self.predictions,
+            IDLE: self.bubble,
         }
 
 

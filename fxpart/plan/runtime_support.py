@@ -5,22 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fxpart.errors import error
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES, list_schedules
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async")
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
     """Why the plan cannot be trained, in words; empty if it can."""
     found = []
-    if plan.schedule not in SCHEDULES:
-        found.append(f"its schedule is {plan.schedule}; those that run are {', '.join(SCHEDULES)}")
+    spec = SCHEDULES.get(plan.schedule)
+    if spec is None or not spec.trains:
+        known = ", ".join(list_schedules(trains=True))
+        found.append(f"its schedule is {plan.schedule}; those that run are {known}")
     degrees = {(s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero) for s in plan.stages}
     if len(degrees) > 1:
         found.append("its stages differ in data, tensor or expert parallelism or in ZeRO")
-    if plan.schedule == "async" and any(stage.zero for stage in plan.stages):
+    if spec is not None and not spec.flushes and any(stage.zero for stage in plan.stages):
         found.append(
             "its stages share optimizers (ZeRO), and asynchronous ones update by themselves"
         )
@@ -37,6 +38,6 @@ def require(plan: Plan, where: str) -> None:
             "FXP306",
             where=where,
             why="\n".join(found),
-            fix="plan again within what runs: --constraint schedule=1f1b and one\n"
+            fix=f"plan again within what runs: --constraint schedule={DEFAULT_SCHEDULE} and one\n"
             "mesh for all stages; explain, simulate and report work on any plan",
         )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from fxpart.errors import error
 from fxpart.schedule.action import Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.make import make
-from fxpart.schedule.plan_actions import NAME, parse_plan_actions
+from fxpart.schedule.plan_actions import parse_plan_actions
+from fxpart.schedule.spec import FOUND, find_built, list_built
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
@@ -36,8 +36,8 @@ def plan_schedule(plan: Plan, name: str | None = None, microbatches: int | None 
     """
     name = plan.schedule if name is None else name
     count = plan.microbatches if microbatches is None else microbatches
-    if name not in BUILDERS and not (name == NAME and plan.actions):
-        fix = f"one of {', '.join(BUILDERS)}"
+    if find_built(name) is None and not (name == FOUND and plan.actions):
+        fix = f"one of {', '.join(list_built())}"
         raise error("FXP109", where="schedule", why=f"there is no {name!r}", fix=fix)
     given = as_given(plan) if name == plan.schedule else name
     return make(given, stage_of(plan), count, edges_of(plan), replicas=plan.replicas)
@@ -48,7 +48,7 @@ def as_given(plan: Plan) -> Schedule | str:
 
     Raises FXP303 where the plan's actions cannot be read.
     """
-    if plan.schedule != NAME:
+    if plan.schedule != FOUND:
         return plan.schedule
     return parse_plan_actions(plan.actions, stage_of(plan), plan.microbatches)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.constraint_table import CONSTRAINTS, DEGREES, QUEUE
 from fxpart.plan.model import Plan
-from fxpart.planner.execution_mode import ASYNC, QUEUE, mode_of
+from fxpart.planner.execution_mode import ASYNC, mode_of
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.block_names import match_blocks
 from fxpart.solver.joint.constraints.megatron_layout import compute_layout_starts
-from fxpart.solver.joint.constraints.parse import OTHERWISE, PlanConstraint, parse_constraints
+from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraints
 
 Constraints = Mapping[str, int | float | str | bool]
 
@@ -79,7 +80,7 @@ def _degrees(plan: Plan) -> dict[str, set[str]]:
     """The degrees of the mesh by axis, or where none is worked out those of the stages."""
     if plan.sharding is not None:
         axes = dict(Mesh.parse(plan.sharding.mesh).axes)
-        return {axis: {str(axes.get(axis, 1))} for axis in ("dp", "tp", "ep")}
+        return {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
     return {
         "dp": {str(stage.data_parallel) for stage in plan.stages},
         "tp": {str(stage.tensor_parallel) for stage in plan.stages},
@@ -107,7 +108,7 @@ def _other_value(found: set[str], wish: PlanConstraint) -> str:
     elif wish.values:
         wrong = found & set(wish.values)
     else:
-        wrong = found - {OTHERWISE[wish.key]}
+        wrong = found - {CONSTRAINTS[wish.key].plain}
     return "" if not wrong else f"{wish.key}={', '.join(sorted(wrong))}"
 
 

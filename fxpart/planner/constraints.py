@@ -5,94 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxpart.errors import Problem, error
+from fxpart.plan.constraint_table import (
+    CONSTRAINTS,
+    DATA_AXIS,
+    DEGREES,
+    QUEUE,
+    ConstraintSpec,
+    suggest_names,
+)
 from fxpart.plan.model import Plan
-from fxpart.plan.precision import PRECISIONS, TRANSFER_DTYPES
 from fxpart.planner.execution_mode import (
     ASYNC,
-    NAMES,
-    QUEUE,
     Constraints,
     as_synchronous,
     mode_of,
 )
 from fxpart.planner.execution_mode import find_mode_problems as mode_faults
-from fxpart.schedule.weight_modes import MODES
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, find_built, list_schedules
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.constraints.parse import NUMBERS, SAME, WORDS, parse_constraints
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as wish_faults
-
-# The kind of each constraint, and the words to choose from.
-ALLOWED: dict[str, tuple[type, tuple[str, ...]]] = {
-    "stages": (int, ()),
-    "granularity": (str, ("block", "op")),
-    "copies": (str, ("auto", "none", "always")),
-    "solver": (str, ("auto", "dp", "cp-sat", "brute")),
-    "time_limit": (float, ()),
-    "mesh": (str, ()),
-    "annotations": (str, ()),
-    "placements": (str, ("solver", "annotated")),
-    "zero": (int, ()),
-    "zero_axis": (str, ()),
-    "ranks": (int, ()),
-    "forbid": (str, ()),
-    "stage": (str, ()),
-    "layout": (str, ()),
-    "precision": (str, PRECISIONS),
-    "transfer_dtype": (str, TRANSFER_DTYPES),
-    "mode": (str, NAMES),
-    "weights": (str, tuple(MODES)),
-    "staleness": (object, ()),
-    "batch_coupling": (str, ("per-microbatch",)),
-}
-SHARDING = ("annotations", "placements", "zero_axis")  # they need a mesh
-# Decisions that may be fixed to one value or several: "tp": 2 or "2,4".
-WISHES = tuple(k for k in (*NUMBERS, *WORDS, *SAME) if k not in ALLOWED)
-# The schedules that this version's runtime knows; by the first two cuts are chosen.
-TRAINED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found")
-PIECES = ("interleaved", "breadth-first", "zb-v")  # with several virtual stages per rank
-DEGREES = ("dp", "tp", "ep")  # what a mesh decides, by its axes of these names
+from fxpart.solver.joint.constraints.parse import parse_constraints
 
 
 def find_constraint_problems(constraints: Constraints) -> list[Problem]:
-    """One problem for each constraint that is not known or not of the right kind."""
+    """Return one problem for each constraint that is unknown or has a value of another kind."""
     problems = []
     for key, value in constraints.items():
         where = f"constraint {key}={str(value)[:80]!r}"
-        if key in WISHES:
-            continue
-        if key not in ALLOWED:
-            fix = f"one of {', '.join((*ALLOWED, *WISHES))}"
+        spec = CONSTRAINTS.get(key)
+        if spec is None:
+            fix = suggest_names(key, tuple(CONSTRAINTS))
             problems.append(Problem("FXP109", where, "it is not a constraint", fix))
             continue
-        kind, choices = ALLOWED[key]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key == "precision" and value not in choices:
-            # The same words as capture's.
-            half = value in ("fp16", "float16", "half")
-            why = (
-                "float16 needs its loss scaled, which is not done" if half else "it is not a choice"
-            )
-            problems.append(Problem("FXP109", where, why, "bf16" if half else " or ".join(choices)))
-        elif choices and value not in choices:
-            problems.append(Problem("FXP109", where, "it is not a choice", " or ".join(choices)))
-        elif kind is str and not isinstance(value, str):
-            problems.append(Problem("FXP109", where, "it is not a text", ""))
-        elif key == "zero" and not (number and value in (0, 1, 2, 3)):
-            problems.append(Problem("FXP109", where, "it is not a choice", "0, 1, 2 or 3"))
-        elif key == "stages" and not (number and isinstance(value, int) and value >= 1):
-            problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
-        elif key == "ranks" and not (number and isinstance(value, int) and value >= 1):
-            problems.append(Problem("FXP109", where, "it is not a whole number above 0", ""))
-        elif kind is float and not (number and float(value) > 0):
-            problems.append(Problem("FXP109", where, "it is not a number of seconds above 0", ""))
+        found = _find_wrong_value(spec, value)
+        if found is not None:
+            problems.append(Problem("FXP109", where, *found))
     if not problems:
         problems += [*wish_faults(constraints), *mode_faults(constraints)]
     if not problems:
         problems += [*_virtual_faults(constraints), *_solver_faults(constraints)]
     needing: tuple[str, ...] = ()
     if constraints.get("mesh") in (None, "", "none"):
-        needing = SHARDING
-    if constraints.get("mesh") == "auto" and constraints.get("zero_axis", DEGREES[0]) != DEGREES[0]:
+        needing = tuple(name for name, spec in CONSTRAINTS.items() if spec.needs == "mesh")
+    if constraints.get("mesh") == "auto" and constraints.get("zero_axis", DATA_AXIS) != DATA_AXIS:
         needing = ("zero_axis",)  # of a mesh that is searched for it is the data-parallel axis
     fix = 'add the constraint "mesh", such as "dp=2,tp=2"'
     problems += [
@@ -103,16 +58,35 @@ def find_constraint_problems(constraints: Constraints) -> list[Problem]:
     return problems
 
 
+def _find_wrong_value(spec: ConstraintSpec, value: object) -> tuple[str, str] | None:
+    """Return what is wrong with a value of a constraint, and the fix; None where it is right."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    choices = " or ".join(map(str, spec.list_choices()))
+    if spec.name == "precision" and value in ("fp16", "float16", "half"):
+        return "float16 needs its loss scaled, which is not done", "bf16"
+    if spec.kind == "choice" and not spec.accepts(value):
+        return "it is not a choice", choices
+    if spec.kind == "numbers" and spec.choices and not (number and spec.accepts(value)):
+        return "it is not a choice", choices
+    if spec.kind in ("text", "entries") and not spec.same_as and not isinstance(value, str):
+        return "it is not a text", ""
+    if spec.kind == "count" and not (number and isinstance(value, int) and value >= spec.least):
+        return "it is not a whole number above 0", ""
+    if spec.kind == "seconds" and not (number and float(str(value)) > 0):
+        return "it is not a number of seconds above 0", ""
+    return None
+
+
 def _virtual_faults(constraints: Constraints) -> Iterator[Problem]:
     """FXP109 where virtual stages are requested from schedules that have one stage per rank."""
     wanted = [w for w in parse_constraints(constraints) if (w.kind, w.key) == ("fix", "virtual")]
     if not wanted or any("1" in wish.values for wish in wanted):
         return
     mode = mode_of(constraints)
-    words = str(as_synchronous(constraints).get("schedule", TRAINED[0])).split(",")
-    if mode in ("sync", "auto") and any(word.strip() in PIECES for word in words):
+    words = str(as_synchronous(constraints).get("schedule", DEFAULT_SCHEDULE)).split(",")
+    if mode in ("sync", "auto") and any(_is_virtual(word.strip()) for word in words):
         return
-    schedules = " or ".join(f"schedule={name}" for name in PIECES)
+    schedules = " or ".join(f"schedule={name}" for name in list_schedules(is_virtual=True))
     yield Problem(
         "FXP109",
         f"constraint virtual={constraints['virtual']!r}",
@@ -121,6 +95,11 @@ def _virtual_faults(constraints: Constraints) -> Iterator[Problem]:
         else f"schedule={','.join(words)} has one stage per rank",
         f"mode=sync with {schedules}",
     )
+
+
+def _is_virtual(name: str) -> bool:
+    spec = find_built(name)
+    return spec is not None and spec.is_virtual
 
 
 def _solver_faults(constraints: Constraints) -> Iterator[Problem]:
@@ -137,7 +116,8 @@ def _solver_faults(constraints: Constraints) -> Iterator[Problem]:
 
 def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     """One problem for each decision that is fixed beside a mesh and is not the mesh's."""
-    said = {"recompute": "none"} | {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
+    said = {"recompute": CONSTRAINTS["recompute"].plain}
+    said |= {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
     given = f"the mesh {constraints['mesh']}" if "mesh" in constraints else f"the mode {QUEUE}"
     return [
         Problem(
@@ -226,12 +206,13 @@ def match_capture_precision(
 
 def check_trainable(constraints: Constraints) -> None:
     """The schedules asked for can be run; FXP109 naming those that cannot."""
-    wanted = str(as_synchronous(constraints).get("schedule", TRAINED[0])).split(",")
-    wrong = [name.strip() for name in wanted if name.strip() not in TRAINED]
+    wanted = str(as_synchronous(constraints).get("schedule", DEFAULT_SCHEDULE)).split(",")
+    trained = (DEFAULT_SCHEDULE, *list_schedules(trains=True, flushes=True))
+    wrong = [name.strip() for name in wanted if name.strip() not in trained]
     if wrong:
         raise error(
             "FXP109",
             where=f"schedule={constraints['schedule']}",
             why=f"{wrong[0]} can be planned (fxpart plan --space all), but not trained yet",
-            fix=" or ".join(TRAINED),
+            fix=" or ".join(dict.fromkeys(trained)),
         )

@@ -9,26 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Alternative, Certificate, Plan, PlanModel
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
-from fxpart.planner.execution_mode import ASYNC, QUEUE, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, as_synchronous
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.joint_plan_builder import make_joint_plan
 from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.planner.prediction.process_memory import with_process
-from fxpart.planner.refinement import StageMeasurementModel
+from fxpart.planner.refinement import find_contention
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.schedule.host_contention import average_computing_stages
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms
+from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
@@ -39,7 +42,6 @@ from fxpart.solver.joint.problem import (
     JointProblem,
     JointSolution,
     ParallelOption,
-    ScheduleName,
     count_option_devices,
 )
 
@@ -103,21 +105,21 @@ def build_joint_problem(
         microbatches=microbatches,
         optimizer=request.optimizer,
         schedules=schedules,
-        weights=request.weights if ASYNC in schedules else "stash",
+        weights=request.weights if ASYNC in schedules else STASH,
         space=allowed,
         transfer_dtype=request.transfer_dtype,
     )
 
 
-def _schedules(request: PlanRequest, *, priced: bool) -> tuple[ScheduleName, ...]:
+def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     """Those to choose from. priced: those by which degrees are chosen, in the place of others."""
     given = request.constraints
     if request.mode == ASYNC:
-        return ("async",)
+        return (ASYNC,)
     kept = with_cut_schedules(as_synchronous(given)) if priced else as_synchronous(given)
-    words = [word.strip() for word in str(kept.get("schedule", "1f1b")).split(",")]
+    words = [word.strip() for word in str(kept.get("schedule", DEFAULT_SCHEDULE)).split(",")]
     words += [ASYNC] if request.mode == "auto" and not priced else []
-    return tuple(name for word in words for name in get_args(ScheduleName) if name == word)
+    return tuple(word for word in words if word in list_closed_forms())
 
 
 def _wished_levels(request: PlanRequest) -> tuple[int, ...]:
@@ -409,6 +411,6 @@ def plan_best_choice(
         constraints=request.constraints,
         placed=None if placement is None else placement.ranks,
         parameters=elements,
-        crowding=costs.crowding if isinstance(costs, StageMeasurementModel) else None,
+        crowding=find_contention(costs, request.cluster),
     )
     return with_process(plan, costs)

@@ -1,6 +1,6 @@
 """Synchronous, asynchronous, the better of both, or from queues: what is asked for.
 
-By arguments and constraints: the mode by name, or as the schedule "async"; the weight mode with it,
+By arguments and constraints: the mode by name, or as the schedule `async`; the weight mode with it,
 and of queues the staleness.
 """
 
@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from fxpart.errors import Problem, error
-from fxpart.schedule.weight_modes import MODES, QUEUED
+from fxpart.plan.constraint_table import QUEUE
+from fxpart.schedule.spec import ASYNC as ASYNC_SCHEDULE
+from fxpart.schedule.spec import INTERLEAVED, SCHEDULES, list_schedules
+from fxpart.schedule.weight_modes import (
+    SPECTRAIN,
+    STASH,
+    list_queue_modes,
+    list_stream_modes,
+)
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
@@ -18,12 +26,9 @@ if TYPE_CHECKING:
 Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 Found: TypeAlias = dict[str, int | float | str | bool]
 
-ASYNC = "async"  # the mode, and the schedule
-QUEUE = "queue"  # copies take microbatches from queues
-NAMES = ("sync", ASYNC, "auto", QUEUE)
-WEIGHTS = "spectrain"  # by default
+ASYNC = ASYNC_SCHEDULE  # the mode has the name of its schedule
+WEIGHTS = SPECTRAIN  # by default
 _OF_MODES = ("mode", "weights", "staleness")
-STREAMS = tuple(name for name, mode in MODES.items() if not mode.flush)
 
 
 def mode_of(constraints: Constraints) -> str:
@@ -42,7 +47,7 @@ def mode_of(constraints: Constraints) -> str:
 
 def weights_of(constraints: Constraints) -> str:
     """The weight mode of a plan that does not drain, or of queues."""
-    return str(constraints.get("weights", QUEUED[0] if mode_of(constraints) == QUEUE else WEIGHTS))
+    return str(constraints.get("weights", STASH if mode_of(constraints) == QUEUE else WEIGHTS))
 
 
 def parse_staleness(said: object) -> tuple[int, ...] | None:
@@ -97,7 +102,7 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
     virtual = constraints.get("virtual", 1)
     if mode in (ASYNC, QUEUE) and virtual != 1:
         why = "a rank of such a pipeline has one stage"
-        fix = 'leave it out, or mode="sync" with schedule="interleaved"'
+        fix = f'leave it out, or mode="sync" with schedule="{INTERLEAVED}"'
         yield Problem("FXP109", f"mode={mode!r}, virtual={virtual}", why, fix)
     if mode == QUEUE:
         yield from _queue_faults(constraints)
@@ -111,9 +116,9 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
         yield Problem(
             "FXP109", f"weights={weights!r}", "a synchronous plan has none to choose", fix
         )
-    elif weights is not None and weights not in STREAMS:
+    elif weights is not None and weights not in list_stream_modes():
         why = "it drains the pipeline before each update, and so is synchronous"
-        fix = f'mode="sync", or one of {", ".join(STREAMS)}'
+        fix = f'mode="sync", or one of {", ".join(list_stream_modes())}'
         yield Problem("FXP109", f"mode={mode!r}, weights={weights!r}", why, fix)
     asked = _schedules(constraints)
     if (mode == ASYNC and words) or (mode == "sync" and ASYNC in asked):
@@ -122,17 +127,18 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
 
 
 def _queue_faults(constraints: Constraints) -> Iterator[Problem]:
-    stale, weights = constraints.get("staleness", "0"), constraints.get("weights", QUEUED[0])
+    stale, weights = constraints.get("staleness", "0"), constraints.get("weights", STASH)
     if parse_staleness(stale) is None:
         why = "it is not a count of updates for all stages, nor one for each"
         yield Problem("FXP109", f"staleness={stale!r}", why, '"2", or "2,0" for two stages')
-    if weights not in QUEUED:
-        fix = f"one of {', '.join(QUEUED)}"
+    if weights not in list_queue_modes():
+        fix = f"one of {', '.join(list_queue_modes())}"
         yield Problem("FXP109", f"mode={QUEUE!r}, weights={weights!r}", "it has no queues", fix)
-    wrong = [word for word in _schedules(constraints) if word not in ("1f1b", "gpipe")]
+    wrong = [word for word in _schedules(constraints) if not SCHEDULES[word].supports_queues]
     if wrong:
         why = "nothing bounds what its copies would keep"
-        yield Problem("FXP109", f"mode={QUEUE!r}, schedule={wrong[0]!r}", why, "1f1b or gpipe")
+        fix = " or ".join(list_schedules(supports_queues=True))
+        yield Problem("FXP109", f"mode={QUEUE!r}, schedule={wrong[0]!r}", why, fix)
     if constraints.get("mesh", "none") != "none":
         where = f"mode={QUEUE!r}, mesh={constraints['mesh']!r}"
         why = "stages whose ranks share their work have no queues"

@@ -13,6 +13,7 @@ from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.planner.prediction.asynchronous_plan import as_weights
 from fxpart.planner.prediction.descriptions import label
 from fxpart.planner.prediction.joint_prediction import edges, predict
+from fxpart.schedule.weight_modes import FLUSH
 from fxpart.solver.joint.objective import JointEvaluation, JointScorer, JointStage, degrees
 from fxpart.solver.joint.problem import (
     JointChoice,
@@ -20,6 +21,7 @@ from fxpart.solver.joint.problem import (
     JointSolution,
     count_option_devices,
 )
+from fxpart.solver.joint.schedule_costs import is_stream
 
 _EXACT = 1e-6  # a gap below is none
 
@@ -67,7 +69,7 @@ def make_joint_plan(
         batch_size=batch_size,
         microbatches=choice.microbatches,
         schedule=choice.schedule,
-        weights=as_weights(problem.weights) if choice.schedule == "async" else "flush",
+        weights=as_weights(problem.weights) if is_stream(choice.schedule) else FLUSH,
         precision=precision_of(constraints),
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,

@@ -13,28 +13,25 @@ from torch import fx
 from fxpart.codegen.generated_program import GeneratedProgram, generate_program, make_schedule
 from fxpart.codegen.mesh_programs.plan_placements import plan_sharding
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
-from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.plan.prediction import HostLoad
 from fxpart.planner.device_assignment import StageAssignment
-from fxpart.planner.execution_mode import ASYNC
-from fxpart.planner.families.asynchronous_pipeline import AsynchronousPlanner
+from fxpart.planner.families import MESH_FAMILIES, find_family
 from fxpart.planner.families.schedule_selection import (
-    PLAIN,
-    ScheduleSelector,
     keep_cut_schedules,
     requested_schedules,
 )
 from fxpart.planner.plan_builder import ShardingSummary, make_plan
+from fxpart.planner.plan_family import MeshContext
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.refinement import (
     EvaluatedCandidate,
     RefinedEvaluation,
-    StageMeasurementModel,
     certify_plan,
+    find_contention,
     is_measured,
     keys_of,
     refine_evaluation,
@@ -44,6 +41,7 @@ from fxpart.planner.refinement import (
     with_trial_run,
 )
 from fxpart.planner.request import PlanRequest
+from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.pricing.device_order import best_order
 from fxpart.pricing.live_tensors import with_live_tensors
 from fxpart.pricing.partition import compute_reduction_times, copying_of, price
@@ -90,7 +88,7 @@ def solve_exactly(
         else None
     )
     local = graph if sharded is None else sharded.local(0)
-    sharing = None if sharded is None else sharded.sharing()
+    sharing = None if sharded is None else StageParallelism.of(sharded)
     problem, provenance = price(
         local,
         captured,
@@ -119,16 +117,17 @@ def solve_exactly(
         places=places,
         looked=looked,
     )
-    if request.mode == ASYNC:
-        plan, parts = answer.streamed(problem)
-        plan = with_process(plan, request.cost_model)
-        return with_live_tensors(plan, problem, local, captured, sharing), parts
-    made = _stages(problem, places, request)
-    made, plan, parts = answer.compared(made)
-    if set(requested_schedules(request)) - set(PLAIN):
-        plan, parts = answer.arranged(problem, plan, parts)
+    chains: list[StagePartition] = []
+
+    def chain() -> tuple[Plan, GeneratedProgram]:
+        made, plan, parts = answer.compared(_stages(problem, places, request))
+        chains.append(made)
+        return plan, parts
+
+    family = find_family(MESH_FAMILIES, request)
+    plan, parts = chain() if family is None else family.plan(answer.context(problem, chain))
     plan = with_process(plan, request.cost_model)
-    if made.over or plan.virtual > 1:  # stages are no runs of blocks
+    if any(made.over for made in chains) or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
@@ -212,17 +211,18 @@ class _PricedMesh:
 
     def hosts(self, stages: int) -> tuple[HostLoad, ...] | None:
         """How ranks of a host slow each other down, where it was measured."""
-        model, cluster = self.request.cost_model, self.request.cluster
-        if not isinstance(model, StageMeasurementModel):
+        cluster = self.request.cluster
+        contention = find_contention(self.request.cost_model, cluster)
+        if contention is None:
             return None
-        return find_host_loads(cluster, sorted(self.devices(stages)), model.crowding)
+        return find_host_loads(cluster, sorted(self.devices(stages)), contention)
 
     def compared(self, made: StagePartition) -> tuple[StagePartition, Plan, GeneratedProgram]:
         """With a profile the best chain by what is expected of it, or a graph of stages if better.
 
         Otherwise what was solved for.
         """
-        if not is_measured(self.request.cost_model):
+        if not is_measured(self.request.cost_model, self.request.cluster):
             return (made, *self.plan(made, made.solution))
         if not made.over:
             return (made, *self.reranked(made))
@@ -272,35 +272,39 @@ class _PricedMesh:
             provenance={**plan.provenance, "choice": found.words()},
         ), parts
 
-    def arranged(
-        self, problem: PartitionProblem, plan: Plan, parts: GeneratedProgram
-    ) -> tuple[Plan, GeneratedProgram]:
-        """The best of the wished schedules. plan, parts: the best under 1F1B or GPipe."""
-        shared = None
-        if self.sharded is not None:
-            shared = _shared(self.sharded, self.sums, ())
-        limit = _limit(self.request)
-        found = ScheduleSelector(problem, self.request, self.plan, self.parts, shared, limit)
-        return found.best(plan, parts)
-
-    def streamed(self, problem: PartitionProblem) -> tuple[Plan, GeneratedProgram]:
-        """The best asynchronous plan."""
+    def context(
+        self, problem: PartitionProblem, chain: Callable[[], tuple[Plan, GeneratedProgram]]
+    ) -> MeshContext:
+        """Return the input of a family that plans on this mesh."""
         request = self.request
-        ordered = self.places.ordered(request.cluster)
-        copying = copying_of(ordered, request.cost_model, request.mesh.size)
 
-        def known(choice: PartitionChoice, evaluation: PartitionEvaluation) -> PartitionEvaluation:
+        def refined(
+            choice: PartitionChoice, evaluation: PartitionEvaluation
+        ) -> PartitionEvaluation:
             return self.refined(problem, choice, evaluation).evaluation
 
-        limit = _limit(request)
-        return AsynchronousPlanner(problem, request, copying, self.plan, known, limit).best()
+        def copying() -> tuple[float, ...]:
+            ordered = self.places.ordered(request.cluster)
+            return copying_of(ordered, request.cost_model, request.mesh.size)
+
+        return MeshContext(
+            problem=problem,
+            request=request,
+            make=self.plan,
+            parts=self.parts,
+            refined=refined,
+            copying=copying,
+            shared=lambda: None if self.sharded is None else _shared(self.sharded, self.sums, ()),
+            chain=chain,
+            time_limit=_limit(request),
+        )
 
     def refined(
         self, problem: PartitionProblem, choice: PartitionChoice, evaluation: PartitionEvaluation
     ) -> RefinedEvaluation:
         """The evaluation with whole stages as they were measured."""
         model, cluster = self.request.cost_model, self.request.cluster
-        if not isinstance(model, StageMeasurementModel):
+        if not is_measured(model, cluster):
             return RefinedEvaluation(evaluation)
         parts = self.parts(choice)
         rows = problem.variants[choice.variant].microbatch_size

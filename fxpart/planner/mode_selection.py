@@ -15,12 +15,13 @@ import msgspec
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
-from fxpart.planner.execution_mode import ASYNC, QUEUE, Found, as_asynchronous, as_synchronous
-from fxpart.planner.families.queue_routing import plan_queues
+from fxpart.planner.execution_mode import ASYNC, Found, as_asynchronous, as_synchronous
+from fxpart.planner.families import MODE_FAMILIES, find_family
+from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.asynchronous_plan import against, cost_in_staleness
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.request import PlanRequest
-from fxpart.planner.search import PlanSearchResult, find_best_plan
+from fxpart.planner.search import find_best_plan
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -61,20 +62,21 @@ def select_mode(
         mine = _with(front, constraints)
         return ModeSelection(find_best_plan(mine, microbatches, progress), mine.request)
 
-    if request.mode == QUEUE:
-        kept = as_synchronous(request.constraints)
+    family = find_family(MODE_FAMILIES, request)
+    if family is not None:
 
-        def turns(asked: PlanRequest) -> PlanSearchResult:
-            mine = replace(asked, constraints=kept)
-            return find_best_plan(replace(front, request=mine), microbatches, progress)
+        def search(part: PreparedModel) -> PlanSearchResult:
+            return find_best_plan(part, microbatches, progress)
 
-        return ModeSelection(plan_queues(request, turns), replace(request, constraints=kept))
+        found = family.plan(ModelContext(front, microbatches, search))
+        kept = replace(request, constraints=as_synchronous(request.constraints))
+        return ModeSelection(found, kept)
     if request.mode == ASYNC:
         _check(request)
-        found = of(as_asynchronous(request.constraints))
-        if len(found.decided.plan.stages) > 1:
+        stream = of(as_asynchronous(request.constraints))
+        if len(stream.decided.plan.stages) > 1:
             return _told(
-                found, request, f"async, as asked; {cost_in_staleness(found.decided.plan)}"
+                stream, request, f"async, as asked; {cost_in_staleness(stream.decided.plan)}"
             )
         return _told(of(as_synchronous(request.constraints)), request, f"sync: {_ONE}")
     return _better(

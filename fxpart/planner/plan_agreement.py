@@ -30,7 +30,7 @@ import msgspec
 import torch.distributed as dist
 
 from fxpart.compat import default_store
-from fxpart.environment import Launch, launch
+from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 
@@ -98,7 +98,7 @@ def is_multi_rank_job() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:  # reported where ranks connect
         return False
     return found is not None and found.world > 1
@@ -249,7 +249,7 @@ def _talk(devices: int) -> _PlanChannel | None:
     if dist.is_initialized():
         return _of_group(devices)
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:  # which is told where ranks connect
         return None
     return _of_launch(found) if found is not None and 1 < found.world <= devices else None
@@ -268,7 +268,7 @@ def _of_group(devices: int) -> _PlanChannel | None:
 
 def _of_launch(found: Launch) -> _PlanChannel | None:
     """Of torchrun's environment; the store stays open, as there is one to a process."""
-    from fxpart.runtime.transport.rendezvous import open_store  # which a torch without them has not
+    from fxpart.launch.job_store import open_store  # which a torch without them has not
 
     global _opened
     if _opened is not None and _opened[0] == found:

@@ -354,13 +354,3 @@ def model_info(captured: CapturedModel, graph: fx.GraphModule) -> PlanModel:
             for i in captured.inputs
         ),
     )
-
-
-def describe_model_difference(planned: PlanModel, found: PlanModel) -> str:
-    """What distinguishes the plan's model from the one at hand, in words."""
-    rows = [
-        f"{field}: planned {getattr(planned, field)}, found {getattr(found, field)}"
-        for field in ("name", "capture", "batch", "nodes", "blocks", "parameters", "inputs")
-        if getattr(planned, field) != getattr(found, field)
-    ]
-    return "\n".join(rows) or "the same counts, but other operations, shapes or arguments"

@@ -22,25 +22,25 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     is_accepted,
     mark_batch_dependent_nodes,
 )
-from fxpart.codegen.mesh_programs.sharding_decision import find_annotations
 from fxpart.compat.optimizer_choice import choose
+from fxpart.compat.optimizer_parameters import name_optimizer_parameters
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
-from fxpart.costmodels import ProfileCostModel
 from fxpart.costs import CostModel
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
+from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
 from fxpart.planner.execution_mode import Constraints
 from fxpart.planner.plan_builder import model_info
 from fxpart.planner.request import (
-    DATA_AXIS,
     PlanRequest,
     check_counts,
     find_cluster,
     make_request,
 )
-from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.planner.sharding_decision import find_annotations
 from fxpart.verification import ConstantGuard, check_module, check_option, refuse_gradient_hooks
 
 
@@ -99,21 +99,23 @@ def prepare_model(
     )  # fmt: skip
     model, loss = plain_module(gather_model_dtensors(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
-    captured = _capture(
-        model,
-        gather_batch_dtensors(given[0]),
-        gather_batch_dtensors(given[1]),
-        microbatches=asked.microbatches if plan is None else plan.microbatches,
-        request=request,
-        batch_size=asked.batch_size if plan is None else plan.batch_size,
-        precision=request.precision,
-        **options,
-    )
+    with log_phase("capture the model"):
+        captured = _capture(
+            model,
+            gather_batch_dtensors(given[0]),
+            gather_batch_dtensors(given[1]),
+            microbatches=asked.microbatches if plan is None else plan.microbatches,
+            request=request,
+            batch_size=asked.batch_size if plan is None else plan.batch_size,
+            precision=request.precision,
+            **options,
+        )
     if isinstance(asked.optimizer, torch.optim.Optimizer):
-        UserOptimizer(asked.optimizer, live_parameters(captured))  # FXP115 before planning
+        name_optimizer_parameters(asked.optimizer, live_parameters(captured))  # raises FXP115
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
-    graph = PassManager().run(_prepare(granularity), captured.graph)
+    with log_phase("prepare the graph"):
+        graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
     said: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         said = _annotations(model, request, captured, given)
@@ -122,16 +124,15 @@ def prepare_model(
     captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
-        return check_module(model, loss, captured, graph, seed=request.seed, check=check)
+        with log_phase("check the captured program"):
+            return check_module(model, loss, captured, graph, seed=request.seed, check=check)
 
     return PreparedModel(with_model_profile(request, info), captured, graph, info, said, compare)
 
 
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
     """The request with what a profile says of this very model."""
-    if not isinstance(request.cost_model, ProfileCostModel):
-        return request
-    return replace(request, cost_model=request.cost_model.of(info.fingerprint))
+    return replace(request, cost_model=request.cost_model.for_model(info.fingerprint))
 
 
 def describe_request(front: PreparedModel, microbatches: int | None) -> str:
@@ -208,6 +209,6 @@ def _capture(
     made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
     mark_batch_dependent_nodes(captured, made)
     accepted = is_accepted(request.constraints) or microbatches is not None
-    if not accepted and couplings(PassManager().run(PREPARE, made.graph), made):
+    if not accepted and couplings(PassManager(all_passes()).run(PREPARE, made.graph), made):
         return captured
     return made

@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fxpart.codegen.stage_key import FIRST, stage_key, symbol_sizes
 from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels.profile_store import ContentionProfile, TrialRun
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.prediction.trial_correction import estimate_correction, kind_of
-from fxpart.pricing.non_op_costs import CalibratedCostModel, NonOpCosts
-from fxpart.profiling.store import ContentionProfile, StageMeasurement, TrialRun
+from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
@@ -31,51 +31,44 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
+    from fxpart.costs import CostModel
 
 _COMPARED = 12  # answers that are simulated, beside those of each number of stages:
 _SPREAD = 16  # so many in all, at least the best of each
 _SOLVING = 2.0  # seconds for each number of stages
 
 
-@runtime_checkable
-class StageMeasurementModel(CalibratedCostModel, Protocol):
-    """A cost model that knows stages measured whole, and how ranks of a host slow each other."""
-
-    def stage(self, key: str, device: Device) -> StageMeasurement | None:
-        """A stage alone on such a device."""
-
-    def crowding(self, host: str) -> ContentionProfile:
-        """The ranks of a host."""
-
-    def rehearsal(self, key: str) -> TrialRun | None:
-        """A plan that was run, by its decisions."""
+def is_measured(model: CostModel, cluster: Cluster) -> bool:
+    """Return whether plans are compared by simulation: contention of the hosts was measured."""
+    return model.knowledge(cluster.devices[0]).contention is not None
 
 
-@runtime_checkable
-class TrialRunModel(Protocol):
-    """A cost model that knows all plans of a model that were run."""
-
-    def rehearsed(self, model: str) -> tuple[TrialRun, ...]:
-        """Those of the model with this fingerprint."""
-
-
-def is_measured(model: object) -> bool:
-    """Whether answers are compared by simulation: the cost model comes from a profile."""
-    return isinstance(model, StageMeasurementModel)
+def find_contention(
+    model: CostModel, cluster: Cluster
+) -> Callable[[str], ContentionProfile] | None:
+    """Return how ranks of a host slow each other down, by host; None if it was not measured."""
+    if not is_measured(model, cluster):
+        return None
+    first = {device.host: device for device in reversed(cluster.devices)}
+    unknown = ContentionProfile()
+    return lambda host: model.knowledge(first[host]).contention or unknown
 
 
-def plan_seconds(plan: Plan, model: object) -> float:
-    """What plans of different meshes are compared by, in seconds a step."""
+def plan_seconds(plan: Plan, model: CostModel) -> float:
+    """Return the step time, in seconds, by which plans of different meshes are compared."""
     found = plan.prediction
-    return found.expected_seconds if is_measured(model) else found.step_seconds
+    return found.expected_seconds if is_measured(model, plan.cluster) else found.step_seconds
 
 
-def with_trial_run(plan: Plan, model: object) -> Plan:
-    """The plan with what its steps took where the profile has rehearsed it, or plans like it."""
-    known = model.rehearsal(plan_key(plan)) if isinstance(model, StageMeasurementModel) else None
-    runs = model.rehearsed(plan.model.fingerprint) if isinstance(model, TrialRunModel) else ()
-    return correct_by_trial_runs(plan, known, runs)
+def with_trial_run(plan: Plan, model: CostModel) -> Plan:
+    """Return the plan with the step time of its own trial run, or corrected by similar plans'."""
+    runs = model.knowledge(plan.device(0)).trial_runs
+    if not runs:
+        return plan
+    alike = [one for one in runs.values() if one.model == plan.model.fingerprint]
+    return correct_by_trial_runs(plan, runs.get(plan_key(plan)), alike)
 
 
 def correct_by_trial_runs(plan: Plan, own: TrialRun | None, runs: Collection[TrialRun]) -> Plan:
@@ -118,7 +111,7 @@ def refine_evaluation(
     problem: PartitionProblem,
     choice: PartitionChoice,
     keys: Sequence[str],
-    model: StageMeasurementModel,
+    model: CostModel,
     devices: Sequence[Sequence[Device]],
 ) -> RefinedEvaluation:
     """The evaluation with measured seconds for stages measured whole.
@@ -147,7 +140,7 @@ def _slowest(
     stage: StageCost,
     key: str,
     devices: Sequence[Device],
-    model: StageMeasurementModel,
+    model: CostModel,
     problem: PartitionProblem,
     count: int,
 ) -> StageCost | None:
@@ -173,7 +166,7 @@ def measured_whole(
     stage: StageCost,
     key: str,
     device: Device,
-    model: StageMeasurementModel,
+    model: CostModel,
     problem: PartitionProblem,
     microbatches: int,
     taken: int | None = None,
@@ -183,7 +176,8 @@ def measured_whole(
     microbatches: of a batch; taken: as many of them come here, by default all. Rows of tables are
     put together here of all, once a step.
     """
-    later, first = model.stage(key, device), model.stage(key + FIRST, device)
+    stages = model.knowledge(device).stages
+    later, first = stages.get(key), stages.get(key + FIRST)
     if later is None or first is None:
         return None
     own = NonOpCosts.of(model, device)

@@ -9,8 +9,9 @@ from typing import Any
 from fxpart import costmodels
 from fxpart.cluster.model import Cluster
 from fxpart.costs import CostModel
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan.constraint_table import DATA_AXIS, QUEUE
 from fxpart.plan.model import Plan
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.planner.constraints import (
@@ -18,12 +19,11 @@ from fxpart.planner.constraints import (
     find_constraint_problems,
     find_mesh_conflicts,
 )
-from fxpart.planner.execution_mode import QUEUE, Constraints, mode_of, weights_of
+from fxpart.planner.execution_mode import Constraints, mode_of, weights_of
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as wish_faults
 from fxpart.solver.joint.constraints.parse import parse_constraints
 
-DATA_AXIS = "dp"
 ONE_LANE = "none"  # as a mesh: every stage is one rank
 
 
@@ -178,11 +178,12 @@ def _cost_model(
     given: str | Path | CostModel, cluster: Cluster, problems: list[Problem]
 ) -> CostModel | None:
     """The cost model for the cluster; None, and a problem more, where it cannot be used."""
-    if not isinstance(given, str | Path):
-        return given
     import torch
 
     try:
+        if not isinstance(given, str | Path):
+            costmodels.check_cost_model(given, f"cost_model={type(given).__name__}")
+            return given
         return costmodels.find(given, cluster, torch=str(torch.__version__))
     except FxpartError as fault:
         problems += fault.problems
@@ -207,7 +208,7 @@ def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tupl
 
 def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
     """How many ranks there have to be: as torchrun started, or as asked for."""
-    found, given = launch(), constraints.get("ranks")
+    found, given = read_launch(), constraints.get("ranks")
     wish = given if isinstance(given, int) and not isinstance(given, bool) else None
     if found is None:
         return wish

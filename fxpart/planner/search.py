@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fxpart.codegen.generated_program import GeneratedProgram
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan
@@ -24,15 +26,15 @@ from fxpart.planner.degrees import (
     with_degrees,
 )
 from fxpart.planner.device_assignment import StageAssignment
-from fxpart.planner.families.replicated_stages import choose_fastest_plan, considers_replicas
+from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.mesh_plan import Look, solve_exactly
+from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
-from fxpart.planner.refinement import StageMeasurementModel, is_measured, plan_seconds
+from fxpart.planner.refinement import find_contention, is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.weights import trained_names
-from fxpart.solver.joint.problem import JointProblem
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -42,18 +44,6 @@ _LARGE = 2000  # ops of a graph of which only the best proposal is
 _NEAR = 1.5  # how much longer than the best a proposal may seem to take, and be tried, if measured
 
 _Tried = tuple[Plan, GeneratedProgram, MeshProposal]
-
-
-@dataclass(frozen=True)
-class PlanSearchResult:
-    """A plan, the program's parts that follow from it, and what its degrees were chosen from.
-
-    problem: None where the mesh was given.
-    """
-
-    plan: Plan
-    parts: GeneratedProgram
-    problem: JointProblem | None = None
 
 
 def find_best_plan(
@@ -70,24 +60,22 @@ def find_best_plan(
     always busy together; otherwise by what was minimised. looked: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
-    if not considers_replicas(front.request):
-        if front.request.constraints.get("copies") == "always":
-            raise error(
-                "FXP109",
-                where="constraint copies='always'",
-                why="replicated stages are searched for in synchronous plans and in queues only, "
-                "without constraints on degrees or cuts and without a mesh of several ranks",
-                fix="leave copies out, or those constraints",
-            )
-        return _alike(front, microbatches, progress, looked)
-    made: list[PlanSearchResult] = []
 
-    def alike(part: PreparedModel) -> tuple[Plan, GeneratedProgram]:
-        made.append(_alike(part, microbatches, progress, looked))
-        return made[-1].plan, made[-1].parts
+    def search(part: PreparedModel) -> PlanSearchResult:
+        return _alike(part, microbatches, progress, looked)
 
-    plan, parts, same = choose_fastest_plan(front, microbatches, alike)
-    return PlanSearchResult(plan, parts, made[0].problem if same else None)
+    family = find_family(REPLICA_FAMILIES, front.request)
+    if family is not None:
+        return family.plan(ModelContext(front, microbatches, search))
+    if front.request.constraints.get("copies") == "always":
+        raise error(
+            "FXP109",
+            where="constraint copies='always'",
+            why="replicated stages are searched for in synchronous plans and in queues only, "
+            "without constraints on degrees or cuts and without a mesh of several ranks",
+            fix="leave copies out, or those constraints",
+        )
+    return search(front)
 
 
 def _alike(
@@ -106,15 +94,17 @@ def _alike(
         )
         return PlanSearchResult(plan, parts)
     degrees = replace(request, constraints=with_cut_schedules(request.constraints))
-    problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
+    with log_phase("price the blocks", logging.DEBUG):
+        problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
     levels = _has_tables(front)
-    chosen = choose_degrees(
-        problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
-    )
+    with log_phase("search the parallel degrees", logging.DEBUG):
+        chosen = choose_degrees(
+            problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
+        )
     found: list[_Tried] = []
     problems: list[Problem] = []
     tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
-    measured = is_measured(request.cost_model)
+    measured = is_measured(request.cost_model, request.cluster)
     taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
     for number, one in enumerate(chosen.proposals):
         if found and (number == tries or min(map(taken, found)) * reach <= one.paced):
@@ -122,9 +112,10 @@ def _alike(
         fixed = with_mesh(request, one.mesh, one.zero)
         seats = assign_proposal_devices(chosen, one, request)
         try:
-            made = solve_exactly(
-                fixed, captured, graph, info, microbatches, annotations, seats, looked
-            )
+            with log_phase(f"lower and price {_describe(one)}", logging.DEBUG):
+                made = solve_exactly(
+                    fixed, captured, graph, info, microbatches, annotations, seats, looked
+                )
             found.append((*made, one))
         except FxpartError as fault:
             problems += fault.problems
@@ -162,6 +153,11 @@ def _has_tables(front: PreparedModel) -> bool:
     return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
 
 
+def _describe(one: MeshProposal) -> str:
+    zero = f", ZeRO {one.zero}" if one.zero else ""
+    return f"{one.mesh or 'one rank per stage'}{zero}"
+
+
 def _closed(made: _Tried) -> float:
     return made[0].prediction.step_seconds
 
@@ -172,10 +168,11 @@ def _simulated(made: _Tried) -> float:
 
 def _pace(request: PlanRequest) -> Callable[[float], float] | None:
     """What seconds are worth while so many ranks compute; None where that is not known."""
-    cluster, model = request.cluster, request.cost_model
-    if not isinstance(model, StageMeasurementModel):
+    cluster = request.cluster
+    contention = find_contention(request.cost_model, cluster)
+    if contention is None:
         return None
-    hosts = find_host_loads(cluster, range(len(cluster.devices)), model.crowding)
+    hosts = find_host_loads(cluster, range(len(cluster.devices)), contention)
     return (lambda busy: compute_pace(hosts, busy)) if hosts else None
 
 

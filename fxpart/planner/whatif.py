@@ -1,6 +1,6 @@
-"""What would a plan cost, and what would be planned, if the cluster or a decision were other?
+"""Estimate a plan after a change of the cluster or of decisions, and plan again.
 
-Asked of the costed problem that lies beside the plan: no model, no torch, no cluster needed.
+Estimates come from the costed problem beside the plan, without model, torch and cluster.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from fxpart.errors import error
 from fxpart.plan.model import Plan
+from fxpart.schedule.spec import list_closed_forms
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
@@ -20,19 +20,19 @@ from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
     JointSolution,
-    ScheduleName,
     count_option_devices,
 )
 from fxpart.solver.joint.what_if import with_devices, with_links, with_memory, with_microbatches
+from fxpart.units import plural
 
 
 @dataclass(frozen=True)
 class WhatIfChange:
-    """What is other. Zero, one and empty leave things as they are.
+    """A change; zero, one and empty values change nothing.
 
-    devices: how many there are in all (of the only type) or by type, "h100=6". without: ranks of
-    the plan whose devices are gone. bandwidth, latency, memory: factors. microbatches: their
-    numbers to choose from. wishes: decisions fixed or forbidden.
+    devices: their number in all (of the only type) or by type, "h100=6". without: ranks of the plan
+    whose devices are removed. bandwidth, latency, memory: factors. microbatches: numbers to choose
+    from. wishes: constraints that fix or forbid decisions.
     """
 
     devices: str = ""
@@ -57,7 +57,7 @@ class WhatIfChange:
 
 
 def changed(problem: JointProblem, plan: Plan, change: WhatIfChange) -> JointProblem:
-    """The problem as it would be. Raises FXP109 for what it does not have, FXP202 for wishes."""
+    """Return the changed problem; raises FXP109 for unknown devices, FXP202 for constraints."""
     counts = _counts(problem, plan, change)
     if counts != [pool.devices for pool in problem.pools]:
         problem = with_devices(problem, counts)
@@ -71,7 +71,7 @@ def changed(problem: JointProblem, plan: Plan, change: WhatIfChange) -> JointPro
 
 
 def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int]:
-    """Devices by pool after the change."""
+    """Return the number of devices by pool after the change."""
     counts = [pool.devices for pool in problem.pools]
     names = [pool.name for pool in problem.pools]
     for part in filter(None, change.devices.split(",")):
@@ -97,25 +97,25 @@ def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int
 
 
 def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
-    """The plan's decisions as a choice of the problem; FXP303 where it is not among them.
+    """Return the plan's decisions as a choice of the problem.
 
-    FXP109 for a schedule that has no closed form, which the problem could be solved by, and for
-    copies of stages, which the problem does not know.
+    Raises FXP303 where the problem does not have them, and FXP109 for a schedule without a closed
+    form and for replicated stages.
     """
-    schedule = next((name for name in get_args(ScheduleName) if name == plan.schedule), None)
-    if schedule is None:
+    schedule = plan.schedule
+    if schedule not in list_closed_forms():
         raise error(
             "FXP109",
             where=f"a plan of schedule {plan.schedule}",
-            why="what would change is answered by closed forms, and it has none",
-            fix="plan with schedule=1f1b, gpipe, interleaved or zb-h1",
+            why="the estimates are closed forms, and this schedule has none",
+            fix=f"plan with one of the schedules {', '.join(list_closed_forms())}",
         )
     if plan.replicas:
         raise error(
             "FXP109",
-            where="a plan whose stages have copies",
-            why="what would change is answered by the problem of equal stages, and they are not",
-            fix="plan for the other cluster; or with --constraint copies=none, then ask again",
+            where="a plan with replicated stages",
+            why="the costed problem beside the plan has no replicated stages",
+            fix="plan for the changed cluster, or plan with --constraint copies=none",
         )
     options = []
     for stage in plan.stages:
@@ -126,8 +126,8 @@ def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
             raise error(
                 "FXP303",
                 where=f"stage {stage.index}",
-                why="the costed problem beside the plan does not know its degrees",
-                fix="plan again, which writes both files anew",
+                why="the costed problem beside the plan does not have its degrees",
+                fix="plan again, which writes both files",
             )
         options.append(found[0])
     pieces = sorted(span for stage in plan.stages for span in stage.spans)
@@ -154,9 +154,11 @@ def _decided(plan: Plan, index: int) -> tuple[int, int, int, int, str]:
 
 @dataclass(frozen=True)
 class WhatIfResult:
-    """before: the plan as it is; kept: its decisions after the change, None where they cannot be.
+    """Closed-form estimates of one plan before and after a change, and of a new plan.
 
-    solution: what would be planned; after: what that costs. All by the same costs.
+    before: the plan without the change; kept: its decisions after the change, None where the
+    changed problem does not have them. solution, after: the new plan and its estimate. was, now:
+    the decisions of both as text.
     """
 
     change: WhatIfChange
@@ -201,11 +203,12 @@ def solve_whatif(
 
 
 def decisions(problem: JointProblem, choice: JointChoice) -> tuple[str, ...]:
-    """A choice in words: schedule and counts, then each run of stages with equal options."""
+    """Return a choice as text: schedule and counts, then each run of stages with equal options."""
     count = len(choice.options)
-    head = f"{choice.schedule}, {choice.microbatches} microbatches, {_of(count, 'stage')}"
+    pieces = plural(choice.microbatches, "microbatch")
+    head = f"{choice.schedule}, {pieces}, {plural(count, 'stage')}"
     if choice.virtual > 1:
-        head += f" of {choice.virtual} pieces"
+        head += f" with {choice.virtual} virtual stages per rank"
     sizes = [
         after - start
         for start, after in zip(
@@ -226,11 +229,7 @@ def decisions(problem: JointProblem, choice: JointChoice) -> tuple[str, ...]:
         for _ in range(count_option_devices(problem, problem.options[o]))
     )
     devices = ", ".join(f"{n} {name}" for name, n in sorted(used.items()))
-    return (head, f"on {devices}", *rows, f"blocks by stage: {_runs(sizes)}")
-
-
-def _of(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
+    return (head, f"on {devices}", *rows, f"blocks per stage: {_runs(sizes)}")
 
 
 def _stages(first: int, last: int) -> str:

@@ -11,7 +11,8 @@ import msgspec
 from fxpart.cluster.link_index import LinkIndex
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device, Link
+    from fxpart.cluster.devices import Device, Link
+    from fxpart.cluster.model import Cluster
     from fxpart.sharding import Mesh
 
 

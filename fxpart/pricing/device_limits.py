@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
@@ -11,33 +11,14 @@ from fxpart.cluster.link_index import LinkIndex
 from fxpart.solver.problem import DeviceLimit
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Device
+    from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
 RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers
 # Peaks of equal runs differ by so much: a heap falls to pieces in another way each time.
 VARIES = 0.03
 _LARGE = float(1 << 30)
-
-
-class ProcessMemory(Protocol):
-    """What a rank's process takes beside its tensors (:class:`fxpart.profile.Crowding`)."""
-
-    @property
-    def baseline(self) -> int:
-        """Bytes before it holds a model; 0 if unknown."""
-
-    @property
-    def overhead(self) -> float:
-        """The share of its tensors' bytes that its allocator loses."""
-
-
-@runtime_checkable
-class ProcessMemoryModel(Protocol):
-    """A cost model that knows processes of hosts."""
-
-    def crowding(self, host: str) -> ProcessMemory:
-        """What ranks of the host were found to do."""
 
 
 def group_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
@@ -108,10 +89,8 @@ def get_usable_bytes(device: Device, model: CostModel, reserve: float = RESERVE)
     On a CPU of a host where it was measured, what a rank's process takes beside them is left out.
     """
     most = int(device.memory * (1 - reserve))
-    if device.kind != "cpu" or not isinstance(model, ProcessMemoryModel):
-        return most
-    found = model.crowding(device.host)
-    if not found.baseline:
+    found = model.knowledge(device).contention if device.kind == "cpu" else None
+    if found is None or not found.baseline:
         return most
     kept = device.memory * (1 - VARIES) - found.baseline
     return max(0, min(most, int(kept / (1 + found.overhead))))

@@ -31,8 +31,9 @@ from fxpart.pricing.joint_options import StageOptionEnumerator
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.memory import crossing
 from fxpart.pricing.non_op_costs import NonOpCosts
-from fxpart.solver.joint.problem import JointProblem, ScheduleName, StageBoundary
-from fxpart.solver.joint.schedule_costs import SYNCHRONOUS
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms
+from fxpart.schedule.weight_modes import STASH
+from fxpart.solver.joint.problem import JointProblem, StageBoundary
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -49,8 +50,8 @@ def joint_problem(
     batch_size: int,
     microbatches: int | None = None,
     optimizer: object = "adamw",
-    schedules: Sequence[ScheduleName] = ("1f1b",),
-    weights: str = "stash",
+    schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
+    weights: str = STASH,
     space: SearchSpace | None = None,
     transfer_dtype: str = "",
 ) -> tuple[JointProblem, dict[str, str]]:
@@ -103,9 +104,9 @@ def joint_problem(
     return problem, _provenance(cluster, layouts)
 
 
-def _schedules(names: Sequence[ScheduleName]) -> tuple[ScheduleName, ...]:
+def _schedules(names: Sequence[str]) -> tuple[str, ...]:
     """The schedules; FXP109 for one that is not known and for none."""
-    known: tuple[ScheduleName, ...] = (*SYNCHRONOUS, "async")
+    known = list_closed_forms()
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise error(

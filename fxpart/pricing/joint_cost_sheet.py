@@ -20,7 +20,7 @@ from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device, Link
+    from fxpart.cluster.devices import Device, Link
     from fxpart.costs import OpSpec, Size, TensorSpec
     from fxpart.solver.joint.problem import Recompute
     from fxpart.solver.problem import Weight

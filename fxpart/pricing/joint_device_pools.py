@@ -20,7 +20,7 @@ from fxpart.pricing.stage_parallelism import packing
 from fxpart.solver.joint.problem import LinearCost, Pool
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device, Link
+    from fxpart.cluster.devices import Device, Link
     from fxpart.costs import CostModel
 
 BUCKET = 25 << 20  # bytes that a collective over data replicas moves at once

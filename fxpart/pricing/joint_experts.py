@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.joint_block_kinds import BlockKinds, SavedStorage
 from fxpart.pricing.joint_cost_sheet import BlockCollective, BlockLayout
-from fxpart.pricing.specs import op_name, unwrap_seeded_call
 
 if TYPE_CHECKING:
     from fxpart.costs import Size

@@ -11,7 +11,7 @@ from fxpart.pricing.joint_ops import Row
 from fxpart.solver.joint.problem import MicrobatchCost, ParallelOption, Recompute
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Link
+    from fxpart.cluster.devices import Link
 
 
 class MicrobatchCosts:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel, OpSpec
     from fxpart.pricing.variants import Sizes
 

@@ -34,7 +34,7 @@ from fxpart.sharding import PARTIAL, Mesh, Placements, Shard
 from fxpart.solver.placement.portfolio import evaluate, solve_placement
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device, Link
+    from fxpart.cluster.devices import Device, Link
     from fxpart.costs import CostModel, Size
     from fxpart.pricing.variants import Sizes
     from fxpart.solver.problem import Weight

@@ -22,6 +22,7 @@ from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
+from fxpart.schedule.weight_modes import FLUSH
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Weight
 
@@ -61,9 +62,7 @@ def with_live_tensors(
         mine = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
         peak = StagePeak(mine, held, specs, sizes)
         found.append(
-            peak.predicted(
-                entry, plan.microbatches, plan.weights if plan.weights != "flush" else ""
-            )
+            peak.predicted(entry, plan.microbatches, plan.weights if plan.weights != FLUSH else "")
         )
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)

@@ -12,13 +12,14 @@ import sympy
 from numpy.typing import NDArray
 from torch import fx
 
+from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
 from fxpart.compiler.effects import state_written
 from fxpart.compiler.node_annotation import SavedTensor
 from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.costmodels.memory_traffic import VIEWS
 from fxpart.costmodels.tensor_sizes import is_floating, item_bytes, tensor_bytes
 from fxpart.plan.precision import wire_dtype
-from fxpart.pricing.specs import Specs, annotation, op_name, unwrap_seeded_call
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 from fxpart.solver.problem import BlockValue
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,26 +25,12 @@ from fxpart.pricing.optimizer_step import (
 from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
-    from fxpart.profiling.store import Calibration, MeasurementEnvironment
+    from fxpart.cluster.devices import Device
+    from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 
 # Classes of work beside ops, as calibrations name them, of a microbatch's gradients.
 FRESH, ADDED = "fresh backward", "accumulate backward"
-
-
-@runtime_checkable
-class CalibratedCostModel(Protocol):
-    """A cost model that was fitted to stages measured whole."""
-
-    def setting_of(self, device: Device) -> MeasurementEnvironment:
-        """Where the device was measured."""
-
-    def calibration_of(self, setting: MeasurementEnvironment) -> Calibration:
-        """What stages said there."""
-
-    def full(self, device: Device) -> float:
-        """How many times longer everything takes while all ranks of the host compute."""
 
 
 def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
@@ -61,7 +47,8 @@ def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
 class NonOpCosts:
     """Seconds beside ops on one device while all ranks of its host compute.
 
-    factors: by class; empty where the model has none. full: see :meth:`CalibratedCostModel.full`.
+    factors: by class; empty where the model has none. full: how many times longer everything takes
+    while all ranks of the host compute.
     action: for each forward and backward of a microbatch; step: once a step.
     """
 
@@ -72,13 +59,11 @@ class NonOpCosts:
     step: float = 0.0
 
     @classmethod
-    def of(cls, model: object, device: Device) -> NonOpCosts:
-        """What the model knows of the device."""
-        if not isinstance(model, CalibratedCostModel):
-            return cls(device)
-        found = model.calibration_of(model.setting_of(device))
-        full = model.full(device)
-        return cls(device, found.factors, full, full * found.action, full * found.step)
+    def of(cls, model: CostModel, device: Device) -> NonOpCosts:
+        """Return the costs beside ops that the model knows for the device."""
+        known = model.knowledge(device)
+        full = known.slowdown
+        return cls(device, known.factors, full, full * known.action, full * known.step)
 
     def updates(self, weights: Sequence[Weight], blocks: int) -> tuple[float, ...]:
         """The optimizer's seconds by block; a tied weight counts for its first."""

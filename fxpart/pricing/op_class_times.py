@@ -20,7 +20,7 @@ from fxpart.pricing.weights import trained_names, weights
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel, OpSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,6 @@ from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.compiler.collective_calls import is_collective
-from fxpart.costmodels import ProfileCostModel
 from fxpart.errors import error
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
@@ -25,22 +24,23 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
-from fxpart.pricing.gradient_buckets import largest_bucket
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
+from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel, OpSpec
 
-SCHEDULES: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
+FIRST = 1 << 20  # of the first one
 
 
 def price(
@@ -52,7 +52,7 @@ def price(
     batch_size: int,
     microbatches: int | None = None,
     optimizer: object = "adamw",
-    schedules: Sequence[str] = ("1f1b",),
+    schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
     min_stages: int = 1,
     max_stages: int | None = None,
     sharing: StageParallelism | None = None,
@@ -157,17 +157,18 @@ def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int
     return batch // sharing.rows if captured.symbolic else batch
 
 
-def _schedules(names: Sequence[str]) -> tuple[Literal["gpipe", "1f1b"], ...]:
+def _schedules(names: Sequence[str]) -> tuple[str, ...]:
     """The schedules of these names, in their order; FXP109 for others and for none."""
-    wrong = [name for name in names if name not in SCHEDULES]
+    known = list_schedules(chooses_cuts=True)
+    wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise error(
             "FXP109",
             where=f"schedules={tuple(names)!r}",
             why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
-            fix=f"some of {', '.join(SCHEDULES)}",
+            fix=f"some of {', '.join(known)}",
         )
-    return tuple(known for name in names for known in SCHEDULES if known == name)
+    return tuple(names)
 
 
 class _Pricer:
@@ -278,11 +279,41 @@ def _provenance(
         "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
         "memory": f"{RESERVE:.0%} of each device kept free",
         "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
-        "transfers": model.base.name if isinstance(model, ProfileCostModel) else model.name,
+        **model.provenance(),
     }
-    if isinstance(model, ProfileCostModel):
-        result["profile"] = model.origin
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
     return result
+
+
+def largest_bucket(weights: Sequence[Weight], sharing: StageParallelism) -> int:
+    """Bytes of the largest bucket that is a copy of gradients; 0 where none are summed.
+
+    weights: as they are without ZeRO, in the order of their blocks, which is that of their use. A
+    stage packs its own gradients alone; none of its buckets is larger than 25 MiB or a gradient.
+    The runtime packs gradients into buckets (:mod:`fxpart.runtime.gradients.buckets`): those of a
+    bucket and the bucket itself are resident together until it is full. A gradient that travels
+    alone is not copied.
+    """
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for weight in reversed(weights):
+        axes = sharing.partial.get(weight.name, ())
+        axes = tuple(a for a in axes if sharing.mesh.shape[sharing.mesh.index(a)] > 1)
+        if weight.gradient and axes:
+            kinds.setdefault(axes, []).append(weight.gradient)
+    return max(map(_largest, kinds.values()), default=0)
+
+
+def _largest(sizes: Sequence[int]) -> int:
+    """Of buckets of neighbours; one of a single gradient is the gradient itself.
+
+    But for the last one: it carries flags behind its gradients, up to 25 MiB.
+    """
+    found, held, count, limit = 0, 0, 0, FIRST
+    for size in sizes:
+        if count and held + size > limit:
+            found, limit = max(found, held if count > 1 else 0), BUCKET
+            held = count = 0
+        held, count = held + size, count + 1
+    return max(found, held if count > 1 or held <= BUCKET else 0)

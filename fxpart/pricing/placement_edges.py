@@ -20,7 +20,7 @@ from fxpart.pricing.collective_traffic import packs
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Link
+    from fxpart.cluster.devices import Link
     from fxpart.costs import CostModel
 
 Port = tuple[Placements, Placements]  # of the value, of its gradient

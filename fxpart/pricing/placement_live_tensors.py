@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
 from fxpart.costmodels.memory_traffic import VIEWS
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.passes.rules import operands
 from fxpart.pricing.placement_graph import GraphDataflow, TensorValue
-from fxpart.pricing.specs import Specs, annotation, op_name, unwrap_seeded_call
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 
 POINTS = 8  # points that count: those with the most bytes on one lane alone

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpart.compiler.collective_calls import unwrap_seeded_call
 from fxpart.compiler.tensor_sizes import expression
 from fxpart.costmodels.tensor_sizes import item_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import REPLICATED, ShardingRule, choices, layout, operands, rule_of
 from fxpart.passes.rules.sharding_rule import factor_of
-from fxpart.pricing.op_signatures import OpSignatures
 from fxpart.pricing.placement_edges import Port, ReshardCosts, get_gradient_placements
-from fxpart.pricing.specs import Specs, annotation, tensors_of, unwrap_seeded_call
+from fxpart.pricing.specs import OpSignatures, Specs, annotation, tensors_of
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
     from fxpart.costs import CostModel
     from fxpart.pricing.variants import Sizes
 

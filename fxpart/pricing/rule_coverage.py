@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fxpart.capture.captured_model import CapturedModel
 from fxpart.compiler.tensor_sizes import expression, hint, tensors
 from fxpart.costmodels.op_work import flops
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import ShardingRule, rule_of
+from fxpart.plan.model import Plan
+from fxpart.plan.throughput import ModelWork
 from fxpart.pricing.specs import Specs
 
 CUTS, WHOLE, NONE = "cuts", "whole", "none"  # what an op's rule can do
@@ -82,6 +85,24 @@ def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
                 entry[i] += more
     rows = (OpCoverage(name, *entry) for name, entry in counts.items())
     return Coverage(tuple(sorted(rows, key=lambda op: (-op.flops, -op.calls, op.op))))
+
+
+def count_model_work(captured: CapturedModel, graph: fx.Graph, plan: Plan) -> ModelWork:
+    """Count the model FLOPs of one step: three times those of the forward over the whole batch.
+
+    A backward counts twice its forward, whatever it recomputes; see
+    :class:`fxpart.plan.throughput.Throughput` for the source. The graph is counted at the sizes of
+    the example and scaled to the plan's batch.
+    """
+    rows = 0
+    for item in plan.model.inputs:
+        if item.batch_dim is not None:
+            size = item.shape[item.batch_dim]
+            rows = size if isinstance(size, int) else captured.hints.get(size, 0)
+            break
+    forward = coverage((graph,)).flops
+    share = plan.batch_size / rows if rows else float(plan.microbatches)
+    return ModelWork(3 * forward * share, captured.hints)
 
 
 def kind_of(rule: ShardingRule | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -12,12 +12,18 @@ from torch import fx
 
 from fxpart.compat import has_unbacked_symbols, size_hint
 from fxpart.compiler import KEY, NodeAnnotation
-from fxpart.compiler.collective_calls import is_random_shard, parse_random_call
+from fxpart.compiler.collective_calls import (
+    is_random_shard,
+    op_name,
+    unwrap_seeded_call,
+)
 from fxpart.costmodels.partial_draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
+from fxpart.passes.rules import origin
 
 if TYPE_CHECKING:
     from fxpart.costs import Size
+
 
 _LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
 CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
@@ -129,21 +135,6 @@ class Specs:
         if key in CASTS:
             return (("copies", source.dtype != result.dtype or source.device != result.device),)
         return (("copies", not is_contiguous(source) and is_contiguous(result)),)
-
-
-def unwrap_seeded_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Target and arguments of a node, without the seeding of a random op."""
-    found = parse_random_call(node)
-    if found is not None and len(found) >= 3:
-        return found[2], found[3:], node.kwargs
-    return node.target, node.args, node.kwargs
-
-
-def op_name(target: object) -> str:
-    """ "aten.addmm.default" for ATen's ops; a Python function counts as the ATen op of its name."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target)
-    return f"aten.{getattr(target, '__name__', str(target))}"
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
@@ -264,3 +255,48 @@ def _plain(value: object) -> object:
     if isinstance(value, torch.SymInt):
         return expression(value)
     return str(value)
+
+
+class OpSignatures:
+    """A signature for each op of one graph; alike ops have equal ones."""
+
+    def __init__(self) -> None:
+        """Nothing is read before it is asked for."""
+        self._tensors: dict[int, tuple[torch.Tensor, Hashable]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._known: dict[fx.Node, int] = {}
+
+    def __call__(self, node: fx.Node) -> int:
+        """A number, equal for ops that are alike."""
+        if node not in self._known:
+            key = (
+                node.target,
+                self._of(node.args),
+                self._of(tuple(node.kwargs.items())),
+                self._of(node.meta.get("val")),
+                origin(node),
+            )
+            self._known[node] = self._numbers.setdefault(key, len(self._numbers))
+        return self._known[node]
+
+    def _of(self, value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return "node", self._of(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            return self._shape(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._of, value))
+        if isinstance(value, dict):
+            return tuple((k, self._of(v)) for k, v in value.items())
+        if isinstance(value, torch.SymInt):
+            return "symbol", expression(value)
+        if isinstance(value, (bool, int, float, str, type(None))):
+            return type(value).__name__, value
+        return type(value).__name__, str(value)
+
+    def _shape(self, tensor: torch.Tensor) -> Hashable:
+        """Shape and dtype; reading those of a fake tensor takes a while, so each is read once."""
+        if id(tensor) not in self._tensors:
+            sizes = tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)
+            self._tensors[id(tensor)] = (tensor, (tensor.dtype, sizes))
+        return self._tensors[id(tensor)][1]

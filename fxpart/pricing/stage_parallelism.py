@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.sharding import Mesh
+from fxpart.compiler.node_annotation import PARTIAL_KEY
+from fxpart.sharding import Mesh, count_dim_parts
 from fxpart.solver.problem import Weight
 
 if TYPE_CHECKING:
+    from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
     from fxpart.costs import CostModel
     from fxpart.pricing.device_groups import Rings
 
@@ -46,6 +48,26 @@ class StageParallelism:
     zero: int = 0
     zero_axis: str = ""
     cut: frozenset[str] = frozenset()  # state that lies in parts over zero_axis already
+
+    @classmethod
+    def of(cls, graph: ShardedGraph) -> StageParallelism:
+        """Return the parallelism of a graph whose placements over a mesh are decided."""
+        placements = graph.inputs()
+        cut = {name for name, placed in graph.state().items() if graph.is_over_zero(placed)}
+        return cls(
+            graph.mesh,
+            rows=graph.degrees()[0],
+            multiple=graph.multiple(),
+            parts={
+                symbol: count_dim_parts(graph.mesh, placements[name], dim)
+                for symbol, (name, dim) in graph.captured.symbols.items()
+                if name in placements
+            },
+            partial=graph.local(0).meta[PARTIAL_KEY],
+            zero=graph.zero,
+            zero_axis=graph.zero_axis,
+            cut=frozenset(cut),
+        )
 
     def divided(self, weight: Weight) -> Weight:
         """A parameter's bytes on one rank under ZeRO: state, and from 2 on the gradient, in parts.

@@ -26,7 +26,8 @@ from fxpart.solver.assignment.units import has_whole_replicas
 from fxpart.solver.joint.problem import LinearCost, Status
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.devices import Link
+    from fxpart.cluster.model import Cluster
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,6 @@ def pools_of(cluster: Cluster) -> tuple[int, ...]:
     found: dict[tuple[int, int], int] = {}
     keys = zip(alike, (device.memory for device in cluster.devices), strict=True)
     return tuple(found.setdefault(key, len(found)) for key in keys)
-
-
-def used_ranks(placed: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Ranks 0 to n-1 in place of n devices, in the devices' order: the world is what is used."""
-    rank = {device: r for r, device in enumerate(sorted(d for lanes in placed for d in lanes))}
-    return tuple(tuple(rank[device] for device in lanes) for lanes in placed)
 
 
 def topology_of(

@@ -16,7 +16,7 @@ from fxpart.solver.problem import Weight
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
 
 
 def weights(

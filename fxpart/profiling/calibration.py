@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.profiling.store import Calibration, StageMeasurement
+from fxpart.costmodels.profile_store import Calibration, StageMeasurement
 
 LEAST, MOST = 0.3, 4.0
 # A stage's time is good to 3 %, and a class's factor is within 30 % of the common one: the square

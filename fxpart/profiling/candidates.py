@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpart.pricing.op_class_times import OpClassTimes
 from fxpart.profiling.stage_benchmark import StageBenchmarkInput
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def short_enough(problem: PartitionProblem, variant: int, seconds: float) -> Par
     few.sort(key=lambda v: -problem.variants[v].microbatch_size)
     for v in few:
         if sum(_by_block(problem, v)) <= seconds:
-            return PartitionChoice(variant=v, schedule="1f1b", starts=(0,))
+            return PartitionChoice(variant=v, schedule=DEFAULT_SCHEDULE, starts=(0,))
     ends = [
         end
         for end in range(1, len(problem.blocks))
@@ -89,7 +90,7 @@ def short_enough(problem: PartitionProblem, variant: int, seconds: float) -> Par
     ]
     times = _by_block(problem, few[-1])
     fitting = [end for end in ends if sum(times[:end]) <= seconds] or ends[:1]
-    return PartitionChoice(variant=few[-1], schedule="1f1b", starts=(0, *fitting[-1:]))
+    return PartitionChoice(variant=few[-1], schedule=DEFAULT_SCHEDULE, starts=(0, *fitting[-1:]))
 
 
 def _by_block(problem: PartitionProblem, variant: int) -> list[float]:

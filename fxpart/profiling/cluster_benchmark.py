@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import torch
 
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.cluster.latency_bandwidth_fit import Point, fit
 from fxpart.cluster.link_index import LinkIndex
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
-from fxpart.environment import launch
+from fxpart.cluster.model import Cluster
+from fxpart.environment import read_launch
 from fxpart.errors import error
 from fxpart.profiling import collectives, host_benchmark
 from fxpart.profiling.collectives import SIZES, CollectiveMeasurement
@@ -118,7 +119,7 @@ def _checked(cluster: Cluster) -> str:
             why=f"it has devices of the kinds {' and '.join(kinds)}, which no group joins",
             fix="measure the devices of each kind as a cluster of their own",
         )
-    job, count = launch(), len(cluster.devices)
+    job, count = read_launch(), len(cluster.devices)
     hosts = {device.host for device in cluster.devices}
     if job is None and len(hosts) > 1:
         raise error(
@@ -176,7 +177,7 @@ def _run(
 ) -> list[dict[str, Any]]:
     """On the ranks of the job that this is one of, or on ``count`` processes of this host."""
     limit = _START + _PATIENCE * payload["budget"]
-    if launch() is not None:
+    if read_launch() is not None:
         torch.set_num_threads(threads)
         return run_on_job_ranks(target, payload, limit)
     device = payload["device"]
@@ -191,7 +192,7 @@ def _hosts(
     """Figures of each host; ranks beside those of the devices help where CPUs may have them."""
     hosts = [each.host for each in cluster.devices]
     ranks = len(hosts)
-    if launch() is None and device == "cpu" and 1 < ranks < _HELPERS:
+    if read_launch() is None and device == "cpu" and 1 < ranks < _HELPERS:
         hosts += hosts[:1] * (_HELPERS - ranks)
     known = {name for each in cluster.devices for name in each.flops}
     asked = host_benchmark.request(

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from fxpart.cluster.devices import CollectiveCurve
 from fxpart.cluster.latency_bandwidth_fit import (
     LatencyBandwidthFit,
     Point,
     compute_holdout_errors,
     fit,
 )
-from fxpart.cluster.model import CollectiveCurve
 from fxpart.collectives.group_communicator import GroupCommunicator
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress

@@ -23,19 +23,28 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.costmodels.profile_store import ContentionProfile
 from fxpart.profiling.arrival_skew import measure_arrival_skew
 from fxpart.profiling.cpu_load_imbalance import measure_load_imbalance
 from fxpart.profiling.memory import ProcessMemoryGrowth, growth
 from fxpart.profiling.processes import run_on_processes
 from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.stage_run import StageRun, Values
-from fxpart.profiling.store import ContentionProfile
-from fxpart.profiling.token_ring import ComputeLoad, agree_on_products
-from fxpart.profiling.wakeup_latency import measure_wakeup_latency
+from fxpart.profiling.token_ring import (
+    PIECE,
+    ComputeLoad,
+    agree_on_products,
+    ring,
+    time_concurrent_compute,
+)
 from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import connect
+
+_ROUNDS = 24  # computations of each rank in a ring
+_MOST = 0.05  # seconds: more than that is no waiting for a core
 
 MOST = 8  # ranks measured at once
 _BUSY = "fxpart.profiling.contention:work"
@@ -307,3 +316,42 @@ def _exchange(rank: int, end: float) -> None:
         else:
             dist.recv(tensor, 1)
             dist.send(tensor, 1)
+
+
+def measure_wakeup_latency(
+    rank: int, world: int, work: ComputeLoad, transport: Transport
+) -> tuple[float, ...]:
+    """Seconds of waiting while 1, 2, ... world - 1 ranks compute; every rank gets the same.
+
+    Ranks in a ring (:mod:`fxpart.profiling.token_ring`) compute for some milliseconds each, as many
+    at once as there are tokens. A hop takes longer than the computation, beyond what it takes with
+    a single token, while the operating system makes a woken process wait for a core.
+
+    All ranks of the group call it. Two ranks say nothing: a token less than ranks is one.
+    """
+    rows = torch.zeros(2, world - 1)
+    for tokens in range(1, world):
+        taken = time_concurrent_compute(rank, tokens, work, _ROUNDS * PIECE)
+        rows[0, tokens - 1] = statistics.fmean(taken) if taken else 0.0
+        turned = ring(rank, world, tokens, _ROUNDS, work, transport)
+        rows[1, tokens - 1] = turned * tokens / (_ROUNDS * world)
+    gathered = [torch.zeros_like(rows) for _ in range(world)]
+    dist.all_gather(gathered, rows)
+    alone = [
+        statistics.median(float(row[0, k]) for row in gathered[: k + 1]) for k in range(world - 1)
+    ]
+    hops = [statistics.median(float(row[1, k]) for row in gathered) for k in range(world - 1)]
+    return compute_wakeup_latency(alone, hops)
+
+
+def compute_wakeup_latency(computing: Sequence[float], hops: Sequence[float]) -> tuple[float, ...]:
+    """Seconds of waiting, from those of a computation and of a hop while 1, 2, ... compute.
+
+    The first hop holds what a message takes anyway. More ranks never wait less; what says so is
+    noise.
+    """
+    found = [0.0]
+    for taken, hop in list(zip(computing, hops, strict=True))[1:]:
+        longer = (hop - taken) - (hops[0] - computing[0])
+        found.append(min(_MOST, max(found[-1], longer)))
+    return tuple(found)

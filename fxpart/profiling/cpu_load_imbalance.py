@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.profiling.token_ring import ring
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.core_imbalance import compute_loss_fraction

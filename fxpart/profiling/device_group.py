@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.cluster.model import Cluster, Device
-from fxpart.environment import Launch, alone
+from fxpart.cluster.devices import Device
+from fxpart.cluster.model import Cluster
+from fxpart.costmodels.profile_store import Profile
+from fxpart.environment import Launch, hide_launcher_variables
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.profiling.report import ProfilingReport
-from fxpart.profiling.store import Profile
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import connect
 
@@ -83,7 +84,7 @@ class _Group:
         try:
             if before.is_file():
                 shutil.copyfile(before, own)  # what it holds is not measured again
-            with alone():
+            with hide_launcher_variables():
                 found = self.measure(self.rank, own, share)
             return _RankReport(found, own.read_bytes())
         except FxpartError as fault:

@@ -18,10 +18,12 @@ from fxpart.compiler.collective_calls import (
     bind_fake_communicator,
     is_collective,
     is_random_shard,
+    op_name,
     parse_random_call,
+    unwrap_seeded_call,
 )
 from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY
-from fxpart.pricing.specs import Specs, annotation, expression, op_name, unwrap_seeded_call
+from fxpart.pricing.specs import Specs, annotation, expression
 from fxpart.profiling.collective_ops import bind_single_rank, form_of
 from fxpart.rng import microbatch_key
 

@@ -19,6 +19,7 @@ from torch import fx
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.costmodels import op_key
 from fxpart.costmodels.op_work import flops, traffic
+from fxpart.costmodels.profile_store import MeasurementEnvironment, Profile, TimeQuartiles
 from fxpart.pricing.collective_traffic import is_plain
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.weights import trained_names
@@ -30,7 +31,6 @@ from fxpart.profiling.op_arguments import (
     tensors,
 )
 from fxpart.profiling.sampler import Sampler
-from fxpart.profiling.store import MeasurementEnvironment, Profile, TimeQuartiles
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from fxpart.profiling.store import TimeQuartiles
+from fxpart.costmodels.profile_store import TimeQuartiles
 
 _FAR = 3.0  # standard deviations from the median at which a sample is an outlier
 _NORMAL = 1.4826  # the standard deviation over the median absolute deviation, of a normal law

@@ -9,6 +9,13 @@ import msgspec
 import torch
 from torch import fx
 
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    ProfileCompletion,
+    StageMeasurement,
+    TrialRun,
+)
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.profiling import contention as crowds
 from fxpart.profiling.calibration import calibration, errors
@@ -26,13 +33,6 @@ from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.stage_benchmark import microbatch
 from fxpart.profiling.stage_phases import StagePhases
 from fxpart.profiling.stage_run import Values
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    ProfileCompletion,
-    StageMeasurement,
-    TrialRun,
-)
 from fxpart.profiling.trial_selection import TrialRequest, TrialResult, run_trials, words
 from fxpart.solver.objective import evaluate
 from fxpart.solver.problem import PartitionProblem

@@ -19,7 +19,7 @@ from fxpart.profiling.device_group import kind
 from fxpart.profiling.stage_benchmark import StageBenchmarkInput
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
 
 
 def work_of(front: PreparedModel, plan: Plan, device: Device) -> BenchmarkStages | None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fxpart.compat import share_cores
-from fxpart.environment import for_rank, launch
+from fxpart.environment import make_rank_environment, read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.host.heap import keep_freed_memory
 from fxpart.runtime.transport.process_group import connect
@@ -70,7 +70,7 @@ def run_on_processes(
         (job.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         try:
             for rank in range(count):
-                job.start(rank, for_rank(rank, count, port, threads, _path()))
+                job.start(rank, make_rank_environment(rank, count, port, threads, _path()))
             return job.answers()
         finally:
             job.kill()
@@ -84,7 +84,7 @@ def run_on_job_ranks(
     Every rank gets all answers. Raises FXP602 outside of torchrun, and on every rank what the first
     failed rank raised: an FxpartError, or FXP507.
     """
-    found = launch()
+    found = read_launch()
     if found is None and not dist.is_initialized():
         raise error(
             "FXP602",
@@ -118,7 +118,7 @@ def report_progress(payload: dict[str, Any], words: str) -> None:
 
 def serve() -> None:
     """Entry of a rank's process: do what the request says and leave the answer as a file."""
-    here = launch()
+    here = read_launch()
     assert here is not None, "the parent has set the environment"
     rank, world, folder = here.rank, here.world, Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -271,7 +271,7 @@ def make_process_group(name: str, rank: int, world: int, timeout: float) -> Iter
 
     name: one for each group of a job. timeout: seconds that its operations may take.
     """
-    found = launch()
+    found = read_launch()
     assert found is not None, "one of the processes that together() starts"
     limit = timedelta(seconds=timeout)
     store = PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
@@ -286,7 +286,7 @@ def make_process_group(name: str, rank: int, world: int, timeout: float) -> Iter
 @contextlib.contextmanager
 def _group(request: dict[str, Any]) -> Iterator[None]:
     """The default process group of this rank, by the store that the parent keeps."""
-    found = launch()
+    found = read_launch()
     assert found is not None, "the parent has set the environment"
     limit = timedelta(seconds=request["timeout"])
     backend = "gloo"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.errors import FxpartError
-from fxpart.planner.request import DATA_AXIS, with_mesh
+from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.planner.request import with_mesh
+from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
+from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 
 if TYPE_CHECKING:
@@ -69,6 +71,6 @@ def replica(front: PreparedModel) -> ReplicaGraph | None:
         made = shard_graph(
             front.graph, front.captured, request, front.annotations, ShardingAssumptions(None, 1)
         )
-        return ReplicaGraph(made.local(0), front.captured, ranks, made.sharing().parts)
+        return ReplicaGraph(made.local(0), front.captured, ranks, StageParallelism.of(made).parts)
     except FxpartError:  # annotations over other axes, ops that no rule can cut
         return None

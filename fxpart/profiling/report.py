@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.profiling.store import Calibration, ContentionProfile, ProfileCompletion
+from fxpart.costmodels.profile_store import Calibration, ContentionProfile, ProfileCompletion
 
 
 class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fxpart.costmodels.profile_store import TIMED
 from fxpart.profiling.stage_run import StageRun, Values
-from fxpart.profiling.store import TIMED
 
 _WARM = 1  # steps that are not counted
 _MOST = 15  # steps that are, in a turn

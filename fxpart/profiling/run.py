@@ -14,11 +14,12 @@ from torch import fx
 
 from fxpart import costmodels
 from fxpart.capture import CapturedModel
+from fxpart.cluster.devices import Device
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import Device
 from fxpart.codegen.generated_program import GeneratedProgram, generate_program
 from fxpart.compat.optimizer_choice import choose
 from fxpart.costmodels import HERE
+from fxpart.costmodels.profile_store import MeasurementEnvironment, Profile
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.descriptions import label
 from fxpart.planner.prepared_model import PreparedModel, with_model_profile
@@ -27,8 +28,8 @@ from fxpart.pricing.partition import price
 from fxpart.profiling.candidates import BenchmarkStages
 from fxpart.profiling.contention import MOST
 from fxpart.profiling.stage_benchmark import StageBenchmarkInput
-from fxpart.profiling.store import MeasurementEnvironment, Profile
 from fxpart.profiling.trial_selection import by_name
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
@@ -159,7 +160,7 @@ class ProfilingRun:
             optimizer=request.optimizer,
         )
         found = solve(problem, time_limit=_SOLVING, seed=request.seed)
-        whole = PartitionChoice(variant=0, schedule="1f1b", starts=(0,))
+        whole = PartitionChoice(variant=0, schedule=DEFAULT_SCHEDULE, starts=(0,))
         return problem, list(found.candidates) or [whole]
 
     def work(self, problem: PartitionProblem, choice: PartitionChoice) -> BenchmarkStages:

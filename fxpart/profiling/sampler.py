@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpart.costmodels.profile_store import TimeQuartiles
 from fxpart.profiling.outliers import timing
-from fxpart.profiling.store import TimeQuartiles
 
 _WARM = 2
 _LEAST, _MOST = 5, 60  # samples

@@ -9,28 +9,34 @@ processors, the plans that may be the best, run by real ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
+from fxpart.cluster.cpu_quota import quota
+from fxpart.cluster.devices import Device
 from fxpart.cluster.model import Cluster
-from fxpart.errors import FxpartError
+from fxpart.costmodels import AUTO
+from fxpart.costmodels.profile_store import MeasurementEnvironment, Profile, chip
+from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments, PreparedModel, prepare_model
 from fxpart.planner.request import PlanRequest, make_request
 from fxpart.profiling.device_group import keep_same_devices
-from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
 from fxpart.profiling.phases import Phases
 from fxpart.profiling.plan_stages import check_places
 from fxpart.profiling.report import ProfilingReport
 from fxpart.profiling.run import Progress
-from fxpart.profiling.store import Profile
+from fxpart.runtime.host.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from fxpart.capture.workload import Workload
+
 
 _CAPTURING = 0.1  # of the budget, at most
 _GRAPH = ("granularity", "precision")  # constraints that say what the ops and blocks are
@@ -64,9 +70,7 @@ def profile(
     where the cluster's first device is not of this machine's kind; of plans FXP304 (of another
     model), FXP105 (for another batch size) and FXP305 (no device of this kind).
     """
-    asked = PlanningArguments(
-        batch_size, microbatches, optimizer, "roofline", constraints or {}, seed
-    )
+    asked = PlanningArguments(batch_size, microbatches, optimizer, AUTO, constraints or {}, seed)
     made = ProfilingSession.of(
         workload, cluster, asked, batch_dims=batch_dims, date=date, progress=progress,
         rehearse=rehearse, plans=tuple(plans),
@@ -163,3 +167,42 @@ def _of_one_kind(front: PreparedModel, place: int) -> PreparedModel:
 
 def _silent(what: str, done: int, of: int) -> None:
     """Nobody listens."""
+
+
+def get_measurement_environment(
+    model: str, device: torch.device | None = None
+) -> MeasurementEnvironment:
+    """The setting of this process. model: of the device, as the cluster says it."""
+    version = str(torch.__version__)
+    if device is not None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return MeasurementEnvironment(device=model, chip=name, threads=0, torch=version)
+    threads = torch.get_num_threads()
+    left = quota() or threads
+    held = round(left, 4) if left < threads else 0.0
+    return MeasurementEnvironment(
+        device=model, chip=chip(), threads=threads, torch=version, quota=held
+    )
+
+
+@contextmanager
+def on_device(device: Device) -> Iterator[torch.device]:
+    """This machine's device of the cluster's kind, with as many threads as a rank has there."""
+    if device.kind == "gpu":
+        if not torch.cuda.is_available():
+            raise error(
+                "FXP602",
+                where=f"profiling {device.name} ({device.model})",
+                why="torch sees no GPU here",
+                fix="profile on a machine that has one, and merge the files",
+            )
+        yield torch.device("cuda", 0)
+        return
+    keep_freed_memory()  # as the ranks do
+    before = torch.get_num_threads()
+    if not isinstance(device.threads, msgspec.UnsetType):
+        torch.set_num_threads(device.threads)
+    try:
+        yield torch.device("cpu")
+    finally:
+        torch.set_num_threads(before)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpart.codegen.stage_key import FIRST, stage_key
+from fxpart.costmodels.profile_store import TIMED, StageMeasurement
 from fxpart.profiling.outliers import timing
 from fxpart.profiling.rotation import LEAST_STEPS, Rotation, StageSamples
 from fxpart.profiling.stage_run import StageRun, Values
-from fxpart.profiling.store import TIMED, StageMeasurement
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import BatchReader
 from fxpart.runtime.batch.mesh_rank_batch import BatchSlicer, get_row_multiple

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels.profile_store import StageMeasurement
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.pricing.op_class_times import OpClassTimes
@@ -14,7 +15,6 @@ from fxpart.profiling.plan_stages import work_of
 from fxpart.profiling.rotation import LEAST
 from fxpart.profiling.run import ProfilingRun
 from fxpart.profiling.stage_benchmark import TURNS, StageBenchmark, Thought
-from fxpart.profiling.store import StageMeasurement
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from fxpart.codegen.materialization import constants_of, materialize
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.profiling.collective_ops import IdenticalRanksCommunicator
 from fxpart.program.edges import ValueEdge, find_value_edges
-from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.embedding_tables.sparse_gradient_capture import SparseGradientCapture
@@ -29,6 +28,7 @@ from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.mesh.mesh_ranks import get_stage_mesh
 from fxpart.runtime.optimizer.factory import make_optimizer, make_parameter_groups
 from fxpart.runtime.optimizer.parameter_groups import make_local_groups
+from fxpart.runtime.state.shard_layout import make_state_slicer
 
 Values = dict[str, torch.Tensor]
 

@@ -1,7 +1,7 @@
 """Ranks in a ring hand tokens on: whoever has one computes, and passes it on as the runtime sends.
 
 As many ranks compute as there are tokens, at most; where they take unequal time, fewer now and
-then, as in a pipeline. What is measured with it: :mod:`fxpart.profiling.wakeup_latency`,
+then, as in a pipeline. What is measured with it: :mod:`fxpart.profiling.contention`,
 :mod:`fxpart.profiling.cpu_load_imbalance`.
 """
 

@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any
 
 from fxpart.codegen.generated_program import GeneratedProgram, write_program
+from fxpart.costmodels.profile_store import TrialRun
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.trial_correction import kind_of
 from fxpart.profiling.outliers import timing
 from fxpart.profiling.processes import run_on_processes
-from fxpart.profiling.store import TrialRun
 from fxpart.profiling.trial_worker import TARGET, WARM, save_batch, write_atomically
 
 _POLL = 0.02  # seconds between looks for answers

@@ -15,8 +15,8 @@ from math import exp, log
 import msgspec
 
 from fxpart.codegen.generated_program import GeneratedProgram
+from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 from fxpart.plan.model import Plan
-from fxpart.profiling.store import TimeQuartiles, TrialRun
 from fxpart.profiling.trial_processes import TrialProcesses
 
 LEAST = 3  # rounds

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from fxpart.cluster.host_detection import cores
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.compat.optimizer_choice import choose
+from fxpart.costmodels.profile_store import TrialRun
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.prediction.trial_correction import estimate_correction, kind_of
 from fxpart.planner.prepared_model import PreparedModel
-from fxpart.planner.refinement import StageMeasurementModel, TrialRunModel, correct_by_trial_runs
+from fxpart.planner.refinement import correct_by_trial_runs
 from fxpart.planner.search import find_best_plan
-from fxpart.profiling.store import TrialRun
 from fxpart.profiling.trial_processes import TrialProcesses
 from fxpart.profiling.trial_rounds import (
     LEAST,
@@ -244,14 +244,12 @@ def _known(
     plans: Mapping[str, tuple[Plan, GeneratedProgram]], model: CostModel
 ) -> dict[str, TrialRun]:
     """What the profile holds of these plans, and of others of their model."""
-    if not isinstance(model, StageMeasurementModel):
-        return {}
-    held = {key: model.rehearsal(key) for key in plans}
-    found = {key: one for key, one in held.items() if one is not None}
-    fingerprint = next(iter(plans.values()))[0].model.fingerprint
-    every = model.rehearsed(fingerprint) if isinstance(model, TrialRunModel) else ()
-    mine = {id(one) for one in found.values()}
-    others = [one for one in every if id(one) not in mine]
+    plan = next(iter(plans.values()))[0]
+    runs = model.knowledge(plan.device(0)).trial_runs
+    found = {key: runs[key] for key in plans if key in runs}
+    others = [
+        one for key, one in runs.items() if key not in found and one.model == plan.model.fingerprint
+    ]
     return {**found, **{f"other {n}": one for n, one in enumerate(others)}}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from fxpart.errors import error
 from fxpart.plan.precision import wire_dtype
 from fxpart.program.spec import Dim, ProgramSpec, StageSpec, ValueSpec
@@ -29,10 +27,10 @@ class ValueEdge:
     target: int
     output: int
     input: int
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[Dim, ...]
     gradient: bool
-    sent: torch.dtype
+    sent: str
     back: int = -1
 
 
@@ -87,14 +85,6 @@ def find_stage_edges(spec: ProgramSpec) -> tuple[StageEdge, ...]:
     return tuple(StageEdge(*pair, backward=back) for pair, back in sorted(backward.items()))
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name ("float32")."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise error("FXP303", where=f"dtype {name[:40]!r}", why="torch has no such dtype", fix="")
-    return found
-
-
 def _link(
     spec: ProgramSpec, stage: StageSpec, position: int, value: ValueSpec, source: int
 ) -> ValueEdge:
@@ -118,6 +108,6 @@ def _link(
     sent = wire_dtype(value.dtype, spec.transfer_dtype)
     return ValueEdge(
         value.name, source, stage.index, output, position,
-        torch_dtype(value.dtype), value.shape, value.requires_grad and made.requires_grad,
-        torch_dtype(sent),
+        value.dtype, value.shape, value.requires_grad and made.requires_grad,
+        sent,
     )  # fmt: skip

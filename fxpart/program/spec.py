@@ -164,7 +164,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
     ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
     groups of stages that are copies of one another, of which each takes its turn of the
-    microbatches (:mod:`fxpart.runtime.gradients.stage_replicas`); sources and targets name the
+    microbatches (:mod:`fxpart.program.replicas`); sources and targets name the
     first of a group. totals: numbers of the whole batch that stages take as inputs; None where they
     need none. weight: the number that a batch's loss is divided by, its weight in a mean over
     batches; None where that is its number of rows; after it what keeps it away from zero. repeat:
@@ -237,3 +237,17 @@ def _dim(tree: ast.expr, symbols: Mapping[str, int]) -> int:
             values = [_dim(a, symbols) for a in args]
             return max(values) if name == "max" else min(values)
     raise ValueError(f"{ast.unparse(tree)} is not a size")
+
+
+def has_backward(spec: ProgramSpec, stage: StageSpec) -> bool:
+    """Return whether a stage takes part in the backward pass; equal on every rank."""
+    back = any(
+        value.requires_grad and source >= 0
+        for value, source in zip(stage.inputs, stage.sources, strict=True)
+    )
+    ahead = any(
+        value.requires_grad and bool(targets)
+        for value, targets in zip(stage.outputs, stage.targets, strict=True)
+    )
+    ends = any(value.name == spec.loss for value in stage.outputs)
+    return back or ahead or (ends and any(state.requires_grad for state in stage.state))

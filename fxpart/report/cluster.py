@@ -1,4 +1,4 @@
-"""A cluster as people read it: devices, hosts, links, collectives; what is alike on one line."""
+"""A cluster as text: devices, hosts, links and collectives; equal ones share a line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from fxpart.report.table import shortened, table
 from fxpart.units import percent, plural, seconds, size
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
+    from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
+    from fxpart.cluster.model import Cluster
 
 _WIDE = 48
 
 
 def format_cluster(cluster: Cluster, missing: Sequence[str]) -> list[str]:
-    """The lines. missing: what the cluster does not say."""
+    """Return the lines. missing: facts that the cluster does not have."""
     hosts = len({device.host for device in cluster.devices})
     head = f"{cluster.name}: {plural(len(cluster.devices), 'device')} on {plural(hosts, 'host')}"
     lines = [f"{head}, hash {cluster.hash[:12]}"]
@@ -27,9 +28,9 @@ def format_cluster(cluster: Cluster, missing: Sequence[str]) -> list[str]:
     if cluster.links:
         lines += _part("Links (measured / nominal)", *_links(cluster.links))
     if cluster.collectives is not UNSET and cluster.collectives:
-        lines += _part("Collectives, measured", *_curves(cluster.collectives))
+        lines += _part("Collectives (measured)", *_curves(cluster.collectives))
     if missing:
-        lines += ["", "Not known", *(f"  {fact}" for fact in missing)]
+        lines += ["", "Unknown", *(f"  {fact}" for fact in missing)]
     return lines
 
 
@@ -116,7 +117,7 @@ def _curves(curves: Iterable[CollectiveCurve]) -> tuple[tuple[str, ...], str, li
 def _without_empty(
     heads: tuple[str, ...], align: str, rows: list[list[str]]
 ) -> tuple[tuple[str, ...], str, list[list[str]]]:
-    """The table without the columns that say nothing of any row."""
+    """Return the table without empty columns."""
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     return (
         tuple(heads[i] for i in kept),
@@ -126,7 +127,7 @@ def _without_empty(
 
 
 def _rate(value: float | None, unit: str) -> str:
-    """A rate as "312 TFLOP/s", "-" where it is not known."""
+    """Return a rate as "312 TFLOP/s", "-" where it is not known."""
     if value is None:
         return "-"
     for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -140,7 +141,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _pairs(pairs: list[tuple[str, str]]) -> str:
-    """The ends of links that are alike."""
+    """Return the ends of equal links."""
     first, last = pairs[0], pairs[-1]
     if pairs == [("*", "*")]:
         return "all others"

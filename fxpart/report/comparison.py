@@ -1,19 +1,20 @@
-"""A prediction beside a recording, as numbers: of the step, its stages, their parts, and memory."""
+"""A prediction compared with a recording: step, stages, parts of a step, and memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FORWARD, BACKWARD, TRANSFER = "forward", "backward", "transfer"
-COLLECTIVE = "collectives in both"
-WAITING, RUNTIME = "waiting", "the runtime itself"
+COLLECTIVE = "collectives"
+WAITING, RUNTIME = "waiting", "runtime overhead"
 
 
 @dataclass(frozen=True)
 class TimeComparison:
     """Seconds as predicted and as measured.
 
-    measured: None where a recording cannot tell. ratio: measured over predicted, None without both.
+    measured: None where the recording does not show it. ratio: measured over predicted, None
+    without both.
     """
 
     predicted: float
@@ -32,9 +33,9 @@ class TimeComparison:
 
 @dataclass(frozen=True)
 class StageComparison:
-    """One stage. each: of a microbatch, collectives being part of forward and backward. step: once.
+    """One stage. each: per microbatch, collectives in forward and backward. step: per step.
 
-    slowest: the rank whose step the parts of a step are of, the one that computes longest.
+    slowest: the busiest rank, whose step is compared.
     """
 
     stage: int
@@ -46,7 +47,7 @@ class StageComparison:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """One part of the step's error, as the pace-setting rank spends it.
+    """One part of the error of the step, on the busiest rank of the bottleneck stage.
 
     share: of the whole difference; None where predicted and measured step agree. source: where the
     prediction of the part comes from, as the plan says.
@@ -84,7 +85,7 @@ class MemoryComparison:
 
 @dataclass(frozen=True)
 class RecordingComparison:
-    """All of it. low, high: the quartiles of the steps' seconds. stage: the one that sets the pace.
+    """The whole comparison. low, high: quartiles of the steps' seconds. stage: the bottleneck.
 
     shown: the step that took the median time. notes: what limits the comparison.
     """

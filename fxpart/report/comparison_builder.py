@@ -1,6 +1,6 @@
-"""A plan's prediction against a recording of it: the numbers, and where the difference is.
+"""Compare a plan's prediction with a recording of it, part by part.
 
-Every rank's step is taken apart in the same way on both sides, so that the differences of the parts
+Each rank's step is divided into the same parts on both sides, so that the differences of the parts
 add up to the difference of the step.
 """
 
@@ -14,6 +14,7 @@ from fxpart.errors import error
 from fxpart.plan.model import Plan, RankPrediction
 from fxpart.plan.number_ranges import text_of
 from fxpart.plan.schedule import stage_of
+from fxpart.planner.prediction.plan_timeline import plan_timeline, tie_seconds
 from fxpart.report.comparison import (
     BACKWARD,
     COLLECTIVE,
@@ -27,9 +28,7 @@ from fxpart.report.comparison import (
     StepDifference,
     TimeComparison,
 )
-from fxpart.report.timeline import plan_timeline, tie_seconds
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.measured_timeline import (
     AGREE,
     CLIP,
@@ -41,28 +40,29 @@ from fxpart.schedule.measured_timeline import (
     MeasuredSpan,
     MeasuredTimeline,
 )
+from fxpart.schedule.spec import SCHEDULES, find_built
 from fxpart.schedule.timeline import Timeline
 
-# Computations of a schedule that is played through for the comparison; beyond, the plan's means do.
-_PLAYED = 200_000
+# Most computations of a schedule that is simulated for the comparison; else the means are used.
+_SIMULATED = 200_000
 
 
-# Predicted and measured steps that are this near have no difference worth dividing.
+# Steps that agree to this share have no difference that is worth dividing.
 AGREES = 0.02
 
 
 def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
-    """The figures of a recording that belongs to the plan (see :func:`.measured.belongs`).
+    """Return the comparison with a recording of this plan (see :func:`check_recording`).
 
-    FXP109 where no recorded step has the plan's number of microbatches, and for an asynchronous
-    plan, whose ranks have no step in common.
+    Raises FXP109 where no recorded step has the plan's number of microbatches, and for an
+    asynchronous plan, whose ranks have no step in common.
     """
-    if plan.schedule == "async":
+    if not SCHEDULES[plan.schedule].flushes:
         raise error(
             "FXP109",
             where=f"a recording of {plan.model.name}",
-            why="the plan is asynchronous: minibatches overlap, and there is no step to compare",
-            fix="compare minibatches a second with `fxpart simulate`",
+            why="the plan is asynchronous: its steps overlap, and none can be compared by itself",
+            fix="compare the throughput with `fxpart simulate`",
         )
     kept = _full(recording, plan.microbatches)
     timeline = predict_timeline(plan)
@@ -70,7 +70,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
     whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))
     times = sorted(whole.values())
     low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]
-    step = TimeComparison(plan.prediction.simulated_seconds, median(times))
+    step = TimeComparison(plan.prediction.expected_seconds, median(times))
     stages = tuple(_stage(plan, kept, stage.index, timeline, ties) for stage in plan.stages)
     slowest = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
     busy = [
@@ -96,7 +96,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
 
 def predict_timeline(plan: Plan) -> Timeline | None:
     """The predicted timeline; None where the schedule has no simulation or is too long for one."""
-    if plan.schedule not in BUILDERS or 2 * len(plan.stages) * plan.microbatches > _PLAYED:
+    if find_built(plan.schedule) is None or 2 * len(plan.stages) * plan.microbatches > _SIMULATED:
         return None
     return plan_timeline(plan)
 
@@ -118,8 +118,8 @@ def _full(recording: MeasuredTimeline, microbatches: int) -> MeasuredTimeline:
         raise error(
             "FXP109",
             where="the recorded steps",
-            why=f"none has {microbatches} microbatches, as the plan has",
-            fix="record steps of whole batches",
+            why=f"none has {microbatches} microbatches, the number of the plan",
+            fix="record steps with the batch size of the plan",
         )
     spans = tuple(span for span in recording.spans if span.step in good)
     return MeasuredTimeline(
@@ -184,7 +184,7 @@ def _predicted(
         parts = {FORWARD: fsum(forward), BACKWARD: fsum(backward)}
         once |= _after(entry, timeline, ties[stage_of(plan).index(entry.stage)])
     parts |= once
-    return {**parts, WAITING: plan.prediction.simulated_seconds - fsum(parts.values())}
+    return {**parts, WAITING: plan.prediction.expected_seconds - fsum(parts.values())}
 
 
 def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, float]:
@@ -293,8 +293,8 @@ def _source(plan: Plan, name: str) -> str:
     if name == WAITING:
         said.insert(0, plan.prediction.method)
     if name == RUNTIME and not said:
-        return "not measured before" if not plan.prediction.ranks[0].overhead_seconds else "profile"
-    return "; ".join(dict.fromkeys(said)) or "not said"
+        return "not in the plan" if not plan.prediction.ranks[0].overhead_seconds else "profile"
+    return "; ".join(dict.fromkeys(said)) or "not recorded in the plan"
 
 
 def _memory(plan: Plan, recording: MeasuredTimeline) -> tuple[MemoryComparison, ...]:
@@ -318,16 +318,16 @@ def _memory(plan: Plan, recording: MeasuredTimeline) -> tuple[MemoryComparison, 
 def _notes(plan: Plan, recording: MeasuredTimeline, left_out: int) -> Iterable[str]:
     if plan.world > 1 and recording.setting.get("processes") == "1":
         yield (
-            "All ranks ran in one process, one after another: forward, backward and optimizer can "
-            "be compared, waiting and the step cannot."
+            "All ranks ran in one process, one after another: forward, backward and optimizer step "
+            "can be compared; waiting and step time cannot."
         )
     if left_out:
-        yield f"{left_out} recorded steps of another number of microbatches are left out."
+        yield f"{left_out} recorded steps with another number of microbatches are left out."
     within = max((clock.within for clock in recording.clocks), default=0.0)
     if within > 1e-3:
-        yield f"The ranks' clocks are known to {within * 1e3:.1f} ms of each other."
+        yield f"The ranks' clocks are synchronized to {within * 1e3:.1f} ms."
     if plan.prediction.method == "closed form":
-        yield "The predicted step is the closed form: this schedule was not played through."
+        yield "The predicted step time is the closed form: this schedule was not simulated."
 
 
 def spans_of(

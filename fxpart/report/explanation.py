@@ -1,4 +1,4 @@
-"""What an explanation of a plan says, as data: seconds, bytes, and shares of 1."""
+"""The explanation of a plan as data: seconds, bytes, and shares of 1."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import msgspec
 
 from fxpart.plan.model import Certificate, PeakMemory
 from fxpart.plan.prediction import StepParts
+from fxpart.plan.throughput import Throughput
 
 
 class _ExplanationStruct(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,31 +14,35 @@ class _ExplanationStruct(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepFigures(_ExplanationStruct, frozen=True, kw_only=True):
-    """The step: its seconds, what they are made of (together all of them), and each part's share.
+    """The step time, where it comes from, and what the closed form consists of.
 
-    rehearsed_seconds: what it took when the profile ran this very plan, 0 where it did not.
-    corrected_seconds: simulated, as runs of other plans correct it; 0 where there were none.
-    samples_per_second: by that, or else by what is predicted; None for a step without time, as each
-    share then is 0.
+    step_time: predicted seconds of one optimizer step. source: how it was found, in words.
+    simulated_seconds: the simulated schedule. trial_run_seconds: measured, 0 without a trial run of
+    this plan. corrected_seconds: the simulation corrected by trial runs of other plans, 0 without
+    any. closed_form_seconds: the closed form that the search minimizes; parts and shares are of it,
+    as the bottleneck stage spends them. bubble: the share of all ranks' time without computation.
     """
 
-    seconds: float
+    step_time: float
+    source: str
     simulated_seconds: float
     method: str
-    samples_per_second: float | None
+    trial_run_seconds: float
+    corrected_seconds: float
+    closed_form_seconds: float
+    throughput: Throughput
     bubble: float
     parts: StepParts
     shares: dict[str, float]
-    rehearsed_seconds: float = 0.0
-    corrected_seconds: float = 0.0
 
 
 class StepBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
-    """The stage that bounds the step by pace_seconds = (m - fill) * microbatch + once a step.
+    """The bottleneck: the stage with the largest bound_seconds, a lower bound of the closed form.
 
-    of_mean: its microbatch over the mean of all stages. largest: what it spends most on, and the
-    share of its own time. as_slow: how many other stages are within 0.1 %. second: the next of the
-    rest, None where there is none.
+    bound_seconds: (m - fill) * microbatch_seconds + step_only_seconds. balance: the largest
+    microbatch time of a stage over the mean. largest: the part that takes most of the stage's time,
+    and its share. as_slow: how many other stages are within 0.1 %. second: the slowest of the other
+    stages, None where there is none.
     """
 
     stage: int
@@ -45,13 +50,13 @@ class StepBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
     ranks: str
     microbatch_seconds: float
     step_only_seconds: float
-    pace_seconds: float
-    of_mean: float
+    bound_seconds: float
+    balance: float
     largest: str
     largest_share: float
     as_slow: int
     second: int | None
-    second_pace_seconds: float | None
+    second_bound_seconds: float | None
 
 
 class MemoryBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
@@ -76,16 +81,18 @@ class MemoryBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
 
 
 class RejectedAlternative(_ExplanationStruct, frozen=True, kw_only=True):
-    """A rejected choice: slower says by which share of the step; None where it does not fit.
+    """A rejected choice by its closed form, which is comparable with the plan's own.
 
-    unfit_slower: the same for one that does not fit, were there memory (negative: faster).
+    closed_form_seconds: None for a choice that does not fit. slower: its excess over the plan's
+    closed form, as a share. unfit_seconds, unfit_slower: the same for a choice that does not fit,
+    without its memory limit (negative: faster).
     """
 
     what: str
     stages: int
     microbatches: int
     schedule: str
-    step_seconds: float | None
+    closed_form_seconds: float | None
     slower: float | None
     unfit_seconds: float | None
     unfit_slower: float | None
@@ -129,11 +136,11 @@ class StageFigures(_ExplanationStruct, frozen=True, kw_only=True):
 
 
 class ContentionFigures(_ExplanationStruct, frozen=True, kw_only=True):
-    """A host that ranks of the plan share.
+    """CPU contention on a host that several ranks share.
 
     slowdown: how many times longer a computation takes while 1, 2, ... of these ranks compute.
-    transfer: how many computing ranks a transfer counts as. assumed: the slowdown for which the
-    seconds of the plan's stages are.
+    transfer: how many computing ranks a transfer counts as. assumed: the slowdown that the seconds
+    of the plan's stages include.
     """
 
     ranks: str
@@ -143,24 +150,25 @@ class ContentionFigures(_ExplanationStruct, frozen=True, kw_only=True):
 
 
 class QueueFigures(_ExplanationStruct, frozen=True, kw_only=True):
-    """What a plan of queues gains beside copies that take turns, each rank alone on its host.
+    """Queue routing compared with round-robin routing, simulated without CPU contention.
 
-    staleness: of each stage, its copies counted once. seconds: between two updates; missed: by
-    stage the most updates that its gradients missed. others: the seconds by a staleness of all
-    stages. turns_seconds: a step in turns.
+    staleness: by stage, replicas counted once. seconds: between two updates; missed: by stage the
+    most updates that its gradients missed. others: the seconds by a staleness of all stages.
+    round_robin_seconds: a step with round-robin routing.
     """
 
     staleness: tuple[int, ...]
     seconds: float
     missed: tuple[int, ...]
-    others: dict[int, float]
-    turns_seconds: float
+    others: dict[str, float]
+    round_robin_seconds: float
 
 
 class AsynchronousStageFigures(_ExplanationStruct, frozen=True, kw_only=True):
-    """One stage of an asynchronous plan: the updates that its forwards miss at most, and its costs.
+    """The staleness of one stage of an asynchronous plan and its costs.
 
-    copies: bytes of weights beside the parameters. predict_seconds: a minibatch.
+    copies: bytes of weight copies beside the parameters. predict_seconds: weight prediction per
+    step.
     """
 
     stage: int
@@ -171,30 +179,30 @@ class AsynchronousStageFigures(_ExplanationStruct, frozen=True, kw_only=True):
 
 
 class AsynchronyFigures(_ExplanationStruct, frozen=True, kw_only=True):
-    """What an asynchronous plan gains, and what that costs.
+    """What an asynchronous pipeline gains over one that is flushed, both simulated.
 
-    seconds: a minibatch of the full stream; flushed_seconds: a step of the same stages if they
-    drained (both simulated; 0 where the latter was not found), faster: the latter over the former.
-    at_most: (m + S - 1) / m, which equal stages gain where nothing else takes time.
+    simulated_seconds: a step once the pipeline is full. flushed_seconds: a step of the same stages
+    with a flush before each update; 0 where it was not simulated. speedup: flushed over
+    asynchronous. speedup_bound: (m + S - 1) / m, the speedup of equal stages that only compute.
     """
 
     weights: str
-    seconds: float
+    simulated_seconds: float
     flushed_seconds: float
-    faster: float | None
-    at_most: float
+    speedup: float | None
+    speedup_bound: float
     by_stage: tuple[AsynchronousStageFigures, ...]
 
 
 class Explanation(_ExplanationStruct, frozen=True, kw_only=True):
-    """Everything that ``fxpart explain plan.json --json`` says.
+    """The output of ``fxpart explain plan.json --json``.
 
     devices: those of the cluster, used or not. binding: rejected choices that would be faster and
-    do not fit. hosts: those whose ranks slow each other down; empty where none do, or where the
-    simulation takes all ranks to compute all the time. asynchrony: None where the pipeline drains
-    before each update. queues: None where there are none, or more than is simulated. certificate,
-    degrees: as in the plan.
-    not_runnable: why this version cannot train by the plan.
+    do not fit. hosts: those with CPU contention; empty without any, or where the simulation assumes
+    that all ranks compute all the time. asynchrony: None for a plan that is flushed before each
+    update. queues: None without queue routing, or where the plan is too large to simulate it.
+    certificate, degrees: as in the plan; their objectives are closed forms. not_runnable: why this
+    version cannot train by the plan.
     """
 
     model: str

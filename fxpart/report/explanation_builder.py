@@ -1,4 +1,4 @@
-"""The numbers that explain a plan, from its fields alone: what text and JSON both say."""
+"""Build the explanation of a plan, which text, HTML and JSON all show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from fxpart.plan.contention import compute_mean_slowdown, get_assumed_slowdown
 from fxpart.plan.model import Alternative, Plan, RankPrediction
 from fxpart.plan.number_ranges import text_of
-from fxpart.plan.prediction import HostLoad, bottleneck, pace, step_parts
+from fxpart.plan.prediction import IDLE, HostLoad, bottleneck, pace, step_parts
+from fxpart.plan.summary import describe_source, used
+from fxpart.plan.throughput import ModelWork, compute_throughput
 from fxpart.planner.prediction.queue_simulation import (
     MOST,
     compute_round_robin_seconds,
@@ -25,18 +27,19 @@ from fxpart.report.explanation import (
     StepBottleneck,
     StepFigures,
 )
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
-_TRIED = (0, 1, 2)  # updates that all stages may miss, beside what the plan says
-_NEAR = 0.999  # a stage above this share of the bottleneck's pace is as slow
+_TRIED = (0, 1, 2)  # staleness of all stages that the plan is compared with
+_NEAR = 0.999  # a stage above this share of the bottleneck's bound is as slow
 
 
-def explanation(plan: Plan) -> Explanation:
-    """The figures of a valid plan."""
+def explanation(plan: Plan, work: ModelWork | None = None) -> Explanation:
+    """Return the figures of a valid plan; ``work`` adds MFU and TFLOP/s per device."""
     step = plan.prediction.step_seconds
     rejected = tuple(_rejected(other, step) for other in plan.alternatives)
     changes = tuple(_rejected(other, step) for other in plan.changes)
-    slower = [r for r in (*rejected, *changes) if r.step_seconds is not None]
+    slower = [r for r in (*rejected, *changes) if r.closed_form_seconds is not None]
     return Explanation(
         model=plan.model.name,
         cluster=plan.cluster.name,
@@ -47,17 +50,17 @@ def explanation(plan: Plan) -> Explanation:
         virtual=plan.virtual,
         microbatches=plan.microbatches,
         batch_size=plan.batch_size,
-        step=_step(plan),
-        bottleneck=_pace(plan),
+        step=_step(plan, work),
+        bottleneck=_bottleneck(plan),
         fullest=_fullest(plan),
         binding=tuple(
             r for r in (*rejected, *changes) if r.unfit_slower is not None and r.unfit_slower < 0
         ),
-        next_best=min(slower, key=lambda r: r.step_seconds or 0.0, default=None),
+        next_best=min(slower, key=lambda r: r.closed_form_seconds or 0.0, default=None),
         rejected=rejected,
         changes=changes,
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
-        hosts=tuple(_crowd(load) for load in plan.prediction.hosts),
+        hosts=tuple(_contention(load) for load in plan.prediction.hosts),
         asynchrony=_asynchrony(plan),
         queues=_queues(plan),
         certificate=plan.certificate,
@@ -67,12 +70,12 @@ def explanation(plan: Plan) -> Explanation:
 
 
 def share_of_fill(plan: Plan) -> float:
-    """How much of each other stage's microbatch a step waits for: of the plan's schedule."""
+    """Return the share of each other stage's microbatch that a step waits for."""
     return get_fill_fraction(plan.schedule, plan.virtual)
 
 
 def slowest(plan: Plan) -> list[RankPrediction]:
-    """Of each stage the entry that takes longest for a microbatch."""
+    """Return the slowest rank entry of each stage, by seconds per microbatch."""
     found: dict[int, RankPrediction] = {}
     for entry in plan.prediction.ranks:
         known = found.get(entry.stage)
@@ -82,34 +85,31 @@ def slowest(plan: Plan) -> list[RankPrediction]:
 
 
 def balance(plan: Plan) -> float:
-    """The slowest stage's seconds for a microbatch over the mean; 1 where all are equal."""
-    return _over_mean(max(entry.microbatch_seconds for entry in slowest(plan)), plan)
-
-
-def _over_mean(seconds: float, plan: Plan) -> float:
+    """Return balance (max/mean) of the stages' seconds per microbatch; 1 where all are equal."""
     times = [entry.microbatch_seconds for entry in slowest(plan)]
     mean = sum(times) / len(times)
-    return seconds / mean if mean else 1.0
+    return max(times) / mean if mean else 1.0
 
 
-def _step(plan: Plan) -> StepFigures:
-    given, seconds = plan.prediction, plan.prediction.step_seconds
-    known = given.rehearsed_seconds or seconds
-    parts = step_parts(given.ranks, plan.microbatches, share_of_fill(plan), seconds)
+def _step(plan: Plan, work: ModelWork | None) -> StepFigures:
+    given, closed = plan.prediction, plan.prediction.step_seconds
+    parts = step_parts(given.ranks, plan.microbatches, share_of_fill(plan), closed)
     return StepFigures(
-        seconds=seconds,
+        step_time=given.expected_seconds,
+        source=describe_source(given),
         simulated_seconds=given.simulated_seconds,
         method=given.method,
-        rehearsed_seconds=given.rehearsed_seconds,
+        trial_run_seconds=given.rehearsed_seconds,
         corrected_seconds=given.corrected_seconds,
-        samples_per_second=plan.batch_size / known if known else None,
+        closed_form_seconds=closed,
+        throughput=compute_throughput(plan, work),
         bubble=given.bubble,
         parts=parts,
-        shares={name: s / seconds if seconds else 0.0 for name, s in parts.named().items()},
+        shares={name: s / closed if closed else 0.0 for name, s in parts.named().items()},
     )
 
 
-def _pace(plan: Plan) -> StepBottleneck:
+def _bottleneck(plan: Plan) -> StepBottleneck:
     entries, m, share = slowest(plan), plan.microbatches, share_of_fill(plan)
     first = bottleneck(plan.prediction.ranks, m, share)
     near = _NEAR * pace(first, m, share)
@@ -117,7 +117,7 @@ def _pace(plan: Plan) -> StepBottleneck:
     rest = [entry for entry in others if pace(entry, m, share) < near]
     second = bottleneck(rest, m, share) if rest else None
     own = step_parts(plan.prediction.ranks, m, share, 0.0).named()
-    spent = {name: s for name, s in own.items() if name != "the bubble"}
+    spent = {name: s for name, s in own.items() if name != IDLE}
     whole = sum(spent.values())
     largest = max(spent, key=lambda name: spent[name])
     return StepBottleneck(
@@ -126,13 +126,13 @@ def _pace(plan: Plan) -> StepBottleneck:
         ranks=text_of(first.ranks),
         microbatch_seconds=first.microbatch_seconds,
         step_only_seconds=first.step_only_seconds,
-        pace_seconds=pace(first, m, share),
-        of_mean=_over_mean(first.microbatch_seconds, plan),
+        bound_seconds=pace(first, m, share),
+        balance=balance(plan),
         largest=largest,
         largest_share=spent[largest] / whole if whole else 0.0,
         as_slow=len(others) - len(rest),
         second=None if second is None else second.stage,
-        second_pace_seconds=None if second is None else pace(second, m, share),
+        second_bound_seconds=None if second is None else pace(second, m, share),
     )
 
 
@@ -154,18 +154,13 @@ def _fullest(plan: Plan) -> MemoryBottleneck:
     )
 
 
-def used(entry: RankPrediction) -> float:
-    """The share of its memory limit that a rank needs."""
-    return entry.memory.total / entry.memory_limit if entry.memory_limit else 0.0
-
-
 def blocks(plan: Plan, stage: int) -> str:
-    """A stage's blocks as runs, one for each piece: "0-3,8-11"."""
+    """Return a stage's blocks as ranges, one for each virtual stage: "0-3,8-11"."""
     return ",".join(f"{first}-{last}" for first, last in plan.stages[stage].spans)
 
 
 def devices(plan: Plan, ranks: Iterable[int]) -> str:
-    """One rank's device by name, several by their type."""
+    """Return the name of one rank's device, or the types of several."""
     found = [plan.device(rank) for rank in ranks]
     if len(found) == 1:
         return found[0].name
@@ -198,7 +193,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
 
 
 def _queues(plan: Plan) -> QueueFigures | None:
-    """The plan's minibatches from queues, as it says and with the same staleness everywhere."""
+    """Return queue routing with the plan's staleness, and with equal staleness everywhere."""
     if not plan.staleness or plan.world * plan.microbatches > MOST:
         return None
     own = tuple(plan.staleness[first] for first in plan.firsts)
@@ -208,24 +203,26 @@ def _queues(plan: Plan) -> QueueFigures | None:
         seconds=run.seconds,
         missed=run.missed,
         others={
-            s: simulate_queue_plan(plan, (s,) * len(own)).seconds for s in _TRIED if {s} != set(own)
+            str(s): simulate_queue_plan(plan, (s,) * len(own)).seconds
+            for s in _TRIED
+            if {s} != set(own)
         },
-        turns_seconds=compute_round_robin_seconds(plan),
+        round_robin_seconds=compute_round_robin_seconds(plan),
     )
 
 
 def _asynchrony(plan: Plan) -> AsynchronyFigures | None:
-    """What a stream gains and costs."""
-    if plan.schedule != "async":
+    """Return what the asynchronous pipeline gains and costs."""
+    if SCHEDULES[plan.schedule].flushes:
         return None
     given, m = plan.prediction, plan.microbatches
     seconds, flushed = given.simulated_seconds, given.flushed_seconds
     return AsynchronyFigures(
         weights=plan.weights,
-        seconds=seconds,
+        simulated_seconds=seconds,
         flushed_seconds=flushed,
-        faster=flushed / seconds if seconds and flushed else None,
-        at_most=(m + max(row.in_flight for row in given.ranks) - 1) / m,
+        speedup=flushed / seconds if seconds and flushed else None,
+        speedup_bound=(m + max(row.in_flight for row in given.ranks) - 1) / m,
         by_stage=tuple(
             AsynchronousStageFigures(
                 stage=row.stage,
@@ -239,8 +236,8 @@ def _asynchrony(plan: Plan) -> AsynchronyFigures | None:
     )
 
 
-def _crowd(load: HostLoad) -> ContentionFigures:
-    """A host that the plan's ranks share."""
+def _contention(load: HostLoad) -> ContentionFigures:
+    """Return the contention on a host that ranks of the plan share."""
     return ContentionFigures(
         ranks=text_of(load.ranks),
         slowdown=tuple(compute_mean_slowdown(load, k) for k in range(1, len(load.ranks) + 1)),
@@ -258,7 +255,7 @@ def _rejected(other: Alternative, step: float) -> RejectedAlternative:
         stages=other.stages,
         microbatches=other.microbatches,
         schedule=other.schedule,
-        step_seconds=other.step_seconds,
+        closed_form_seconds=other.step_seconds,
         slower=slower(other.step_seconds),
         unfit_seconds=other.unfit_seconds,
         unfit_slower=slower(other.unfit_seconds),

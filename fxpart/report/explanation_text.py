@@ -1,4 +1,4 @@
-"""A plan in words: what it decides, what that costs, how good it is, what it was chosen over."""
+"""A plan as text: decisions, step time, memory, certificate and rejected alternatives."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ from collections.abc import Sequence
 from fxpart import units
 from fxpart.plan.model import Certificate, Plan, PlanInput
 from fxpart.plan.number_ranges import text_of
+from fxpart.plan.summary import (
+    describe_check,
+    describe_results,
+    describe_schedule,
+    throughput_rows,
+)
+from fxpart.plan.throughput import ModelWork
 from fxpart.report import sharding
 from fxpart.report.explanation import (
     AsynchronyFigures,
     Explanation,
     RejectedAlternative,
-    StepFigures,
 )
 from fxpart.report.explanation_builder import explanation
-from fxpart.report.replicas import copies_lines
-from fxpart.report.stage_tables import memory_table, stage_table, stream_table
+from fxpart.report.stage_tables import asynchrony_table, memory_table, replica_lines, stage_table
 from fxpart.report.table import shortened, table
 
 
-def explain(plan: Plan) -> str:
-    """Plain text of about 40 lines and two for each stage, ending in a newline."""
-    found = explanation(plan)
+def explain(plan: Plan, work: ModelWork | None = None) -> str:
+    """Return about 40 lines and two for each stage; ``work`` adds MFU and TFLOP/s per device."""
+    found = explanation(plan, work)
     parts = [
         _summary(plan, found),
         _stages(found),
-        copies_lines(plan),
+        replica_lines(plan),
         _step(found),
         _memory(found),
-        _stream(found),
-        _queued(found),
+        _asynchrony(found),
+        _queues(found),
         sharding.lines(plan),
-        ["How good it is", *(line for words in certificate(plan) for line in _wrapped(words))],
-        _rejected("Rejected", found.rejected),
+        ["Certificate", *(line for text in certificate(plan) for line in _wrapped(text))],
+        _rejected("Rejected alternatives", found.rejected),
         _rejected("With one decision changed", found.changes),
         _ties(plan),
-        _pairs("Where the costs come from", plan.provenance),
-        _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
+        _pairs("Sources of the costs", plan.provenance),
+        _pairs("Constraints", {k: str(v) for k, v in plan.constraints.items()}),
         _not_runnable(found),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -46,247 +51,216 @@ def explain(plan: Plan) -> str:
 
 def _summary(plan: Plan, found: Explanation) -> list[str]:
     model, step = plan.model, found.step
-    pieces = units.plural(plan.microbatches, "microbatch")
-    rate = step.samples_per_second or 0.0
-    return [
+    rows = [
+        ("model", f"{units.count(model.parameters)} parameters "
+         f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks"),
+        ("inputs", shortened(", ".join(map(_input, model.inputs)), 160) or "none"),
+        ("batch", f"{plan.batch_size} samples in {units.plural(plan.microbatches, 'microbatch')}, "
+         f"optimizer {plan.optimizer}, seed {plan.seed}"),
+        ("step time", f"{units.seconds(step.step_time)} predicted ({step.source}), pipeline bubble "
+         f"{units.percent(step.bubble)}"),
+        *throughput_rows(step.throughput),
+        *([("verified", shortened(describe_check(plan.check), 240))] if plan.check else []),
+        *([("order", f"{shortened(text_of(plan.order), 100)} (blocks)")] if plan.order else []),
+        *([("results", describe_results(plan))] if plan.equivalence else []),
+        *(("host", line) for line in contention_lines(found)),
+        *([("sharding", sharding.headline(plan))] if plan.sharding is not None else []),
+    ]  # fmt: skip
+    head = (
         f"{shortened(model.name, 60)} on {shortened(plan.cluster.name, 40)}: "
         f"{units.plural(found.stages, 'stage')} on {units.plural(found.ranks, 'rank')}"
-        f"{spare(found)}, schedule {schedule(plan)}",
-        f"  model      {units.count(model.parameters)} parameters "
-        f"({units.size(model.parameter_bytes)}), {model.nodes} ops in {model.blocks} blocks",
-        f"  inputs     {shortened(', '.join(map(_input, model.inputs)), 160) or 'none'}",
-        f"  batch      {plan.batch_size} samples in {pieces}, optimizer {plan.optimizer}, "
-        f"seed {plan.seed}",
-        f"  step       {units.seconds(step.seconds)} predicted "
-        f"({units.seconds(step.simulated_seconds)} by {describe_method(step.method)}"
-        f"{_rehearsed(step)}), {rate:.4g} samples/s, "
-        f"bubble {units.percent(step.bubble)}",
-        *(
-            [f"  check      {check_text(plan.check.status, plan.check.reason)}"]
-            if plan.check
-            else []
-        ),
-        *([f"  order      {shortened(text_of(plan.order), 100)} (blocks)"] if plan.order else []),
-        *_results(plan),
-        *(f"  host       {words}" for words in crowded_words(found)),
-        *([f"  sharding   {sharding.headline(plan)}"] if plan.sharding is not None else []),
-    ]
-
-
-def _results(plan: Plan) -> list[str]:
-    """What the plan promises of its results, compared with single-process training."""
-    known = plan.equivalence
-    if known is None:
-        return []
-    reasons = f": {'; '.join(known.reasons)}" if known.reasons else ""
-    words = {
-        "bitwise": "bitwise those of single-process training",
-        "rounding": "those of single-process training up to rounding",
-        "per microbatch": "computed per microbatch, not for the whole batch",
-    }[known.promise]
-    return textwrap.wrap(
-        f"results    {words}{reasons}", 98, initial_indent="  ", subsequent_indent=" " * 13
+        f"{spare(found)}, schedule {describe_schedule(plan)}"
     )
+    return [head, *(line for name, value in rows for line in _row(name, value))]
 
 
-def _rehearsed(step: StepFigures) -> str:
-    """What it took, where it was run, or else what runs of other plans make of the simulation."""
-    if step.rehearsed_seconds:
-        return f", {units.seconds(step.rehearsed_seconds)} when run"
-    known = step.corrected_seconds
-    return f", {units.seconds(known)} as other plans' runs correct it" if known else ""
+def _row(name: str, value: str) -> list[str]:
+    """Return a row of the summary, wrapped below its value."""
+    return textwrap.wrap(
+        f"{name:<11}{value}", 108, initial_indent="  ", subsequent_indent=" " * 13,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
-def crowded_words(found: Explanation) -> list[str]:
-    """Of each host that ranks share, how much longer its computations take."""
+def contention_lines(found: Explanation) -> list[str]:
+    """Return a line on CPU contention for each host that ranks share."""
     return [
-        f"shared by rank {shortened(given.ranks, 24)}: computations take {given.slowdown[-1]:.3g} "
-        f"times as long while all compute, {given.slowdown[0]:.3g} alone "
+        f"CPU contention of rank {shortened(given.ranks, 24)}: a computation takes "
+        f"{given.slowdown[-1]:.3g} times as long while all compute, {given.slowdown[0]:.3g} alone "
         f"({given.assumed:.3g} in the seconds below)"
         for given in found.hosts
     ]
 
 
-def schedule(plan: Plan) -> str:
-    """The schedule, and the pieces of each stage where there are several."""
-    pieces = f" of {plan.virtual} pieces a stage" if plan.virtual > 1 else ""
-    weights = f" with weights {plan.weights}" if plan.weights != "flush" else ""
-    queues = " from queues" if plan.staleness else ""
-    return f"{plan.schedule}{pieces}{queues}{weights}"
-
-
 def spare(found: Explanation) -> str:
-    """Of how many devices the ranks are, where some are left over."""
+    """Return how many devices the cluster has, if not all are used."""
     return f" of {found.devices} devices" if found.devices > found.ranks else ""
 
 
-def describe_method(method: str) -> str:
-    """How the schedule's own time was found."""
-    return method if method == "simulation" else f"the {method}, not simulated"
-
-
 def _input(item: PlanInput) -> str:
-    """An input as "input_ids int64[s0*, 64]": the star marks the dim that counts samples."""
+    """Return an input as "input_ids int64[s0*, 64]"; the star marks the batch dimension."""
     dims = [f"{d}*" if i == item.batch_dim else str(d) for i, d in enumerate(item.shape)]
     return f"{item.name} {item.dtype}[{', '.join(dims)}]"
 
 
-def check_text(status: str, reason: str) -> str:
-    """What is known of the captured program beside the module as written."""
-    if status == "passed":
-        return "two steps of the captured program equal those of the module as written"
-    if status == "off":
-        return "the captured program was not compared with the module (check=off)"
-    return f"the captured program was not compared with the module: {shortened(reason, 160)}"
-
-
 def _stages(found: Explanation) -> list[str]:
     return [
-        "Stages (F, B and transfer per microbatch; step: sums, optimizer, runtime; once a step)",
+        "Stages (F, B, transfer per microbatch; per step: gradient reduction, optimizer, runtime)",
         *_indented(stage_table(found)),
     ]
 
 
 def _step(found: Explanation) -> list[str]:
-    given = found.bottleneck
-    named = found.step.parts.named()
+    heads, *rows = step_rows(found)
+    return [
+        f"Breakdown of the closed form (stage {found.bottleneck.stage})",
+        *_indented(table(heads, "<>>", rows)),
+        *(line for text in bottleneck_lines(found) for line in _wrapped(text)),
+    ]
+
+
+def step_rows(found: Explanation) -> list[tuple[str, ...]]:
+    """Return the parts of the closed form and their sum, as rows under a row of heads."""
+    step = found.step
     rows = [
-        (name, units.seconds(seconds), units.percent(found.step.shares[name]))
-        for name, seconds in named.items()
+        (name, units.seconds(seconds), units.percent(step.shares[name]))
+        for name, seconds in step.parts.named().items()
         if seconds
     ]
-    return [
-        f"Where the step goes (as stage {given.stage} spends it)",
-        *_indented(table(("", "seconds", "share"), "<>>", rows)),
-        *(line for words in pace_words(found) for line in _wrapped(words)),
-    ]
+    whole = ("closed form", units.seconds(step.closed_form_seconds), units.percent(1.0))
+    return [("", "seconds", "share"), *rows, whole]
 
 
-def pace_words(found: Explanation) -> list[str]:
-    """The bottleneck as sentences."""
+def bottleneck_lines(found: Explanation) -> list[str]:
+    """Return sentences on the bottleneck stage and the next one."""
     given = found.bottleneck
-    words = [
-        f"Stage {given.stage} sets the pace: {units.seconds(given.microbatch_seconds)} a "
-        f"microbatch, {given.of_mean:.2f} times the mean, and "
-        f"{units.seconds(given.step_only_seconds)} once a step; {given.largest} takes "
-        f"{units.percent(given.largest_share)} of it."
+    lines = [
+        f"Stage {given.stage} is the bottleneck: {units.seconds(given.microbatch_seconds)} per "
+        f"microbatch, balance (max/mean) {given.balance:.2f}, and "
+        f"{units.seconds(given.step_only_seconds)} per step; {given.largest} takes "
+        f"{units.percent(given.largest_share)} of its time."
     ]
     if given.as_slow:
         are = "is" if given.as_slow == 1 else "are"
-        words.append(f"{units.plural(given.as_slow, 'other stage')} {are} as slow, within 0.1 %.")
-    if given.second is not None and given.second_pace_seconds is not None:
-        words.append(
-            f"Next is stage {given.second}: {units.seconds(given.second_pace_seconds)} instead of "
-            f"{units.seconds(given.pace_seconds)}."
+        lines.append(f"{units.plural(given.as_slow, 'other stage')} {are} as slow, within 0.1 %.")
+    if given.second is not None and given.second_bound_seconds is not None:
+        lines.append(
+            f"The next is stage {given.second}: {units.seconds(given.second_bound_seconds)} "
+            f"instead of {units.seconds(given.bound_seconds)} without the time that the pipeline "
+            "needs to fill."
         )
-    return words
+    return lines
 
 
 def _memory(found: Explanation) -> list[str]:
-    words = [line for sentence in memory_words(found) for line in _wrapped(sentence)]
-    return ["Peak memory by rank", *_indented(memory_table(found)), *words]
+    text = [line for sentence in memory_lines(found) for line in _wrapped(sentence)]
+    return ["Peak memory by rank", *_indented(memory_table(found)), *text]
 
 
-def _stream(found: Explanation) -> list[str]:
-    """What asynchronous training gains and costs."""
+def _asynchrony(found: Explanation) -> list[str]:
+    """Return the section on the asynchronous pipeline."""
     given = found.asynchrony
     if given is None:
         return []
-    words = [line for sentence in stream_words(given) for line in _wrapped(sentence)]
-    return ["Asynchronous training", *words, *_indented(stream_table(given))]
+    text = [line for sentence in asynchrony_lines(given) for line in _wrapped(sentence)]
+    return ["Asynchronous pipeline", *text, *_indented(asynchrony_table(given))]
 
 
-def _queued(found: Explanation) -> list[str]:
-    """What queues gain, by how many updates may be missed."""
+def _queues(found: Explanation) -> list[str]:
+    """Return the section on queue routing by staleness."""
     given = found.queues
     if given is None:
         return []
     rows = [(", ".join(map(str, given.staleness)) + " (plan)", given.seconds)]
-    rows += [(str(staleness), seconds) for staleness, seconds in given.others.items()]
+    rows += list(given.others.items())
+    round_robin = given.round_robin_seconds
     shown = [
-        (words, units.seconds(seconds), f"{given.turns_seconds / seconds:.2f}" if seconds else "-")
-        for words, seconds in rows
+        (name, units.seconds(seconds), f"{round_robin / seconds:.2f}" if seconds else "-")
+        for name, seconds in rows
     ]
     return [
-        "From queues (the dispatcher simulated, each rank as if it were alone on its host)",
-        *_indented(table(("staleness", "a minibatch", "times as fast as turns"), "<>>", shown)),
-        f"  In turns a step takes {units.seconds(given.turns_seconds)} then.",
+        "Queue routing (simulated without CPU contention)",
+        *_indented(table(("staleness", "minibatch", "speedup over round-robin"), "<>>", shown)),
+        f"  With round-robin routing a minibatch takes {units.seconds(round_robin)}.",
     ]
 
 
-def stream_words(given: AsynchronyFigures) -> list[str]:
-    """What a stream gains, and by which weights, as sentences."""
-    words = [f"No stage waits for an update of another; weights by the mode {given.weights}."]
-    if given.faster is not None:
-        words.append(
-            f"A minibatch takes {units.seconds(given.seconds)} in the full stream, and "
-            f"{units.seconds(given.flushed_seconds)} if these stages drained before each update: "
-            f"{given.faster:.2f} times as fast, where equal stages with nothing else to do gain "
-            f"(m + S - 1) / m = {given.at_most:.2f}."
+def asynchrony_lines(given: AsynchronyFigures) -> list[str]:
+    """Return sentences on the weight mode and the speedup of an asynchronous pipeline."""
+    lines = [f"No stage waits for the updates of another; weight mode {given.weights}."]
+    if given.speedup is not None:
+        lines.append(
+            f"With a flush before each update, these stages take "
+            f"{units.seconds(given.flushed_seconds)} per step (simulated): without flushes they "
+            f"are {given.speedup:.2f} times as fast. Equal stages that only compute gain "
+            f"(m + S - 1) / m = {given.speedup_bound:.2f}."
         )
-    return words
+    return lines
 
 
-def memory_words(found: Explanation) -> list[str]:
-    """The fullest ranks, and whether memory keeps the plan from being faster, as sentences."""
+def memory_lines(found: Explanation) -> list[str]:
+    """Return sentences on the ranks with the least free memory, and on what memory prevents."""
     given = found.fullest
-    words = [
-        f"Fullest is stage {given.stage} (rank {shortened(given.ranks, 24)}): "
-        f"{units.size(given.free)} of {units.size(given.limit)} are free."
+    lines = [
+        f"Stage {given.stage} (rank {shortened(given.ranks, 24)}) has the least free memory: "
+        f"{units.size(given.free)} of {units.size(given.limit)}."
     ]
     if given.resident:
-        words.append(
-            f"A process of it takes {units.size(given.resident)} at its peak: "
-            f"{units.size(given.total)} of tensors, {units.size(given.process)} beside them, and "
-            f"{units.size(given.allocator)} that the allocator loses, as measured here, or that"
-            " equal runs differ by."
+        lines.append(
+            f"Its process takes {units.size(given.resident)} at the peak: "
+            f"{units.size(given.total)} of tensors, {units.size(given.process)} for interpreter "
+            f"and libraries, and {units.size(given.allocator)} of allocator overhead and spread "
+            "between equal runs, as measured on this host."
         )
     if found.binding:
         best = min(found.binding, key=lambda r: r.unfit_slower or 0.0)
-        words.append(
-            f"Memory binds: {named(best)} would take {units.seconds(best.unfit_seconds or 0.0)} "
-            f"({relative(best.unfit_slower)}), but {best.why}."
+        lines.append(
+            f"Memory is the limit: {named(best)} has a closed form of "
+            f"{units.seconds(best.unfit_seconds or 0.0)} ({relative(best.unfit_slower)}), but "
+            f"{best.why}."
         )
     elif found.rejected or found.changes:
-        words.append("Of the rejected choices none would be faster with more memory.")
-    return words
+        lines.append("No rejected alternative would be faster with more memory.")
+    return lines
 
 
 def named(other: RejectedAlternative) -> str:
-    """A rejected choice by what it does, or by its size."""
+    """Return a rejected choice by its degrees, or by its size."""
     pieces = units.plural(other.microbatches, "microbatch")
     return other.what or f"{units.plural(other.stages, 'stage')}, {pieces}"
 
 
 def relative(share: float | None) -> str:
-    """A difference as "+3.1 %"; "" for none that can be told."""
+    """Return a difference as "+3.1 %", "" where it is not known."""
     return "" if share is None else f"{share:+.1%}".replace("%", " %")
 
 
 def certificate(plan: Plan) -> list[str]:
-    """The certificates as sentences: of the cuts, and of the degrees where they were chosen."""
+    """Return the certificates as sentences: of the degrees where they were searched, and the cuts.
+
+    Their objectives are closed forms, not the step time.
+    """
     given, whole = plan.certificate, plan.degrees
-    lines = [_proven(given)] if whole is None else [_proven(whole), f"Cuts: {_proven(given)}"]
+    lines = [] if whole is None else [f"Degrees: {_proven(whole)}"]
     solvers = given.solver if whole is None else " and ".join({whole.solver: 0, given.solver: 0})
     return [
         *lines,
-        f"Proved by {solvers}, for the predicted costs; a measured step may differ.",
+        f"Stages: {_proven(given)}",
+        f"Solved by {solvers}. The objective is the closed form of the step under the predicted "
+        f"costs; the step time is found by {plan.prediction.method} of the plan's schedule.",
     ]
 
 
 def _proven(given: Certificate) -> str:
-    objective, bound = units.seconds(given.objective), units.seconds(given.lower_bound)
-    over = f" ({given.over})" if given.over else ""
-    if given.status == "optimal":
-        return f"Optimal: no choice takes less than {objective} a step{over}."
-    if given.status == "within gap":
-        return (
-            f"Within {units.percent(given.gap)} of the best: this one takes {objective} a step, "
-            f"and none takes less than {bound}{over}."
-        )
+    status = {
+        "optimal": "optimal",
+        "within gap": "within the requested gap of the optimum",
+        "best found": "best found within the time limit",
+    }[given.status]
+    over = f" Search space: {given.over}." if given.over else ""
     return (
-        f"The best found in the time given: {objective} a step. None takes less than {bound}, "
-        f"so at most {units.percent(given.gap)} is left{over}."
+        f"{status}; objective {units.seconds(given.objective)}, lower bound "
+        f"{units.seconds(given.lower_bound)}, gap {units.percent(given.gap)}.{over}"
     )
 
 
@@ -298,21 +272,21 @@ def _rejected(title: str, others: tuple[RejectedAlternative, ...]) -> list[str]:
 
 
 def rejected_rows(others: Sequence[RejectedAlternative]) -> list[tuple[str, ...]]:
-    """Rejected choices as rows under a row of heads; what they are is left out if none says it."""
-    heads = ("what", "stages", "microbatches", "schedule", "step", "why not")
+    """Return rejected choices as rows under a row of heads; an empty first column is left out."""
+    heads = ("choice", "stages", "microbatches", "schedule", "closed form", "reason")
     first = 0 if any(other.what for other in others) else 1
     return [row[first:] for row in (heads, *map(_rejected_row, others))]
 
 
 def _rejected_row(other: RejectedAlternative) -> tuple[str, ...]:
-    step = "-"
-    if other.step_seconds is not None:
-        step = f"{units.seconds(other.step_seconds)} ({relative(other.slower)})"
+    closed = "-"
+    if other.closed_form_seconds is not None:
+        closed = f"{units.seconds(other.closed_form_seconds)} ({relative(other.slower)})"
     elif other.unfit_seconds is not None:
-        step = f"({units.seconds(other.unfit_seconds)} if it fitted)"
+        closed = f"({units.seconds(other.unfit_seconds)} if it fit)"
     return (
         shortened(other.what, 60) or "-", str(other.stages), str(other.microbatches),
-        other.schedule or "-", step, shortened(other.why, 110),
+        other.schedule or "-", closed, shortened(other.why, 110),
     )  # fmt: skip
 
 
@@ -324,8 +298,8 @@ def _ties(plan: Plan) -> list[str]:
             lines.append(f"  {names}: all uses on stage {tie.owner}")
             continue
         others = ", ".join(str(s) for s in tie.stages if s != tie.owner)
-        lines.append(f"  {names}: stage {tie.owner} owns it, copies on {others}; gradients summed")
-    return ["Shared parameters", *lines] if lines else []
+        lines.append(f"  {names}: stage {tie.owner} owns it, copies on {others}; gradients reduced")
+    return ["Tied parameters", *lines] if lines else []
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> list[str]:
@@ -343,7 +317,7 @@ def _pairs(title: str, pairs: dict[str, str]) -> list[str]:
 def _not_runnable(found: Explanation) -> list[str]:
     if not found.not_runnable:
         return []
-    title = "This version cannot train by it (fxpart explain FXP306)"
+    title = "This version cannot train by this plan (fxpart explain FXP306)"
     return [title, *(f"  {reason}" for reason in found.not_runnable)]
 
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML file: no network, no script, every text from a model escaped."""
+"""A plan as one HTML file without network access or scripts; every text is escaped."""
 
 from __future__ import annotations
 
@@ -7,35 +7,90 @@ from html import escape
 
 from fxpart import units
 from fxpart.plan.model import Plan
+from fxpart.plan.summary import describe_schedule, layout, throughput_rows
+from fxpart.plan.throughput import ModelWork
+from fxpart.planner.prediction.plan_timeline import plan_timeline, streams
 from fxpart.report import comparison_text, sharding
 from fxpart.report.comparison import RecordingComparison
 from fxpart.report.comparison_builder import predict_timeline
 from fxpart.report.explanation import Explanation, RejectedAlternative
 from fxpart.report.explanation_builder import explanation
 from fxpart.report.explanation_text import (
+    asynchrony_lines,
+    bottleneck_lines,
     certificate,
-    describe_method,
-    memory_words,
-    pace_words,
+    contention_lines,
+    memory_lines,
     rejected_rows,
-    schedule,
-    stream_words,
+    step_rows,
 )
 from fxpart.report.overlay import drawn, overlay_svg
 from fxpart.report.stage_tables import (
-    degrees,
+    asynchrony_rows,
     has_gradient_buckets,
     has_weight_copies,
-    stream_rows,
 )
-from fxpart.report.style import CSS
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
-from fxpart.report.timeline import plan_timeline, streams
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.measured_timeline import MeasuredTimeline
+from fxpart.schedule.spec import find_built
 
-# Computations that the timeline draws at most; a larger schedule is drawn with fewer microbatches.
+# Light and dark, readable without color vision, printable.
+CSS = """
+:root { color-scheme: light dark; --ink: #1d2330; --soft: #5b6475; --paper: #ffffff;
+  --card: #f4f6fa; --line: #d5dae4; --f0: #2f6fde; --f1: #5a8fe8; --b0: #d9822b; --b1: #e6a45f;
+  --t: #7a869c; --idle: #eceff5; --good: #1a7f4b; --bad: #b3261e; --in: #ffffff;
+  --m0: #2f6fde; --m1: #d9822b; --m2: #8a5bd1; --m3: #2a9d8f; --m4: #8d99ae; --m5: #c2528b;
+  --m6: #b8a13a; --m7: #6b7f2a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9f0; --soft: #a2abbd; --paper: #14171f;
+  --card: #1d212c; --line: #343b4b; --idle: #222735; --t: #8894ab; --good: #5cc68d; --bad: #ff8a80;
+  --in: #0f1218; --f0: #6ea0f5; --f1: #8fb6f8; --b0: #eda45c; --b1: #f3bd86; --m0: #6ea0f5;
+  --m1: #eda45c; --m2: #b08cf0; --m3: #55c2b4; --m4: #98a3b7; --m5: #e07fb0; --m6: #d6c25e;
+  --m7: #a9bd62; } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 24px 56px }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere }
+h2 { font-size: 18px; margin: 36px 0 10px }
+p { margin: 6px 0; max-width: 78ch }
+.lead, .note { color: var(--soft) }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px;
+  margin: 20px 0 0; padding: 0 }
+.cards div { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 12px 14px }
+dt { color: var(--soft); font-size: 13px }
+.cards dd { margin: 2px 0 0; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 14px; overflow-x: auto }
+figcaption, .key { color: var(--soft); font-size: 13px; margin-top: 8px }
+.key span { display: inline-block; margin-right: 16px }
+.key i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -1px }
+svg { display: block; width: 100%; min-width: 640px; height: auto }
+.axis { fill: var(--soft); font-size: 12px }
+.in { fill: var(--in); font-size: 11px; text-anchor: middle; pointer-events: none }
+.idle { fill: var(--idle) } .tick { stroke: var(--line); stroke-dasharray: 2 4; fill: none }
+.f0 { fill: var(--f0) } .f1 { fill: var(--f1) } .b0 { fill: var(--b0) } .b1 { fill: var(--b1) }
+.t { fill: var(--t) } .u { fill: var(--m2) }
+.limit { stroke: var(--bad); stroke-width: 2; fill: none }
+.m0 { fill: var(--m0) } .m1 { fill: var(--m1) } .m2 { fill: var(--m2) } .m3 { fill: var(--m3) }
+.m4 { fill: var(--m4) } .m5 { fill: var(--m5) } .m6 { fill: var(--m6) }
+.m7 { fill: var(--m7) }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; width: 100%; font-size: 14px;
+  font-variant-numeric: tabular-nums }
+th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid var(--line) }
+th { color: var(--soft); font-weight: 600; white-space: nowrap }
+th, td { width: 1%; white-space: nowrap }
+.l { text-align: left; width: auto; white-space: normal; overflow-wrap: anywhere }
+.badge { display: inline-block; border: 1px solid currentColor; border-radius: 999px;
+  padding: 1px 10px; font-size: 13px; font-weight: 600; color: var(--good) }
+.badge.open { color: var(--b0) }
+@media print { body { font-size: 12px } figure, .cards div { break-inside: avoid } }
+"""
+
+# Most computations that the timeline draws; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
 
 
@@ -43,22 +98,24 @@ def report_html(
     plan: Plan,
     recording: MeasuredTimeline | None = None,
     comparison: RecordingComparison | None = None,
+    work: ModelWork | None = None,
 ) -> str:
-    """The whole file, below a megabyte, as text.
+    """Return the whole file as text of less than a megabyte.
 
-    recording, comparison: of steps by the plan and what :func:`.compared.compare` says of them.
+    recording, comparison: measured steps of the plan, and the result of
+    :func:`fxpart.report.comparison_builder.compare`. work: adds MFU and TFLOP/s per device.
     """
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
-    found = explanation(plan)
+    found = explanation(plan, work)
     body = "\n".join(
         (
             _head(plan), _cards(plan, found), _measured(plan, recording, comparison),
             _timeline(plan), _step(found), _memory(plan, found),
-            _stream(found), _stages(found), _sharding(plan), _certificate(plan),
-            _rejected("Rejected", found.rejected),
+            _asynchrony(found), _stages(found), _sharding(plan), _certificate(plan),
+            _rejected("Rejected alternatives", found.rejected),
             _rejected("With one decision changed", found.changes), _ties(plan),
-            _pairs("Where the costs come from", plan.provenance),
-            _pairs("Fixed by you", {k: str(v) for k, v in plan.constraints.items()}),
+            _pairs("Sources of the costs", plan.provenance),
+            _pairs("Constraints", {k: str(v) for k, v in plan.constraints.items()}),
         )
     )  # fmt: skip
     return f"""<!DOCTYPE html>
@@ -82,7 +139,7 @@ def report_html(
 def _head(plan: Plan) -> str:
     model = plan.model
     words = (
-        f"{units.count(model.parameters)} parameters in {model.blocks} blocks, cut into "
+        f"{units.count(model.parameters)} parameters in {model.blocks} blocks, divided into "
         f"{len(plan.stages)} stages on {plan.world} ranks of {plan.cluster.name}"
     )
     return f'<h1>{escape(shortened(model.name, 120))}</h1>\n<p class="lead">{escape(words)}</p>'
@@ -90,20 +147,22 @@ def _head(plan: Plan) -> str:
 
 def _cards(plan: Plan, found: Explanation) -> str:
     step = found.step
-    rate = step.samples_per_second
-    cards = (
-        ("predicted step", units.seconds(step.seconds)),
-        (f"by {describe_method(step.method)}", units.seconds(step.simulated_seconds)),
-        *([("when run", units.seconds(step.rehearsed_seconds))] if step.rehearsed_seconds else []),
-        ("samples a second", "-" if rate is None else f"{rate:.4g}"),
-        ("batch x microbatches", f"{plan.batch_size} in {plan.microbatches}"),
-        ("schedule", schedule(plan)),
-        ("bubble", units.percent(step.bubble)),
-        ("slowest stage over mean", f"{found.bottleneck.of_mean:.2f}"),
-        ("fullest rank", units.percent(found.fullest.used)),
-    )
+    throughput = step.throughput
+    cards = [
+        ("step time", units.seconds(step.step_time)),
+        ("predicted by", step.source),
+        ("schedule", describe_schedule(plan)),
+        ("batch", f"{plan.batch_size} in {units.plural(plan.microbatches, 'microbatch')}"),
+        ("pipeline bubble", units.percent(step.bubble)),
+        ("balance (max/mean)", f"{found.bottleneck.balance:.2f}"),
+        ("largest memory use", units.percent(found.fullest.used)),
+    ]
+    rows = throughput_rows(throughput)
+    notes = "".join(f'<p class="note">{escape(text)}</p>' for name, text in rows if not name)
+    cards += [row for row in rows if row[0]]
     items = "".join(f"<div><dt>{k}</dt><dd>{escape(v)}</dd></div>" for k, v in cards)
-    return f'<dl class="cards">{items}</dl>'
+    lines = "".join(f'<p class="note">{escape(line)}</p>' for line in contention_lines(found))
+    return f'<dl class="cards">{items}</dl>{notes}{lines}'
 
 
 def _measured(
@@ -111,22 +170,23 @@ def _measured(
 ) -> str:
     if recording is None or found is None:
         return ""
-    names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
+    names = (("f0", "forward"), ("b0", "backward"), ("m2", "per step"), ("t", "transfer"))
     key = _key((*names, ("idle", "waiting")))
-    caption = "Of each rank the predicted step above and below it a measured one of median length."
+    caption = "Each rank: the predicted step above, a measured step of median length below."
     if len(drawn(recording)) < len(recording.ranks):
         caption += f" {len(drawn(recording))} of the {len(recording.ranks)} ranks are drawn."
     words = [comparison_text.headline(found), *found.notes]
     text = "".join(f"<p>{escape(line)}</p>" for line in words)
     heads, rows = comparison_text.stage_rows(found)
-    told = "".join(f"<li>{escape(line)}</li>" for line in comparison_text.differences(found))
+    listed = "".join(f"<li>{escape(line)}</li>" for line in comparison_text.differences(found))
+    rank = comparison_text.bottleneck_rank(found)
     parts = [
         f"<h2>Predicted and measured</h2>\n{text}",
         f"<figure>{overlay_svg(predict_timeline(plan), recording, found)}{key}"
         f"<figcaption>{caption}</figcaption></figure>",
         "<h2>Largest differences</h2>\n"
-        f"<p>As rank {comparison_text.pace(found)} spends its step:</p>"
-        f"<ul>{told}</ul>",
+        f"<p>Rank {rank}, the busiest of the bottleneck stage:</p>"
+        f"<ul>{listed}</ul>",
         f"<h2>By stage</h2>\n{_table(heads, rows, left={2})}",
     ]
     if found.memory:
@@ -136,20 +196,20 @@ def _measured(
 
 
 def _timeline(plan: Plan) -> str:
-    if plan.schedule not in BUILDERS:
-        words = f"The schedule {plan.schedule} cannot be drawn yet."
+    if find_built(plan.schedule) is None:
+        words = f"The schedule {plan.schedule} has no timeline."
         return f"<h2>Timeline</h2>\n<p>{words}</p>"
     whole = 2 * len(plan.stages) * plan.microbatches
     drawn = plan.microbatches
     if whole > DRAWN:
         drawn = max(1, DRAWN // (2 * len(plan.stages)))
     timeline = plan_timeline(plan, microbatches=drawn)
-    caption = "One step by the predicted costs."
+    caption = "One step under the predicted costs."
     if streams(plan):
-        caption = "Three minibatches of the stream, and its end, by the predicted costs."
+        caption = "Three minibatches without flushes, and the end, under the predicted costs."
     if drawn < plan.microbatches:
         caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."
-    names = (("f0", "forward"), ("b0", "backward"), ("m2", "once a step"), ("t", "transfer"))
+    names = (("f0", "forward"), ("b0", "backward"), ("m2", "per step"), ("t", "transfer"))
     key = _key((*names, ("idle", "waiting")))
     return (
         f"<h2>Timeline</h2>\n<figure>{timeline_svg(timeline)}{key}"
@@ -158,34 +218,31 @@ def _timeline(plan: Plan) -> str:
 
 
 def _step(found: Explanation) -> str:
-    rows = [
-        (name, units.seconds(seconds), units.percent(found.step.shares[name]))
-        for name, seconds in found.step.parts.named().items()
-        if seconds
-    ]
-    words = "".join(f"<p>{escape(line)}</p>" for line in pace_words(found))
-    return f"<h2>Where the step goes</h2>\n{words}{_table(('', 'seconds', 'share'), rows, {0})}"
+    heads, *rows = step_rows(found)
+    text = "".join(f"<p>{escape(line)}</p>" for line in bottleneck_lines(found))
+    title = f"Breakdown of the closed form (stage {found.bottleneck.stage})"
+    return f"<h2>{title}</h2>\n{text}{_table(heads, rows, {0})}"
 
 
 def _memory(plan: Plan, found: Explanation) -> str:
     left_out = {"copies": not has_weight_copies(found), "sums": not has_gradient_buckets(found)}
-    held = [i for i, name in enumerate(PARTS) if not left_out.get(name)]
-    key = _key([(f"m{i}", PARTS[i]) for i in held])
-    caption = "The line is the limit of the rank."
-    words = "".join(f"<p>{escape(line)}</p>" for line in memory_words(found))
+    shown = [i for i, name in enumerate(PARTS) if not left_out.get(name)]
+    key = _key([(f"m{i}", PARTS[i]) for i in shown])
+    caption = "The line is the memory limit of the rank."
+    words = "".join(f"<p>{escape(line)}</p>" for line in memory_lines(found))
     return (
         f"<h2>Peak memory</h2>\n<figure>{memory_svg(plan)}{key}"
         f"<figcaption>{caption}</figcaption></figure>{words}"
     )
 
 
-def _stream(found: Explanation) -> str:
+def _asynchrony(found: Explanation) -> str:
     given = found.asynchrony
     if given is None:
         return ""
-    words = "".join(f"<p>{escape(line)}</p>" for line in stream_words(given))
-    heads, *rows = stream_rows(given)
-    return f"<h2>Asynchronous training</h2>\n{words}{_table(heads, rows, left=set())}"
+    words = "".join(f"<p>{escape(line)}</p>" for line in asynchrony_lines(given))
+    heads, *rows = asynchrony_rows(given)
+    return f"<h2>Asynchronous pipeline</h2>\n{words}{_table(heads, rows, left=set())}"
 
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:
@@ -196,12 +253,12 @@ def _key(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _stages(found: Explanation) -> str:
-    heads = ("stage", "blocks", "holds", "rank", "device", "split", "parameters", "forward",
-             "backward", "transfer", "once a step", "in flight")  # fmt: skip
+    heads = ("stage", "blocks", "modules", "rank", "device", "layout", "parameters", "forward",
+             "backward", "transfer", "per step", "in flight")  # fmt: skip
     rows = [
         (
             str(one.stage), shortened(one.blocks, 40), shortened(one.label, 80),
-            shortened(one.ranks, 40), shortened(one.devices, 40), degrees(one),
+            shortened(one.ranks, 40), shortened(one.devices, 40), layout(one),
             units.count(one.parameters), units.seconds(one.forward_seconds),
             units.seconds(one.backward_seconds),
             units.seconds(one.transfer_seconds + one.gather_seconds),
@@ -219,11 +276,11 @@ def _sharding(plan: Plan) -> str:
     words = [sharding.headline(plan)]
     if given.unruled:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(given.unruled.items()))
-        words.append(f"Computed whole by every rank, for want of a rule: {listed}")
+        words.append(f"Replicated on every rank, without a sharding rule: {listed}")
     if given.certificate is not None:
         words.append(sharding.describe_certificate(given.certificate))
     text = "".join(f"<p>{escape(word)}</p>" for word in words)
-    heads = ("what", "how", "number", "names")
+    heads = ("kind", "placement", "count", "names")
     return f"<h2>Sharding</h2>\n{text}{_table(heads, sharding.rows(given)[:DRAWN], left={0, 1, 3})}"
 
 
@@ -231,7 +288,7 @@ def _certificate(plan: Plan) -> str:
     badge = "badge" if plan.certificate.status == "optimal" else "badge open"
     words = "".join(f"<p>{escape(line)}</p>" for line in certificate(plan))
     status = f'<p><span class="{badge}">{escape(plan.certificate.status)}</span></p>'
-    return f"<h2>How good it is</h2>\n{status}{words}"
+    return f"<h2>Certificate</h2>\n{status}{words}"
 
 
 def _rejected(title: str, others: Sequence[RejectedAlternative]) -> str:
@@ -248,14 +305,14 @@ def _ties(plan: Plan) -> str:
         (shortened(" = ".join(tie.names), 160), str(tie.owner), ", ".join(map(str, tie.stages)))
         for tie in plan.ties
     ]
-    return f"<h2>Shared parameters</h2>\n{_table(('names', 'owner', 'stages'), rows, left={0})}"
+    return f"<h2>Tied parameters</h2>\n{_table(('names', 'owner', 'stages'), rows, left={0})}"
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> str:
     if not pairs:
         return ""
     rows = [(shortened(k, 80), shortened(v, 300)) for k, v in sorted(pairs.items())]
-    return f"<h2>{title}</h2>\n{_table(('what', 'value'), rows, left={0, 1})}"
+    return f"<h2>{title}</h2>\n{_table(('name', 'value'), rows, left={0, 1})}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> str:

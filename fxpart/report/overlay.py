@@ -14,7 +14,7 @@ from fxpart.schedule.action import ActionKind
 from fxpart.schedule.measured_timeline import AGREE, END, MeasuredSpan, MeasuredTimeline
 from fxpart.schedule.timeline import Timeline
 
-ROWS = 32  # ranks that are drawn; of more, one lane of each stage, and then the first ones
+ROWS = 32  # ranks that are drawn; of more, the first rank of each stage
 _HIGH = 15  # pixels of one of a rank's two rows
 
 
@@ -33,10 +33,10 @@ class _Bar:
 def overlay_svg(
     timeline: Timeline | None, recording: MeasuredTimeline, comparison: RecordingComparison
 ) -> str:
-    """Two rows for each rank, predicted above measured, from the start of the step.
+    """Return two rows for each rank, predicted above measured, from the start of the step.
 
-    Computations in colour, transfers as a strip below them, sums and the optimizer after them.
-    timeline: the predicted one, None where there is none.
+    Computations are colored; transfers are a strip below them; gradient reduction and the optimizer
+    step follow. timeline: the predicted one, None where there is none.
     """
     ranks = drawn(recording)
     measured = spans_of(recording, comparison.shown, lambda span: span.rank in set(ranks))
@@ -66,7 +66,7 @@ def overlay_svg(
 
 
 def drawn(recording: MeasuredTimeline) -> list[int]:
-    """The ranks that are drawn."""
+    """Return the ranks that are drawn."""
     ranks = list(recording.ranks)
     if len(ranks) > ROWS:
         ranks = sorted(stage[0] for stage in recording.places)
@@ -98,7 +98,8 @@ def _predicted(timeline: Timeline, stage: int, row: int) -> Iterable[_Bar]:
         yield _Bar(row, style, title, span.start, span.end, strip)
     for update in timeline.updates:
         if update.stage == stage:
-            title = f"predicted sums and optimizer: {units.seconds(update.end - update.start)}"
+            spent = units.seconds(update.end - update.start)
+            title = f"predicted gradient reduction and optimizer step: {spent}"
             yield _Bar(row, "u", title, update.start, update.end)
 
 

@@ -1,11 +1,11 @@
-"""What a profile holds, and what a run of ``fxpart profile`` did, for a person. No torch."""
+"""A profile, and a run of ``fxpart profile``, as text. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     Profile,
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def describe_run(done: ProfilingReport) -> list[str]:
-    """The run in lines: what was measured, how well it explains stages, the best plan by it."""
+    """Return the run as lines: measurements, prediction errors, best plan."""
     rows = [
         ("distinct ops", str(done.ops), str(done.known_ops)),
         ("stages", str(done.stages), str(done.known_stages)),
-        ("plans run whole", str(done.rehearsals), str(done.known_rehearsals)),
+        ("trial runs", str(done.rehearsals), str(done.known_rehearsals)),
     ]
     lines = [f"{done.model} on {done.device}, {seconds(done.seconds)}", ""]
     lines += table(("", "measured now", "known before"), "<>>", rows)
@@ -37,18 +37,18 @@ def describe_run(done: ProfilingReport) -> list[str]:
         lines += ["", *_calibration(done.calibration)]
         if done.calibration.residuals:
             errors = f"median {percent(done.median_error)}, worst {percent(done.worst_error)}"
-            lines.append(f"  stages as predicted from their ops with these factors: {errors} off")
+            lines.append(f"  error of stages predicted from their ops with these factors: {errors}")
     if done.crowding is not None:
         lines += ["", *_crowding(done.crowding)]
     if done.plan:
-        lines += ["", f"best plan by it: {done.plan}, {seconds(done.step_seconds)} a step"]
+        lines += ["", f"best plan: {done.plan}, step time {seconds(done.step_seconds)}"]
     if done.left_out:
         lines += ["", f"left out: {'; '.join(done.left_out)}"]
     return lines
 
 
 def describe_profile(profile: Profile) -> list[str]:
-    """The file in lines, setting by setting: ops and stages that take longest, factors, crowds."""
+    """Return the file as lines, by setting: slowest ops and stages, factors, CPU contention."""
     lines: list[str] = []
     for setting in profile.settings():
         ops = profile.get("ops", setting, TimeQuartiles)
@@ -59,7 +59,7 @@ def describe_profile(profile: Profile) -> list[str]:
             lines += [f"  {plural(len(stages), 'stage timing')}"]
             lines += [f"    {line}" for line in _stages(stages)]
         if plans := profile.get("rehearsals", setting, TrialRun):
-            lines += [f"  {plural(len(plans), 'plan')} run whole"]
+            lines += [f"  {plural(len(plans), 'trial run')}"]
             lines += [f"    {line}" for line in _rehearsals(plans)]
         for key, calibration in profile.get("calibrations", setting, Calibration).items():
             lines += [f"  of model {key[:12] or 'any'}"]
@@ -67,11 +67,11 @@ def describe_profile(profile: Profile) -> list[str]:
         for key, crowding in profile.get("crowding", setting, ContentionProfile).items():
             lines += [f"  of model {key[:12] or 'any'}"]
             lines += [f"    {line}" for line in _crowding(crowding)]
-    return lines or ["nothing was measured"]
+    return lines or ["The profile has no measurements."]
 
 
 def contents(profile: Profile) -> list[dict[str, object]]:
-    """The file for a machine: by setting everything that it holds."""
+    """Return everything in the file as data, by setting."""
     return [
         {
             "setting": setting,
@@ -120,7 +120,7 @@ def _rehearsals(plans: Mapping[str, TrialRun]) -> list[str]:
         )
         for r in ordered[:_SHOWN]
     ]
-    return table(("model", "plan", "predicted", "a step", "quartiles"), "<<>>>", rows)
+    return table(("model", "plan", "predicted", "measured", "quartiles"), "<<>>>", rows)
 
 
 def _longest(values: Mapping[str, T], took: Callable[[T], float]) -> list[tuple[str, T]]:
@@ -134,9 +134,9 @@ def _spread(timing: TimeQuartiles) -> str:
 
 def _calibration(found: Calibration) -> list[str]:
     rows = [(name, f"{factor:.2f}") for name, factor in sorted(found.factors.items())]
-    lines = table(("within stages", "times as long"), "<>", rows) if rows else []
+    lines = table(("within stages", "factor"), "<>", rows) if rows else []
     lines.append(
-        f"the runtime's own: {seconds(found.action)} an action, {seconds(found.step)} a step"
+        f"runtime overhead: {seconds(found.action)} per action, {seconds(found.step)} per step"
     )
     return lines
 
@@ -145,9 +145,13 @@ def _crowding(found: ContentionProfile) -> list[str]:
     slow = ", ".join(f"{value:.2f}" for value in found.slowdown)
     lines = []
     if slow:
-        lines.append(f"1 to {len(found.slowdown)} ranks at work: each {slow} times as long")
+        lines.append(
+            f"CPU contention of 1 to {len(found.slowdown)} computing ranks: {slow} times as long"
+        )
     if found.transfer:
-        lines.append(f"a transfer slows a rank down as {found.transfer:.2f} ranks would")
+        lines.append(
+            f"a transfer slows a rank down as much as {found.transfer:.2f} computing ranks"
+        )
     if found.uneven:
         lines.append(
             f"{found.uneven.fallen:.2f} of {found.uneven.cores} cores are lost for "
@@ -156,8 +160,8 @@ def _crowding(found: ContentionProfile) -> list[str]:
         )
     if found.meet:
         later = ", ".join(seconds(value) for value in found.meet)
-        lines.append(f"2 to {len(found.meet) + 1} ranks meet in a collective {later} later")
+        lines.append(f"a collective of 2 to {len(found.meet) + 1} ranks starts {later} later")
     if found.baseline:
         lost = percent(found.overhead)
-        lines.append(f"a process beside its tensors: {size(found.baseline)}, and {lost} of them")
+        lines.append(f"memory of a process: {size(found.baseline)}, and {lost} of its tensors")
     return lines

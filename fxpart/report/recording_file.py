@@ -1,4 +1,4 @@
-"""A recording as a file: the trace that ``fxpart train --trace`` writes, read back and checked."""
+"""Read and check a recording: the trace file that ``fxpart train --trace`` writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Trace(msgspec.Struct):
 
 
 def load(path: str | Path) -> MeasuredTimeline:
-    """The recording in a trace file. FXP109 where there is none, in words what there is instead."""
+    """Return the recording in a trace file; raises FXP109 for any other file."""
     try:
         data = read_bytes(path, _LARGEST)
     except OSError as why:
@@ -49,22 +49,24 @@ def load(path: str | Path) -> MeasuredTimeline:
 
 
 def decode(data: bytes, where: str) -> MeasuredTimeline:
-    """The recording in a trace's text; ``where`` names it in errors, which are those of load."""
+    """Return the recording in the text of a trace; raises as :func:`load`, naming ``where``."""
     try:
         trace = from_json(data, _Trace)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
-        raise _wrong(where, f"it is no Chrome trace: {why}") from why
+        raise _wrong(where, f"it is not a Chrome trace: {why}") from why
     about = dict(trace.otherData)
     if about.pop("format", None) != FORMAT:
-        raise _wrong(where, "it is a trace, but not of steps that were measured")
+        raise _wrong(where, "it is a trace, but not a recording of measured steps")
     version = about.pop("version", None)
     if version != VERSION:
-        raise _wrong(where, f"its version is {str(version)[:20]!r}, and {VERSION} is read")
+        raise _wrong(
+            where, f"its version is {str(version)[:20]!r}; this release reads version {VERSION}"
+        )
     spans = [_span(event, where) for event in trace.traceEvents if event.ph == "X"]
     try:
         found = msgspec.convert({**about, "spans": ()}, MeasuredTimeline)
     except msgspec.ValidationError as why:
-        raise _wrong(where, f"what it says of the run is wrong: {why}") from why
+        raise _wrong(where, f"its description of the run is invalid: {why}") from why
     recording = msgspec.structs.replace(found, spans=tuple(spans))
     _check(recording, where)
     return recording
@@ -75,7 +77,7 @@ def _span(event: _TraceEvent, where: str) -> MeasuredSpan:
     times = (event.ts, event.dur)
     good = event.cat in _LANES and isinstance(step, int) and isinstance(exact, bool)
     if not good or not all(map(math.isfinite, times)) or event.dur < 0:
-        raise _wrong(where, f"the event {event.name[:40]!r} is none that a recording has")
+        raise _wrong(where, f"the event {event.name[:40]!r} does not belong to a recording")
     assert isinstance(step, int)
     name = "" if event.cat == "whole" else event.name
     start, end = event.ts / 1e6, (event.ts + event.dur) / 1e6
@@ -92,11 +94,11 @@ def _span(event: _TraceEvent, where: str) -> MeasuredSpan:
 def _check(recording: MeasuredTimeline, where: str) -> None:
     ranks = recording.ranks
     if list(ranks) != list(range(len(ranks))) or not all(recording.stage_ranks):
-        raise _wrong(where, "its stages do not have the ranks 0, 1, ..., each once")
+        raise _wrong(where, "its stages do not have each of the ranks 0, 1, ... once")
     steps = recording.steps
     whole = {(span.rank, span.step) for span in recording.of("whole")}
     if not steps or whole != {(rank, step) for rank in ranks for step in steps}:
-        raise _wrong(where, "it does not have every step of every rank")
+        raise _wrong(where, "steps of some ranks are missing")
     for span in recording.spans:
         if span.rank not in ranks:
             raise _wrong(where, f"there is no rank {span.rank}")
@@ -109,21 +111,23 @@ def _check(recording: MeasuredTimeline, where: str) -> None:
 
 
 def _wrong(where: str | Path, why: str) -> FxpartError:
-    fix = "give a file that `fxpart train TARGET --plan PLAN --trace FILE` has written"
+    fix = "give a file written by `fxpart train TARGET --plan PLAN --trace FILE`"
     return error("FXP109", where=f"the trace {where}", why=why, fix=fix)
 
 
 def check_recording(recording: MeasuredTimeline, plan: Plan, where: str) -> None:
-    """FXP304 or FXP109 where the recorded steps are not those of the plan, with what differs."""
+    """Raise FXP304 or FXP109, with the differences, for a recording of another model or plan."""
     mine = decisions(plan)
     theirs = recording.decisions or {
         "schedule": recording.schedule, "microbatches": str(recording.microbatches)
     }  # fmt: skip
     other = {name for name in theirs if theirs[name] != mine.get(name)}
-    fix = "give the plan that was trained, or record this one with `fxpart train --trace`"
+    fix = "give the trained plan, or record this one with `fxpart train --trace`"
     if "model" in other:
-        why = f"it was recorded from a model whose graph is {theirs['model'][:16]}..., and the "
-        why += f"plan's is {mine['model'][:16]}..."
+        why = (
+            f"it was recorded from a model with the graph {theirs['model'][:16]}...; the plan has "
+        )
+        why += f"the graph {mine['model'][:16]}..."
         raise error("FXP304", where=f"the trace {where}", why=why, fix=fix)
     ranks = [sorted(plan.stages[stage].ranks) for _, _, stage in plan.program_stages]
     if [sorted(s) for s in recording.stage_ranks] != ranks:
@@ -136,5 +140,5 @@ def check_recording(recording: MeasuredTimeline, plan: Plan, where: str) -> None
 
 def _differs(name: str, theirs: str | None, mine: str) -> str:
     if theirs is None or theirs.startswith("sha256:") or mine.startswith("sha256:"):
-        return f"other {name}"
-    return f"{name} {theirs}, and the plan says {mine}"
+        return f"different {name}"
+    return f"{name} {theirs}; the plan has {mine}"

@@ -1,4 +1,4 @@
-"""How the ranks of a stage share its work, in words: the whole, and where one placement is from."""
+"""The sharding of a plan as text, and the origin of one placement."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ KINDS = {"input": "input", "state": "weight", "op": "op"}
 
 
 def headline(plan: Plan) -> str:
-    """The mesh, what its degrees do, and ZeRO, in one line; "" where a stage is one rank."""
+    """Return mesh, degrees and ZeRO in one line; "" where each stage has one rank."""
     given, stage = plan.sharding, plan.stages[0]
     if given is None:
         return ""
-    parts = [f"mesh {given.mesh}: {units.plural(len(stage.ranks), 'rank')} a stage"]
+    parts = [f"mesh {given.mesh}: {units.plural(len(stage.ranks), 'rank')} per stage"]
     if stage.data_parallel > 1:
-        parts.append(f"batch in {stage.data_parallel} parts")
+        parts.append(f"{stage.data_parallel} data-parallel")
     if stage.tensor_parallel > 1:
-        parts.append(f"{stage.tensor_parallel} ranks share each op")
+        parts.append(f"{stage.tensor_parallel} tensor-parallel")
     if given.zero:
-        what = ("optimizer state", "optimizer state and gradients", "parameters too")[
-            given.zero - 1
-        ]
+        what = ("optimizer state", "optimizer state and gradients", "parameters")[given.zero - 1]
         parts.append(f"ZeRO {given.zero} over {given.zero_axis} ({what})")
     return ", ".join(parts)
 
 
 def rows(given: PlanSharding) -> list[tuple[str, str, str, str]]:
-    """Kind, placements, how many, names: inputs and weights by placement, ops by strategy."""
+    """Return kind, placements, count and names of inputs, weights and ops, by placement."""
     counts: Counter[tuple[str, str]] = Counter()
     names: dict[tuple[str, str], list[str]] = {}
     for entry in given.placed:
@@ -49,50 +47,50 @@ def rows(given: PlanSharding) -> list[tuple[str, str, str, str]]:
 
 
 def how(entry: PlanPlacement) -> str:
-    """An entry's placements or, of an op, what each axis cuts, as text."""
+    """Return the placements of an entry; of an op, the factors that each axis shards."""
     return " -> ".join(filter(None, (entry.strategy, entry.placements))) or "replicated"
 
 
 def lines(plan: Plan) -> list[str]:
-    """The section of `fxpart explain`; empty where a stage is one rank."""
+    """Return the section of `fxpart explain`; empty where each stage has one rank."""
     given = plan.sharding
     if given is None:
         return []
     found = rows(given)
     result = [
-        "Sharding (what is not named is replicated; `fxpart explain PLAN NAME` says why)",
-        *("  " + line for line in table(("", "how", "", "names"), "<<><", found[:SHOWN])),
+        "Sharding (all else is replicated; `fxpart explain PLAN NAME` explains a placement)",
+        *("  " + line for line in table(("", "placement", "", "names"), "<<><", found[:SHOWN])),
     ]
     if len(found) > SHOWN:
         result.append(f"  and {units.plural(len(found) - SHOWN, 'other placement')}")
     if given.unruled:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(given.unruled.items()))
-        result.append(f"  Computed whole by every rank, for want of a rule: {listed}")
+        result.append(f"  Replicated on every rank, without a sharding rule: {listed}")
     if given.certificate is not None:
         result.append(f"  {describe_certificate(given.certificate)}")
     return result
 
 
 def describe_certificate(given: Certificate) -> str:
-    """The certificate of the placements that annotations left open, as a sentence."""
+    """Return the certificate of the placements that the solver chose, as a sentence."""
     cost, bound = units.seconds(given.objective), units.seconds(given.lower_bound)
-    what = f"The solver chose {given.over}" if given.over else "The solver chose what was open"
+    what = f"The solver chose {given.over or 'the open placements'}"
     if given.status == "optimal":
-        return f"{what}: {cost}, and no choice takes less (by {given.solver})."
-    return f"{what}: {cost}, and none takes less than {bound} (by {given.solver})."
+        return f"{what}: optimal, objective {cost} (by {given.solver})."
+    return f"{what}: objective {cost}, lower bound {bound} (by {given.solver})."
 
 
 def explain_placement(plan: Plan, name: str) -> str:
-    """Where the placements of an input, weight or op of the plan come from, by axis.
+    """Return the origin of the placements of an input, weight or op, by mesh axis.
 
-    FXP109 where the plan says nothing of such a name.
+    Raises FXP109 for a name without placements in the plan.
     """
     given = plan.sharding
     if given is None:
         raise error(
             "FXP109",
             where=f"explain {name}",
-            why="each stage of the plan is one rank, so that nothing is sharded",
+            why="each stage of the plan has one rank, and nothing is sharded",
             fix='plan with a mesh: fxpart plan TARGET --mesh "dp=2,tp=2"',
         )
     found = [entry for entry in given.placed if name in entry.names]
@@ -102,7 +100,7 @@ def explain_placement(plan: Plan, name: str) -> str:
         raise error(
             "FXP109",
             where=f"explain {name}",
-            why="the plan says nothing of it: it does not exist, or is replicated by default",
+            why="the plan has no placement of this name: it is replicated, or does not exist",
             fix=f"for example {', '.join(near)}" if near else "nothing in this plan is sharded",
         )
     parts = []

@@ -1,27 +1,34 @@
-"""The tables of stages and of their memory; long ones say stages that look alike once."""
+"""Tables of stages and their memory; long ones list equal stages once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import fsum
 
 from fxpart import units
+from fxpart.errors import error
+from fxpart.plan.model import Plan
 from fxpart.plan.number_ranges import numbers_of, text_of
+from fxpart.plan.summary import layout
 from fxpart.report.explanation import AsynchronyFigures, Explanation, StageFigures
 from fxpart.report.table import shortened, table
+from fxpart.units import size
 
-LONG = 16  # up to so many rows each stands by itself
+HEADS = ("stages", "devices", "per microbatch", "microbatches", "group")
+
+LONG = 16  # a table with more rows lists equal stages once
 
 _Cells = Callable[[StageFigures], tuple[str, ...]]
 
 
 def stage_table(found: Explanation) -> list[str]:
-    """What each stage holds, where, how its ranks share the work, and its seconds."""
-    heads = ("stage", "blocks", "rank", "device", "holds", "split", "params", "F", "B", "transfer",
-             "step")  # fmt: skip
+    """Return each stage with its modules, ranks, layout and seconds."""
+    heads = ("stage", "blocks", "rank", "device", "modules", "layout", "params", "F", "B",
+             "transfer", "per step")  # fmt: skip
 
     def cells(one: StageFigures) -> tuple[str, ...]:
         return (
-            shortened(one.devices, 20), degrees(one), units.count(one.parameters),
+            shortened(one.devices, 20), layout(one), units.count(one.parameters),
             units.seconds(one.forward_seconds), units.seconds(one.backward_seconds),
             units.seconds(one.transfer_seconds + one.gather_seconds),
             units.seconds(one.step_only_seconds),
@@ -38,14 +45,17 @@ def stage_table(found: Explanation) -> list[str]:
 
 
 def memory_table(found: Explanation) -> list[str]:
-    """Peak memory by cause, against the limit."""
-    extra = [
-        name
-        for name, there in (("copies", has_weight_copies), ("sums", has_gradient_buckets))
+    """Return the peak memory of each rank by cause, and its limit."""
+    extra = {
+        name: label
+        for name, label, there in (
+            ("copies", "weight copies", has_weight_copies),
+            ("sums", "gradient buckets", has_gradient_buckets),
+        )
         if there(found)
-    ]
+    }
     heads = ("rank", "peak", "limit", "used", "weights", "grads", "optim", "activations", "buffers",
-             "transfers", *extra, "in flight")  # fmt: skip
+             "transfers", *extra.values(), "in flight")  # fmt: skip
 
     def cells(one: StageFigures) -> tuple[str, ...]:
         memory = one.memory
@@ -61,27 +71,27 @@ def memory_table(found: Explanation) -> list[str]:
 
 
 def has_weight_copies(found: Explanation) -> bool:
-    """Whether any stage holds copies of weights."""
+    """Return whether any stage has copies of weights."""
     return any(one.memory.copies for one in found.by_stage)
 
 
 def has_gradient_buckets(found: Explanation) -> bool:
-    """Whether any stage packs gradients to sum them."""
+    """Return whether any stage packs gradients into buckets."""
     return any(one.memory.sums for one in found.by_stage)
 
 
-def stream_table(found: AsynchronyFigures) -> list[str]:
-    """:func:`stream_rows` as text."""
-    heads, *rows = stream_rows(found)
+def asynchrony_table(found: AsynchronyFigures) -> list[str]:
+    """:func:`asynchrony_rows` as text."""
+    heads, *rows = asynchrony_rows(found)
     return table(heads, ">>>>>", rows)
 
 
-def stream_rows(found: AsynchronyFigures) -> list[tuple[str, ...]]:
-    """Under a row of heads, of each stage what it runs ahead, what it misses, and what that costs.
+def asynchrony_rows(found: AsynchronyFigures) -> list[tuple[str, ...]]:
+    """Return the staleness of each stage and its costs, under a row of heads.
 
-    Of many stages that follow each other and miss and cost the same, the first.
+    Of many consecutive stages with equal staleness and costs, only the first.
     """
-    heads = ("stage", "in flight", "misses", "copies of weights", "predicting")
+    heads = ("stage", "in flight", "staleness", "weight copies", "weight prediction")
     rows = [
         (
             str(one.stage), str(one.in_flight), units.plural(one.staleness, "update"),
@@ -94,35 +104,23 @@ def stream_rows(found: AsynchronyFigures) -> list[tuple[str, ...]]:
     return [heads, *rows]
 
 
-def degrees(one: StageFigures) -> str:
-    """How a stage's ranks share its work: "dp8 tp4 ep2 zero1 recompute full"; "-" for one rank."""
-    parts = (
-        f"dp{one.data_parallel}" if one.data_parallel > 1 else "",
-        f"tp{one.tensor_parallel}" if one.tensor_parallel > 1 else "",
-        f"ep{one.expert_parallel}" if one.expert_parallel > 1 else "",
-        f"zero{one.zero}" if one.zero else "",
-        f"recompute {one.recompute}" if one.recompute != "none" else "",
-    )
-    return " ".join(filter(None, parts)) or "-"
-
-
 def ranks(group: list[StageFigures]) -> str:
-    """The ranks of stages that follow each other, as runs."""
+    """Return the ranks of consecutive stages as ranges."""
     return text_of([rank for one in group for rank in _numbers(one.ranks)])
 
 
 def _groups(found: Explanation, cells: _Cells) -> list[tuple[list[StageFigures], tuple[str, ...]]]:
-    """Stages with their cells; in a long table those that follow each other and look alike as one.
+    """Return stages with their cells; a long table joins consecutive stages with equal cells.
 
-    They have equally many blocks, and their ranks go on where those of the stage before end.
+    Joined stages have equally many blocks and consecutive ranks.
     """
     groups: list[tuple[list[StageFigures], tuple[str, ...]]] = []
     for one in found.by_stage:
         shown = cells(one)
         if len(found.by_stage) > LONG and groups and groups[-1][1] == shown:
             last = groups[-1][0][-1]
-            goes_on = _numbers(last.ranks)[-1] + 1 == _numbers(one.ranks)[0]
-            if goes_on and len(_numbers(last.blocks)) == len(_numbers(one.blocks)):
+            consecutive = _numbers(last.ranks)[-1] + 1 == _numbers(one.ranks)[0]
+            if consecutive and len(_numbers(last.blocks)) == len(_numbers(one.blocks)):
                 groups[-1][0].append(one)
                 continue
         groups.append(([one], shown))
@@ -141,7 +139,7 @@ def _stages(group: list[StageFigures]) -> str:
 
 
 def _blocks(group: list[StageFigures]) -> str:
-    """The blocks as runs, and how many each stage has where several are said at once."""
+    """Return the blocks as ranges, with the number of blocks of each stage if stages are joined."""
     numbers = [_numbers(one.blocks) for one in group]
     if len(group) == 1:
         return shortened(group[0].blocks, 24)
@@ -149,7 +147,81 @@ def _blocks(group: list[StageFigures]) -> str:
 
 
 def _label(group: list[StageFigures]) -> str:
-    """The first and the last block, each short enough for a column."""
+    """Return the first and the last module, each short enough for a column."""
     ends = [group[0].label.split(" … ")[0], group[-1].label.split(" … ")[-1]]
     single = len(group) == 1 and " … " not in group[0].label
     return " … ".join(shortened(end, 22) for end in ends[: 1 if single else 2])
+
+
+def replica_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return each group's stages, devices, seconds per microbatch, microbatches and group seconds.
+
+    The last is the time between two microbatches while all replicas of the group compute; the group
+    with the longest is the bottleneck unless transfers are. With queue routing also the staleness
+    of the group's gradients. Empty for a plan without replicas and queues.
+    """
+    if not plan.replicas and not plan.staleness:
+        return []
+    rows = {row.stage: row for row in plan.prediction.ranks}
+    groups = {group[0]: tuple(dict.fromkeys(group)) for group in plan.replicas}
+    found: list[tuple[str, ...]] = []
+    for first in plan.firsts:
+        stages = groups.get(first, (first,))
+        each = [rows[stage].microbatch_seconds for stage in stages]
+        taken = [rows[stage].taken(plan.microbatches) for stage in stages]
+        pace = 1 / fsum(1 / seconds for seconds in each) if all(each) else 0.0
+        found.append(
+            (
+                ", ".join(map(str, stages)),
+                ", ".join(plan.stages[stage].device or "-" for stage in stages),
+                ", ".join(map(units.seconds, each)),
+                ", ".join(map(str, taken)),
+                units.seconds(pace),
+                *(() if not plan.staleness else (units.plural(plan.staleness[first], "update"),)),
+            )
+        )
+    return found
+
+
+def replica_lines(plan: Plan) -> list[str]:
+    """:func:`replica_rows` as text under a heading; empty without replicas."""
+    rows = replica_rows(plan)
+    if not rows:
+        return []
+    heads: tuple[str, ...] = HEADS
+    sides, how = "<<<<>", "round-robin routing"
+    if plan.staleness:
+        heads, sides = (*heads, "staleness"), sides + ">"
+        how = "queue routing;\nmicrobatches and seconds are those of round-robin routing"
+    return [
+        *f"Replicas (the stages of a row have the same blocks; {how})".splitlines(),
+        *(f"  {line}" for line in table(heads, sides, rows)),
+    ]
+
+
+def largest(plan: Plan) -> str:
+    """Return the ten largest tensors of each stage; raises FXP109 for a plan without them."""
+    rows = [entry for entry in plan.prediction.ranks if entry.top]
+    if not rows:
+        raise error(
+            "FXP109",
+            where="--memory",
+            why="this plan does not list the tensors that are alive at the peak",
+            fix="plan again; plans whose stages are contiguous blocks list them",
+        )
+    lines: list[str] = []
+    for entry in rows:
+        first, last = min(entry.ranks), max(entry.ranks)
+        ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        if lines:
+            lines.append("")
+        lines.append(
+            f"Stage {entry.stage} ({ranks}): {size(entry.peak)} at the peak, "
+            f"{size(entry.memory.total)} as the sum of the peaks by cause"
+        )
+        width = max(len(tensor.name) for tensor in entry.top)
+        lines += [
+            f"  {size(tensor.bytes):>9}  {tensor.name:<{width}}  {tensor.why}"
+            for tensor in entry.top
+        ]
+    return "\n".join(lines)

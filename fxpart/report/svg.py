@@ -14,7 +14,7 @@ from fxpart.schedule.timeline import Span, Timeline, UpdateSpan
 
 WIDTH = 1120
 LEFT = 76
-# Above this many spans each gets no tooltip of its own: the file has to stay below a megabyte.
+# Above this many spans, none has a tooltip: the file has to stay below a megabyte.
 DETAILED = 2500
 
 PARTS = (
@@ -29,7 +29,7 @@ def timeline_svg(timeline: Timeline) -> str:
     scale = (WIDTH - LEFT - 10) / timeline.step_seconds if timeline.step_seconds > 0 else 0.0
     label = (
         f"Timeline of {timeline.ranks} ranks over {units.seconds(timeline.step_seconds)}; "
-        f"they compute {units.percent(1 - timeline.bubble)} of the time."
+        f"pipeline bubble {units.percent(timeline.bubble)}."
     )
     parts = [opening(height, label)]
     for rank in range(timeline.ranks):
@@ -75,12 +75,12 @@ def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
 
 
 def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]:
-    """A rectangle for what each rank does once a step."""
+    """Return a rectangle for the per-step work of each rank."""
     parts = []
     for update in updates:
         if update.end > update.start:
             x, width = LEFT + update.start * scale, (update.end - update.start) * scale
-            title = f"once a step: {units.seconds(update.end - update.start)}"
+            title = f"per step: {units.seconds(update.end - update.start)}"
             parts.append(
                 f'<rect class="u" x="{x:.2f}" y="{update.rank * row + 1}" '
                 f'width="{max(width, 0.4):.2f}" height="{row - 2}"><title>{title}</title></rect>'

@@ -8,7 +8,7 @@ LEFT, RIGHT = "<", ">"
 
 
 def table(heads: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; ``align`` holds one of ``<`` and ``>`` for each column."""
+    """Return the lines of a table; ``align`` has one of ``<`` and ``>`` for each column."""
     assert len(align) == len(heads) and all(len(row) == len(heads) for row in rows)
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = []
@@ -21,7 +21,7 @@ def table(heads: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> li
 
 
 def shortened(text: str, width: int) -> str:
-    """The text on one line, its middle left out where it is longer than ``width``."""
+    """Return the text on one line, without its middle if it is longer than ``width``."""
     text = " ".join(text.split())
     if len(text) <= width:
         return text

@@ -1,4 +1,4 @@
-"""Runs a partitioned program: an interpreter of actions over a transport."""
+"""The runtime of a partitioned program: an interpreter of actions over a transport."""
 
 from __future__ import annotations
 

@@ -1,29 +1,32 @@
-"""What a training run tells while it goes: steps and events, to whoever wants to hear of them."""
+"""Callbacks of a training run: steps and events."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from fxpart.diagnostics.progress import ProgressBar
 from fxpart.errors import error
+
+_log = logging.getLogger("fxpart")
 
 Kind = Literal["start", "evaluation", "epoch", "fallback", "slow", "failure", "end"]
 
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One update of the parameters. Numbers are equal on every rank but for the times.
+    """One update of the parameters; equal on every rank except for times.
 
-    step: how many updates there have been in this run, those before a checkpoint that it went on
-    from and this one included. epoch: passes over the
-    data before this one. loss: mean over the rows of the update's batches. lr: of each parameter
-    group. grad_norm: the global norm before clipping, None where it is not computed
-    (``log_grad_norm=True``). rows: of the global batches. seconds: from the end of the last step,
-    data included; on GPUs up to when the loss was known. rank: whose process this is.
+    step: number of updates so far, including those before a checkpoint that the run resumed from.
+    epoch: completed passes over the data. loss: mean over the rows of the update's batches. lr: of
+    each parameter group. grad_norm: the global norm before clipping, None if not computed
+    (``log_grad_norm=True``). rows: of the global batches. seconds: since the end of the previous
+    step, including data loading; on GPUs until the loss was known. rank: of this process.
     """
 
     step: int
@@ -37,20 +40,20 @@ class StepInfo:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows of the global batch over seconds."""
+        """Rows of the global batch per second."""
         return self.rows / self.seconds if self.seconds else math.inf
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something beside the steps.
+    """An event other than a step.
 
-    kind: "start", "evaluation" (values: loss and metrics), "epoch" (one pass over the data has
-    ended), "fallback" (why: an asynchronous pipeline drains after every minibatch from now on),
-    "slow" (why: a rank has become slow, or is no longer:
-    :mod:`fxpart.runtime.monitor.straggler_detector`), "failure" (error: why fit raises) or "end"
-    (why: "steps", "epochs", "data", "early stopping", or a signal). step: updates so far; at the
-    start those before a checkpoint.
+    kind: "start", "evaluation" (values: loss and metrics), "epoch" (a pass over the data has
+    ended), "fallback" (why: an asynchronous pipeline flushes after every minibatch from now on),
+    "slow" (why: a rank has become slow, or no longer is:
+    :mod:`fxpart.runtime.monitor.straggler_detector`), "failure" (error: the exception of fit) or
+    "end" (why: "steps", "epochs", "data", "early stopping", or a signal). step: updates so far; at
+    the start those before a checkpoint.
     """
 
     kind: Kind
@@ -63,47 +66,48 @@ class Event:
 
 
 class Callback:
-    """Told of every step and event, on every rank; override what is of interest.
+    """Called for every step and event, on every rank; override the methods that you need.
 
-    What raises here ends :meth:`~fxpart.runtime.trainer.Trainer.fit` with FXP507 on every rank. A
-    call that every rank has to make (``state_dict``) is allowed if all of them make it. One with
-    ``state_dict`` and ``load_state_dict`` of its own, of plain data, is saved in checkpoints: rank
-    0's, for all.
+    An exception ends :meth:`~fxpart.runtime.trainer.Trainer.fit` with FXP507 on every rank. A
+    callback may make collective calls (``state_dict``) if it does so on all ranks. If it has
+    ``state_dict`` and ``load_state_dict`` with plain data, checkpoints store the state of rank 0
+    for all ranks.
     """
 
     def on_step(self, info: StepInfo) -> None:
-        """After an update."""
+        """Handle an update."""
 
     def on_event(self, event: Event) -> None:
-        """After something else."""
+        """Handle an event."""
 
 
 class JsonLines(Callback):
-    """Writes a line of JSON for each step and event to a file; rank 0 does."""
+    """Writes a line of JSON per step and event to a file, on rank 0."""
 
     def __init__(self, path: str | Path, *, every: int = 1) -> None:
-        """path: is written anew when a run starts, and gone on with when it goes on from a
-        checkpoint. every: how many steps there are to a line.
+        """path: overwritten when a run starts, appended to when a run resumes from a checkpoint.
+
+        every: number of steps per line.
         """
         self._path, self._every = Path(path), every
         self._file: IO[str] | None = None
 
     def on_step(self, info: StepInfo) -> None:
-        """A line with every number."""
+        """Write a line with all fields."""
         if info.rank == 0 and info.step % self._every == 0:
             self._write({**asdict(info), "rows_per_second": info.rows_per_second})
 
     def on_event(self, event: Event) -> None:
-        """A line with what is known of it."""
+        """Write a line with the fields that are set."""
         if event.rank != 0:
             return
         if event.kind == "start":
             self._open("a" if event.step else "w")
-        told: dict[str, Any] = {"event": event.kind, "step": event.step, "epoch": event.epoch}
-        told |= {"values": dict(event.values)} if event.values else {}
-        told |= {"why": event.why} if event.why else {}
-        told |= {"error": str(event.error)} if event.error is not None else {}
-        self._write(told)
+        record: dict[str, Any] = {"event": event.kind, "step": event.step, "epoch": event.epoch}
+        record |= {"values": dict(event.values)} if event.values else {}
+        record |= {"why": event.why} if event.why else {}
+        record |= {"error": str(event.error)} if event.error is not None else {}
+        self._write(record)
         if event.kind in ("failure", "end") and self._file is not None:
             self._file.close()
             self._file = None
@@ -113,17 +117,48 @@ class JsonLines(Callback):
             self._file = self._path.open(mode, encoding="utf-8")
         except OSError as cause:
             raise error(
-                "FXP603", where=str(self._path), why=str(cause), fix="a path that can be written"
+                "FXP603", where=str(self._path), why=str(cause), fix="choose a writable path"
             ) from cause
 
-    def _write(self, told: Mapping[str, Any]) -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({k: _plain(v) for k, v in told.items()}) + "\n")
+            self._file.write(json.dumps({k: _plain(v) for k, v in record.items()}) + "\n")
             self._file.flush()
 
 
+class RunProgress(Callback):
+    """Logs a run to the logger "fxpart" on rank 0, and shows it on a progress bar.
+
+    INFO: events; DEBUG: steps. bar: None where none is shown.
+    """
+
+    def __init__(self, bar: ProgressBar | None) -> None:
+        self._bar = bar
+
+    def on_step(self, info: StepInfo) -> None:
+        """Log step, loss and rate, and advance the bar."""
+        if info.rank:
+            return
+        line = f"step {info.step}, loss {info.loss:.4g}, {info.rows_per_second:.4g} samples/s"
+        _log.debug("%s", line)
+        if self._bar is not None:
+            self._bar.show(line, info.step)
+
+    def on_event(self, event: Event) -> None:
+        """Log the event with its values or its reason."""
+        if event.rank:
+            return
+        values = ", ".join(f"{name} {value:.4g}" for name, value in event.values.items())
+        reason = event.why or values or str(event.error or "")
+        level = logging.DEBUG if event.kind == "epoch" else logging.INFO
+        _log.log(
+            level, "fit: %s at step %d, epoch %d%s", event.kind, event.step, event.epoch,
+            f": {reason}" if reason else "",
+        )  # fmt: skip
+
+
 class EarlyStopping:
-    """Says when a number has not become better for a while; every rank sees the same numbers."""
+    """Stops a run when a value has not improved for some evaluations; equal on every rank."""
 
     def __init__(
         self,
@@ -133,15 +168,16 @@ class EarlyStopping:
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        """monitor: of an evaluation. patience: how many evaluations in a row may be no better.
+        """monitor: a value of the evaluations. patience: evaluations in a row without improvement.
 
-        min_delta: by how much one has to be better to count. mode: what is better. A number that is
-        not finite is never better.
+        min_delta: minimum improvement that counts. mode: direction of improvement. A value that is
+        not finite is never an improvement.
         """
         if mode not in ("min", "max") or patience < 1:
             raise error(
                 "FXP109", where=f"EarlyStopping(mode={mode!r}, patience={patience})",
-                why="mode is min or max, and patience at least 1", fix="",
+                why="mode must be min or max, and patience at least 1",
+                fix='use for example mode="min" and patience=3',
             )  # fmt: skip
         self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
         self._sign = 1.0 if mode == "min" else -1.0
@@ -149,11 +185,12 @@ class EarlyStopping:
         self.worse = 0
 
     def stop(self, values: Mapping[str, float]) -> bool:
-        """Whether to stop after an evaluation with these values; FXP109 if one is missing."""
+        """Return whether to stop after these values; FXP109 if the monitored one is missing."""
         if self.monitor not in values:
             raise error(
                 "FXP109", where=f"EarlyStopping({self.monitor!r})",
-                why=f"evaluations give {', '.join(values) or 'nothing'}", fix="one of these",
+                why=f"the evaluation has the values {', '.join(values) or '(none)'}",
+                fix="monitor one of these values",
             )  # fmt: skip
         value = self._sign * values[self.monitor]
         if math.isfinite(value) and (self.best is None or value < self.best - self.min_delta):
@@ -164,23 +201,23 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        """Whether the last evaluation said to stop."""
+        """Whether the last evaluation requested to stop."""
         return self.worse >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next evaluations are compared with."""
+        """Return the best value and the evaluations since."""
         return {"best": self.best, "worse": self.worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the state of :meth:`state_dict`."""
         self.best, self.worse = state["best"], state["worse"]
 
 
-Told = Callback | Callable[[StepInfo], object]
+AnyCallback = Callback | Callable[[StepInfo], object]
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN or infinity: they are text."""
+    """Convert NaN and infinity to text, as JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value

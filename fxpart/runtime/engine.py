@@ -1,9 +1,9 @@
-"""One pass of a batch through all stages: the local ranks' executors, and word of the others."""
+"""One pass of a batch through all stages: local executors, and the status of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,9 +11,10 @@ import torch
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import ALL
 from fxpart.errors import FxpartError, error
-from fxpart.program.edges import find_stage_edges, torch_dtype
+from fxpart.program.edges import find_stage_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
 from fxpart.runtime.executor.recompute import Mode
@@ -28,64 +29,65 @@ from fxpart.runtime.transport.agreement import (
 )
 from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
 from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
-from fxpart.schedule.action import Schedule
+from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.measured_timeline import AGREE, END
-from fxpart.schedule.rank_remap import remap_ranks
 
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What a pass gives: the loss (0-d, equal on every rank; None if the program has none)."""
+    """The result of a pass: loss (0-d, equal on every rank; None without a loss) and outputs."""
 
     loss: torch.Tensor | None
     outputs: dict[str, dict[int, torch.Tensor]]
 
 
 class PipelineEngine:
-    """Runs batches through the lanes of a program that are in this process.
+    """Runs batches through the mesh ranks of a program in this process.
 
-    A failure on any rank raises the same FXP504 on every rank, and the transport stays usable; a
-    failed transfer raises FXP503 or FXP504 and the engine can no longer be used. Where the lanes of
-    a stage are several processes, a stage that fails on one lane alone leaves the others in a
-    collective until their timeout: that, too, is a failed transfer. busy: of each process the
-    nanoseconds that it computed in the last pass, 0 where that is not known.
+    A failure on any rank raises the same FXP504 on every rank, and the transport stays usable. A
+    failed transfer raises FXP503 or FXP504, and the engine cannot be used any more. If the mesh
+    ranks of a stage are in several processes, a failure of a single mesh rank leaves the others in
+    a collective until their timeout, which is a failed transfer, too. busy: of each process the
+    nanoseconds of computation in the last pass, 0 if unknown.
     """
 
     def __init__(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
         *,
         schedule: str | Schedule,
         meshes: MeshCommunicators | None = None,
-        crew: MeshRankThreads | None = None,
-        around: Callable[[int], BackwardHooks | None] | None = None,
+        threads: MeshRankThreads | None = None,
+        hooks: Callable[[int], BackwardHooks | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
-        """lanes: those of this process. ranks: of each stage and lane.
+        """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank.
 
-        meshes: what connects the lanes. crew: their threads. around: per lane, what is done around
-        backwards. recompute: stages that do not keep their activations. events: where what is done
-        is noted.
+        meshes: communicators of the mesh ranks. threads: their threads. hooks: returns per mesh
+        rank the hooks around backwards. recompute: by stage, the recompute mode. events: the
+        recorder of actions.
         """
-        self.spec = lanes[0].spec
-        self._lanes = tuple(lanes)
+        self.spec = mesh_ranks[0].spec
+        self._mesh_ranks = tuple(mesh_ranks)
         self._ranks = ranks
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
         self._meshes = meshes
-        self._crew = crew or MeshRankThreads([lane.index for lane in lanes], self._leave)
-        self._around = around
+        self._threads = threads or MeshRankThreads(
+            [mesh_rank.index for mesh_rank in mesh_ranks], self._leave
+        )
+        self._hooks = hooks
         self._recompute = dict(recompute or {})
         self._events = FlightRecorder(transport.local[0], 64) if events is None else events
         self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
         self._ends = self._events.mark(END, "wait", peer=ALL)
-        # The host's clock says how long a CPU computed; of a GPU only how long it took to launch.
+        # The host's clock measures computation on a CPU, but only the launch of kernels on a GPU.
         self._seen = all(device.type == "cpu" for device in devices.values())
         self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
         self._losses = [
@@ -93,29 +95,29 @@ class PipelineEngine:
             for stage in self.spec.stages
             if self.spec.loss in [v.name for v in stage.outputs]
         ]
-        self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
         self.broken: str | None = None
         self.busy: tuple[int, ...] = ()
 
     def record(self, recorder: Recorder | None) -> None:
-        """Have a recorder measure every pass from the next one on; None: no more."""
+        """Measure every pass from the next one on with a recorder; None: stop."""
         self._recorder = recorder
         exchange = self._transport.exchange
         self._exchange = exchange if recorder is None else recorder.timed(END, exchange)
-        for lanes in self._executors.values():
-            for lane, executors in zip(self._lanes, lanes, strict=True):
+        for mesh_ranks in self._executors.values():
+            for mesh_rank, executors in zip(self._mesh_ranks, mesh_ranks, strict=True):
                 for executor in executors:
-                    self._attach(lane, executor)
+                    self._attach(mesh_rank, executor)
 
-    def _attach(self, lane: MeshRank, executor: Executor) -> None:
+    def _attach(self, mesh_rank: MeshRank, executor: Executor) -> None:
         if self._recorder is None:
             executor.wrap(None)
             return
-        ranks = get_pipeline_ranks(self._ranks, lane.index)
-        around = self._recorder.pen(executor.rank).around
-        executor.wrap(partial(around, target=ranks.__getitem__))
+        ranks = get_pipeline_ranks(self._ranks, mesh_rank.index)
+        hooks = self._recorder.get_rank_recorder(executor.rank).measure
+        executor.wrap(partial(hooks, target=ranks.__getitem__))
 
     def run(
         self,
@@ -127,23 +129,23 @@ class PipelineEngine:
         keep_outputs: bool = False,
         factor: float = 1.0,
     ) -> PipelineResult:
-        """Forward all microbatches and, to train, backward; gradients add up in the parameters.
+        """Run forward on all microbatches and, to train, backward, which accumulates gradients.
 
-        cuts: the part of each lane of this process. gate: returns once all ranks are known to run
-        the same step, or raises. factor: what the gradients, but not the loss, are multiplied by.
+        cuts: the part of each mesh rank of this process. gate: returns once all ranks have agreed
+        to run the same step, or raises. factor: multiplies the gradients, but not the loss.
         """
         self.check_whole()
-        lanes = self._get(len(cuts[0].rows), train, keep_outputs)
-        executors = [executor for lane in lanes for executor in lane]
+        mesh_ranks = self._get(len(cuts[0].rows), train, keep_outputs)
+        executors = [executor for mesh_rank in mesh_ranks for executor in mesh_rank]
         if self._recorder is not None:
-            self._recorder.ran()
+            self._recorder.record_batch_read()
         try:
             drives = {
-                lane.index: partial(self._drive, mine, cut, keys, gate, factor)
-                for lane, mine, cut in zip(self._lanes, lanes, cuts, strict=True)
+                mesh_rank.index: partial(self._run_mesh_rank, mine, cut, keys, gate, factor)
+                for mesh_rank, mine, cut in zip(self._mesh_ranks, mesh_ranks, cuts, strict=True)
             }
-            self._crew.together(drives)
-            return self._conclude(executors, cuts[0])
+            self._threads.run_all(drives)
+            return self._exchange_results(executors, cuts[0])
         except FxpartError as cause:
             if any(executor.lost for executor in executors):
                 self.broken = cause.problems[0].why
@@ -161,55 +163,58 @@ class PipelineEngine:
                 self._meshes.recover()
 
     def check_whole(self) -> None:
-        """Raise FXP504 if an earlier failure ended the connection.
+        """Raise FXP504 if an earlier failure closed the connection.
 
-        Before anything is sent: the others may still be telling each other what went wrong.
+        Call it before anything is sent: other ranks may still exchange the earlier failure.
         """
         if self.broken is not None:
             raise error(
                 "FXP504",
                 where="this process",
-                why=f"an earlier failure ended the connection: {self.broken}",
-                fix="start the job again",
+                why=f"an earlier failure closed the connection: {self.broken}",
+                fix="restart the job",
             )
 
-    def _leave(self, lane: int, cause: BaseException | str) -> None:
-        """Lanes of this process that wait for one that has failed go on, and fail too."""
+    def _leave(self, mesh_rank: int, cause: BaseException | str) -> None:
+        """Release local mesh ranks that wait for a failed one; they fail, too."""
         if self._meshes is not None:
-            self._meshes.leave(lane, cause)
+            self._meshes.leave(mesh_rank, cause)
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[Executor]]:
-        """Per lane its executors, one for each stage of this process."""
+        """Return per mesh rank its executors, one for each local rank."""
         key = (microbatches, keep_outputs)
         if key not in self._executors:
             self._executors[key] = [
-                self._make(lane, microbatches, train, keep_outputs) for lane in self._lanes
+                self._make(mesh_rank, microbatches, train, keep_outputs)
+                for mesh_rank in self._mesh_ranks
             ]
-            for lane, made in zip(self._lanes, self._executors[key], strict=True):
+            for mesh_rank, made in zip(self._mesh_ranks, self._executors[key], strict=True):
                 for executor in made:
-                    self._attach(lane, executor)
+                    self._attach(mesh_rank, executor)
         return self._executors[key]
 
     def _make(
-        self, lane: MeshRank, microbatches: int, train: bool, keep_outputs: bool
+        self, mesh_rank: MeshRank, microbatches: int, train: bool, keep_outputs: bool
     ) -> list[Executor]:
-        ranks = get_pipeline_ranks(self._ranks, lane.index)
+        ranks = get_pipeline_ranks(self._ranks, mesh_rank.index)
         name = self._schedule if train else "forward"
-        schedule = resolve_schedule(name, lane.spec, ranks, microbatches, self._transport.ranks)
-        around = None if self._around is None else self._around(lane.index)
+        schedule = resolve_schedule(
+            name, mesh_rank.spec, ranks, microbatches, self._transport.ranks
+        )
+        hooks = None if self._hooks is None else self._hooks(mesh_rank.index)
         return [
             Executor(
-                lane.spec,
-                {s: m for s, m in lane.modules.items() if ranks[s] == rank},
+                mesh_rank.spec,
+                {s: m for s, m in mesh_rank.modules.items() if ranks[s] == rank},
                 schedule,
                 rank,
                 self._transport,
                 self._devices[rank],
                 train=train,
                 keep_outputs=keep_outputs,
-                on_failure=partial(self._leave, lane.index),
+                on_failure=partial(self._leave, mesh_rank.index),
                 threads=self._meshes is not None and self._meshes.threads,
-                around=around,
+                hooks=hooks,
                 recompute=self._recompute,
                 events=self._events,
             )
@@ -217,7 +222,7 @@ class PipelineEngine:
             if rank in ranks
         ]
 
-    def _drive(
+    def _run_mesh_rank(
         self,
         executors: list[Executor],
         cut: MicrobatchSplit,
@@ -225,24 +230,25 @@ class PipelineEngine:
         gate: Callable[[], None],
         factor: float,
     ) -> None:
-        """Step the local ranks of one lane in turn until all are through."""
+        """Step the local ranks of one mesh rank alternately until all are done."""
         runs = {
-            e: e.run(self._feed(e.rank, cut, keys, factor), self._gate(e, gate)) for e in executors
+            e: e.run(self._feed(e.rank, cut, keys, factor), self._record_gate(e, gate))
+            for e in executors
         }
         stuck = run_cooperatively(runs, lambda executor: executor.position)
         if stuck:
-            self.broken = "no rank could go on"
+            self.broken = "no rank can make progress"
             where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
-            raise error("FXP901", where=where, why="no rank can go on", fix="")
+            raise error("FXP901", where=where, why="no rank can make progress", fix="")
 
-    def _gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
-        def noted() -> None:
+    def _record_gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
+        def recorded_gate() -> None:
             self._events.write(self._agrees)
             gate()
 
         if self._recorder is None:
-            return noted
-        return self._recorder.timed(AGREE, noted, [executor.rank])
+            return recorded_gate
+        return self._recorder.timed(AGREE, recorded_gate, [executor.rank])
 
     def _feed(
         self, rank: int, cut: MicrobatchSplit, keys: Sequence[int], factor: float
@@ -250,10 +256,10 @@ class PipelineEngine:
         inputs = cut.taken(self._used[rank], self._devices[rank])
         return StepInput(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
-    def _conclude(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
-        """Tell every process the loss and whether all went well."""
+    def _exchange_results(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
+        """Exchange the loss and failures between all processes."""
         failures = [e.failure for e in executors if e.failure is not None]
-        # Lanes that were only told to stop say nothing new.
+        # Mesh ranks that were only aborted add no information.
         failures = [f for f in failures if not isinstance(f.cause, PeerLostError)] or failures
         loss = None if failures else self._weighted_loss(executors, cut)
         bits = 0
@@ -261,8 +267,8 @@ class PipelineEngine:
             bits = float_to_bits(loss.item())
         busy = sum(executor.busy for executor in executors) if self._seen else 0
         self._events.write(self._ends)
-        # The last numbers make this row longer than others: one of a rank that is at another place
-        # is then waited for in vain, and not taken for a loss.
+        # The padding makes this row longer than others: a rank that waits for another row times
+        # out, and does not read it as a loss.
         rows = self._exchange([len(failures), bits, busy, 0, 0, 0])
         self.busy = tuple(row[2] for row in rows)
         for executor in executors:
@@ -274,12 +280,12 @@ class PipelineEngine:
             outputs[name] = {**outputs.get(name, {}), **found}
         if not self._losses:
             return PipelineResult(None, outputs)
-        return PipelineResult(self._spread(loss, rows), outputs)
+        return PipelineResult(self._share_loss(loss, rows), outputs)
 
     def _weighted_loss(
         self, executors: list[Executor], cut: MicrobatchSplit
     ) -> torch.Tensor | None:
-        """The sum over the microbatches whose losses are here; the first lane's."""
+        """Return the sum over the microbatches whose losses are local, of the first mesh rank."""
         total: torch.Tensor | None = None
         for executor in executors:
             for index, loss in sorted(executor.losses.items()):
@@ -289,8 +295,8 @@ class PipelineEngine:
                 break
         return total
 
-    def _spread(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:
-        """The loss on every process: as bits of a float64 on CPUs, by a broadcast on GPUs."""
+    def _share_loss(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:
+        """Return the loss on every process: from float64 bits on CPUs, by broadcast on GPUs."""
         if loss is not None and len(rows) == 1:
             return loss
         root = self._ranks[self._losses[0]][0]
@@ -299,7 +305,7 @@ class PipelineEngine:
         dtype = torch_dtype(value.dtype)
         device = self._devices[self._transport.local[0]]
         if device.type == "cpu" or self.spec.replicas:
-            # Of copies each has the losses of its own microbatches.
+            # Each replica has the losses of its own microbatches.
             roots = dict.fromkeys(self._ranks[stage][0] for stage in self._losses)
             numbers = [bits_to_float(rows[r][1]) for r in roots]
             return torch.tensor(sum(numbers), dtype=dtype, device=device)
@@ -307,22 +313,22 @@ class PipelineEngine:
         return self._transport.broadcast(tensor, root)
 
     def _raise(self, failures: list[StageFailure]) -> None:
-        """One error on every process, naming each stage that failed."""
+        """Raise one error on every process, with each failed stage."""
         mine = [
-            failure.problem("nothing was updated; this step's gradients were dropped")
+            failure.problem("correct the cause; nothing was updated, gradients were discarded")
             for failure in failures
         ]
         problems = merge_problems(self._transport.exchange_bytes(encode_problems(mine)))
         raise AllRanksError(problems) from (failures[0].cause if failures else None)
 
 
-def find_used_inputs(lanes: Sequence[MeshRank], ranks: Ranks, rank: int) -> set[str]:
-    """The user's inputs that a rank's stages take."""
+def find_used_inputs(mesh_ranks: Sequence[MeshRank], ranks: Ranks, rank: int) -> set[str]:
+    """Return the user's inputs that a rank's stages take."""
     return {
         value.name
-        for lane in lanes
-        for stage in lane.spec.stages
-        if ranks[stage.index][lane.index] == rank
+        for mesh_rank in mesh_ranks
+        for stage in mesh_rank.spec.stages
+        if ranks[stage.index][mesh_rank.index] == rank
         for value, source in zip(stage.inputs, stage.sources, strict=True)
         if source < 0
     }
@@ -335,21 +341,49 @@ def resolve_schedule(
     microbatches: int,
     world: int | None = None,
 ) -> Schedule:
-    """The schedule, by name or as computations, for the program's stages on their ranks.
+    """Return the schedule for the program's stages on their ranks.
 
-    With transfers, and proved safe (:func:`fxpart.schedule.make.make`). world: how many ranks there
-    are, by default those that have a stage; those of other lanes do nothing. Raises FXP109 for an
-    unknown name, a stage without a rank, and ranks that the schedule is not made for.
+    It includes transfers and is proved free of deadlock (:func:`fxpart.schedule.make.make`). name:
+    a schedule's name, or computations. world: number of ranks, by default those with a stage; ranks
+    of other mesh ranks do nothing. Raises FXP109 for an unknown name, a stage without a rank, and
+    ranks that the schedule does not support.
     """
     stages = len(spec.stages)
     if len(ranks) != stages:
         raise error(
             "FXP109",
             where=f"ranks={tuple(ranks)}",
-            why=f"{stages} stages need a rank each",
-            fix="",
+            why=f"each of the {stages} stages needs one rank",
+            fix=f"pass {stages} ranks",
         )
     given = remap_ranks(name, ranks, world) if isinstance(name, Schedule) else name
     return make(
         given, ranks, microbatches, find_stage_edges(spec), world=world, replicas=spec.replicas
     )
+
+
+def remap_ranks(
+    schedule: Schedule, stage_rank: Sequence[int], world: int | None = None
+) -> Schedule:
+    """The schedule with stage k on rank stage_rank[k].
+
+    Stages that share a rank must go on sharing one, and no others. world: how many ranks there
+    are, those without a stage do nothing; by default up to the largest. Raises FXP109.
+    """
+    ranks = tuple(stage_rank)
+    moves = dict(zip(schedule.stage_rank, ranks, strict=False))
+    same = len(ranks) == len(schedule.stage_rank) and all(
+        moves[old] == new for old, new in zip(schedule.stage_rank, ranks, strict=True)
+    )
+    count = max(ranks, default=-1) + 1 if world is None else world
+    if not same or len(set(moves.values())) != len(moves) or max(ranks, default=-1) >= count:
+        raise error(
+            "FXP109",
+            where=f"schedule {schedule.name}",
+            why=f"its stages are on ranks {schedule.stage_rank}, which cannot be {ranks}",
+            fix="give each of its ranks one of yours",
+        )
+    lists: list[tuple[Action, ...]] = [()] * count
+    for old, new in moves.items():
+        lists[new] = schedule.ranks[old]
+    return replace(schedule, ranks=tuple(lists), stage_rank=ranks)

@@ -1,7 +1,7 @@
-"""What every public call of a trainer begins and ends with, whichever class defines it.
+"""The wrapper of all public calls of a trainer, whichever class defines them.
 
-The modes of torch around it are checked (:mod:`fxpart.runtime.torch_modes`), and the other ranks
-can see which call this one is in (:mod:`fxpart.runtime.heartbeat`).
+It checks torch's active modes (:mod:`fxpart.runtime.torch_modes`), and announces the current call
+to the other ranks (:mod:`fxpart.runtime.heartbeat`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 ENTRY_POINTS = {
     "step": TrainerCallKind.TRAIN,
-    "feed": TrainerCallKind.TRAIN,
+    "submit": TrainerCallKind.TRAIN,
     "backward": TrainerCallKind.TRAIN,
     "fit": TrainerCallKind.TRAIN,
     "update": TrainerCallKind.UPDATE,
@@ -40,12 +40,12 @@ ENTRY_POINTS = {
     "state_dict": TrainerCallKind.STATE,
 }
 
-# Every rank raises these, or the rank that is to blame is named already.
+# Every rank raises these, or they name the failed rank.
 _SHARED = ("FXP501", "FXP503", "FXP504", "FXP514", "FXP515")
 
 
 class EntryPoints:
-    """A trainer, each of whose public calls checks its surroundings and announces itself."""
+    """A trainer whose public calls check torch's modes and announce themselves."""
 
     ambient: TorchModes
 
@@ -57,14 +57,14 @@ class EntryPoints:
                 setattr(cls, name, wrap_entry_point(name, kind, vars(cls)[name]))
 
     def is_collective(self, name: str) -> bool:
-        """Whether every rank has to make the call."""
+        """Return whether every rank has to make the call."""
         return True
 
 
 def wrap_entry_point(
     name: str, kind: TrainerCallKind, method: Callable[..., T]
 ) -> Callable[..., T]:
-    """The method of a trainer, with what it begins and ends with."""
+    """Return the method of a trainer with checks and announcement."""
     shown = f"trainer.{name}"
 
     @wraps(method)
@@ -78,7 +78,7 @@ def wrap_entry_point(
 
 @contextmanager
 def announce_call(name: str) -> Iterator[None]:
-    """The other ranks can see that this one is in the call, and what it raises."""
+    """Announce to the other ranks that this rank is in the call, and any exception."""
     outermost = not calls.name
     if outermost:
         calls.begin(name)
@@ -94,7 +94,7 @@ def announce_call(name: str) -> Iterator[None]:
 
 
 def is_known_to_all_ranks(cause: BaseException) -> bool:
-    """Whether the other ranks know of the exception without being told."""
+    """Return whether the other ranks know of the exception without a message."""
     return isinstance(cause, AllRanksError) or (
         isinstance(cause, FxpartError) and cause.code in _SHARED
     )

@@ -1,4 +1,4 @@
-"""A training run: steps, evaluations, schedulers, callbacks; all ranks go on and end together."""
+"""The training loop of fit: steps, evaluations, schedulers, callbacks; in step on all ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
-from fxpart.runtime.callbacks import EarlyStopping, Event, Kind, StepInfo, Told
+from fxpart.runtime.callbacks import (
+    AnyCallback,
+    EarlyStopping,
+    Event,
+    Kind,
+    RunProgress,
+    StepInfo,
+)
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
@@ -40,31 +48,32 @@ class FitOptions:
     metrics: Mapping[str, Any] | None = None
     scheduler: Any = None
     scheduler_every: str = "step"
-    callbacks: Sequence[Told] = ()
+    callbacks: Sequence[AnyCallback] = ()
     early_stopping: EarlyStopping | None = None
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
+    progress: bool | None = None
 
     def check(self) -> FitOptions:
-        """FXP109 for what cannot be."""
+        """Raise FXP109 for invalid combinations."""
         wrong = ""
         if any(n is not None and n < 1 for n in (self.steps, self.epochs, self.every)):
-            wrong = "steps, epochs and every are at least 1"
+            wrong = "steps, epochs and every must be at least 1"
         elif self.accumulate < 1:
-            wrong = "accumulate is at least 1"
+            wrong = "accumulate must be at least 1"
         elif self.evaluate is None and (self.every or self.early_stopping or self.metrics):
             wrong = "every, metrics and early_stopping need evaluate=, the batches to evaluate on"
         elif self.scheduler_every not in ("step", "epoch"):
-            wrong = 'scheduler_every is "step" or "epoch"'
+            wrong = 'scheduler_every must be "step" or "epoch"'
         elif iter_once(self.evaluate):
-            wrong = "evaluate is an iterator, which ends after one evaluation: give a list, a "
+            wrong = "evaluate is an iterator, which ends after one evaluation: pass a list, a "
             wrong += "DataLoader, or a function that returns the batches"
         if wrong:
             raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
         return self
 
     def describe(self) -> str:
-        """What ranks have to be given alike."""
+        """Return the options that must be equal on all ranks, as text."""
         return (
             f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
@@ -75,16 +84,16 @@ class FitOptions:
 
     @property
     def kept(self) -> Checkpoints | None:
-        """How the run is kept."""
+        """The checkpoint options of the run."""
         return Checkpoints.of(self.checkpoints)
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """How a run went. steps: updates; epochs: whole passes; why it ended; values: the last ones.
+    """The result of a run. steps: updates; epochs: complete passes; values: of the last evaluation.
 
-    Those before a checkpoint that it went on from count. why: "steps", "epochs", "data", "early
-    stopping", or the signal that asked it to end: "SIGTERM to rank 2".
+    Counts include those before a checkpoint that the run resumed from. why: "steps", "epochs",
+    "data", "early stopping", or the signal that ended it, such as "SIGTERM to rank 2".
     """
 
     steps: int
@@ -100,30 +109,36 @@ class FitLoop:
     def __init__(self, trainer: Trainer, batches: Any, run: FitOptions) -> None:
         """batches: an iterable, or a function that returns one for each epoch."""
         self.trainer, self.run, self.transport = trainer, run, trainer.transport
-        self.position = DataPosition(batches, keeps=run.kept is not None)
+        self.position = DataPosition(batches, records=run.kept is not None)
         self.scheduler = run.scheduler
         self.step = 0
         self.loss = float("nan")
         self.values: dict[str, float] = {}
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
+        self._progress = RunProgress(None)
         self._last = time.perf_counter()
 
     def go(self) -> FitResult:
-        """To the end; a failure is told to the callbacks and raised on every rank."""
+        """Run to the end; report a failure to the callbacks and raise it on every rank."""
+        with progress_bar("fxpart fit", self.run.progress, self.run.steps) as bar:
+            self._progress = RunProgress(bar)
+            return self._run()
+
+    def _run(self) -> FitResult:
         try:
             agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
-            self.scheduler = self._made(self.run.scheduler)
+            self.scheduler = self._make_scheduler(self.run.scheduler)
             if self._kept is not None:
                 self._kept.begin()
-            self._tell("start")
+            self._notify("start")
             self._last = time.perf_counter()
-            self.trainer.pace.listeners.append(self._tell_of_slow)
+            self.trainer.pace.listeners.append(self._notify_straggler)
             why = self._loop()
             if self._kept is not None:
                 self._kept.end(why)
-            self._tell("end", why=why)
-            # A callback that failed on another rank is heard of here.
+            self._notify("end", why=why)
+            # Raises a callback's failure on another rank.
             agree(self.transport, "the end of fit", lambda: (True, why))
         except BaseException as cause:
             if self._kept is not None:
@@ -131,24 +146,24 @@ class FitLoop:
             self._report(cause)
             raise
         finally:
-            self.trainer.pace.forget(self._tell_of_slow)
+            self.trainer.pace.forget(self._notify_straggler)
             if self._kept is not None:
                 self._kept.close()
         return FitResult(self.step, self.position.epoch, why, self.loss, self.values)
 
     def settle(self) -> None:
-        """Finish what is in flight, and tell of it."""
+        """Finish minibatches in flight and report them."""
 
     def _loop(self) -> str:
-        """Every update; why it ended."""
+        """Run all updates; return why the run ended."""
         run, position = self.run, self.position
         if self._kept is not None and self._kept.resumed:
             if run.early_stopping is not None and run.early_stopping.over:
                 return "early stopping"
-            if why := self._over():
+            if why := self._find_end():
                 return why
         while True:
-            for group in self._groups(self._each()):
+            for group in self._groups(self._iterate_epoch()):
                 self._update(group)
                 if run.every and self.step % run.every == 0 and self._evaluate():
                     return "early stopping"
@@ -163,12 +178,12 @@ class FitLoop:
                 self._schedule()
             if run.evaluate is not None and not run.every and self._evaluate():
                 return "early stopping"
-            self._tell("epoch")
-            if why := self._over():
+            self._notify("epoch")
+            if why := self._find_end():
                 return why
 
-    def _over(self) -> str:
-        """Why there is no other epoch; "" where there is one."""
+    def _find_end(self) -> str:
+        """Return why there is no further epoch; "" if there is one."""
         run, epoch = self.run, self.position.epoch
         if run.steps is not None and self.step >= run.steps:
             return "steps"
@@ -177,12 +192,12 @@ class FitLoop:
         once = (run.steps is None and run.epochs is None) or iter_once(self._batches)
         return "data" if epoch and once else ""
 
-    def _each(self) -> Iterator[Any]:
-        """The batches of an epoch."""
+    def _iterate_epoch(self) -> Iterator[Any]:
+        """Return the batches of an epoch."""
         return iterate_batches(self.transport, self.position)
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
-        """The user's own function; what it raises is raised on every rank."""
+        """Call a user function; raise its exception on every rank."""
         return call_user_function(self.transport, what, do)
 
     def _data(self, given: Any) -> Iterable[Any]:
@@ -192,7 +207,7 @@ class FitLoop:
         return made
 
     def _groups(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """The batches of each update; the last update of an epoch may have fewer."""
+        """Yield the batches of each update; the last update of an epoch may have fewer."""
         group: list[Any] = []
         for batch in batches:
             group.append(batch)
@@ -210,8 +225,8 @@ class FitLoop:
             total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
             weights += trainer.last_weight
         self.loss, self.step = total / weights, self.step + 1
-        self._used(group, rows)
-        lr = self._rates()
+        self._record_used(group, rows)
+        lr = self._get_learning_rates()
         if self.run.scheduler_every == "step":
             self._schedule()
         now = time.perf_counter()
@@ -221,38 +236,43 @@ class FitLoop:
             rows, now - self._last, trainer.rank,
         )  # fmt: skip
         self._last = now
+        self.report_step(info)
+
+    def report_step(self, info: StepInfo) -> None:
+        """Log an update, and pass it to the callbacks."""
+        self._progress.on_step(info)
         for callback in self.run.callbacks:
             tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
-            what = f"callback {_name(callback)}.on_step after step {self.step}"
+            what = f"callback {_name(callback)}.on_step after step {info.step}"
             self.guarded(what, partial(tell, info))
 
-    def _used(self, group: list[Any], rows: int) -> None:
-        """An update has used these batches, and its loss is known."""
-        self._write(self._done(group, rows), self.loss)
+    def _record_used(self, group: list[Any], rows: int) -> None:
+        """Record that an update with known loss has used these batches."""
+        self._write_ledger(self._describe_update(group, rows), self.loss)
         self.position.used += len(group)
 
-    def _write(self, done: CompletedUpdate, loss: float) -> None:
-        """A line of the ledger."""
+    def _write_ledger(self, done: CompletedUpdate, loss: float) -> None:
+        """Write a line of the ledger."""
         if self._kept is not None:
             self.guarded("the run's ledger", partial(self._kept.updated, done, loss))
 
-    def _done(self, group: list[Any], rows: int) -> CompletedUpdate:
-        """The update with these batches, for the ledger."""
+    def _describe_update(self, group: list[Any], rows: int) -> CompletedUpdate:
+        """Return the ledger's description of the update with these batches."""
         position, digest = self.position, "" if self._kept is None else self._kept.digest(group)
         return CompletedUpdate(self.step, position.epoch, position.used, len(group), rows, digest)
 
     def _evaluate(self) -> bool:
-        """Evaluate, tell of it, and say whether to stop."""
+        """Evaluate, report the values, and return whether to stop."""
         run = self.run
         self.values = self.trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(next(iter(self.values.values())))
-        self._tell("evaluation", values=self.values)
+        self._notify("evaluation", values=self.values)
         self._last = time.perf_counter()
         return run.early_stopping is not None and run.early_stopping.stop(self.values)
 
-    def _made(self, given: Any) -> Any:
-        """The scheduler, or what a function of the optimizer makes of it."""
+    def _make_scheduler(self, given: Any) -> Any:
+        """Return the scheduler, or create it by the user's function of the optimizer."""
         if given is None:
             return None
         facade = self.trainer.optimizer
@@ -266,8 +286,8 @@ class FitLoop:
             if plateau and self.run.evaluate is None:
                 raise error(
                     "FXP115", where="fit(scheduler=ReduceLROnPlateau)",
-                    why="it is stepped with the first number of each evaluation, and there is none",
-                    fix="evaluate=, the batches to evaluate on; or step it in a loop of your own",
+                    why="it needs the first value of each evaluation, and there is no evaluation",
+                    fix="pass evaluate=, the batches to evaluate on, or step it in your own loop",
                 )  # fmt: skip
             return made, type(made).__name__
 
@@ -278,15 +298,16 @@ class FitLoop:
         if self.scheduler is not None and not isinstance(self.scheduler, plateau):
             self.guarded("the scheduler", self.scheduler.step)
 
-    def _rates(self) -> tuple[float, ...]:
+    def _get_learning_rates(self) -> tuple[float, ...]:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
-    def _tell_of_slow(self, found: Straggler) -> None:
-        self._tell("slow", why=str(found))
+    def _notify_straggler(self, found: Straggler) -> None:
+        self._notify("slow", why=str(found))
 
-    def _tell(self, kind: Kind, **more: Any) -> None:
+    def _notify(self, kind: Kind, **more: Any) -> None:
         event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)
+        self._progress.on_event(event)
         for callback in self.run.callbacks:
             tell = getattr(callback, "on_event", None)
             if tell is not None:
@@ -294,8 +315,9 @@ class FitLoop:
                 self.guarded(what, partial(tell, event))
 
     def _report(self, cause: BaseException) -> None:
-        """Tell the callbacks of a failure; what they raise now is noted, and hides nothing."""
+        """Report a failure to the callbacks; attach their exceptions as notes."""
         event = Event("failure", self.step, self.position.epoch, self.trainer.rank, error=cause)
+        self._progress.on_event(event)
         for callback in self.run.callbacks:
             try:
                 getattr(callback, "on_event", _ignore)(event)
@@ -304,12 +326,12 @@ class FitLoop:
 
 
 def iter_once(batches: Any) -> bool:
-    """Whether it can be gone through only once."""
+    """Return whether it can be iterated only once."""
     return isinstance(batches, Iterator)
 
 
 def _ignore(event: Event) -> None:
-    """Of a callback that is told of steps only."""
+    """Ignore the event, for a callback that only handles steps."""
 
 
 def _name(callback: object) -> str:

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: forward only, pipelined, in evaluation mode."""
+"""Evaluation and prediction: pipelined forwards in evaluation mode."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ Metric = Callable[[Any, Any], Any]
 
 
 class Inference(StatefulTrainer):
-    """What needs no gradients; every rank must make each call."""
+    """Calls without gradients; every rank must make each call."""
 
     def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
-        """The loss of a batch in evaluation mode, without gradients; equal on every rank."""
+        """Return the loss of a batch in evaluation mode, equal on every rank."""
         return self._eval_loss(batch, local)[0]
 
     def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
-        """What the model returns for a batch in evaluation mode, in the model's own structure.
+        """Return the model's outputs for a batch in evaluation mode, in the model's own structure.
 
-        Microbatches go through the stages as in training; outputs are put together along their
-        rows (a number is the mean weighted by rows). The batch needs no more than the outputs do:
-        no labels where only a loss reads them. Where the model returns its loss, None stands in
-        its place. first_only: rank 0 alone gets them, the others None. local: as for ``step``.
-        FXP104 for an output without rows that differs between microbatches.
+        Microbatches run through the stages as in training; outputs are concatenated along the batch
+        dim (a scalar is the mean weighted by rows). The batch needs only the inputs of the outputs:
+        no labels if only a loss reads them. If the model returns its loss, None replaces it.
+        first_only: only rank 0 receives outputs, others None. local: as for ``step``. FXP104 for an
+        output without a batch dim that differs between microbatches.
         """
         reading, result, outputs = self._outputs(batch, local, loss=False)
-        return self._collect(reading, result, outputs, first_only=first_only)
+        return self._build_outputs(reading, result, outputs, first_only=first_only)
 
     def evaluate(
         self,
@@ -49,14 +49,14 @@ class Inference(StatefulTrainer):
         *,
         local: bool = False,
     ) -> dict[str, float]:
-        """Loss and metrics over batches in evaluation mode; equal on every rank.
+        """Return loss and metrics over batches in evaluation mode, equal on every rank.
 
         The loss is the mean over all rows. metrics: by name a function (outputs, batch) -> number
-        of one batch, whose mean is weighted by rows; or an object with ``update(outputs, batch)``
-        and ``compute()`` (and ``reset()``, which is called first). They run on rank 0 alone, on
-        whole outputs and the batch that rank 0 was given; the others hear the result. A program
-        without loss gives metrics only. Raises FXP507 on every rank where a metric or the data
-        raises, FXP501 where a rank has more batches than another, FXP109 where there is none.
+        of one batch, averaged weighted by rows; or an object with ``update(outputs, batch)`` and
+        ``compute()`` (and ``reset()``, which is called first). They run only on rank 0, with whole
+        outputs and rank 0's batch; other ranks receive the results. A program without a loss
+        returns only metrics. Raises FXP507 on every rank if a metric or the data raises, FXP501 if
+        a rank has more batches than another, FXP109 if there are no batches.
         """
         tally = _Tally(dict(metrics or {}))
         first = 0 in self._transport.local
@@ -68,7 +68,7 @@ class Inference(StatefulTrainer):
                 tally.add_loss(loss, rows)
                 continue
             reading, result, outputs = self._outputs(batch, local, loss=True)
-            found = self._collect(reading, result, outputs, first_only=True)
+            found = self._build_outputs(reading, result, outputs, first_only=True)
             rows = sum(reading.cut.rows)
             if result.loss is not None:
                 tally.add_loss(result.loss, rows)
@@ -77,9 +77,9 @@ class Inference(StatefulTrainer):
                 call_user_function(
                     self._transport, "a metric", partial(tally.add, found, batch, rows)
                 )
-        return self._tell(tally, first)
+        return self._share_values(tally, first)
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
     def _eval_loss(self, batch: Any, local: bool) -> tuple[torch.Tensor, int]:
         source, engine = self._evaluator()
@@ -89,7 +89,8 @@ class Inference(StatefulTrainer):
             cuts, keys = source.feed.parts(cut), self._keys(cut)
             loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
             if loss is None:
-                raise error("FXP106", where="eval_step", why="the program has no loss", fix="")
+                fix = "pass loss= to compile()"
+                raise error("FXP106", where="eval_step", why="the program has no loss", fix=fix)
             return loss
 
         check_repetition(self._transport, source, read)
@@ -108,10 +109,10 @@ class Inference(StatefulTrainer):
         check_repetition(self._transport, source, read)
         return read, run(read.cut), outputs
 
-    def _whole(
+    def _gather_whole_outputs(
         self, cut: MicrobatchSplit, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> dict[str, torch.Tensor] | None:
-        """Whole outputs by name, each row once."""
+        """Return whole outputs by name, without repeated rows."""
         device = self._devices[self._transport.local[0]]
         dims = {spec.value: spec.dim for spec in outputs.specs}
         parts = {
@@ -125,30 +126,31 @@ class Inference(StatefulTrainer):
             self._transport, outputs, parts, cut.rows, device, first_only=first_only
         )
 
-    def _collect(
+    def _build_outputs(
         self, reading: BatchAgreement, result: PipelineResult, outputs: Outputs, *, first_only: bool
     ) -> Any:
-        found = self._whole(reading.cut, result, outputs, first_only=first_only)
+        found = self._gather_whole_outputs(reading.cut, result, outputs, first_only=first_only)
         return None if found is None else outputs.build(found)
 
-    def _tell(self, tally: _Tally, first: bool) -> dict[str, float]:
-        """Rank 0's numbers on every rank."""
+    def _share_values(self, tally: _Tally, first: bool) -> dict[str, float]:
+        """Return rank 0's values on every rank."""
         if not tally.rows:
-            raise error("FXP109", where="evaluate", why="there are no batches", fix="give some")
+            fix = "pass at least one batch"
+            raise error("FXP109", where="evaluate", why="there are no batches", fix=fix)
         found = {"loss": tally.loss / tally.rows} if tally.has_loss else {}
         if not tally.metrics:
             return found
         numbers: dict[str, float] = {}
         if first:
             numbers = call_user_function(self._transport, "a metric", tally.numbers)
-        self._together("metrics")
+        self._agree_on_call("metrics")
         with convert_transport_errors(self._transport, "sharing metrics"):
             raws = self._transport.exchange_bytes(msgspec.json.encode(numbers))
         return {**found, **msgspec.json.decode(raws[0], type=dict[str, float])}
 
 
 class _Tally:
-    """Sums over the batches of an evaluation. rows: how many were seen."""
+    """Sums over the batches of an evaluation. rows: number of rows so far."""
 
     def __init__(self, metrics: dict[str, Any]) -> None:
         self.metrics = metrics
@@ -156,32 +158,32 @@ class _Tally:
         self._sums = dict.fromkeys(metrics, 0.0)
 
     def reset(self) -> None:
-        """Metrics that keep their own sums start again."""
+        """Reset metrics that accumulate."""
         for metric in self.metrics.values():
             if hasattr(metric, "reset"):
                 metric.reset()
 
     def add_loss(self, loss: torch.Tensor, rows: int) -> None:
-        """One batch's mean loss."""
+        """Add one batch's mean loss."""
         self.loss += float(loss) * rows
         self.rows += rows
         self.has_loss = True
 
     def add(self, outputs: Any, batch: Any, rows: int) -> None:
-        """One batch for the metrics."""
+        """Add one batch to the metrics."""
         for name, metric in self.metrics.items():
-            if _sums_itself(metric):
+            if _accumulates(metric):
                 metric.update(outputs, batch)
             else:
                 self._sums[name] += float(metric(outputs, batch)) * rows
 
     def numbers(self) -> dict[str, float]:
-        """The result of each metric."""
+        """Return the result of each metric."""
         return {
-            name: float(metric.compute()) if _sums_itself(metric) else self._sums[name] / self.rows
+            name: float(metric.compute()) if _accumulates(metric) else self._sums[name] / self.rows
             for name, metric in self.metrics.items()
         }
 
 
-def _sums_itself(metric: Any) -> bool:
+def _accumulates(metric: Any) -> bool:
     return hasattr(metric, "update") and hasattr(metric, "compute")

@@ -1,4 +1,4 @@
-"""State of a trainer in and out: parameters, buffers, optimizer state, gradients, by name."""
+"""Access to a trainer's state by name: parameters, buffers, optimizer state, gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -25,13 +25,15 @@ from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
 
 class StatefulTrainer(TrainerBase):
-    """What is read and written by original names; every rank must make each call.
+    """State access by original names; every rank must make each call.
 
-    model_config: the text of a transformers model's config.json, for ``save_pretrained``.
-    plan_text, fingerprint: the plan as JSON, and of the model's graph, for checkpoints; empty where
-    the trainer was not made of a plan.
+    kind: see :mod:`fxpart.runtime.trainer_kinds`. model_config: the text of a transformers model's
+    config.json, for ``save_pretrained``. plan_text, fingerprint: the plan as JSON, and the
+    fingerprint of the model's graph, for checkpoints; empty if the trainer was not created from a
+    plan.
     """
 
+    kind: ClassVar[Literal["synchronous", "asynchronous", "queue"]] = "synchronous"
     model_config = ""
     plan_text = ""
     fingerprint = ""
@@ -39,17 +41,17 @@ class StatefulTrainer(TrainerBase):
     def state_dict(
         self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by original name, aliases too, copied and whole.
+        """Return whole copies of parameters and persistent buffers by original name and alias.
 
-        first_only: only rank 0 gets them, the others an empty dict. sharded: DTensors instead, of
-        what this rank's own stage holds (for torch.distributed.checkpoint); nothing is gathered.
-        trainable_only: the parameters that get gradients and nothing else, such as the adapters of
-        a frozen model (``load_state_dict(..., strict=False)`` takes them). Every rank must call it,
-        unless each has the whole model: then ``first_only`` and ``sharded`` make the others wait.
+        first_only: only rank 0 receives them, others an empty dict. sharded: return DTensors of
+        this rank's own stage instead, without gathering (for torch.distributed.checkpoint).
+        trainable_only: only parameters with gradients, such as the adapters of a frozen model (load
+        them with ``load_state_dict(..., strict=False)``). Every rank must call it, unless each has
+        the whole model and neither ``first_only`` nor ``sharded`` is set.
         """
         if self._has_whole_model and not first_only and not sharded:
             return self._note_returned(self._own_state_dict(trainable_only))
-        self._together(f"state_dict {first_only} {sharded} {trainable_only}")
+        self._agree_on_call(f"state_dict {first_only} {sharded} {trainable_only}")
         wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
         if sharded:
@@ -65,7 +67,9 @@ class StatefulTrainer(TrainerBase):
         return self._note_returned(found)
 
     def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the state, which the module may then be given, noted for the watch of it."""
+        """Return the state, and record it for the module watch, as it may be loaded into the
+        module.
+        """
         if self.watch is not None:
             self.watch.note_returned(found)
         return found
@@ -76,7 +80,7 @@ class StatefulTrainer(TrainerBase):
         every = set(range(self._transport.ranks))
         sharding = self.spec.sharding
         return (
-            not self.flows
+            not self.is_asynchronous
             and (sharding is None or not sharding.zero)
             and all(
                 len(entry.pieces.sources) == 1
@@ -86,11 +90,11 @@ class StatefulTrainer(TrainerBase):
         )
 
     def is_collective(self, name: str) -> bool:
-        """Whether every rank has to make the call."""
+        """Return whether every rank has to make the call."""
         return name != "state_dict" or not self._has_whole_model
 
     def _own_state_dict(self, trainable_only: bool) -> dict[str, torch.Tensor]:
-        """Copies of what this rank has, where that is the whole model."""
+        """Return copies of this rank's state, which is the whole model."""
         found = {
             name: next(iter(entry.copies.values())).detach().clone().contiguous()
             for name, entry in self._state.saved()
@@ -104,53 +108,56 @@ class StatefulTrainer(TrainerBase):
     def save_pretrained(
         self, directory: str | Path, *, shard_bytes: int = 5_000_000_000
     ) -> tuple[Path, ...]:
-        """Write the weights as a Hugging Face safetensors checkpoint; the files written.
+        """Write the weights as a Hugging Face safetensors checkpoint; return the files.
 
-        ``from_pretrained`` of the model's class reads the folder: names are the model's own, a tie
-        is stored once, under its main name. shard_bytes: most bytes of a file, above which there
-        are several and an index. Tensors come to rank 0 one at a time, so that no rank holds the
-        model. The folder appears whole or not at all; weights that it held are replaced, what else
-        it held stays. Every rank must call it. FXP603 on every rank if it cannot be written.
+        ``from_pretrained`` of the model's class reads the folder: names are the model's own, and a
+        tied parameter is stored once, under its main name. shard_bytes: maximum bytes of a file;
+        larger checkpoints are split into several files with an index. Rank 0 receives one tensor at
+        a time, so no rank needs memory for the whole model. The folder is replaced atomically;
+        files in it that are not weights are kept. Every rank must call it. FXP603 on every rank if
+        it cannot be written.
         """
-        self._together("save_pretrained")
+        self._agree_on_call("save_pretrained")
         return save_pretrained(
             self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
         )
 
     def save_checkpoint(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write all that training goes on from into ``folder/step-NNNNNNNNNN``; that folder.
+        """Write a checkpoint to ``folder/step-NNNNNNNNNN``; return that folder.
 
-        Parameters, buffers, optimizer state, random state; of any plan, for any other
-        (:mod:`fxpart.runtime.checkpointing`). extra: plain data that :meth:`load_checkpoint`
-        returns. The folder appears whole or not at all, and others in it stay. Ranks write their
-        own parts side by side into the folder, which they share. Every rank must call it, between
-        two updates; an asynchronous trainer is drained. FXP513 on every rank if it cannot be
-        written, or the step is there already.
+        It has parameters, buffers, optimizer state and random state, and can be loaded under any
+        other plan (:mod:`fxpart.runtime.checkpointing`). extra: plain data that
+        :meth:`load_checkpoint` returns. The folder is created atomically, next to earlier ones.
+        Ranks write their own parts in parallel to the shared folder. Every rank must call it,
+        between two updates; an asynchronous pipeline is flushed. FXP513 on every rank if it cannot
+        be written, or the step already exists.
         """
         from fxpart.runtime.checkpointing.saver import save_once
 
         return save_once(self, Path(folder), dict(extra or {}))
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint, whatever plan it was saved by; the ``extra`` saved with it.
+        """Restore a checkpoint of any plan; return its ``extra`` data.
 
-        path: of one, or of the folder of several (or a run's), where the newest that is whole is
-        taken. Each rank reads what it needs, a tensor at a time. Every rank must call it. Raises
-        the same on all: FXP510 and FXP511 for damage, FXP512 where model or optimizer are others.
+        path: a checkpoint, or a folder of several (or of a run), whose newest complete one is used.
+        Each rank reads what it needs, one tensor at a time. Every rank must call it. Raises the
+        same error on all ranks: FXP510 and FXP511 for damaged checkpoints, FXP512 for another model
+        or optimizer.
         """
         from fxpart.runtime.checkpointing.loader import load_from
 
         return load_from(self, Path(path))
 
     def settle(self) -> None:
-        """Finish what is in flight, before one looks at the whole model; every rank calls it."""
-        self._reconcile()
+        """Finish minibatches in flight, before the whole model is read; collective."""
+        self._apply_user_changes()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Take parameters and buffers by original name; FXP110 on every rank if they do not fit.
+        """Load parameters and buffers by original name; FXP110 on every rank if they do not match.
 
-        state: whole tensors, of which each rank takes its part; or, as ``state_dict(sharded=True)``
-        gives them, DTensors of any layout. Names may be those of a compiled module ("_orig_mod").
+        state: whole tensors, of which each rank copies its part; or, as from
+        ``state_dict(sharded=True)``, DTensors of any sharding. Names of a compiled module
+        ("_orig_mod") are accepted.
         """
         state = {plain_name(name): tensor for name, tensor in state.items()}
         inner = {n: t for n, t in state.items() if n not in self._unused}
@@ -167,23 +174,23 @@ class StatefulTrainer(TrainerBase):
         self.divisors.renew()
 
     def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
-        """``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
         assert self.optimizer is not None, "there is no optimizer"
-        self._together(f"optimizer_state_dict {first_only}")
+        self._agree_on_call(f"optimizer_state_dict {first_only}")
         with convert_transport_errors(self._transport, "gathering optimizer state"):
             optimizers = merge_optimizers(self.optimizers)
             return gather_optimizer_state(
-                self._state, self._held, optimizers, first_only=first_only
+                self._state, self._shards, optimizers, first_only=first_only
             )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what :meth:`optimizer_state_dict` gave, whatever the number of ranks was."""
+        """Load the result of :meth:`optimizer_state_dict`, also of another number of ranks."""
         facade = self.optimizer
         assert facade is not None, "there is no optimizer"
 
         def plan() -> tuple[list[Callable[[], None]], str]:
             found = [
-                plan_state_load(self._state, self._held, each, state, self._groups)
+                plan_state_load(self._state, self._shards, each, state, self._groups)
                 for each in self.optimizers.values()
             ]
             return found, " ".join(sorted(state["state"]))
@@ -193,25 +200,30 @@ class StatefulTrainer(TrainerBase):
         facade.reload()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Gradients by original name on every rank: accumulated, or as the last update had them.
+        """Return gradients by original name on every rank: accumulated, or of the last update.
 
-        Accumulated ones are sums over batches, each weighted by what it weighs over what the first
-        one does (see :meth:`Trainer.backward`); an update divides them by the sum of these weights.
+        Accumulated gradients are sums over batches, each weighted by its weight divided by the
+        first batch's weight (see :meth:`Trainer.backward`); an update divides them by the sum of
+        these weights.
         """
-        self._together("gradients")
+        self._agree_on_call("gradients")
         whole = (
-            nullcontext() if self._stale else reduce_gradients_temporarily(self._state, self._held)
+            nullcontext()
+            if self._stale
+            else reduce_gradients_temporarily(self._state, self._shards)
         )
         with convert_transport_errors(self._transport, "gathering gradients"), whole:
-            rows = {} if self._stale else self._held.rows.sums()
-            own = self._each_lane(partial(self._held.current, summed=self._stale, rows=rows))
-            return gather_gradients(self._state, self._held, own)
+            rows = {} if self._stale else self._shards.rows.sums()
+            own = self._run_on_mesh_ranks(
+                partial(self._shards.current, summed=self._stale, rows=rows)
+            )
+            return gather_gradients(self._state, self._shards, own)
 
-    def _together(self, call: str) -> None:
-        """Every rank makes the same call, or all hear which one does not, or why it cannot."""
+    def _agree_on_call(self, call: str) -> None:
+        """Check that every rank makes the same call, or raise an error on all ranks."""
         agree(
-            self._transport, "what is asked of the trainer",
-            lambda: (True, f"{call}{self._reconcile()}"),
+            self._transport, "the trainer call",
+            lambda: (True, f"{call}{self._apply_user_changes()}"),
         )  # fmt: skip
         if self.optimizer is not None:
             self.optimizer.changed = ""

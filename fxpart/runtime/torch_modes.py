@@ -1,13 +1,13 @@
-"""Modes of torch that are active around a call: whether they can be honored, and what is done.
+"""Active torch modes around a call: which are supported, and how.
 
-torch's modes change what a module computes, and many of them belong to one thread. A compiled
-program runs in several threads and processes, and its operations are already recorded. So a mode
-is honored in all of them, or has no effect in any, or the call is refused before it computes
-anything (FXP116). ``MODES`` is the list of those that are checked.
+torch's modes change what a module computes, and many of them are thread-local. A compiled program
+runs in several threads and processes, and its operations are already recorded. So a mode applies to
+all of them, or has no effect on any, or the call is rejected before it computes anything (FXP116).
+``MODES`` lists the modes that are checked.
 
-Modes of the whole process act on the stages as on a module: deterministic algorithms and their
-debug mode, the precision of float32 products, anomaly detection. Random numbers depend on the
-program's seed alone, so that a forked or seeded generator changes nothing.
+Process-wide modes apply to the stages as to a module: deterministic algorithms and their debug
+mode, the precision of float32 products, anomaly detection. Random numbers depend only on the
+program's seed, so a forked or seeded generator has no effect.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _BY_MODE = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 )  # fmt: skip
-_SMALLEST = 5e-324  # is equal to zero in a thread that flushes denormal numbers
+_SMALLEST = 5e-324  # Equals zero in a thread that flushes denormal numbers.
 
 
 class TrainerCallKind(enum.Enum):
-    """What a call does, on which it depends which modes matter."""
+    """The kind of a call, which determines the modes that matter."""
 
     COMPILE = enum.auto()
-    MAKE = enum.auto()  # a trainer
-    TRAIN = enum.auto()  # forward and backward
-    UPDATE = enum.auto()  # the optimizer's step alone
+    MAKE = enum.auto()  # Creation of a trainer.
+    TRAIN = enum.auto()  # Forward and backward.
+    UPDATE = enum.auto()  # Only the optimizer's step.
     EVALUATE = enum.auto()
-    STATE = enum.auto()  # copies tensors and computes nothing
+    STATE = enum.auto()  # Copies tensors, computes nothing.
 
 
 _COMPUTES = frozenset(
@@ -57,11 +57,11 @@ _COMPUTES = frozenset(
 
 @dataclass(frozen=True)
 class TorchModes:
-    """The modes that a program was compiled under.
+    """The modes under which a program was compiled.
 
     dtype: torch's default. precision: of the program, "bf16" for autocast in bfloat16. device: type
-    of the devices that it runs on. change: says which module of the model is in another mode, of
-    training or evaluation, than it was; "" if none is.
+    of its devices. change: returns which module of the model has changed its training or evaluation
+    mode since, "" if none has.
     """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -71,13 +71,13 @@ class TorchModes:
 
     @property
     def autocast_devices(self) -> tuple[str, ...]:
-        """The types of devices whose autocast acts on the program's tensors."""
+        """The device types whose autocast affects the program's tensors."""
         return ("cpu",) if self.device == "cpu" else ("cpu", self.device)
 
     def enter(self, kind: TrainerCallKind, where: str) -> AbstractContextManager[object] | None:
-        """What to run a call in, so that it computes as it does without ambient modes.
+        """Return a context in which a call computes as without active modes.
 
-        None where no mode is active. Raises FXP116 for modes that cannot be honored.
+        None if no mode is active. Raises FXP116 for unsupported modes.
         """
         if kind is TrainerCallKind.TRAIN and self.change is not None and (why := self.change()):
             raise error("FXP116", where=where, why=why, fix=_MODULES_FIX)
@@ -90,7 +90,7 @@ class TorchModes:
         ]
         if problems:
             raise FxpartError(problems)
-        return self._apart(kind)
+        return self._disable_modes(kind)
 
     def _is_plain(self) -> bool:
         return (
@@ -101,8 +101,8 @@ class TorchModes:
             and not has_modes()
         )
 
-    def _apart(self, kind: TrainerCallKind) -> ExitStack:
-        """Autocast and inference mode switched off, and gradients on unless for evaluation."""
+    def _disable_modes(self, kind: TrainerCallKind) -> ExitStack:
+        """Disable autocast and inference mode, and enable gradients except for evaluation."""
         stack = ExitStack()
         for device in self.autocast_devices:
             if torch.is_autocast_enabled(device):
@@ -114,35 +114,35 @@ class TorchModes:
         return stack
 
 
-def _autocast(ambient: TorchModes) -> str:
+def _find_autocast(ambient: TorchModes) -> str:
     for device in ambient.autocast_devices:
         if torch.is_autocast_enabled(device):
             active = torch.get_autocast_dtype(device)
             if active is not _AUTOCAST.get(ambient.precision):
                 return (
-                    f'torch.autocast("{device}", dtype={_short(active)}) is active, and the '
+                    f'torch.autocast("{device}", dtype={_format_dtype(active)}) is active, but the '
                     f'program has precision="{ambient.precision}"'
                 )
     return ""
 
 
-def _no_gradients(ambient: TorchModes) -> str:
+def _find_disabled_gradients(ambient: TorchModes) -> str:
     if torch.is_inference_mode_enabled():
-        return "torch.inference_mode is active, in which nothing has a gradient"
-    return "" if torch.is_grad_enabled() else "torch.no_grad is active: nothing has a gradient"
+        return "torch.inference_mode is active, which disables gradients"
+    return "" if torch.is_grad_enabled() else "torch.no_grad is active, which disables gradients"
 
 
-def _default_dtype(ambient: TorchModes) -> str:
+def _find_default_dtype(ambient: TorchModes) -> str:
     now = torch.get_default_dtype()
     if now is ambient.dtype:
         return ""
     return (
-        f"the default dtype is {_short(now)}, and was {_short(ambient.dtype)} when the program "
-        "was compiled"
+        f"the default dtype is {_format_dtype(now)}, but was "
+        f"{_format_dtype(ambient.dtype)} when the program was compiled"
     )
 
 
-def _default_device(ambient: TorchModes) -> str:
+def _find_default_device(ambient: TorchModes) -> str:
     for mode in active_modes():
         device = default_device_of(mode)
         if device is not None and device.type != "cpu":
@@ -150,7 +150,7 @@ def _default_device(ambient: TorchModes) -> str:
     return ""
 
 
-def _users_mode(ambient: TorchModes) -> str:
+def _find_user_mode(ambient: TorchModes) -> str:
     for mode in active_modes():
         kind = type(mode)
         if default_device_of(mode) is None and not kind.__module__.startswith("fxpart."):
@@ -158,18 +158,18 @@ def _users_mode(ambient: TorchModes) -> str:
     return ""
 
 
-def _users_mode_at_capture(ambient: TorchModes) -> str:
-    fakes = ("FakeTensorMode",)  # of a model that was made under it
+def _find_user_mode_at_capture(ambient: TorchModes) -> str:
+    fakes = ("FakeTensorMode",)  # Of a model that was created under it.
     if all(type(mode).__name__ in fakes for mode in active_modes()):
         return ""
-    return _users_mode(ambient)
+    return _find_user_mode(ambient)
 
 
-def _saved_tensor_hooks(ambient: TorchModes) -> str:
+def _find_saved_tensor_hooks(ambient: TorchModes) -> str:
     return "hooks on saved tensors are active" if has_saved_tensor_hooks() else ""
 
 
-def _short(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -177,8 +177,8 @@ def _short(dtype: torch.dtype) -> str:
 class TorchMode:
     """A mode that may be active around a call.
 
-    read: why it cannot be honored, "" if it is not active or makes no difference. refused: the
-    kinds of calls that are refused then.
+    read: returns why it is not supported, "" if it is not active or has no effect. refused: the
+    kinds of calls that are then rejected.
     """
 
     name: str
@@ -187,32 +187,32 @@ class TorchMode:
     fix: str
 
 
-_LEAVE = "leave it before the call"
-_MODULES_FIX = "set the modes with train() and eval() before the program is compiled, or undo this"
+_LEAVE = "leave the mode before the call"
+_MODULES_FIX = "call train() and eval() before the program is compiled, or undo the change"
 MODES = (
     TorchMode(
-        "torch.autocast", _autocast, _COMPUTES | {TrainerCallKind.COMPILE},
+        "torch.autocast", _find_autocast, _COMPUTES | {TrainerCallKind.COMPILE},
         'compile with precision="bf16" for autocast in bfloat16, and leave the autocast region',
     ),
     TorchMode(
-        "torch.no_grad and torch.inference_mode", _no_gradients,
+        "torch.no_grad and torch.inference_mode", _find_disabled_gradients,
         frozenset({TrainerCallKind.TRAIN}), _LEAVE,
     ),
     TorchMode(
-        "torch.set_default_dtype", _default_dtype, _COMPUTES,
+        "torch.set_default_dtype", _find_default_dtype, _COMPUTES,
         "compile and train under the same default dtype",
     ),
     TorchMode(
-        "torch.set_default_device", _default_device, _COMPUTES | {TrainerCallKind.COMPILE},
-        "leave the default device as it is, and give factory functions their device",
+        "torch.set_default_device", _find_default_device, _COMPUTES | {TrainerCallKind.COMPILE},
+        "keep the default device, and pass device= to factory functions",
     ),
-    TorchMode("TorchFunctionMode and TorchDispatchMode", _users_mode, _COMPUTES, _LEAVE),
+    TorchMode("TorchFunctionMode and TorchDispatchMode", _find_user_mode, _COMPUTES, _LEAVE),
     TorchMode(
-        "TorchFunctionMode and TorchDispatchMode", _users_mode_at_capture,
+        "TorchFunctionMode and TorchDispatchMode", _find_user_mode_at_capture,
         frozenset({TrainerCallKind.COMPILE}), _LEAVE,
     ),
     TorchMode(
-        "torch.autograd.graph.saved_tensors_hooks", _saved_tensor_hooks,
+        "torch.autograd.graph.saved_tensors_hooks", _find_saved_tensor_hooks,
         frozenset({TrainerCallKind.COMPILE, TrainerCallKind.TRAIN}), _LEAVE,
     ),
 )  # fmt: skip
@@ -220,7 +220,7 @@ MODES = (
 
 @contextmanager
 def disable_torch_modes(ambient: TorchModes, kind: TrainerCallKind, where: str) -> Iterator[None]:
-    """Run what is within as without ambient modes; FXP116 for those that cannot be honored."""
+    """Run the context without active modes; FXP116 for unsupported ones."""
     stack = ambient.enter(kind, where)
     if stack is None:
         yield
@@ -232,8 +232,8 @@ def disable_torch_modes(ambient: TorchModes, kind: TrainerCallKind, where: str) 
 def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
     """Check the modes around a function that compiles a model, and run it without them.
 
-    Its arguments ``precision`` and ``plan``, or those of the Program that it is a method of, say
-    which autocast the program has.
+    The program's autocast is determined by the arguments ``precision`` and ``plan``, or by the
+    Program of a method.
     """
     known = inspect.signature(function)
 
@@ -243,9 +243,9 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
         model = given.get("model")
         if isinstance(model, nn.Module):
             _check_tensors(model)
-            _warn_of_evaluation_mode(model)
+            _warn_about_evaluation_mode(model)
         ambient = TorchModes(
-            precision=_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
+            precision=_get_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
         )
         with disable_torch_modes(ambient, TrainerCallKind.COMPILE, f"fxpart.{function.__name__}"):
             return function(*args, **kwargs)
@@ -253,7 +253,7 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _precision(given: dict[str, Any]) -> str:
+def _get_precision(given: dict[str, Any]) -> str:
     if "self" in given:
         return str(given["self"].captured.precision)
     plan = given.get("plan")
@@ -264,30 +264,30 @@ def _precision(given: dict[str, Any]) -> str:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """FXP116 for a parameter or buffer that was made in inference mode: it cannot be trained."""
+    """Raise FXP116 for a parameter or buffer created in inference mode: it cannot be trained."""
     for named in (model.named_parameters(), model.named_buffers()):
         for name, tensor in named:
             if not is_lazy(tensor) and tensor.is_inference():
                 raise error(
                     "FXP116",
                     where=name,
-                    why="it was created under torch.inference_mode, so that autograd refuses it",
-                    fix="create the model outside of torch.inference_mode",
+                    why="it was created under torch.inference_mode, so autograd cannot use it",
+                    fix="create the model outside torch.inference_mode",
                 )
 
 
-def _warn_of_evaluation_mode(model: nn.Module) -> None:
-    """One warning for a model that trains in evaluation mode, as ``from_pretrained`` returns it."""
+def _warn_about_evaluation_mode(model: nn.Module) -> None:
+    """Warn about a model in evaluation mode, as ``from_pretrained`` returns it."""
     if not model.training and any(isinstance(module, _BY_MODE) for module in model.modules()):
         warnings.warn(
-            "the model is in evaluation mode and is trained in it, without dropout and with the "
-            "stored statistics of normalization; call model.train() before it is compiled",
+            "the model is in evaluation mode and is trained in that mode, without dropout and with "
+            "the stored statistics of normalization; call model.train() before it is compiled",
             stacklevel=3,
         )
 
 
 def describe_process_modes() -> str:
-    """Modes of this process that act on results, as text for ranks to compare; "" for none."""
+    """Return modes of this process that affect results, as text for comparison; "" for none."""
     found = ""
     if debug := torch.get_deterministic_debug_mode():
         found += f" deterministic {debug}"
@@ -299,5 +299,5 @@ def describe_process_modes() -> str:
 
 
 def is_flush_denormal_set() -> bool:
-    """Whether the calling thread flushes denormal numbers to zero."""
+    """Return whether the calling thread flushes denormal numbers to zero."""
     return _SMALLEST == 0.0

@@ -1,4 +1,4 @@
-"""The trainer: steps over a partitioned program with the numbers of one process."""
+"""The trainer: steps with results identical to single-process training."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ Phase = tuple[str, Callable[[], None]]
 
 
 class Trainer(Inference):
-    """Trains a program's stages; every rank makes one and gives it the same global batches.
+    """Trains a program's stages; every rank creates one and passes the same global batches.
 
-    updates: how many were made, those before a checkpoint that was loaded among them. last_rows:
-    rows of the last global batch. last_weight: of that batch in a mean over batches.
-    last_grad_norm: the global norm before clipping, after an update
-    with ``clip_gradient_norm`` or ``log_grad_norm``; last_group_norms: that of each parameter
-    group, by its name or number.
+    updates: number of updates, including those before a loaded checkpoint. last_rows: rows of the
+    last global batch. last_weight: its weight in a mean over batches. last_grad_norm: the global
+    norm before clipping, after an update with ``clip_norm`` or ``log_grad_norm``. last_group_norms:
+    the norm of each parameter group, by name or index.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,44 +47,46 @@ class Trainer(Inference):
         self.last_group_norms: dict[str, float] = {}
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
-        self._doing = tuple(do for _, do in self._phases)
+        self._phase_calls = tuple(do for _, do in self._phases)
         mark = self.events.mark
         self._reads, self._over = mark(READ), mark(STEP, "end")
 
     # -- training -------------------------------------------------------------------------------
 
     def step(self, batch: Any, accumulate: bool = False, *, local: bool = False) -> torch.Tensor:
-        """One training step on the global batch; the loss (0-d, equal on every rank).
+        """Run one training step on the global batch; return the loss (0-d, equal on every rank).
 
-        accumulate: only add to the gradients; the next step without it updates with the mean over
-        all of these batches, as one batch of all their rows would: see :meth:`backward`.
-        local: the batch has only the rows that this rank needs (see :attr:`needs`). Inputs that
-        this rank does not need may be missing, or None.
-        Raises FXP105 for a batch that does not fit, FXP501 if ranks have different ones (nothing
-        was sent then), FXP503 and FXP504 for a failed transfer or stage (nothing was updated, the
-        gradients are dropped).
+        accumulate: only accumulate gradients; the next step without it updates with the mean over
+        all of these batches, like one batch of all their rows: see :meth:`backward`. local: the
+        batch has only this rank's rows (see :attr:`needs`). Inputs that this rank does not need may
+        be missing or None. Raises FXP105 for an invalid batch, FXP501 if batches differ between
+        ranks (nothing was sent), FXP503 and FXP504 for a failed transfer or stage (nothing was
+        updated, gradients are discarded).
         """
         closing = not accumulate and self.optimizer is not None
         loss = self._backward(batch, closing=closing, local=local)
         if closing:
             self._update()
         elif not accumulate:
-            self.update()  # which refuses a trainer without an optimizer
+            self.update()  # Raises for a trainer without an optimizer.
         return loss
 
     def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
-        """Add the batch's gradients to what was accumulated since the last update; the loss.
+        """Add the batch's gradients to those since the last update; return the loss.
 
-        :meth:`update` takes the mean over the batches. A batch weighs what its loss is divided by,
-        such as its valid tokens; its rows, where that is not one number that follows from inputs.
+        :meth:`update` averages over the batches. A batch is weighted by the divisor of its loss,
+        such as its valid tokens, or by its rows if the divisor cannot be computed from inputs.
         """
         return self._backward(batch, closing=False, local=local)
 
     def _backward(self, batch: Any, *, closing: bool, local: bool) -> torch.Tensor:
-        """closing: an update follows, so that gradients which are final may be summed at once."""
+        """closing: an update follows, so final gradients may be reduced at once."""
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         if self._recorder is not None:
             self._recorder.begin(self.calls)
@@ -102,18 +103,18 @@ class Trainer(Inference):
             keys = self._keys(read.cut)
             weight = read.weight
             factor = self._accumulation.factor(weight)
-            self._held.closing = closing
+            self._shards.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
-            if self._held.zero == 2 and self.spec.ties:
+            if self._shards.zero == 2 and self.spec.ties:
                 with convert_transport_errors(self._transport, "sharing gradients"):
-                    self._each_lane(self._held.collect)
+                    self._run_on_mesh_ranks(self._shards.collect)
         except BaseException:
             if read.confirmed:
                 self._conclude()
                 self.zero_grad()
             raise
         finally:
-            self._held.closing = False
+            self._shards.closing = False
         self.pace.note(self.updates + 1, self._engine.busy)
         self.calls += 1
         self.last_rows, self.last_weight = sum(read.cut.rows), weight
@@ -127,28 +128,29 @@ class Trainer(Inference):
         return loss
 
     def update(self) -> None:
-        """Sum over lanes, share ties, average over the accumulated batches, clip, and let the
-        optimizer step; then gradients start from zero.
+        """Reduce the accumulated gradients, clip them, and step the optimizer.
 
-        Does nothing if no batch came since the last update.
+        Gradients are reduced over mesh ranks, tied parameters and replicas, and averaged over the
+        accumulated batches. They start from zero afterwards. Does nothing if no batch came since
+        the last update.
         """
         if self.optimizer is None:
             raise error(
                 "FXP109",
                 where="update()",
-                why="the trainer was made without an optimizer",
-                fix="program.trainer(optimizer=torch.optim.AdamW)",
+                why="the trainer was created without an optimizer",
+                fix="pass one: program.trainer(optimizer=torch.optim.AdamW)",
             )
         if self._accumulation.batches:
-            self._together("update")
+            self._agree_on_call("update")
             self._update()
 
     def _update(self) -> None:
-        """As :meth:`update`, where the ranks are known to make it together."""
-        assert self.optimizer is not None, "an update needs one"
+        """Update after the ranks have agreed on it."""
+        assert self.optimizer is not None, "an update needs an optimizer"
         self.optimizer.check_gradients()
         self.optimizer.apply()
-        for do in self._doing:
+        for do in self._phase_calls:
             do()
         self._stale = True
         self._accumulation.reset()
@@ -159,68 +161,70 @@ class Trainer(Inference):
             self._recorder.end()
 
     def _conclude(self) -> None:
-        """After a failed step: sums that are under way end on all ranks, so that none is left."""
-        if self._held.closing and self._engine.broken is None:
+        """After a failed step, complete pending reductions on all ranks."""
+        if self._shards.closing and self._engine.broken is None:
             try:
                 with convert_transport_errors(self._transport, "sharing gradients"):
-                    self._each_lane(self._held.conclude)
+                    self._run_on_mesh_ranks(self._shards.conclude)
             except FxpartError as cause:
                 self._engine.broken = cause.problems[0].why
 
     def step_by_hand(self) -> None:
-        """Update, as ``optimizer.step()``; FXP115 where the gradients were used already."""
+        """Update for ``optimizer.step()``; FXP115 if the gradients were already used."""
         if not self._accumulation.batches and self._stale:
             raise error(
                 "FXP115",
                 where="optimizer.step()",
-                why="trainer.step() has updated with these gradients already",
-                fix="leave the call out, or call trainer.backward(batch) in place of trainer.step",
+                why="trainer.step() has already updated with these gradients",
+                fix="leave the call out, or use trainer.backward(batch) instead of trainer.step",
             )
         self.update()
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self._held.reset()
+        """Clear all gradients."""
+        self._shards.reset()
         self._stale = False
         self._accumulation.reset()
 
     def fit(self, batches: Any, **run: Any) -> FitResult:
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.
 
-        batches: an iterable of global batches, gone through again for each epoch; or a function
-        that returns one; an iterator is one epoch. Keywords
-        (:class:`~fxpart.runtime.fit.FitOptions`): steps and epochs: how many updates and passes at
-        most (one pass if neither is given); accumulate: batches to an update, which takes their
-        mean as :meth:`backward` says (the last update of an epoch may have fewer); evaluate:
-        batches, evaluated on after each epoch or after ``every`` updates, with metrics (see
-        :meth:`evaluate`); scheduler: a scheduler of :attr:`optimizer`, or a function of the
-        optimizer that makes one, stepped after each update (``scheduler_every="epoch"``: each
-        pass), or with each evaluation's first number (ReduceLROnPlateau); callbacks:
-        :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo;
-        early_stopping: an EarlyStopping; local: as for :meth:`step`; checkpoints: a folder, or
-        :class:`~fxpart.runtime.training_run.options.Checkpoints`, which the run saves itself into
-        and goes on from.
+        batches: an iterable of global batches, iterated again for each epoch; a function that
+        returns one; or an iterator, for one epoch. Keywords
+        (:class:`~fxpart.runtime.fit.FitOptions`): steps and epochs: maximum number of updates and
+        passes (one pass if neither is given). accumulate: batches per update, averaged as in
+        :meth:`backward` (the last update of an epoch may have fewer). evaluate: batches to evaluate
+        on after each epoch or after ``every`` updates, with metrics (see :meth:`evaluate`).
+        scheduler: a scheduler of :attr:`optimizer`, or a function of the optimizer that creates
+        one, stepped after each update (``scheduler_every="epoch"``: each pass), or with each
+        evaluation's first value (ReduceLROnPlateau). callbacks:
+        :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo.
+        early_stopping: an EarlyStopping. local: as for :meth:`step`. checkpoints: a folder, or
+        :class:`~fxpart.runtime.training_run.options.Checkpoints`, for automatic saving and
+        resuming. progress: whether to show a progress bar on stderr, by default on a terminal
+        and in a notebook. The logger "fxpart" reports events (INFO) and steps (DEBUG).
 
-        Every rank ends after the same step. What raises on one rank, be it data, a metric or a
-        callback, raises the same error on all.
+        Every rank ends after the same step. An exception on one rank, in data, a metric or a
+        callback, raises the same error on all ranks.
         """
         try:
             given = FitOptions(**run)
         except TypeError as cause:
             known = ", ".join(field.name for field in fields(FitOptions))
-            raise error("FXP109", where="fit", why=str(cause), fix=f"one of {known}") from cause
+            fix = f"use one of {known}"
+            raise error("FXP109", where="fit", why=str(cause), fix=fix) from cause
         return FitLoop(self, batches, given.check()).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
-        """Measure the training steps within: what each rank does when, and its memory.
+        """Measure the training steps in the context: activities and memory of each rank.
 
             with trainer.record() as recorder:
                 trainer.step(batch)
             recorder.recording.summary()
 
-        Every rank must begin and end it at the same steps; when it ends, what was measured is
-        exchanged. If the block raises, nothing is. Recording changes no number of the training.
-        baseline: bytes of this process before it held the model, if they are known.
+        Every rank must start and end it at the same steps; the measurements are gathered at the
+        end, unless the block raises. Recording does not change results. baseline: bytes of this
+        process before it loaded the model, if known.
         """
         recorder = Recorder(
             self._transport, self._ranks, self._devices,
@@ -228,48 +232,53 @@ class Trainer(Inference):
         )  # fmt: skip
         return recorder.during(self._attach)
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
     def _attach(self, recorder: Recorder | None) -> None:
         if recorder is not None and self._recorder is not None:
-            raise error("FXP109", where="record()", why="a recording is under way", fix="end it")
+            fix = "end it before you start another one"
+            raise error("FXP109", where="record()", why="a recording is in progress", fix=fix)
         self._recorder = recorder
         self._engine.record(recorder)
         if self._meshes is not None:
-            self._meshes.watch(None if recorder is None else lambda r: recorder.pen(r).meeting)
-        self._doing = tuple(
+            self._meshes.watch(
+                None
+                if recorder is None
+                else lambda r: recorder.get_rank_recorder(r).measure_collective
+            )
+        self._phase_calls = tuple(
             do if recorder is None else recorder.timed(name, do) for name, do in self._phases
         )
 
     def _update_phases(self) -> tuple[Phase, ...]:
         phases: tuple[Phase, ...] = (
-            (SUMS, lambda: self._gradients(lambda: self._each_lane(self._held.finish))),
-            (TIES, lambda: self._gradients(self._share)),
+            (SUMS, lambda: self._gradients(lambda: self._run_on_mesh_ranks(self._shards.finish))),
+            (TIES, lambda: self._gradients(self._send_gradients)),
             (CLIP, self._clip),
             (OPTIMIZER, self._optimize),
-            (SPREAD, self._spread),
+            (SPREAD, self._gather_parameters),
         )
-        return tuple((name, self._noted(name, do)) for name, do in phases)
+        return tuple((name, self._record_start(name, do)) for name, do in phases)
 
-    def _noted(self, name: str, do: Callable[[], None]) -> Callable[[], None]:
-        """A phase, and that it began; in all but one the ranks wait for each other."""
+    def _record_start(self, name: str, do: Callable[[], None]) -> Callable[[], None]:
+        """Return a phase that first records its start; ranks wait for each other in all but one."""
         alone = name == OPTIMIZER
         mark = self.events.mark(name) if alone else self.events.mark(name, "wait", peer=ALL)
 
-        def noted() -> None:
+        def recorded() -> None:
             self.events.write(mark)
             do()
 
-        return noted
+        return recorded
 
-    def _share(self) -> None:
-        self._held.share_rows()
-        reduce_replica_gradients(self._state, self._held)
-        send_tied_gradients(self._state, self._held)
+    def _send_gradients(self) -> None:
+        self._shards.share_rows()
+        reduce_replica_gradients(self._state, self._shards)
+        send_tied_gradients(self._state, self._shards)
         for name in self.frozen:
             for parameter in self._state.entries[name].copies.values():
-                parameter.grad = self._held.of(parameter).grad = None
-                self._held.rows.drop(parameter)
+                parameter.grad = self._shards.of(parameter).grad = None
+                self._shards.rows.drop(parameter)
 
     def _gradients(self, do: Callable[[], object]) -> None:
         with convert_transport_errors(self._transport, "sharing gradients"):
@@ -279,19 +288,19 @@ class Trainer(Inference):
         """Average over the accumulated batches, then clip."""
         options = self.options
         if self._accumulation.batches > 1 and self._accumulation.total:
-            divide_gradients(self._state, self._held, self._accumulation.total)
+            divide_gradients(self._state, self._shards, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
             with convert_transport_errors(self._transport, "sharing gradients"):
-                norms = compute_gradient_norms(self._state, self._held)
+                norms = compute_gradient_norms(self._state, self._shards)
             self.last_grad_norm = norms.total
             self.last_group_norms = {
                 group.label(index): norms.of(group.names)
                 for index, group in enumerate(self._groups)
             }
             if options.clip_norm is not None:
-                clip_gradient_norm(self._state, self._held, norms.total, options.clip_norm)
+                clip_gradient_norm(self._state, self._shards, norms.total, options.clip_norm)
         if options.clip_value is not None:
-            clip_gradient_value(self._state, self._held, options.clip_value)
+            clip_gradient_value(self._state, self._shards, options.clip_value)
 
     def _optimize(self) -> None:
         try:
@@ -299,10 +308,10 @@ class Trainer(Inference):
                 optimizer.step()
         except Exception as cause:
             if len(self._transport.local) < self._transport.ranks:
-                # The other ranks have updated their weights, so that no step can follow this one.
+                # The other ranks have updated their weights, so no step can follow this one.
                 self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
             raise
 
-    def _spread(self) -> None:
+    def _gather_parameters(self) -> None:
         with convert_transport_errors(self._transport, "sharing parameters"):
-            self._each_lane(self._held.spread)
+            self._run_on_mesh_ranks(self._shards.spread)

@@ -1,4 +1,4 @@
-"""What a trainer is made of, put together and compared between the ranks before anything runs."""
+"""Construction of a trainer's parts, compared between the ranks before anything runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fxpart.runtime.executor.torch_compile import (
     compile_stages,
     get_compile_backend,
 )
-from fxpart.runtime.gradients.accumulation import GradientAccumulation
+from fxpart.runtime.gradients.reducer import GradientAccumulation
 from fxpart.runtime.host.cpu_affinity import CpuAffinity, pin_rank
 from fxpart.runtime.mesh.communicators import MeshCommunicators, find_reduction_axes
 from fxpart.runtime.mesh.mesh_ranks import (
@@ -75,26 +75,25 @@ Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence
 
 
 class TrainerBase(EntryPoints):
-    """The parts of a trainer, which its own methods and those of its bases share.
+    """The parts of a trainer, shared by its classes.
 
-    options: what it was given. optimizer: shows this process's optimizers to schedulers and users
-    (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update the
-    weights, by the first stage and lane of each. watch: of the user's module, where there is one;
-    frozen: parameters that were frozen in it since the trainer was made.
-    events: what this process did last, in memory until it is given a file.
-    pace: how long each rank computes, and whether one has become slow.
-    ambient: the modes of torch that the program was compiled under.
-    asks: what this process asks of all, and what it heard. shared_rows: whether sparse gradients
-    of tables that several stages hold stay sparse. flows: stages do not wait for each other between
-    steps. repeats: the same once more gives the same bits, where the device's operations do.
-    guard: called before each batch is read; raises where a constant of the program has changed.
-    divisors: weights of targets that losses are divided by.
+    options: the given options. optimizer: represents this process's optimizers for schedulers and
+    users (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update
+    the weights, by the first stage and mesh rank of each. watch: of the user's module, if there is
+    one. frozen: parameters that were frozen in it since the trainer was created. events: recent
+    activities of this process, in memory until a file is assigned. pace: computation times of all
+    ranks, to detect slow ones. ambient: torch modes under which the program was compiled. request:
+    requests of all processes. shared_rows: whether sparse gradients of embedding tables that
+    several stages share stay sparse. is_asynchronous: stages do not wait for
+    each other between steps. repeats: repeated training is bitwise identical, if the device's
+    operations are. guard: called before each batch is read; raises if a constant of the program has
+    changed. divisors: buffers whose sums divide losses.
     """
 
     watch: ModuleWatch | None = None
     frozen: frozenset[str] = frozenset()
     shared_rows = True
-    flows = False
+    is_asynchronous = False
     repeats = True
     guard: Callable[[], int] | None = None
 
@@ -114,22 +113,23 @@ class TrainerBase(EntryPoints):
         lanes: Sequence[MeshRank] | None = None,
         **options: Any,
     ) -> None:
-        """modules: the stage modules of this process, by stage. ranks: the rank of each stage.
+        """Build the trainer's parts.
 
-        lanes: of a sharded program, those of this process (``spec`` is that of any lane, and
-        ``modules`` is not looked at); ranks: of each stage, the rank of each lane, or that of the
-        first where the others follow it.
+        modules: the stage modules of this process, by stage; ignored if ``lanes`` is given. ranks:
+        the rank of each stage, or of each stage and mesh rank; an int denotes consecutive ranks.
+        lanes: this process's mesh ranks of a sharded program, whose ``spec`` is that of any mesh
+        rank.
 
         optimizer: see :func:`~fxpart.runtime.optimizer.factory.make_optimizer`; None to compute
-        gradients only. groups: its parameter groups by name, see
-        :func:`~fxpart.runtime.optimizer.parameter_groups.assign_groups`. evaluation: gives the
-        program and modules (or the lanes) for ``eval_step`` when it is first called; they share the
-        state of ``modules``. prediction: gives the lanes for ``predict`` and what they return; its
-        argument says whether with the loss, too. devices: per local rank, by default where its
-        parameters are. unused: state that no stage needs, for ``state_dict``. options: the fields
-        of :class:`~fxpart.runtime.trainer_options.TrainerOptions`.
+        only gradients. groups: parameter groups by name, see
+        :func:`~fxpart.runtime.optimizer.parameter_groups.assign_groups`. evaluation: returns the
+        program and modules (or mesh ranks) of ``eval_step`` at its first call; they share the state
+        of ``modules``. prediction: returns the mesh ranks and outputs of ``predict``; its argument
+        is whether to compute the loss, too. devices: per local rank, by default those of its
+        parameters. unused: state that no stage needs, for ``state_dict``. options: the fields of
+        :class:`~fxpart.runtime.trainer_options.TrainerOptions`.
 
-        Raises FXP501 on every rank where they were not given the same.
+        Raises FXP501 on every rank if the arguments differ between ranks.
         """
         self.spec = spec
         self.options = TrainerOptions.of(options)
@@ -139,12 +139,12 @@ class TrainerBase(EntryPoints):
         self._transport = transport
         self.events = FlightRecorder(transport.local[0])
         self.pace = StragglerDetector(self._ranks, warns=0 in transport.local)
-        self.asks = RankRequest(alone=len(transport.local) == transport.ranks)
+        self.request = RankRequest(alone=len(transport.local) == transport.ranks)
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
-        self._lanes = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
-        self._devices = dict(devices or _devices(self._lanes, self._ranks, transport))
+        self._mesh_ranks = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
         agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
@@ -153,79 +153,79 @@ class TrainerBase(EntryPoints):
         if spec.sharding is not None:
             sums = find_reduction_axes(spec.sharding)
             self._meshes = MeshCommunicators(
-                get_stage_mesh(spec), self._lanes, self._ranks, transport, sums
+                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums
             )
-        leave = _nobody if self._meshes is None else self._meshes.leave
-        self._crew = MeshRankThreads([lane.index for lane in self._lanes], leave)
+        leave = _ignore_end if self._meshes is None else self._meshes.leave
+        self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
         self._compiler = self._compile(splits)
         self._pinned = pin_rank(self.options.pin, transport)
-        self._state = ModelState(self._lanes, self._ranks, transport, self._devices)
+        self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
-        self._held = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
+        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
         self.divisors = LossDivisors(spec, self._state, self._unused)
-        self._feed = GlobalBatchReader(self._lanes, self.divisors.values)
+        self._feed = GlobalBatchReader(self._mesh_ranks, self.divisors.values)
         self._source = BatchSource(self._feed, self.microbatches)
-        self._engine = self._make_engine(self._lanes, schedule, around=self._held.around)
+        self._engine = self._make_engine(self._mesh_ranks, schedule, hooks=self._shards.hooks)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
         self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
-        self._accumulation = GradientAccumulation()  # batches since the last update
-        self._copied = 0  # how often constants were copied from the module
-        self._stale = False  # gradients are those that the last update used, ties summed
+        self._accumulation = GradientAccumulation()  # Batches since the last update.
+        self._copied = 0  # How often constants were copied from the module.
+        self._stale = False  # Gradients are those of the last update, reduced.
         self._groups: tuple[ParameterGroup, ...] = ()
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
         self.optimizer = self._prepare_optimizers(optimizer, groups)
 
     @property
     def microbatches(self) -> int:
-        """Into how many a batch is cut."""
+        """The number of microbatches of a batch."""
         return self.options.microbatches
 
     @property
     def seed(self) -> int:
-        """What seeds the random ops."""
+        """The seed of random ops."""
         return self.spec.seed if self.options.seed is None else self.options.seed
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 where one process holds them all."""
+        """This process's rank; 0 if one process runs all ranks."""
         return self._transport.local[0]
 
     @property
     def transport(self) -> Transport:
-        """What moves tensors and messages between the ranks."""
+        """The transport between the ranks."""
         return self._transport
 
     @cached_property
     def needs(self) -> BatchRequirements:
-        """What this process needs of each batch: names, rows, and a sampler for a DataLoader."""
-        return BatchRequirements.of(self._lanes, self._feed.needed, self.microbatches)
+        """Requirements of each batch in this process: names, rows, and a DataLoader's sampler."""
+        return BatchRequirements.of(self._mesh_ranks, self._feed.needed, self.microbatches)
 
     @property
     def compiled(self) -> StageCompilation | None:
-        """What torch.compile made of this process's stages until now; None where none is."""
+        """The result of torch.compile on this process's stages so far; None if not enabled."""
         return None if self._compiler is None else self._compiler.found()
 
     @property
     def pinned(self) -> CpuAffinity:
-        """The cores of this process, or why it has none of its own."""
+        """The cores of this process, or why it is not pinned."""
         return self._pinned
 
     def close(self) -> None:
-        """Give back the transport's resources; the trainer cannot be used after it."""
+        """Release the transport's resources; the trainer cannot be used afterwards."""
         self.events.put(LEFT, "end")
         if self.optimizer is not None:
             self.optimizer.closed = True
-        self._crew.close()
+        self._threads.close()
         if self._meshes is not None:
             self._meshes.close()
         self._transport.close()
         self._pinned.restore()
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
     def _compile(self, splits: bool) -> StageCompiler | None:
-        """Have the stages compiled, where that is asked for; every rank or none."""
+        """Compile the stages if requested; on all ranks or none."""
         wanted = self.options.compile_stages
         if not get_compile_backend(wanted):
             return None
@@ -234,7 +234,7 @@ class TrainerBase(EntryPoints):
             self._transport, "compiled stages",
             lambda: (
                 compile_stages(
-                    wanted, self._lanes, list(self._devices.values()), recompute=recompute,
+                    wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
                     splits=splits,
                 ),
                 "",
@@ -251,23 +251,25 @@ class TrainerBase(EntryPoints):
             for key, count in zip(keys, cut.repeats, strict=True)
         ]
 
-    def _each_lane(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
-        """``do`` for every lane of this process, at the same time."""
+    def _run_on_mesh_ranks(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
+        """Run ``do`` for all mesh ranks of this process concurrently."""
         try:
-            return self._crew.together({lane.index: partial(do, lane) for lane in self._lanes})
+            return self._threads.run_all(
+                {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
+            )
         finally:
             if self._meshes is not None:
                 self._meshes.recover()
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
-        """The optimizer of this process, with the same groups on every rank."""
+        """Create the optimizer of this process, with the same groups on every rank."""
 
         def make() -> tuple[torch.optim.Optimizer, str]:
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
             mine = self._state.parameters()
             own_groups, names = make_local_groups(self._groups, mine), [name for name, _ in mine]
             made = make_optimizer(given, [p for _, p in mine], own_groups, names)
-            check_optimizer_support(made, self._state, self._held.rows)
+            check_optimizer_support(made, self._state, self._shards.rows)
             text = " ".join(",".join(group.names) for group in self._groups)
             return made, f"{describe_groups(made)} {text}"
 
@@ -276,55 +278,55 @@ class TrainerBase(EntryPoints):
         return made
 
     def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
-        """Make the optimizers, check that division changes nothing, give them their state."""
+        """Create the optimizers, check that they can be divided, and copy the user's state."""
         if given is None:
             return None
         self._make_optimizer(given, groups)
         state, alone = self._state, len(self._transport.local) == self._transport.ranks
-        division = get_optimizer_division(state, self._held, by_stage=self.flows)
+        division = get_optimizer_division(state, self._shards, by_stage=self.is_asynchronous)
         names = {id(p): name for name, p in state.parameters()}
         user = given if isinstance(given, UserOptimizer) else None
 
         def check() -> tuple[bool, str]:
             each = self.optimizers.values()
-            for one in () if self.flows else each:
+            for one in () if self.is_asynchronous else each:
                 check_step_hooks(one, division)
             apart = [check_division(one, division, names) for one in each]
             return all(apart), "" if user is None or alone else user.describe()
 
         apart = agree(self._transport, "the optimizer", check)
-        if not apart and division.copies and not self.flows:
+        if not apart and division.copies and not self.is_asynchronous:
             (made,) = self.optimizers.values()
-            self.optimizers = self._by_rank(made)
-        if not self.flows:
+            self.optimizers = self._split_by_rank(made)
+        if not self.is_asynchronous:
             for each in self.optimizers.values():
-                self._held.install(each)
+                self._shards.install(each)
         if user is not None:
-            user.fill(state, self._held, self.optimizers.values())
-        return self._facade(user)
+            user.fill(state, self._shards, self.optimizers.values())
+        return self._make_facade(user)
 
-    def _facade(self, user: UserOptimizer | None) -> OptimizerFacade:
-        """What shows the optimizers; user: the instance that was given."""
+    def _make_facade(self, user: UserOptimizer | None) -> OptimizerFacade:
+        """Create the facade of the optimizers; user: the user's instance."""
         return OptimizerFacade(
-            self, list(self.optimizers.values()), self._members(), user,
+            self, list(self.optimizers.values()), self._list_group_parameters(), user,
             withheld=self._withheld(), final=self._transport.ranks == 1,
         )  # fmt: skip
 
-    def _by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
-        """One optimizer for each rank of this process, as under torchrun."""
+    def _split_by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
+        """Create one optimizer for each rank of this process, as under torchrun."""
         sets: dict[int, list[torch.Tensor]] = {}
         places: dict[int, Place] = {}
         for entry in self._state.entries.values():
-            for (stage, lane), tensor in entry.copies.items() if entry.trainable else ():
-                rank = self._state.rank(stage, lane)
-                places.setdefault(rank, (stage, lane))
+            for (stage, mesh_rank), tensor in entry.copies.items() if entry.trainable else ():
+                rank = self._state.rank(stage, mesh_rank)
+                places.setdefault(rank, (stage, mesh_rank))
                 sets.setdefault(rank, []).append(tensor)
         return dict(
             zip((places[r] for r in sets), split_optimizer(made, list(sets.values())), strict=True)
         )
 
-    def _members(self) -> list[list[torch.Tensor]]:
-        """Of each group the parameters of this process, each name once, in the model's order."""
+    def _list_group_parameters(self) -> list[list[torch.Tensor]]:
+        """Return by group the parameters of this process, each name once, in the model's order."""
         groups = [
             {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
             for index in range(len(next(iter(self.optimizers.values())).param_groups))
@@ -333,35 +335,36 @@ class TrainerBase(EntryPoints):
         for entry in self._state.entries.values():
             first = entry.first() if entry.trainable else None
             for ids, mine in zip(groups, found, strict=True):
-                if first is not None and id(self._held.of(first)) in ids:
+                if first is not None and id(self._shards.of(first)) in ids:
                     mine.append(first)
         return found
 
     def _withheld(self) -> str:
-        """Why users may not read the optimizer's parameters; "" where they may."""
+        """Return why users may not read the optimizer's parameters, "" if they may."""
         cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
         if not cut:
             return ""
         shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-        return f"a rank has a part of {shown} only, which is not what a user expects to see"
+        return f"a rank has only a part of {shown}, which users would not expect"
 
     def step_by_hand(self) -> None:
-        """Refused, FXP115."""
+        """Raise FXP115."""
         raise error(
             "FXP115", where="optimizer.step()",
-            why="this trainer updates by itself, after each minibatch",
+            why="this trainer updates automatically after each minibatch",
             fix="leave the call out",
         )  # fmt: skip
 
     def zero_grad(self) -> None:
-        """Nothing: every minibatch ends with an update, and gradients start from zero."""
+        """Do nothing: every minibatch ends with an update, and gradients start from zero."""
 
-    def _reconcile(self) -> str:
-        """Let count what the user has changed; text of it, for ranks to compare.
+    def _apply_user_changes(self) -> str:
+        """Apply the user's changes; return them as text for comparison between ranks.
 
-        Options of groups, weights of this process's parameters, ``requires_grad`` of the module.
-        Raises FXP109 and FXP113 as :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`,
-        and for constants that the loss is divided by.
+        They are options of groups, weights of this process's parameters, and ``requires_grad`` of
+        the module. Raises FXP109 and FXP113 as
+        :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`, and for constants that divide
+        the loss.
         """
         count = 0 if self.guard is None else self.guard()
         if count != self._copied:
@@ -374,7 +377,7 @@ class TrainerBase(EntryPoints):
                 self._freeze(frozen)
             text += f" frozen {sorted(frozen)}" if frozen else ""
         facade = self.optimizer
-        if facade is None or self.flows:
+        if facade is None or self.is_asynchronous:
             return text
         if facade.touched:
             with torch.no_grad():
@@ -388,13 +391,13 @@ class TrainerBase(EntryPoints):
         return text
 
     def _freeze(self, frozen: frozenset[str]) -> None:
-        """Parameters of the user's module were frozen, or trained again."""
-        if self.flows or self._accumulation.batches:
+        """Freeze parameters as in the user's module, or train them again."""
+        if self.is_asynchronous or self._accumulation.batches:
             raise error(
                 "FXP109",
                 where=f"parameter {min(frozen ^ self.frozen)}",
                 why="its requires_grad was changed while minibatches were in flight"
-                if self.flows
+                if self.is_asynchronous
                 else "its requires_grad was changed between a backward and its update",
                 fix="change it after an update of a synchronous trainer, or compile again",
             )
@@ -402,19 +405,19 @@ class TrainerBase(EntryPoints):
 
     def _make_engine(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         schedule: str | Schedule,
-        around: Callable[[int], BackwardHooks | None] | None = None,
+        hooks: Callable[[int], BackwardHooks | None] | None = None,
     ) -> PipelineEngine:
         return PipelineEngine(
-            lanes,
+            mesh_ranks,
             self._ranks,
             self._transport,
             self._devices,
             schedule=schedule,
             meshes=self._meshes,
-            crew=self._crew,
-            around=around,
+            threads=self._threads,
+            hooks=hooks,
             recompute=self.options.recomputes(len(self.spec.stages)),
             events=self.events,
         )
@@ -435,19 +438,19 @@ class TrainerBase(EntryPoints):
             mode += describe_process_modes()
         refusal = None
         try:
-            mode += self._reconcile()
+            mode += self._apply_user_changes()
         except FxpartError as cause:
             refusal = cause
         read = BatchAgreement(
             self._transport, source, batch, mode,
-            local=local, asks=self.asks, refusal=refusal, weighed=weighed,
+            local=local, request=self.request, refusal=refusal, weighed=weighed,
         )  # fmt: skip
         if self.optimizer is not None:
             self.optimizer.changed = ""
         return read
 
     def _check_training_rows(self, read: BatchAgreement) -> None:
-        """FXP114 where the rows of a training batch have to be repeated and must not be."""
+        """Raise FXP114 if rows of a training batch must be repeated but must not be."""
         check_repetition(self._transport, self._source, read)
 
     def _evaluator(self) -> tuple[BatchSource, PipelineEngine]:
@@ -464,16 +467,16 @@ class TrainerBase(EntryPoints):
         if loss not in self._predictors:
             if self._prediction is None:
                 raise _no_evaluation("predict")
-            lanes, outputs = self._prediction(loss)
-            self._predictors[loss] = (*self._forward_only(lanes), outputs)
+            mesh_ranks, outputs = self._prediction(loss)
+            self._predictors[loss] = (*self._forward_only(mesh_ranks), outputs)
         return self._predictors[loss]
 
-    def _forward_only(self, lanes: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
+    def _forward_only(self, mesh_ranks: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
         if self._meshes is not None:
-            for lane in lanes:
-                self._meshes.attach(lane.index, lane.modules)
-        source = BatchSource(GlobalBatchReader(lanes, self.divisors.values), self.microbatches)
-        return source, self._make_engine(lanes, "forward")
+            for mesh_rank in mesh_ranks:
+                self._meshes.attach(mesh_rank.index, mesh_rank.modules)
+        source = BatchSource(GlobalBatchReader(mesh_ranks, self.divisors.values), self.microbatches)
+        return source, self._make_engine(mesh_ranks, "forward")
 
     def _describe(self, optimizer: Any) -> str:
         kind = getattr(optimizer, "func", getattr(optimizer, "instance", optimizer))
@@ -487,22 +490,22 @@ class TrainerBase(EntryPoints):
 def _no_evaluation(call: str) -> FxpartError:
     return error(
         "FXP109", where=call, why="the trainer has no evaluation program",
-        fix="a trainer of the model itself has one; one of an exported program has not",
+        fix="use a trainer of the model itself; one of an exported program cannot evaluate",
     )  # fmt: skip
 
 
-def _nobody(lane: int, cause: BaseException | str) -> None:
-    """A single lane: nobody waits for it."""
+def _ignore_end(mesh_rank: int, cause: BaseException | str) -> None:
+    """Do nothing: with a single mesh rank no other waits."""
 
 
 def _devices(
-    lanes: Sequence[MeshRank], ranks: Ranks, transport: Transport
+    mesh_ranks: Sequence[MeshRank], ranks: Ranks, transport: Transport
 ) -> dict[int, torch.device]:
-    """Where each local rank's state is; the CPU for a rank without state."""
+    """Return the device of each local rank's state; the CPU for a rank without state."""
     found = dict.fromkeys(transport.local, torch.device("cpu"))
-    for lane in lanes:
-        for stage, module in lane.modules.items():
+    for mesh_rank in mesh_ranks:
+        for stage, module in mesh_rank.modules.items():
             for tensor in [*module.parameters(), *module.buffers()]:
-                found[ranks[stage][lane.index]] = tensor.device
+                found[ranks[stage][mesh_rank.index]] = tensor.device
                 break
     return found

@@ -1,4 +1,4 @@
-"""How a trainer works, as data: what every rank has to be given alike."""
+"""The options of a trainer, which must be equal on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 from fxpart.errors import error
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.schedule.action import Schedule
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.text import to_text
 
 
@@ -16,20 +17,20 @@ from fxpart.schedule.text import to_text
 class TrainerOptions:
     """The keyword arguments of :class:`~fxpart.runtime.trainer.Trainer` that are plain data.
 
-    microbatches: into how many a batch is cut (fewer if it has fewer rows). schedule: a name,
-    or computations for stages on these ranks (or on others that share stages alike).
-    clip_norm: largest global gradient norm. clip_value: largest absolute value of any gradient's
-    numbers; one of the two at most. log_grad_norm: compute the global norm at every update, also
-    where nothing is clipped by it. seed: of random ops, by default the program's. recompute: which
-    activations a backward makes again ("none", "selective", "full"), of all stages or by stage: see
+    microbatches: number of microbatches of a batch (fewer if it has fewer rows). schedule: a name,
+    or computations for stages on these ranks (or on others that share stages in the same way).
+    clip_norm: maximum global gradient norm. clip_value: maximum absolute value of gradient
+    elements; at most one of the two. log_grad_norm: compute the global norm at every update, also
+    without clipping. seed: of random ops, by default the program's. recompute: activation
+    recomputation ("none", "selective", "full"), of all stages or by stage: see
     :mod:`fxpart.runtime.executor.recompute`. compile_stages: a backend of torch.compile for each
-    stage, or whether to take inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: give
-    each local rank cores of its own, or "auto" where that gains something: see
+    stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: bind
+    each local rank to its own cores, or "auto" if that is useful: see
     :mod:`fxpart.runtime.host.cpu_affinity`.
     """
 
     microbatches: int
-    schedule: str | Schedule = "1f1b"
+    schedule: str | Schedule = DEFAULT_SCHEDULE
     clip_norm: float | None = None
     clip_value: float | None = None
     log_grad_norm: bool = False
@@ -40,33 +41,36 @@ class TrainerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainerOptions:
-        """From keyword arguments; FXP109 for an unknown one and for values that cannot be."""
+        """Build from keyword arguments; FXP109 for unknown options and invalid values."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise _wrong(name, "there is no such option", f"one of {', '.join(known)}")
+                fix = f"use one of {', '.join(known)}"
+                raise _make_error(name, "there is no such option", fix)
         made = cls(**given)
         for name in ("clip_norm", "clip_value"):
             largest = getattr(made, name)
             if largest is not None and not largest > 0:
-                raise _wrong(f"{name}={largest}", "it is not above zero", "leave it out")
+                raise _make_error(f"{name}={largest}", "it is not positive", "leave it out")
         if made.clip_norm is not None and made.clip_value is not None:
-            raise _wrong("clip_norm, clip_value", "both are given", "give one of them")
+            raise _make_error("clip_norm, clip_value", "both are given", "pass only one of them")
         made.recomputes(0)
         return made
 
     def recomputes(self, stages: int) -> dict[int, Mode]:
-        """The mode of each stage that does not keep all activations."""
+        """Return the recompute mode of each stage that does not store all activations."""
         given = self.recompute
         wanted = dict(given) if isinstance(given, Mapping) else dict.fromkeys(range(stages), given)
         for mode in (*wanted.values(), given) if isinstance(given, str) else wanted.values():
             if mode not in get_args(Mode):
                 modes = ", ".join(get_args(Mode))
-                raise _wrong(f"recompute={mode!r}", "there is no such mode", f"one of {modes}")
+                raise _make_error(
+                    f"recompute={mode!r}", "there is no such mode", f"use one of {modes}"
+                )
         return {k: cast(Mode, mode) for k, mode in wanted.items() if mode != "none"}
 
     def describe(self) -> str:
-        """All of them in text, for ranks to compare."""
+        """Return all options as text for comparison between ranks."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if isinstance(self.schedule, Schedule):
             values["schedule"] = to_text(self.schedule)
@@ -74,9 +78,9 @@ class TrainerOptions:
 
     @property
     def schedule_name(self) -> str:
-        """What the schedule is called."""
+        """The name of the schedule."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
 
-def _wrong(where: str, why: str, fix: str) -> Exception:
+def _make_error(where: str, why: str, fix: str) -> Exception:
     return error("FXP109", where=where, why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""GPipe and 1F1B in time without a timeline: only when each stage computes last.
+"""Schedules that alternate after a warm-up in time without a timeline: when each stage ends.
 
 What :func:`fxpart.schedule.simulate.simulate` finds with overlapped transfers, about thirty times
 faster, for plans whose schedule has hundreds of thousands of actions. It holds for one stage a
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fxpart.schedule.action import StageEdge
-from fxpart.schedule.dependence import depths
-
-NAMES = ("gpipe", "1f1b")
+from fxpart.schedule.spec import SCHEDULES
 
 
 class _FastSimulationStage:
@@ -61,12 +59,14 @@ def compute_last_backward_ends(
 ) -> list[float]:
     """Seconds from the start of the step to the end of each stage's last backward.
 
-    name: one of NAMES. forward, backward: by stage, for one microbatch. transfer: seconds from an
-    edge's source to its target, and of the gradient back; 0 where it is left out.
+    name: of a schedule with a ``warmup``. forward, backward: by stage, for one microbatch.
+    transfer: seconds from an edge's source to its target, and of the gradient back; 0 where it is
+    left out.
     """
-    assert name in NAMES, f"{name} has no quick simulation"
+    warmup = SCHEDULES[name].warmup
+    assert warmup is not None, f"{name} has no fast simulation"
     count = len(forward)
-    ahead = [microbatches] * count if name == "gpipe" else depths(count, edges)
+    ahead = warmup(count, microbatches, edges)
     stages = [
         _FastSimulationStage(min(a, microbatches), microbatches, f, b)
         for a, f, b in zip(ahead, forward, backward, strict=True)

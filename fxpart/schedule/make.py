@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.builders.protocol import Groups
 from fxpart.schedule.lower import lower
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.verify import verify
 
 
@@ -26,12 +26,12 @@ def make(
 ) -> Schedule:
     """The schedule for a stage graph on its ranks, with transfers, verified.
 
-    schedule: one of BUILDERS, or computations for these ranks, of at least so many microbatches:
-    those beyond are left out. stage_rank: the rank of each stage; several stages may share one.
-    forward, backward: seconds of each stage, if known, for an order that waits less; every
-    process of a run must give the same. replicas: groups of stages that are copies of one another
-    (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing; by
-    default every rank from 0 on has one. Raises FXP109 for an unknown name, sizes below 1, ranks
+    schedule: a name of SCHEDULES, or computations for these ranks, of at least so many
+    microbatches: those beyond are left out. stage_rank: the rank of each stage; several stages may
+    share one. forward, backward: seconds of each stage, if known, for an order that waits less;
+    every process of a run must give the same. replicas: groups of stages that are copies of one
+    another (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing;
+    by default every rank from 0 on has one. Raises FXP109 for an unknown name, sizes below 1, ranks
     left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
     or the computations are not safe.
     """
@@ -62,13 +62,8 @@ def make_unverified(
         raise error("FXP109", where=f"stage_rank={ranks}", why=why, fix="")
     near = ranks if world is None else tuple(used.index(rank) for rank in ranks)
     if isinstance(schedule, str):
-        if schedule not in BUILDERS:
-            known = ", ".join(BUILDERS)
-            raise error(
-                "FXP109", where=f"schedule={schedule!r}", why="there is none of that name",
-                fix=f"choose one of {known}",
-            )  # fmt: skip
-        built = BUILDERS[schedule](
+        spec = SCHEDULES.lookup(schedule, where=f"schedule={schedule!r}")
+        built = spec(
             near, microbatches, graph, forward=forward, backward=backward, replicas=replicas
         )
         made = lower(built, graph, forward=forward, backward=backward)

@@ -7,7 +7,7 @@ them. :mod:`fxpart.runtime.monitor.recorder` makes recordings, :mod:`fxpart.repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from statistics import median
 from typing import Literal, get_args
@@ -269,9 +269,3 @@ def _middle(times: list[float]) -> float:
 
 def _label(what: str, rank: int, thread: int, value: str) -> dict[str, object]:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": value}}
-
-
-def get_trace_lane(thread: object) -> Lane | None:
-    """The lane of a trace's thread number; None for another number."""
-    found: Mapping[object, Lane] = {at: lane for lane, at in _THREADS.items()}
-    return found.get(thread)

@@ -13,10 +13,8 @@ from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.lower import Split, lower
 from fxpart.schedule.simulate import Transfer, simulate_repeated_steps
 from fxpart.schedule.simulation_tasks import Segment, StageCommunicationTime
+from fxpart.schedule.spec import find_built, list_schedules
 from fxpart.schedule.timeline import Timeline
-
-# Schedules whose stages alternate, so that the next step's microbatches can follow at once.
-STREAMS = ("1f1b", "async")
 
 
 @dataclass(frozen=True)
@@ -107,10 +105,11 @@ def _stream(
     join: bool,
 ) -> Schedule:
     """The stream of as many microbatches as the steps have together."""
-    if join or schedule.name not in STREAMS or schedule.replicas:
+    spec = find_built(schedule.name)
+    if join or spec is None or not spec.streams or schedule.replicas:
         what = "ranks that meet" if join else f"the schedule {schedule.name}"
         what = "a schedule with copies of stages" if schedule.replicas else what
-        fix = f"flush, or take one of {', '.join(STREAMS)}"
+        fix = f"flush, or take one of {', '.join(list_schedules(streams=True))}"
         raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
     count = steps * schedule.microbatches
     long = asynchronous(schedule.stage_rank, count, edges, forward=forward, backward=backward)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.action import Action, ActionKind, Schedule, parse
 from fxpart.schedule.make import truncate_schedule
-
-NAME = "found"
+from fxpart.schedule.spec import FOUND
 
 
 def format_plan_actions(schedule: Schedule) -> tuple[str, ...]:
@@ -50,7 +49,7 @@ def parse_plan_actions(
         problems += _complete(ranks, len(stage_rank), microbatches)
     if problems:
         raise FxpartError(problems)
-    whole = Schedule(NAME, len(stage_rank), microbatches, tuple(ranks), tuple(stage_rank))
+    whole = Schedule(FOUND, len(stage_rank), microbatches, tuple(ranks), tuple(stage_rank))
     return whole if count is None else truncate_schedule(whole, count)
 
 

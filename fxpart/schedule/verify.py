@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
-from fxpart.schedule.builders import get_in_flight_limits
 from fxpart.schedule.consistency import (
     describe_position,
     find_shape_problems,
@@ -23,8 +22,9 @@ from fxpart.schedule.consistency import (
 from fxpart.schedule.dependence import Dependence, get_transfer_partner
 from fxpart.schedule.in_flight import count_in_flight
 from fxpart.schedule.rendezvous import execute
+from fxpart.schedule.spec import get_in_flight_limits
 from fxpart.schedule.version_check import find_version_problems
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 Weights: TypeAlias = str | WeightMode
 
@@ -34,7 +34,7 @@ def verify(
     edges: Iterable[StageEdge],
     *,
     memory: Sequence[int] | None = None,
-    weights: Weights = "flush",
+    weights: Weights = FLUSH,
     every: int | None = None,
 ) -> None:
     """Raise FXP901 with every problem that :func:`check` finds; return if there is none."""
@@ -48,7 +48,7 @@ def check(
     edges: Iterable[StageEdge],
     *,
     memory: Sequence[int] | None = None,
-    weights: Weights = "flush",
+    weights: Weights = FLUSH,
     every: int | None = None,
 ) -> tuple[Problem, ...]:
     """All that is wrong with a lowered schedule, or an empty tuple.

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from fxpart.errors import FxpartError, error
 from fxpart.schedule.action import Action, ActionKind, Schedule
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
 from fxpart.schedule.versions import WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 
 def annotate_versions(schedule: Schedule, mode: str | WeightMode, every: int) -> Schedule:
@@ -70,7 +71,7 @@ def _no_stream(schedule: Schedule, why: str, stage: int) -> FxpartError:
         "FXP109",
         where=f"weight versions of schedule {schedule.name}, stage {stage}",
         why=why,
-        fix="take async (1f1b has its order), or weights=flush",
+        fix=f"take {ASYNC} ({DEFAULT_SCHEDULE} has its order), or weights={FLUSH}",
     )
 
 

@@ -6,12 +6,14 @@ table in section 1 of the notes on weight versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from fxpart.schedule.action import ActionKind
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
+
+Span = tuple[int, int]  # the least and the most
 
 # Of a copy its name: ("W", updates) a version, ("P", updates, ahead) what was predicted from it.
 _Copy = tuple[str, int, int]
@@ -116,3 +118,50 @@ def _overlap(spans: Iterable[list[int]]) -> int:
         now += change
         most = max(most, now)
     return most
+
+
+@dataclass(frozen=True)
+class StageStaleness:
+    """One stage of a full pipeline. Spans are over the microbatches of an update.
+
+    in_flight: microbatches. staleness: updates between a forward and its backward. behind: updates
+    that the version a forward starts from lacks at its backward. look_forward, look_backward:
+    updates that each looks ahead. copies: of the stage's weights.
+    """
+
+    stage: int
+    in_flight: int
+    staleness: Span
+    behind: Span
+    look_forward: Span
+    look_backward: Span
+    copies: WeightCopies
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def compute_stage_staleness(
+    mode: WeightMode, versions: WeightVersionCounters
+) -> tuple[StageStaleness, ...]:
+    """Each stage's; FXP109 where the mode needs more microbatches to an update."""
+    found = []
+    for stage, ahead in enumerate(versions.ahead):
+        reads = [versions.read(mode, stage, m) for m in versions.period()]
+        found.append(
+            StageStaleness(
+                stage,
+                min(ahead, versions.every) if mode.flush else ahead,
+                _range([read.staleness for read in reads]),
+                _range([read.backward - read.version for read in reads]),
+                _range([read.look_forward for read in reads]),
+                _range([read.look_backward for read in reads]),
+                count_weight_copies(mode, versions, stage),
+            )
+        )
+    return tuple(found)
+
+
+def _range(values: Sequence[int]) -> Span:
+    return min(values), max(values)

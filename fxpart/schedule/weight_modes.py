@@ -8,11 +8,12 @@ of its backward, how far ahead each of them looks, and the rule by which it look
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from fxpart.errors import error
+from fxpart.errors import error, quoted
+from fxpart.registry import Registry
 
 Base = Literal["applied", "first stage", "delayed", "first microbatch"]
 Backward = Literal["forward", "applied", "corrected"]
@@ -40,6 +41,11 @@ class WeightMode:
     pipeline drains before each update; a mode that flushes and looks ahead looks as far as one that
     does not would ("lookahead", the control of every claim about prediction). optimizer: what the
     method prescribes, "" for the user's own.
+
+    supports_queues: whether its updates may come in an order that is not known beforehand, as from
+    queues. remedy: its place among the modes that are offered where memory lacks, fewest copies of
+    weights first; 0: it is not offered. forward_reads, backward_reads: in a few words, for the
+    documents.
     """
 
     name: str
@@ -51,6 +57,10 @@ class WeightMode:
     discount: bool = False
     flush: bool = False
     optimizer: str = ""
+    supports_queues: bool = field(default=False, kw_only=True)
+    remedy: int = field(default=0, kw_only=True, compare=False)
+    forward_reads: str = field(default="", kw_only=True, compare=False, repr=False)
+    backward_reads: str = field(default="the same", kw_only=True, compare=False, repr=False)
 
     @property
     def predicts(self) -> bool:
@@ -58,37 +68,133 @@ class WeightMode:
         return self.look_forward != "none" or self.look_backward != "none"
 
 
-MODES: Mapping[str, WeightMode] = {
-    mode.name: mode
-    for mode in (
-        WeightMode("flush", flush=True),
-        WeightMode("lookahead", flush=True, look_forward="middle"),
-        WeightMode("stash"),
-        WeightMode("vertical", base="first stage"),
-        WeightMode("2bw", base="delayed"),
-        WeightMode("naive", backward="applied"),
-        WeightMode("spectrain", backward="applied", look_forward="middle", look_backward="middle"),
-        WeightMode("spectrain-v2", look_forward="staleness"),
-        WeightMode("pipeoptim", backward="applied", look_forward="staleness"),
-        WeightMode("xpipe", base="first microbatch", look_forward="staleness"),
-        WeightMode("pipemare", backward="corrected", discount=True),
-        WeightMode("nadam-stash", optimizer="nadam"),
-    )
-}
+FLUSH, STASH, SPECTRAIN, PIPEOPTIM = "flush", "stash", "spectrain", "pipeoptim"
 
-# Those whose updates may come in no order that is known beforehand, as they do from queues.
-QUEUED = ("stash", "naive", "spectrain-v2", "pipeoptim")
+_APPLIED = "the newest"
+_TO_BACKWARD = "predicted, s ahead"
+_MODES = (
+    WeightMode(
+        FLUSH, flush=True,
+        forward_reads="the newest, after a flush",
+    ),
+    WeightMode(
+        "lookahead", flush=True, look_forward="middle",
+        forward_reads="as flush, predicted as far as spectrain",
+    ),
+    WeightMode(
+        STASH, supports_queues=True, remedy=6,
+        forward_reads=_APPLIED, backward_reads="the same (PipeDream)",
+    ),
+    WeightMode(
+        "vertical", base="first stage",
+        forward_reads="the version of the first stage",
+    ),
+    WeightMode(
+        "2bw", base="delayed", remedy=5,
+        forward_reads="one update before the newest",
+        backward_reads="the same (PipeDream-2BW)",
+    ),
+    WeightMode(
+        "naive", backward="applied", supports_queues=True, remedy=1,
+        forward_reads=_APPLIED, backward_reads=_APPLIED,
+    ),
+    WeightMode(
+        SPECTRAIN, backward="applied", look_forward="middle", look_backward="middle", remedy=2,
+        forward_reads="predicted, s and up to K/2 ahead",
+        backward_reads="predicted, up to K/2 ahead",
+    ),
+    WeightMode(
+        "spectrain-v2", look_forward="staleness", supports_queues=True,
+        forward_reads=_TO_BACKWARD,
+    ),
+    WeightMode(
+        PIPEOPTIM, backward="applied", look_forward="staleness", supports_queues=True, remedy=3,
+        forward_reads=_TO_BACKWARD, backward_reads=_APPLIED,
+    ),
+    WeightMode(
+        "xpipe", base="first microbatch", look_forward="staleness",
+        forward_reads="predicted, as the first microbatch of its minibatch",
+    ),
+    WeightMode(
+        "pipemare", backward="corrected", discount=True, remedy=4,
+        forward_reads=f"{_APPLIED}, smaller learning rate",
+        backward_reads="the newest - s δ",
+    ),
+    WeightMode(
+        "nadam-stash", optimizer="nadam",
+        forward_reads="as stash, with NAdam",
+    ),
+)  # fmt: skip
+
+
+def _check_mode(name: str, mode: Any) -> None:
+    """Raise FXP109 for what cannot be registered as a weight mode."""
+    why = ""
+    if not isinstance(mode, WeightMode):
+        why = f"A weight mode is a WeightMode, not a {type(mode).__name__}."
+    elif mode.name != name:
+        why = f"The mode has the name {quoted(mode.name)}."
+    elif mode.flush:
+        why = "A registered weight mode does not flush before each update."
+    elif not mode.forward_reads:
+        why = "The mode does not say in forward_reads what a forward reads."
+    elif "," in name or name.split() != [name]:
+        why = "The name has a comma or a space."
+    if why:
+        raise error(
+            "FXP109",
+            where=f"weight mode {quoted(name)}",
+            why=why,
+            fix="`fxpart explain schedules` shows how to register a weight mode.",
+        )
+
+
+MODES: Registry[WeightMode] = Registry(
+    "weight mode",
+    {mode.name: mode for mode in _MODES},
+    group="fxpart.weight_modes",
+    check=_check_mode,
+)
+
+
+def register_weight_mode(mode: WeightMode) -> WeightMode:
+    """Add a weight mode to this process, under its own name, and return it.
+
+    Every rank has to register it before it compiles or loads a plan with it; an installed package
+    adds it for all processes through the entry point group "fxpart.weight_modes". Raises FXP109
+    for a name that is taken and for a mode that flushes.
+    """
+    if not isinstance(mode, WeightMode):
+        _check_mode("", mode)
+    return MODES.register(mode.name, mode)
+
+
+def list_queue_modes() -> tuple[str, ...]:
+    """Return the names of the modes that microbatches from queues may use, the default first."""
+    return tuple(name for name, mode in MODES.items() if mode.supports_queues)
+
+
+def list_stream_modes() -> tuple[str, ...]:
+    """Return the names of the modes that do not flush before each update."""
+    return tuple(name for name, mode in MODES.items() if not mode.flush)
+
+
+def list_remedy_modes() -> tuple[str, ...]:
+    """Return the names of the modes that are offered where memory lacks, fewest copies first."""
+    found = sorted((mode.remedy, name) for name, mode in MODES.items() if mode.remedy)
+    return tuple(name for _, name in found)
 
 
 def weight_mode(given: str | WeightMode) -> WeightMode:
-    """The mode of that name, or as it was given; FXP109 for an unknown name."""
+    """Return the mode of that name, or as it was given; FXP109 for an unknown name."""
     if isinstance(given, WeightMode):
         return given
-    if not isinstance(given, str) or given not in MODES:
-        raise error(
-            "FXP109",
-            where=f"weights={given!r}",
-            why="there is no weight mode of that name",
-            fix=f"one of {', '.join(MODES)}",
-        )
-    return MODES[given]
+    return MODES.lookup(given, where=f"weights={given!r}")
+
+
+def document_mode_rows() -> Iterator[str]:
+    """Yield the table of the built-in weight modes as the documents show it."""
+    yield "| mode | a forward reads | its backward reads |"
+    yield "|---|---|---|"
+    for name in MODES.builtin:
+        yield f"| `{name}` | {MODES[name].forward_reads} | {MODES[name].backward_reads} |"

@@ -15,6 +15,7 @@ from fxpart.sharding.placement import (
     Placements,
     Replicate,
     Shard,
+    count_dim_parts,
     format_placements,
     parse_placements,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "chunk",
+    "count_dim_parts",
     "format_placements",
     "indices",
     "local_shape",

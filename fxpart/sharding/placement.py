@@ -97,3 +97,12 @@ def format_placements(placements: Placements, mesh: Mesh) -> str:
         for name, placement in zip(mesh.names, placements, strict=True)
         if placement is not None
     )
+
+
+def count_dim_parts(mesh: Mesh, placements: Placements, dim: int) -> int:
+    """Return the number of equal parts of a dim."""
+    parts, outer = 1, 1
+    for placement, size in zip(placements, mesh.shape, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            parts, outer = parts * size, max(outer, placement.outer)
+    return parts * outer

@@ -33,7 +33,7 @@ def split_balanced(
             place -= 1
         starts.append(cuts[place])
         least = place + 1
-    return PartitionChoice(variant=variant, schedule=schedule, starts=tuple(starts))  # type: ignore[arg-type]
+    return PartitionChoice(variant=variant, schedule=schedule, starts=tuple(starts))
 
 
 def first_choices(problem: PartitionProblem, deadline: float) -> list[PartitionChoice]:

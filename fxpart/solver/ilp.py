@@ -104,7 +104,7 @@ class _PartitionModel:
             ]  # y counts the stages from its own on
             starts = tuple(b for b in self.blocks if b == 0 or stage_of[b] != stage_of[b - 1])
             self.record.add(
-                PartitionChoice(variant=self.index, schedule=self.schedule, starts=starts)  # type: ignore[arg-type]
+                PartitionChoice(variant=self.index, schedule=self.schedule, starts=starts)
             )
         return max(0.0, float(solver.best_objective_bound)) / self.scale
 

@@ -22,6 +22,8 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Variant
 
 
@@ -115,7 +117,7 @@ def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
 
     m for GPipe, min(m, S - s) for 1F1B (stage s of S).
     """
-    return microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+    return microbatches if keeps_all(schedule) else min(microbatches, stages - stage)
 
 
 def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
@@ -241,6 +243,8 @@ def _well_formed(problem: PartitionProblem, choice: PartitionChoice) -> None:
         why = f"{len(starts)} stages do not fit on {len(problem.devices)} devices"
     elif not 0 <= choice.variant < len(problem.variants):
         why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+    elif choice.schedule not in SCHEDULES:
+        why = f"there is no schedule {choice.schedule!r}"
     if why:
         raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
 

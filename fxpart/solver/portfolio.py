@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from math import inf
+from collections.abc import Iterator
+from itertools import combinations
+from math import comb, inf
 from typing import Literal, get_args
 
 import msgspec
 
 from fxpart.errors import error
-from fxpart.solver.brute import solve_brute
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer
-from fxpart.solver.problem import PartitionProblem, Solution
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.validate import check_problem
+
+LIMIT = 200_000  # choices that may be enumerated
 
 __all__ = ["Solver", "explain_infeasible", "solution", "solve"]
 
@@ -95,3 +98,49 @@ def status_of(
     if bound >= objective * (1 - PROVEN):
         return "optimal"
     return "within gap" if bound >= objective * (1 - CLOSE) else "best found"
+
+
+def choices(problem: PartitionProblem) -> Iterator[PartitionChoice]:
+    """All choices that keep the constraints (memory aside), in a fixed order."""
+    n, fused = len(problem.blocks), set(problem.no_cut_after)
+    cuts = [b + 1 for b in range(n - 1) if b not in fused]
+    for variant in range(len(problem.variants)):
+        for schedule in problem.schedules:
+            for stages in range(problem.min_stages, problem.max_stages + 1):
+                for starts in combinations(cuts, stages - 1):
+                    yield PartitionChoice(variant=variant, schedule=schedule, starts=(0, *starts))
+
+
+def count(problem: PartitionProblem) -> int:
+    """How many choices :func:`choices` yields."""
+    cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
+    stages = range(problem.min_stages, problem.max_stages + 1)
+    return len(problem.variants) * len(problem.schedules) * sum(comb(cuts, s - 1) for s in stages)
+
+
+def solve_brute(problem: PartitionProblem) -> Solution:
+    """The optimum by enumeration; of equally good choices the first.
+
+    Raises FXP109 where there are more than :data:`LIMIT` choices.
+    """
+    if count(problem) > LIMIT:
+        raise error(
+            "FXP109",
+            where="solver='brute'",
+            why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
+            fix="use solver='dp'",
+        )
+    scorer, best, seconds = PartitionScorer(problem), None, inf
+    for choice in choices(problem):
+        evaluation = scorer.evaluate(choice)
+        if evaluation.feasible and evaluation.seconds < seconds:
+            best, seconds = choice, evaluation.seconds
+    status = "infeasible" if best is None else "optimal"
+    return Solution(
+        status=status,  # type: ignore[arg-type]
+        choice=best,
+        objective=seconds,
+        bound=seconds,
+        solver="brute",
+        candidates=() if best is None else (best,),
+    )

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
+
 
 class _PartitionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
@@ -119,7 +121,7 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     once: float = 0.0
     action: float = 0.0
     no_cut_after: tuple[int, ...] = ()
-    schedules: tuple[Literal["gpipe", "1f1b"], ...] = ("1f1b",)
+    schedules: tuple[str, ...] = (DEFAULT_SCHEDULE,)
     min_stages: int = 1
     max_stages: int = 1
     packed: int = 0
@@ -129,7 +131,7 @@ class PartitionChoice(_PartitionStruct, frozen=True, kw_only=True, forbid_unknow
     """A candidate plan: variant, schedule, and the first block of each stage (starts[0] = 0)."""
 
     variant: int
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: str
     starts: tuple[int, ...]
 
 

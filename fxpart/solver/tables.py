@@ -142,7 +142,7 @@ class PartitionTables:
     def choice(self, variant: int, schedule: str, units: Iterable[int]) -> PartitionChoice:
         """The choice whose stages begin with these units."""
         starts = tuple(int(self.firsts[u]) for u in units)
-        return PartitionChoice(variant=variant, schedule=schedule, starts=starts)  # type: ignore[arg-type]
+        return PartitionChoice(variant=variant, schedule=schedule, starts=starts)
 
 
 class VariantTables:

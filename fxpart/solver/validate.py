@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxpart.errors import FxpartError, Problem
+from fxpart.schedule.spec import list_schedules
 from fxpart.solver.problem import PartitionProblem
 
 LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
@@ -29,6 +30,9 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for name in ("blocks", "devices", "variants", "schedules", "step"):
         if not getattr(problem, name):
             yield name, "there is none"
+    known = list_schedules(chooses_cuts=True)
+    if wrong := [name for name in problem.schedules if name not in known]:
+        yield "schedules", f"cuts are not chosen by {wrong[0]!r}; known are {', '.join(known)}"
     if n > MOST_BLOCKS:
         yield "blocks", f"{n} are more than {MOST_BLOCKS}: merge some first"
     if problem.min_stages < 1 or not 1 <= problem.max_stages <= len(problem.devices):

@@ -1,1 +1,1 @@
-"""Trainers from programs: the factory and evaluation."""
+"""Construction of trainers from programs, and stages for evaluation."""

@@ -1,4 +1,4 @@
-"""A program's stages in evaluation mode: captured again, on the same ranks, with the same state."""
+"""Stages in evaluation mode: captured again, on the same ranks, with shared state."""
 
 from __future__ import annotations
 
@@ -21,46 +21,42 @@ from fxpart.codegen.stage_split import StageGraph
 from fxpart.compat import storage_identity
 from fxpart.compiler import PassManager
 from fxpart.errors import error
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.model import Plan
-from fxpart.program.shard_layout import make_state_slicer
+from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
 from fxpart.program.spec import ProgramSpec, StateSpec
 from fxpart.runtime.batch.outputs import Outputs, OutputSpec
-from fxpart.runtime.gradients.stage_replicas import (
-    get_original_stage,
-    get_replica_rounds,
-    replicate_stages,
-)
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.module_constants import ModuleConstants
+from fxpart.runtime.state.shard_layout import make_state_slicer
 
 if TYPE_CHECKING:
     from fxpart.api import Program
     from fxpart.capture import CapturedModel
 
 
-def evaluation(
-    program: Program, lanes: Sequence[MeshRank], constants: ModuleConstants | None = None
+def build_evaluation_stages(
+    program: Program, mesh_ranks: Sequence[MeshRank], constants: ModuleConstants | None = None
 ) -> list[MeshRank]:
-    """The program captured in evaluation mode, on the same stages and sharing their state.
+    """Build evaluation-mode stages on the same ranks that share the state of training.
 
-    lanes: of the training program, with the modules of this process. constants: where the copies
-    of constants are noted.
+    mesh_ranks: of the training program, with the modules of this process. constants: registers the
+    copies of constants.
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
-    found = _in_evaluation(program, captured, lanes, keep_outputs=False)
-    _note(found, captured, constants)
+    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=False)
+    _register_constants(found, captured, constants)
     return found
 
 
-def prediction(
+def build_prediction_stages(
     program: Program,
-    lanes: Sequence[MeshRank],
+    mesh_ranks: Sequence[MeshRank],
     loss: bool,
     constants: ModuleConstants | None = None,
 ) -> tuple[list[MeshRank], Outputs]:
-    """The same with the user's outputs; loss: and with the loss."""
+    """Build evaluation-mode stages that return the user's outputs, with or without the loss."""
     assert program.captured.again is not None
     captured = program.captured.again(False)
     (node,) = captured.graph.graph.find_nodes(op="output")
@@ -72,32 +68,32 @@ def prediction(
     ]
     if not kept:
         raise error(
-            "FXP109", where="the model's output", why="it has no tensor but the loss",
-            fix="eval_step gives the loss",
+            "FXP109", where="the model's output", why="its only tensor is the loss",
+            fix="use eval_step, which returns the loss",
         )  # fmt: skip
-    others = [_unbroadcast(value) for value in others]
+    others = [_undo_broadcast(value) for value in others]
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
-    found = _in_evaluation(program, captured, lanes, keep_outputs=True)
-    _note(found, captured, constants)
+    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
+    _register_constants(found, captured, constants)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
 
 
-def _note(
-    lanes: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
+def _register_constants(
+    mesh_ranks: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
 ) -> None:
-    """Note the copies of constants in evaluation modules."""
+    """Register the copies of constants in evaluation modules."""
     if constants is not None:
-        constants.extend(lanes, captured.state)
+        constants.extend(mesh_ranks, captured.state)
 
 
-def _unbroadcast(value: Any) -> Any:
-    """An output before a loss broadcast it to its own shape, which ties it to the targets.
+def _undo_broadcast(value: Any) -> Any:
+    """Return an output from before a loss broadcast it to the shape of the targets.
 
-    ``mse_loss`` and others do; torch.export then takes the result for the model's own output.
+    ``mse_loss`` and others do so, and torch.export takes the result for the model's own output.
     """
     while isinstance(value, fx.Node) and value.target is operator.getitem:
         made: Any = value.args[0]
@@ -112,14 +108,14 @@ def _unbroadcast(value: Any) -> Any:
     return value
 
 
-def _in_evaluation(
-    program: Program, captured: CapturedModel, lanes: Sequence[MeshRank], *, keep_outputs: bool
+def _place_on_training_stages(
+    program: Program, captured: CapturedModel, mesh_ranks: Sequence[MeshRank], *, keep_outputs: bool
 ) -> list[MeshRank]:
-    """A model that was captured in evaluation mode, on the stages and lanes of training."""
+    """Place a model captured in evaluation mode on the stages and mesh ranks of training."""
     if captured.microbatch_size not in (None, captured.batch_size):
         assert captured.again is not None
         mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
-    graph, plan = PassManager().run(PREPARE, captured.graph), program.plan
+    graph, plan = PassManager(all_passes()).run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
     if program.lanes is None:
         placed = assign_like(program.graph, graph)
@@ -127,77 +123,80 @@ def _in_evaluation(
         made = cut(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        return [_evaluated(captured, trained, *_copied(plan, *made), lane) for lane in lanes]
+        return [
+            _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank)
+            for mesh_rank in mesh_ranks
+        ]
     like = program.lanes.sharded.like(graph, captured)
     sharded = divide_sharded_graph(
         replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
     )
     found = []
-    for lane in lanes:
-        own = assign_like(program.lanes.graph(lane.index), sharded.local(lane.index))
+    for mesh_rank in mesh_ranks:
+        own = assign_like(program.lanes.graph(mesh_rank.index), sharded.local(mesh_rank.index))
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        found.append(_evaluated(captured, trained, *made, lane))
+        found.append(_build_mesh_rank(captured, trained, *made, mesh_rank))
     return found
 
 
-def _copied(
+def _replicate(
     plan: Plan, spec: ProgramSpec, stages: Sequence[StageGraph]
 ) -> tuple[ProgramSpec, Sequence[StageGraph]]:
-    """Stages with their copies, where the plan has any."""
+    """Return the stages with their replicas, if the plan has any."""
     if not plan.replicas:
         return spec, stages
     whole = replicate_stages(spec, get_replica_rounds(plan))
     return whole, [stages[get_original_stage(whole, k)] for k in range(len(whole.stages))]
 
 
-def _evaluated(
+def _build_mesh_rank(
     captured: CapturedModel,
     training: Mapping[str, torch.Tensor],
     spec: ProgramSpec,
     stages: Sequence[StageGraph],
-    lane: MeshRank,
+    mesh_rank: MeshRank,
 ) -> MeshRank:
-    """One lane's evaluation modules. training: the state of the program captured in training."""
-    part = make_state_slicer(spec, lane.index)
+    """Build one mesh rank's evaluation modules. training: the state of the training capture."""
+    part = make_state_slicer(spec, mesh_rank.index)
     made: dict[int, nn.Module] = {}
-    for index, trained in lane.modules.items():
+    for index, trained in mesh_rank.modules.items():
         stage = spec.stages[index]
-        module = load_stage(emit(stages[index]), stage, device_of(trained))
-        # Constants are numbered in each capture: one name may be of two tensors.
-        held = {
+        module = load_stage(emit(stages[index]), stage, get_module_device(trained))
+        # Each capture numbers constants anew, so one name may denote two tensors.
+        attributes = {
             s.name: s.attribute
-            for s in lane.spec.stages[index].state
-            if s.kind != "constant" or _is_same(s.name, training, captured.state)
+            for s in mesh_rank.spec.stages[index].state
+            if s.kind != "constant" or _is_same_constant(s.name, training, captured.state)
         }
-        missing = [s for s in stage.state if s.name not in held]
+        missing = [s for s in stage.state if s.name not in attributes]
         if missing:
-            _fill(module, missing, captured.state, part)
+            _copy_missing_state(module, missing, captured.state, part)
         for state in stage.state:
-            if state.name in held:
-                setattr(module, state.attribute, getattr(trained, held[state.name]))
+            if state.name in attributes:
+                setattr(module, state.attribute, getattr(trained, attributes[state.name]))
         made[index] = module
-    return MeshRank(lane.index, spec, made)
+    return MeshRank(mesh_rank.index, spec, made)
 
 
-def _is_same(
+def _is_same_constant(
     name: str, training: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether both captures have the same constant under the name."""
+    """Return whether both captures have the same constant under the name."""
     one, other = training.get(name), state.get(name)
     if one is None or other is None:
         return one is other
     return storage_identity(one) == storage_identity(other)
 
 
-def _fill(
+def _copy_missing_state(
     module: nn.Module,
     missing: list[StateSpec],
     state: Mapping[str, torch.Tensor],
     part: ShardSelector | None,
 ) -> None:
-    """State that only evaluation reads (constants, fixed buffers), copied from the model."""
+    """Copy state that only evaluation reads (constants, fixed buffers) from the model."""
     for item in missing:
         tensor = state[item.name] if part is None else part(item.name, state[item.name])
         if item.kind == "parameter":
@@ -205,13 +204,13 @@ def _fill(
                 "FXP201",
                 where=f"parameter {item.name}",
                 why="evaluation uses it on a stage where training does not",
-                fix="capture with the module's training and evaluation paths using the same layers",
+                fix="use the same layers in the training and evaluation paths of the module",
             )
-        setattr(module, item.attribute, tensor.detach().to(device_of(module), copy=True))
+        setattr(module, item.attribute, tensor.detach().to(get_module_device(module), copy=True))
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a stage module makes new tensors."""
+def get_module_device(module: nn.Module) -> torch.device:
+    """Return the device on which a stage module creates tensors."""
     device = module.device
     assert isinstance(device, torch.device)
     return device

@@ -1,8 +1,8 @@
-"""From a compiled program to a trainer: transport, stage modules with their weights, evaluation."""
+"""Build a trainer from a compiled program: transport, stage modules, weights, evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,15 @@ import torch
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
+from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import busy_by_rank
 from fxpart.plan.schedule import as_given, recomputed, stage_of
-from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.mode_selection import FLUSHED, select_weight_mode
+from fxpart.runtime.asynchronous.options import AsyncOptions
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
@@ -29,12 +29,14 @@ from fxpart.runtime.queues.options import QueueOptions, is_queue_routed
 from fxpart.runtime.queues.trainer import QueueTrainer
 from fxpart.runtime.state.module_constants import ModuleConstants
 from fxpart.runtime.state.module_watch import ModuleWatch
+from fxpart.runtime.state.shard_layout import make_state_slicer
 from fxpart.runtime.state.weight_consistency import check_same_weights
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torch_modes
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import local_device
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
+from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -50,14 +52,15 @@ def make_trainer(
     strict: bool = True,
     **options: Any,
 ) -> Trainer | AsyncTrainer | QueueTrainer:
-    """The trainer of :meth:`fxpart.api.Program.trainer`; options: the trainer's own.
+    """Return the trainer of :meth:`fxpart.api.Program.trainer`.
 
-    weights: where they come from. weight_mode: in place of the plan's.
+    weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
     """
-    kind = "cuda" if _is_of_gpus(program.plan) else "cpu"
+    kind = "cuda" if _has_gpu_ranks(program.plan) else "cpu"
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
     with (
+        log_phase("make the trainer"),
         announce_call("program.trainer"),
         disable_torch_modes(ambient, TrainerCallKind.MAKE, "program.trainer"),
     ):
@@ -79,39 +82,39 @@ def _make_trainer(
     strict: bool,
     **options: Any,
 ) -> Trainer | AsyncTrainer | QueueTrainer:
-    """As :func:`make_trainer`, without modes of torch around it."""
-    # Capture and passes, which an exported program trains without.
-    from fxpart.training.evaluation import evaluation, prediction
+    """Build the trainer without active torch modes."""
+    # Imported late: an exported program trains without capture and passes.
+    from fxpart.training.evaluation import build_evaluation_stages, build_prediction_stages
 
     plan, spec = program.plan, program.spec
     queue = is_queue_routed(plan, weight_mode, options)
     options["stream"] = None if queue else select_weight_mode(plan, weight_mode, options)
-    given = _given_now(program, optimizer)
-    places = _LocalPlacement.of(plan, spec, timeout)
+    given = _refresh_optimizer(program, optimizer)
+    placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    lanes = places.load(program.lane)
+    mesh_ranks = placement.load(program.lane)
 
     def fill() -> tuple[dict[str, torch.Tensor], str]:
-        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
+        for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:
             materialize(
-                module, lane.spec, state if weights is None else weights, constants=constants,
+                module, mesh_rank.spec, state if weights is None else weights, constants=constants,
                 strict=weights is not None and strict,
-                part=make_state_slicer(lane.spec, lane.index),
+                part=make_state_slicer(mesh_rank.spec, mesh_rank.index),
             )  # fmt: skip
-        return _unused(program, weights), ""
+        return _get_unused_state(program, weights), ""
 
-    unused = agree(places.transport, "the weights", fill)
+    unused = agree(placement.transport, "the weights", fill)
     if weights is None:
-        used = [t.name for own in lanes for k in own.modules for t in own.spec.stages[k].state]
-        check_same_weights(places.transport, state, used)
-    copies = ModuleConstants.of(lanes, state)
-    made = places.trainer(
-        lanes,
+        used = [t.name for own in mesh_ranks for k in own.modules for t in own.spec.stages[k].state]
+        check_same_weights(placement.transport, state, used)
+    copies = ModuleConstants.of(mesh_ranks, state)
+    made = placement.trainer(
+        mesh_ranks,
         queue=queue,
         optimizer=given,
-        evaluation=lambda: evaluation(program, lanes, copies),
-        prediction=lambda loss: prediction(program, lanes, loss, copies),
+        evaluation=lambda: build_evaluation_stages(program, mesh_ranks, copies),
+        prediction=lambda loss: build_prediction_stages(program, mesh_ranks, loss, copies),
         unused=unused,
         **options,
     )
@@ -121,14 +124,15 @@ def _make_trainer(
     slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
     made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
     if (guard := program.captured.guard) is not None:
-        # Without flushes, minibatches of before and after a change are on their way together.
+        # In a pipeline without flushes, minibatches from before and after a change are in flight
+        # together.
         update = copies.update if type(made) is Trainer else None
         made.guard = lambda: guard(update)
-    return _of_plan(made, plan)
+    return _attach_plan(made, plan)
 
 
-def _given_now(program: Program, optimizer: Any) -> Any:
-    """Take the module's tensors as they are now, and return the optimizer over them."""
+def _refresh_optimizer(program: Program, optimizer: Any) -> Any:
+    """Read the module's current tensors, and return the optimizer over them."""
     from fxpart.capture.live_state import live_parameters, refresh_state
 
     refresh_state(program.captured)
@@ -140,7 +144,7 @@ def _given_now(program: Program, optimizer: Any) -> Any:
 
 
 def _check_frozen(program: Program) -> None:
-    """FXP109 for every parameter that was frozen, or set free, since the program was compiled."""
+    """Raise FXP109 for every parameter whose requires_grad has changed since compilation."""
     stages = program.spec.stages
     compiled = {s.name: s.requires_grad for g in stages for s in g.state if s.kind == "parameter"}
     problems = [
@@ -148,7 +152,7 @@ def _check_frozen(program: Program) -> None:
             "FXP109",
             f"parameter {name}",
             f"requires_grad was {trained} when the program was compiled, and is {not trained} now",
-            "compile again: what flows back between the stages depends on it",
+            "compile again: the gradients that stages exchange depend on it",
         )
         for name, trained in compiled.items()
         if program.captured.state[name].requires_grad != trained
@@ -159,9 +163,9 @@ def _check_frozen(program: Program) -> None:
 
 @dataclass(frozen=True)
 class _LocalPlacement:
-    """Where a plan's stages and lanes run, as far as they run in this process.
+    """The ranks and devices of a plan's stages and mesh ranks in this process.
 
-    ranks: of each stage and lane. kind: "cpu" or "cuda".
+    ranks: of each stage and mesh rank. kind: "cpu" or "cuda".
     """
 
     plan: Plan
@@ -172,10 +176,10 @@ class _LocalPlacement:
 
     @classmethod
     def of(cls, plan: Plan, spec: ProgramSpec, timeout: float | None) -> _LocalPlacement:
-        """Connects the ranks."""
+        """Connect the ranks."""
         size = get_stage_mesh(spec).size
         ranks = build_rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
-        kind = "cuda" if _wants_gpu(plan) else "cpu"
+        kind = "cuda" if _check_gpus(plan) else "cpu"
         step = plan.prediction.step_seconds
         transport = connect(plan.world, device=kind, timeout=timeout, predicted=step)
         made = cls(plan, ranks, size, kind, transport)
@@ -185,49 +189,50 @@ class _LocalPlacement:
 
     @property
     def lanes(self) -> list[int]:
-        """The lanes of this process."""
-        return [lane for lane in range(self.size) if self.stages(lane)]
+        """The mesh ranks with a stage in this process."""
+        return [mesh_rank for mesh_rank in range(self.size) if self.stages(mesh_rank)]
 
-    def stages(self, lane: int) -> list[int]:
-        """The stages of a lane that run in this process."""
-        return [s for s, row in enumerate(self.ranks) if row[lane] in self.transport.local]
+    def stages(self, mesh_rank: int) -> list[int]:
+        """Return the stages of a mesh rank that run in this process."""
+        return [s for s, row in enumerate(self.ranks) if row[mesh_rank] in self.transport.local]
 
-    def device(self, stage: int, lane: int) -> torch.device:
-        """The device of the rank of a stage's lane."""
-        return self.device_of(self.ranks[stage][lane])
+    def device(self, stage: int, mesh_rank: int) -> torch.device:
+        """Return the device of a mesh rank of a stage."""
+        return self.device_of(self.ranks[stage][mesh_rank])
 
     def device_of(self, rank: int) -> torch.device:
-        """The device of a local rank: where the plan leaves devices out, the one that it names."""
-        own = gpu_of(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
+        """Return the device of a local rank, as the plan names it if it names devices."""
+        own = get_gpu_index(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
         if 0 <= own < torch.cuda.device_count():
             return torch.device("cuda", own)
-        return _device(self.kind, rank, self.transport.local)
+        return _select_device(self.kind, rank, self.transport.local)
 
     def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[MeshRank]:
-        """The lanes of this process with their stage modules, empty; programs: of each lane."""
-        lanes = []
-        for lane in self.lanes:
-            own, sources = programs(lane)
+        """Return this process's mesh ranks with empty modules; programs: of each mesh rank."""
+        mesh_ranks = []
+        for mesh_rank in self.lanes:
+            own, sources = programs(mesh_rank)
             modules = {
-                stage: load_stage(sources[stage], own.stages[stage], self.device(stage, lane))
-                for stage in self.stages(lane)
+                stage: load_stage(sources[stage], own.stages[stage], self.device(stage, mesh_rank))
+                for stage in self.stages(mesh_rank)
             }
-            lanes.append(MeshRank(lane, own, modules))
-        return lanes
+            mesh_ranks.append(MeshRank(mesh_rank, own, modules))
+        return mesh_ranks
 
     def trainer(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         *,
         stream: WeightMode | None,
         queue: bool = False,
         **options: Any,
     ) -> Trainer | AsyncTrainer | QueueTrainer:
-        """The trainer of this process's lanes by the plan.
+        """Build the trainer of this process's mesh ranks for the plan.
 
-        stream: the mode of one not drained. queue: whether copies take microbatches from queues.
+        stream: the weight mode of an asynchronous pipeline. queue: whether replicas take
+        microbatches from queues.
         """
-        first = lanes[0]
+        first = mesh_ranks[0]
         if stream is not None:
             options["weights"] = stream
         kind: type[Trainer] | type[AsyncTrainer] | type[QueueTrainer] = Trainer
@@ -244,21 +249,21 @@ class _LocalPlacement:
             ranks=self.ranks,
             transport=transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan) if stream is None else FLUSHED,
+            schedule=as_given(self.plan) if stream is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
-            lanes=lanes,
+            lanes=mesh_ranks,
             **options,
         )
         heartbeat.report_last_event(made.events.last)
-        if not first.spec.replicas:  # copies share the microbatches of their stage
+        if not first.spec.replicas:  # Replicas share the microbatches of their stage.
             plan = self.plan
             made.pace.expect(busy_by_rank(plan.prediction.ranks, plan.microbatches))
         return made
 
 
-def gpu_of(plan: Plan, rank: int) -> int:
-    """The number of the rank's device among those of its host, in the plan's cluster."""
+def get_gpu_index(plan: Plan, rank: int) -> int:
+    """Return the index of the rank's device on its host, in the plan's cluster."""
     own = plan.device(rank)
     there = [d.name for d in plan.cluster.devices if d.host == own.host]
     return there.index(own.name)
@@ -272,81 +277,115 @@ def load_trainer(
     timeout: float | None = None,
     **options: Any,
 ) -> Trainer | AsyncTrainer | QueueTrainer:
-    """A trainer of an exported program: no model, no capture and no solver are needed.
+    """Return a trainer of an exported program, without model, capture or solver.
 
-    directory: what Program.export wrote; every digest is checked before anything is imported
+    directory: written by Program.export; every digest is checked before anything is imported
     (FXP505). weights: a safetensors file or folder with original names, a dict of tensors, or a
-    function (name, meta tensor) -> tensor. The rest is as for Program.trainer; there is no
-    eval_step, which needs the model.
+    function (name, meta tensor) -> tensor. Other arguments are those of Program.trainer. The
+    trainer has no eval_step, which needs the model.
     """
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
-    places = _LocalPlacement.of(plan, spec, timeout)
-    lanes = places.load(exported.lane)
+    placement = _LocalPlacement.of(plan, spec, timeout)
+    mesh_ranks = placement.load(exported.lane)
 
     def fill() -> tuple[None, str]:
-        for lane, module in [(own, m) for own in lanes for m in own.modules.values()]:
+        for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:
             materialize(
-                module, lane.spec, weights, constants=exported.constants,
-                part=make_state_slicer(lane.spec, lane.index),
+                module, mesh_rank.spec, weights, constants=exported.constants,
+                part=make_state_slicer(mesh_rank.spec, mesh_rank.index),
             )  # fmt: skip
         return None, ""
 
-    agree(places.transport, "the weights", fill)
+    agree(placement.transport, "the weights", fill)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise error(
             "FXP115",
             where=f"optimizer {type(optimizer).__name__}",
-            why="an exported program has no module, whose parameters the instance could have",
-            fix="give its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
+            why="the parameters of an optimizer instance belong to a module, and an exported "
+            "program has no module",
+            fix="pass its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
         )
     options["queue"] = is_queue_routed(plan, None, options)
     options["stream"] = None if options["queue"] else select_weight_mode(plan, None, options)
-    made = _of_plan(places.trainer(lanes, optimizer=optimizer, **options), plan)
-    made.ambient = TorchModes(precision=plan.precision, device=places.kind)
+    made = _attach_plan(placement.trainer(mesh_ranks, optimizer=optimizer, **options), plan)
+    made.ambient = TorchModes(precision=plan.precision, device=placement.kind)
     return made
 
 
-def _of_plan(
+def _attach_plan(
     made: Trainer | AsyncTrainer | QueueTrainer, plan: Plan
 ) -> Trainer | AsyncTrainer | QueueTrainer:
-    """The trainer, which knows what a checkpoint says of its plan."""
+    """Store in the trainer what its checkpoints record about the plan."""
     made.divisors.renew()
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
     return made
 
 
-def _wants_gpu(plan: Plan) -> bool:
-    """Whether the plan's ranks are GPUs; FXP602 where it is so and this machine has none."""
-    if not _is_of_gpus(plan):
+def _check_gpus(plan: Plan) -> bool:
+    """Return whether the plan's ranks are GPUs; FXP602 if they are and this machine has none."""
+    if not _has_gpu_ranks(plan):
         return False
     if not torch.cuda.is_available():
         raise error(
             "FXP602",
             where=f"a plan for {plan.cluster.name}",
-            why="its ranks are GPUs and torch sees none here",
-            fix='compile for this machine (cluster="local:4"), or start the program there',
+            why="its ranks are GPUs, and torch finds none on this machine",
+            fix='compile for this machine (cluster="local:4"), or start the program on its cluster',
         )
     return True
 
 
-def _is_of_gpus(plan: Plan) -> bool:
+def _has_gpu_ranks(plan: Plan) -> bool:
     return any(plan.device(rank).kind == "gpu" for rank in range(plan.world))
 
 
-def _device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:
-    """The rank's device: under torchrun by LOCAL_RANK, in one process by turns over all GPUs."""
+def _select_device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device:
+    """Return the rank's device: LOCAL_RANK under torchrun, round-robin over GPUs otherwise."""
     if kind == "cpu" or len(local) == 1:
         return local_device(kind)
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _unused(program: Program, weights: Any) -> dict[str, torch.Tensor]:
-    """State of the model that no stage needs, so that a state dict is complete."""
+def _get_unused_state(program: Program, weights: Any) -> dict[str, torch.Tensor]:
+    """Return the state of the model that no stage needs, so that a state dict is complete."""
     captured = program.captured
-    held = {s.name for stage in program.spec.stages for s in stage.state}
+    used = {s.name for stage in program.spec.stages for s in stage.state}
     names = [*captured.parameters, *sorted(captured.persistent)]
-    unused = {n: captured.state[n].detach() for n in names if n not in held}
+    unused = {n: captured.state[n].detach() for n in names if n not in used}
     if weights is not None:
         return unused_state(weights, program.spec, unused)
     return {n: t.clone() for n, t in unused.items() if t.device.type != "meta"}
+
+
+def select_weight_mode(
+    plan: Plan, given: str | WeightMode | None, options: Mapping[str, Any]
+) -> WeightMode | None:
+    """Return the weight mode of an asynchronous trainer, or None for a synchronous one.
+
+    A trainer is synchronous if neither the plan nor the caller (``given``) requests a mode other
+    than "flush". options: keyword arguments of the trainer. FXP109 for an unknown mode, for options
+    that only an asynchronous trainer has, and for a schedule that has no asynchronous form.
+    """
+    streams = not SCHEDULES[plan.schedule].flushes
+    planned = plan.weights if streams else FLUSH
+    mode = weight_mode(planned if given is None else given)
+    async_options = AsyncOptions.names(options)
+    if mode.name == FLUSH and not streams:
+        if async_options:
+            raise error(
+                "FXP109",
+                where=f"trainer({async_options[0]}=)",
+                why="only an asynchronous trainer has this option",
+                fix=f'pass weight_mode="{SPECTRAIN}" or another of {", ".join(MODES)}',
+            )
+        return None
+    if not SCHEDULES[plan.schedule].streams:
+        raise error(
+            "FXP109",
+            where=f"weight_mode={mode.name}",
+            why=f"the schedule of the plan, {plan.schedule}, has no asynchronous form",
+            fix=f'use compile(..., mode="{ASYNC}") or '
+            f'constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}',
+        )
+    return mode

@@ -23,6 +23,7 @@ from fxpart.program.edges import find_value_edges, is_gradient_order_exact
 from fxpart.rng import seeded
 from fxpart.runtime.batch.batch_totals import BatchTotals
 from fxpart.runtime.batch.mesh_rank_batch import get_row_multiple
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.gradients.tied_parameters import is_tied_gradient_order_exact
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 from fxpart.verification.rounding_error import Convert, RoundingBounds, measure_rounding
@@ -310,7 +311,7 @@ def sending_of(program: Program) -> TransferPrecision | None:
     homes = [program.plan.stages[index].ranks for _, _, index in program.plan.program_stages]
     sent = {}
     for link in find_value_edges(program.spec):
-        wire = None if link.sent == link.dtype else link.sent
+        wire = None if link.sent == link.dtype else torch_dtype(link.sent)
         before = None if link.back in (-1, link.source) else link.back
         home = link.source if before is None else before
         sent[link.name, link.target] = TransferConversion(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxpart.capture.python_state import in_slot, is_holder, put_in_slot, slots_of_object
-from fxpart.environment import variables
+from fxpart.environment import get_variables
 from fxpart.verification.reachable_code import ReachableCode, global_names, is_own, is_own_class
 from fxpart.verification.value_snapshot import (
     ValueSnapshot,
@@ -80,7 +80,7 @@ class MutableObject:
     @property
     def is_scope(self) -> bool:
         """Whether it contains variables that code uses: globals and closures."""
-        if self.owner is variables():
+        if self.owner is get_variables():
             return True
         return isinstance(self.owner, CellType) or (type(self.owner) is dict and not self.sized)
 
@@ -107,8 +107,8 @@ class MutableObject:
             return lambda: in_slot(owner, slot)
         if isinstance(owner, ContextVar):
             return lambda: _got(owner)
-        if owner is variables():
-            return lambda: variables().get(key, MISSING)
+        if owner is get_variables():
+            return lambda: get_variables().get(key, MISSING)
         read = self.read
         return lambda: read().get(key, MISSING)
 
@@ -239,14 +239,14 @@ class ReachableState:
         """Record environment variables that the code names."""
         if not code.names & {"environ", "getenv"}:
             return
-        names = [n for n in sorted(code.constants) if n.isupper() or n in variables()]
+        names = [n for n in sorted(code.constants) if n.isupper() or n in get_variables()]
 
         def read() -> dict[Any, Any]:
-            return {n: variables().get(n, MISSING) for n in names}
+            return {n: get_variables().get(n, MISSING) for n in names}
 
         content = read()
         self.holders.append(
-            MutableObject(variables(), "os.environ", "environ", content, read, _nothing)
+            MutableObject(get_variables(), "os.environ", "environ", content, read, _nothing)
         )
 
     def _container(self, value: Any, path: str, name: str) -> None:

@@ -2,16 +2,21 @@
 
 ``rule_of(node)`` returns the rule of a call; None if there is none (the op is then replicated, and
 the plan reports it). RULES has one line per family table, which maps ATen op names to functions
-that create rules. Pointwise ops need no entry, since torch tags them.
+that create rules. Pointwise ops need no entry, since torch tags them. Rules of other
+ops join through :func:`register_op_rule` or the entry point group "fxpart.op_rules" (the name of
+the entry is that of the op, "mylib.op"; its object is a notation or a function that creates
+rules); ``OP_RULES`` has all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from typing import overload
 
 from torch import fx
 
 from fxpart.compiler.effects import is_op, op_of, packet_name
+from fxpart.registry import Registry
 
 from . import (
     attention,
@@ -31,7 +36,8 @@ from . import (
     reductions,
     shape_ops,
 )
-from .schema_call import Entry, SchemaCall, UncoveredCallError, notation
+from .custom_op_rules import check_entry, make_checked_maker, normalize_name
+from .schema_call import Entry, Maker, SchemaCall, UncoveredCallError, notation
 from .sharding_rule import (
     PASS,
     REPLICATED,
@@ -69,11 +75,62 @@ _ORIGINS: dict[str, Callable[[fx.Node], Hashable]] = {
     "aten._embedding_bag": embeddings.bag_length,
 }
 
-_MAKERS = {
-    name: notation(entry) if isinstance(entry, str) else entry
-    for table in RULES.values()
-    for name, entry in table.items()
-}
+OP_RULES: Registry[Entry] = Registry(
+    "op rule",
+    {name: entry for table in RULES.values() for name, entry in table.items()},
+    group="fxpart.op_rules",
+    check=check_entry,
+)
+_BUILTIN = frozenset(OP_RULES.builtin)
+REGISTERED = "registered"  # the family of rules from outside fxpart
+
+
+@overload
+def register_op_rule(op: str, rule: Entry) -> None: ...
+
+
+@overload
+def register_op_rule(op: str) -> Callable[[Maker], Maker]: ...
+
+
+def register_op_rule(op: str, rule: Entry | None = None) -> Callable[[Maker], Maker] | None:
+    """Register the sharding rule of an op for this process, or return a decorator that does.
+
+    op: its name without an overload, "mylib::op". rule: dims of each tensor argument and each
+    result in factor notation, such as "b i, i o -> b o", or a function of a `SchemaCall` that
+    returns a `ShardingRule`, or None for a call that it does not cover. ``...`` stands for any
+    number of leading dims; a factor whose name starts with ``_`` stays whole. Calls whose tensors
+    have other numbers of dims have no rule. Raises FXP109 for a wrong name or notation, and for an
+    op that has a rule.
+    """
+    name = normalize_name(op)
+    if rule is not None:
+        OP_RULES.register(name, rule)
+        return None
+
+    def register(maker: Maker) -> Maker:
+        OP_RULES.register(name, maker)
+        return maker
+
+    return register
+
+
+def list_families() -> dict[str, list[str]]:
+    """Return the names of the ops with a rule, by family; rules from outside come last."""
+    families = {family: sorted(table) for family, table in RULES.items()}
+    outside = [name for name in OP_RULES if name not in _BUILTIN]
+    return families | ({REGISTERED: outside} if outside else {})
+
+
+def _maker_of(call: SchemaCall) -> Maker | None:
+    """Return what makes the rule of a call; None where its op has none."""
+    builtin = call.name in _BUILTIN
+    entry = OP_RULES.get(call.name)
+    if pointwise.is_pointwise(call.op) and (builtin or entry is None):
+        return pointwise.pointwise
+    if not isinstance(entry, str):
+        return entry
+    return notation(entry) if builtin else make_checked_maker(call.name, entry)
 
 
 def rule_of(node: fx.Node) -> ShardingRule | None:
@@ -87,9 +144,7 @@ def rule_of(node: fx.Node) -> ShardingRule | None:
     call = SchemaCall(node)
     if not call.results:
         return None
-    maker = _MAKERS.get(call.name)
-    if pointwise.is_pointwise(call.op):
-        maker = pointwise.pointwise
+    maker = _maker_of(call)
     if maker is None:
         return None
     try:
@@ -110,6 +165,7 @@ def origin(node: fx.Node) -> Hashable:
 
 
 __all__ = [
+    "OP_RULES",
     "PASS",
     "REPLICATED",
     "RULES",
@@ -117,8 +173,10 @@ __all__ = [
     "ShardingRule",
     "choices",
     "layout",
+    "list_families",
     "operands",
     "origin",
     "parse",
+    "register_op_rule",
     "rule_of",
 ]

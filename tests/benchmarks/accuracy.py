@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from record import parser, write
 
 if TYPE_CHECKING:
-    from fxpart.profiling.store import TrialRun
+    from fxpart.costmodels.profile_store import TrialRun
 
 CLUSTER = "local:4"
 MODELS = ("gpt2", "llama", "bert", "vit", "resnet50", "recommender")

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/baselines.py
 
-Each rule of fxpart.solver.joint.baselines, and the planner, on 200 random problems
+Each rule of oracles.joint_baselines, and the planner, on 200 random problems
 (tests/support/joint_problems.py), on the uneven cases of the tests (tests/support/joint_uneven.py)
 and on large language models (tests/support/joint_models.py). A ratio is the rule's step time over
 the planner's; null where no choice of the rule's family fits, and absent where the rule was not
@@ -27,7 +27,8 @@ SLOWEST = {"PipeDream": 2048}  # devices beyond which a rule's own search takes 
 
 def compare(problem: Any, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
     """The planner's step time and gap, and each rule's ratio and CPU seconds."""
-    from fxpart.solver.joint.baselines import BASELINES
+    from oracles.joint_baselines import BASELINES
+
     from fxpart.solver.joint.objective import evaluate
     from fxpart.solver.joint.portfolio import solve
 
@@ -60,8 +61,7 @@ def compare(problem: Any, *, skip: tuple[str, ...] = ()) -> dict[str, Any]:
 def drawn() -> dict[str, Any]:
     """All random problems together: how often a rule finds a plan, and how good it is."""
     from joint_problems import random_problem
-
-    from fxpart.solver.joint.baselines import BASELINES
+    from oracles.joint_baselines import BASELINES
 
     rows = [compare(random_problem(seed)) for seed in range(SEEDS)]
     feasible = [row for row in rows if row["step_seconds"] is not None]

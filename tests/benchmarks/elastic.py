@@ -33,7 +33,7 @@ from fxpart.elastic.scale_request import read_launcher_record, request_rank_coun
 from fxpart.runtime.training_run import ledger
 
 LIMIT = 120.0  # seconds that any change may take on a busy machine
-_CHANGE = re.compile(r"(\d+) -> (\d+) ranks in ([\d.]+) s: its plan was made in advance")
+_CHANGE = re.compile(r"(\d+) -> (\d+) ranks in ([\d.]+) s: plan from the cache")
 
 
 def until(what: str, done: Callable[[], bool], process: subprocess.Popen[str]) -> float:

@@ -53,9 +53,9 @@ def main() -> None:
     from equality_programs import MODELS, compared
     from ranks import Pool
 
-    from fxpart.schedule.builders import BUILDERS
+    from fxpart.schedule.spec import SCHEDULES
 
-    schedules = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
+    schedules = [name for name, b in SCHEDULES.items() if b.build and b.trains and b.flushes]
     begun = time.perf_counter()
     before = read("equality")["figures"] if options.go_on else {}
     inside: dict[str, str] = before.get("in process") or {}

@@ -64,7 +64,7 @@ def profile_held(
 
     Relative to the best piece under the same quota. A quota that the file knows is passed over.
     """
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
 
     with Profile(path) as kept:
         known = {setting.quota for setting in kept.settings()}

@@ -23,9 +23,9 @@ _TIMEOUT = 1800.0
 def measure_stages(name: str, plans: Sequence[Plan], base: Cluster, path: Path) -> None:
     """All stages of the plans, under each quota that any of their devices has, into a profile."""
     import quotas
+    from fxpart.costmodels.profile_store import Profile, StageMeasurement
 
     from fxpart.profiling.processes import run_on_processes
-    from fxpart.profiling.store import Profile, StageMeasurement
 
     wanted = sorted({_quota(p, rank) for p in plans for rank in range(p.world)}, reverse=True)
     files = [path.with_name(f"{path.name}-stages-{rank}") for rank in range(len(wanted))]
@@ -53,6 +53,7 @@ def take_turns(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]
     """A process under a quota, which measures while the others wait."""
     import quotas
     import torch.distributed as dist
+    from fxpart.costmodels.profile_store import Profile
     from heterogeneous_measured import workload
     from msgspec.structs import replace
 
@@ -60,11 +61,9 @@ def take_turns(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]
     from fxpart.compat.optimizer_choice import choose
     from fxpart.plan.model import Plan
     from fxpart.planner.prepared_model import PlanningArguments
-    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
     from fxpart.profiling.plan_stages import work_of
-    from fxpart.profiling.session import ProfilingSession
+    from fxpart.profiling.session import ProfilingSession, get_measurement_environment, on_device
     from fxpart.profiling.stage_benchmark import StageBenchmark
-    from fxpart.profiling.store import Profile
 
     work, base = workload(payload["name"]), Cluster.local(payload["ranks"])
     quota = payload["quotas"][rank]

@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 from record import parser, write
 
-from fxpart.cluster.model import Cluster, Link
+from fxpart.cluster.devices import Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 _TOLERANCE = 1e-9

@@ -43,8 +43,9 @@ def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
     from msgspec import UNSET
     from msgspec.structs import replace
 
+    from fxpart.cluster.devices import Link
     from fxpart.cluster.host_detection import cores
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.model import Cluster
 
     one = Cluster.local(cores()).devices[0]
     scarce = round((need.process + _PART * (need.tensors + need.allocator)) / 0.97)

@@ -41,10 +41,11 @@ from pace import compared
 from record import ROOT, parser, write
 
 if TYPE_CHECKING:
+    from fxpart.costmodels.profile_store import TrialRun
+
     from fxpart.api import Program
     from fxpart.cluster.model import Cluster
     from fxpart.plan.model import Plan
-    from fxpart.profiling.store import TrialRun
 
 RANKS = 4  # for which links are measured and models profiled
 WHOLE = "chosen"

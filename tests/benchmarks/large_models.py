@@ -61,7 +61,7 @@ def cpu() -> float:
 def measure(name: str) -> dict[str, Any]:
     """Figures of one model, in this process."""
     import torch
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
 
     import fxpart
     from fxpart.capture import capture
@@ -74,7 +74,7 @@ def measure(name: str) -> dict[str, Any]:
     imported = cpu()
     captured = capture(whole, None, batch, batch_size=BATCH)
     traced = cpu()
-    PassManager().run(PREPARE, captured.graph)
+    PassManager(all_passes()).run(PREPARE, captured.graph)
     start = cpu()
     figures: dict[str, Any] = {
         "model": name,

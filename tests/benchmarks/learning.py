@@ -6,7 +6,7 @@ Each method trains each task at 4 and 8 stages with momentum SGD and AdamW; the 
 chosen from the task's grid of three by the final validation loss of seed 0, then two more seeds run
 at that rate. Two processes of one thread; each run is kept in results/learning.json as it ends, and
 a run that is there is not repeated, so that the command may be stopped and given again. The tables
-of fxpart/docs/learning.md follow (learning_page.py). Ends with 1 if a run failed.
+of RESULTS.md follow (learning_page.py). Ends with 1 if a run failed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ class Weighing:
 
         self.base = self.base or costmodels.find("auto")
 
-    def crowding(self, host: str) -> Any:
-        """What the one process was found to take."""
-        return self.found
+    def knowledge(self, device: Any) -> Any:
+        """Return what the base model knows, with the contention that was measured."""
+        return replace(self.base.knowledge(device), contention=self.found)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the other one's."""

@@ -39,10 +39,12 @@ BATCH = {"input:input_ids": "dp:S(0)", "input:labels": "dp:S(0)"}
 
 def annotated(graph: Any, mesh: str, seeds: dict[str, str], *, close: bool) -> Any:
     """The graph with these annotations, propagated. close: the rest replicated."""
+    from fxpart.passes import all_passes
+
     from fxpart.compiler import PassManager
 
     options = f'mesh="{mesh}",seeds={json.dumps(json.dumps(seeds))}'
-    return PassManager().run(
+    return PassManager(all_passes()).run(
         f"annotate{{{options}}},propagate{{close={str(close).lower()}}}", graph
     )
 
@@ -127,7 +129,7 @@ def main() -> None:
     options_parser.add_argument("--layers", type=int, default=96)
     options = options_parser.parse_args()
     import torch
-    from fxpart.passes import PREPARE
+    from fxpart.passes import PREPARE, all_passes
 
     from fxpart.capture import capture
     from fxpart.cluster.model import Cluster
@@ -137,7 +139,7 @@ def main() -> None:
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     captured = capture(model("gpt3-175b", options.layers), None, batch, batch_size=ROWS)
-    graph = PassManager().run(PREPARE, captured.graph)
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph)
     cluster = Cluster.parse(CLUSTER)
     figures = [
         Case(graph, captured, cluster, mesh, count).figures(options.runs)

@@ -94,7 +94,7 @@ def ratios(name: str, millions: float, rounds: int) -> dict[str, object]:
             "copy_ms": round(1e3 * statistics.median(copies), 2),
             "predict_ms": round(1e3 * statistics.median(p for _, p in pairs), 2),
             "allocated": round(spread(look, AHEAD), 3),
-            "held": round(look.held() / size, 2),
+            "held": round(look.state_bytes() / size, 2),
         }
         del look
         gc.collect()

@@ -76,11 +76,12 @@ def profiled(model: str, path: Path, *more: str) -> dict[str, Any]:
 
 def counted(layers: int, folder: Path) -> dict[str, int]:
     """Operations of the model's graph, and how many of them are distinct at 4 rows."""
+    from fxpart.costmodels.profile_store import Profile
+
     from fxpart.planner.prepared_model import PlanningArguments, prepare_model
     from fxpart.pricing.variants import BatchSplit, Sizes
-    from fxpart.profiling.measurement_environment import get_measurement_environment, on_device
     from fxpart.profiling.ops import measure
-    from fxpart.profiling.store import Profile
+    from fxpart.profiling.session import get_measurement_environment, on_device
 
     work = small(layers)
     asked = PlanningArguments(BATCH, None, "adamw", "roofline", {}, 0)

@@ -134,10 +134,10 @@ def _move(rank: int, spaces: Sequence[str]) -> None:
     import torch.distributed as dist
     from namespaces import DEVICE
 
-    from fxpart.environment import launch
+    from fxpart.environment import read_launch
     from fxpart.profiling import trial_worker
 
-    found = launch()
+    found = read_launch()
     assert found is not None, "one of several"
     store: Any = dist.TCPStore(found.address, found.port)
 

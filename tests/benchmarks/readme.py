@@ -1,10 +1,10 @@
-"""Write the generated blocks of README and pages: what commands print, tables of results/*.json.
+"""Write the generated blocks of README and pages: outputs of commands, tables of results/*.json.
 
     python tests/benchmarks/readme.py            (all blocks; --tables for the tables alone)
 
 A block stands between ``<!-- output: NAME -->`` and ``<!-- /output -->`` on one of :data:`PAGES`.
-Outputs come from the command line itself on examples/gpt2_text.py; tables from what the benchmarks
-kept.
+Outputs come from the command line on examples/gpt2_text.py, tables from the results of the
+benchmarks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,16 @@ from pathlib import Path
 
 import readme_asynchronous
 import readme_costs
+import readme_failures
 import readme_figures
+import readme_heterogeneous
 import readme_planner
 import readme_runtime
 import readme_summary
-import readme_surviving
-import readme_unlike
 from readme_figures import made_by
 from record import HERE, ROOT, parser, read
 
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "fxpart" / "docs" / "measured.md",
-    ROOT / "fxpart" / "docs" / "reading_a_plan.md",
-)
+PAGES = (ROOT / "README.md", ROOT / "fxpart" / "docs" / "benchmarks.md", HERE / "RESULTS.md")
 TARGET = "examples/gpt2_text.py:workload"
 BLOCK = re.compile(r"(?s)(<!-- output: (\w+) -->\n)(.*?)(<!-- /output -->)")
 
@@ -48,27 +44,17 @@ def replaced(text: str, contents: Mapping[str, str]) -> str:
     return BLOCK.sub(lambda m: m[1] + contents.get(m[2], m[3]).strip("\n") + "\n" + m[4], text)
 
 
-# -- what commands print -------------------------------------------------------------------------
+# -- outputs of commands -------------------------------------------------------------------------
 
 
 def outputs() -> dict[str, str]:
-    """The blocks that show commands: explain and verify."""
+    """The blocks that show outputs of commands: explain and verify."""
     with tempfile.TemporaryDirectory() as folder:
         plan, chosen = str(Path(folder) / "plan.json"), str(Path(folder) / "chosen.json")
         fxpart("plan", TARGET, "--cluster", "local:4", "--fix", "stages=4", "-o", plan)
         fxpart("plan", TARGET, "--cluster", "local:4", "-o", chosen)
-        question = ("--without", "3", "--bandwidth", "0.5x")
-        whole = fxpart("explain", chosen)
         return {
-            "explain": shown("explain plan.json", some(whole)),
-            "explained": shown("explain plan.json", whole),
-            "whatif": shown(
-                f"whatif plan.json {' '.join(question)}", fxpart("whatif", chosen, *question)
-            ),
-            "schedule": shown(
-                "schedule show zb-h1 --stages 3 --microbatches 4",
-                fxpart("schedule", "show", "zb-h1", "--stages", "3", "--microbatches", "4"),
-            ),
+            "explain": shown("explain plan.json", some(fxpart("explain", chosen))),
             "verify": shown(
                 f"verify {TARGET} --plan plan.json", fxpart("verify", TARGET, "--plan", plan)
             ),
@@ -85,12 +71,12 @@ def fxpart(*arguments: str) -> str:
     return done.stdout
 
 
-# Headings of what `fxpart explain` says that the README shows; all of it is in reading_a_plan.md.
-_SOME = ("Stages", "Where the step goes", "How good it is", "With one decision changed")
+# Headings of the sections of `fxpart explain` that the README shows.
+_SOME = ("Stages",)
 
 
 def some(text: str) -> str:
-    """The beginning of what explain prints, and some of its parts."""
+    """The beginning of the output of explain, and some of its sections."""
     first, *parts = text.strip().split("\n\n")
     return "\n\n".join([first, *(part for part in parts if part.startswith(_SOME))])
 
@@ -103,7 +89,11 @@ def shown(command: str, text: str) -> str:
 # -- tables of results ---------------------------------------------------------------------------
 
 
-PLANNING = {"planner": "planner", "others": "baselines", "maxload": "maxload"}  # table: result
+PLANNING = {
+    "planner": "planner",
+    "others": "baselines",
+    "maxload": "maxload_optima",
+}  # table: result
 COSTED = ("communication", "accuracy", "choice", "memory", "profiling")
 COSTS = {name: name for name in COSTED}  # table: result
 
@@ -115,7 +105,7 @@ def planning(name: str) -> str:
 
 
 def costs(name: str) -> str:
-    """One of the tables about predictions and what was measured."""
+    """One of the tables about predictions and measurements."""
     text: str = getattr(readme_costs, name)(made_by(read(COSTS[name])))
     return text
 
@@ -140,22 +130,22 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(planning, name) for name in PLANNING},
     **{name: partial(costs, name) for name in COSTS},
     **{name: partial(runtime, name) for name in RUNTIME},
-    "surviving": readme_surviving.surviving,
-    "unlike": lambda: readme_unlike.unlike(made_by(read(readme_unlike.NAME))),
-    "kinds": lambda: readme_unlike.clusters(made_by(read(readme_unlike.CLUSTERS))),
-    "queued": lambda: readme_unlike.queues(made_by(read("queued"))),
+    "failures": readme_failures.failures,
+    "quotas": lambda: readme_heterogeneous.quotas(made_by(read(readme_heterogeneous.NAME))),
+    "clusters": lambda: readme_heterogeneous.clusters(made_by(read(readme_heterogeneous.CLUSTERS))),
+    "queued": lambda: readme_heterogeneous.queues(made_by(read("queued"))),
     "summary": readme_summary.summary,
 }
 
 
 def tables() -> dict[str, str]:
-    """The tables of the results that there are."""
+    """The tables of the results that exist."""
     have = {path.stem for path in (HERE / "results").glob("*.json")}
     needs = {
         "zoo": {"compatibility"}, "figures": set(readme_figures.FIGURES),
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
-        **{name: {name} for name in RUNTIME}, "unlike": {readme_unlike.NAME},
-        "kinds": {readme_unlike.CLUSTERS}, "queued": {"queued"},
+        **{name: {name} for name in RUNTIME}, "quotas": {readme_heterogeneous.NAME},
+        "clusters": {readme_heterogeneous.CLUSTERS}, "queued": {"queued"},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}
 

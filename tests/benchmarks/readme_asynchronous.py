@@ -9,35 +9,33 @@ from record import RESULTS, read
 
 
 def asynchronous(made: str) -> str:
-    """Asynchronous over synchronous 1F1B, and what prediction takes of it."""
+    """Asynchronous over synchronous 1F1B, and the share of weight prediction."""
     figures = read("asynchronous")["figures"]
     found = figures["summary"]
     lines = [
         "| stages | microbatches | synchronous | SpecTrain | throughput | (M+K-1)/M | of it"
-        " | of what the machine allows | naive, stash | predicting |",
+        " | of what the machine allows | naive, stash | prediction |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         *(row for case in figures["cases"].items() for row in _steps(*case)),
     ]
     text = (
-        f"Two ranks, momentum SGD. Where stages take 20 ms or more: at least"
+        f"Two ranks, momentum SGD. Stages of 20 ms or more reach at least"
         f" {found['of_bound_least']:.2f} of the bound, and"
-        f" {found['of_allowed_least']:.2f} of what two ranks that share caches and memory allow, as"
-        " a stage computes faster while the other waits; predictions take at most"
-        f" {found['prediction_share_most']:.1%} of a step, timed from inside, and"
-        f" {found['prediction_beside_naive_most']:.1%} beside `naive`, which predicts"
-        f" nothing. {made}{_again()}"
+        f" {found['of_allowed_least']:.2f} of what two ranks with shared caches and memory allow."
+        f" Weight prediction takes at most {found['prediction_share_most']:.1%} of a step, and"
+        f" {found['prediction_beside_naive_most']:.1%} compared with `naive`. {made}{_again()}"
     )
     return "\n".join([*lines, "", text])
 
 
 def _again() -> str:
-    """What another run gave on the same machine while its host was busier, if it was kept."""
+    """The result of another run on the same machine while its host was busier, if stored."""
     if not (RESULTS / "asynchronous_busy.json").exists():
         return ""
     cases = read("asynchronous_busy")["figures"]["cases"]
     shares = [row["of_bound"] for rows in cases.values() for row in rows.values()]
     return (
-        f" The machine is shared: another run on it, while its host was busier, gave"
+        f" Another run, while the shared host was busier, reached"
         f" {min(shares):.0%} to {max(shares):.0%} of the bound."
     )
 
@@ -67,9 +65,8 @@ def slow_links(made: str) -> str:
             rows = {name: row for name, row in found.items() if isinstance(row, dict)}
             lines += [_against(ranks, rate, name, row) for name, row in rows.items()]
     text = (
-        "*f*: the part of a data-parallel step in which it only communicates, 1 - t(without"
-        " sums) / t. A pipeline that hides all its communication and is perfectly balanced gains at"
-        f" most 1/(1-f). {made}"
+        "*f* is the share of a data-parallel step that only communicates. A balanced pipeline that"
+        f" hides all its communication gains at most 1/(1-f). {made}"
     )
     return "\n".join([*lines, "", text])
 

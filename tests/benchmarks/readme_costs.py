@@ -1,8 +1,9 @@
-"""Tables about costs: predictions beside what was measured."""
+"""Tables about costs: predictions and measurements. Imported by readme.py."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from record import read
@@ -14,7 +15,7 @@ _NAMES = {
 
 
 def communication(note: str) -> str:
-    """Transfers and collectives at sizes that were held out."""
+    """Transfers and collectives at sizes that the fit has not seen."""
     found = read("communication")["figures"]
     head = (
         "ranks", "operation", "latency", "bandwidth", "fitted line", "measured curve",
@@ -34,7 +35,9 @@ def communication(note: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     every = [_errors(found["all"][kind]) for kind in ("line", "curve", "next_run")]
     lines.append(f"| | all | | | {' | '.join(every)} |")
-    return "\n".join([*lines, "", f"Median and worst error at held-out sizes. {note}"])
+    return "\n".join(
+        [*lines, "", f"Median and worst error at sizes that the fit has not seen. {note}"]
+    )
 
 
 def _errors(found: dict[str, float]) -> str:
@@ -42,67 +45,73 @@ def _errors(found: dict[str, float]) -> str:
 
 
 def accuracy(note: str) -> str:
-    """Predicted and measured steps and process peaks, plan by plan."""
+    """Errors of predicted steps and process peaks, a row for each model."""
     found = read("accuracy")["figures"]
-    head = ("model", "plan", "step predicted", "measured", "error", "at equal pace",
-            "process peak", "error")  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-    for row in found["rows"]:
+    head = ("model", "plans", "measured steps", "error, median and worst", "at equal pace",
+            "process peak, median and worst")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for model in dict.fromkeys(row["model"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["model"] == model]
+        steps = [1e3 * row["measured"] for row in rows]
+        peaks = [row["bytes_error"] for row in rows if row["bytes_error"] is not None]
         cells = [
-            row["model"], row["plan"], f"{1e3 * row['predicted']:.0f} ms",
-            f"{1e3 * row['measured']:.0f} ms", f"{100 * row['error']:+.1f} %",
-            f"{100 * row['paced_error']:+.1f} %",
-            f"{row['measured_bytes'] / 2**20:.0f} MiB",
-            "-" if row["bytes_error"] is None else f"{100 * row['bytes_error']:+.1f} %",
+            model, str(len(rows)), f"{min(steps):.0f} to {max(steps):.0f} ms",
+            _spread(row["error"] for row in rows), _spread(row["paced_error"] for row in rows),
+            _spread(peaks),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     time, paced, memory = (_errors(found[kind]) for kind in ("time", "paced", "memory"))
     runs = max(len(row.get("runs", [0])) for row in found["rows"])
-    each = f" (of {runs} runs each)" if runs > 1 else ""
+    each = f" ({runs} runs each)" if runs > 1 else ""
     words = (
-        f"Median and worst error of steps{each} {time}, at equal pace {paced}; of process peaks"
+        f"All steps{each}: median and worst error {time}; at equal pace {paced}; process peaks"
         f" {memory}.{_apart(found)}"
     )
     return "\n".join([*lines, "", f"{words} {note}"])
 
 
+def _spread(errors: Iterable[float]) -> str:
+    """Median and worst absolute error."""
+    sizes = sorted(abs(error) for error in errors)
+    return f"{100 * statistics.median(sizes):.1f} %, {100 * sizes[-1]:.1f} %"
+
+
 def _apart(found: dict[str, Any]) -> str:
-    """How far the runs of one plan are apart: by as much the host changes its pace meanwhile."""
+    """How far the runs of one plan differ: the pace of the host changes by as much."""
     runs = [row["runs"] for row in found["rows"] if len(row.get("runs", ())) > 1]
     apart = sorted(max(each) / min(each) - 1 for each in runs)
     if not apart:
         return ""
     middle, most = f"{100 * statistics.median(apart):.0f} %", f"{100 * apart[-1]:.0f} %"
-    return f" The runs of one plan are {middle} apart in the middle and {most} at most."
+    return f" Runs of one plan differ by {middle} (median) and {most} at most."
 
 
 def profiling(note: str) -> str:
     """How long profiling takes, and what is measured once."""
     found = read("profiling")["figures"]
-    head = ("run", "profiling", "capturing", "whole command", "ops measured", "known", "left out")
-    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: | --- |"]
+    head = ("run", "profiling", "capture", "command", "ops measured", "ops known", "not measured")
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for name in ("first", "again"):
         row = found[name]
         cells = [
             name, f"{row['seconds']:.1f} s", f"{row['capture_seconds']:.1f} s",
             f"{row['wall']:.1f} s", str(row["ops"]), str(row["known_ops"]),
-            "; ".join(row["left_out"]) or "-",
+            str(len(row["left_out"])),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     words = [
-        f"{layers} layers have {row['operations']} operations, of which {row['distinct']} are"
-        " distinct and measured"
+        f"{layers} layers have {row['operations']} operations, {row['distinct']} of them distinct"
         for layers, row in found["layers"].items()
     ]
-    answers = [f"of another {what}: {code}" for what, code in sorted(found["refused"].items())]
-    text = f"{'; '.join(words)}. A plan by a profile {', '.join(answers)}. {note}"
+    answers = [f"another {what}: {code}" for what, code in sorted(found["refused"].items())]
+    text = f"{'; '.join(words)}. A profile of {', '.join(answers)}. {note}"
     return "\n".join([*lines, "", text])
 
 
 def choice(note: str) -> str:
-    """The plan chosen beside the fastest of those that ran."""
-    head = ("model", "ranks", "plans", "chosen", "fastest", "regret", "rank correlation",
-            "without what was run")  # fmt: skip
+    """The selected plan and the fastest of those that ran."""
+    head = ("model", "ranks", "plans", "selected", "fastest", "regret", "rank correlation",
+            "without trial runs")  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: |"]
     for row in read("choice")["figures"]:
         cells = [
@@ -115,27 +124,35 @@ def choice(note: str) -> str:
 
 
 def memory(note: str) -> str:
-    """Predicted and measured peaks of ranks' processes, of each plan that of the largest."""
+    """Predicted and measured peaks of the largest rank of each plan, a row for each model."""
     found = read("memory")["figures"]
-    head = ("model", "plan", "tensors", "beside them", "allocator", "predicted", "measured",
-            "error")  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-    for row in _fullest(found["rows"]):
-        parts = ("tensors", "process", "allocator", "predicted", "measured")
-        sizes = [f"{row[part] / 2**20:.0f} MiB" for part in parts]
-        cells = [row["model"], row["plan"], *sizes, f"{100 * row['error']:+.1f} %"]
+    head = ("model", "plans", "tensors", "other process memory", "allocator", "measured peak",
+            "error, median and worst")  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    fullest = _fullest(found["rows"])
+    for model in dict.fromkeys(row["model"] for row in fullest):
+        rows = [row for row in fullest if row["model"] == model]
+        sizes = [_sizes([row[part] for row in rows])
+                 for part in ("tensors", "process", "allocator", "measured")]  # fmt: skip
+        cells = [model, str(len(rows)), *sizes, _spread(row["error"] for row in rows)]
         lines.append(f"| {' | '.join(cells)} |")
     largest, every = found["fullest"], found["every rank"]
     limits = found["limits"]
-    kept = sum(row["fits"] and row["measured"] <= row["memory"] for row in limits)
+    within = sum(row["fits"] and row["measured"] <= row["memory"] for row in limits)
     refused = sum(not row["less_fits"] for row in limits)
     words = (
         f"Median and worst error {_errors(largest)}, at most {100 * largest['under']:.1f} % too "
-        f"low; of all {every['rows']} ranks {_errors(every)}, {100 * every['under']:.1f} %. "
-        f"On devices that a plan just fits {kept} of {len(limits)} kept within their memory; "
-        f"{refused} were refused 8 MiB less."
+        f"low; all {every['rows']} ranks: {_errors(every)}, {100 * every['under']:.1f} %. "
+        f"On devices with exactly the memory that a plan needs, {within} of {len(limits)} runs"
+        f" stayed within it; with 8 MiB less, {refused} plans were refused."
     )
     return "\n".join([*lines, "", f"{words} {note}"])
+
+
+def _sizes(found: list[float]) -> str:
+    """Return the smallest and the largest of sizes in MiB."""
+    low, high = (f"{value / 2**20:.0f}" for value in (min(found), max(found)))
+    return f"{low} MiB" if low == high else f"{low} to {high} MiB"
 
 
 def _fullest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ def made_by(result: Mapping[str, Any]) -> str:
 
 
 def conditions(result: Mapping[str, Any]) -> str:
-    """The machine and versions of a result, in words."""
+    """The machine and versions of a result."""
     machine = result["machine"]
     date = f"{result['date']}, " if result["date"] else ""
     return (
@@ -27,9 +27,9 @@ def conditions(result: Mapping[str, Any]) -> str:
 def zoo() -> str:
     """The compatibility table."""
     rows = [
-        "| model | parameters | captured by | batch | 2 stages | 4 stages | loss against the module"
-        " | gradient | what it tries |",
-        "| --- | ---: | --- | --- | --- | --- | ---: | ---: | --- |",
+        "| model | parameters | batch | 2 stages | 4 stages | loss against the module"
+        " | gradient | what it covers |",
+        "| --- | ---: | --- | --- | --- | ---: | ---: | --- |",
     ]
     result = read("compatibility")
     rows += [zoo_row(row) for row in result["figures"]]
@@ -39,22 +39,22 @@ def zoo() -> str:
 def zoo_row(row: Mapping[str, Any]) -> str:
     """One model."""
     if "fault" in row:
-        return f"| `{row['model']}` | | {row['fault']} | | | | | | {row['note']} |"
+        return f"| `{row['model']}` | | {row['fault']} | | | | | {row['note']} |"
     verdicts = [
         (f"({row['stages'][k]}) " if row["stages"][k] != int(k) else "")
-        + ("bit-equal" if row["equal"][k] else f"within {row['largest']:.0e}")
+        + ("identical" if row["equal"][k] else f"within {row['largest']:.0e}")
         for k in ("2", "4")
     ]
     batch = "symbolic" if row["symbolic_batch"] else "fixed"
     cells = [
-        f"`{row['model']}`", f"{row['parameters']:,}", row["capture"], batch, *verdicts,
+        f"`{row['model']}`", f"{row['parameters']:,}", batch, *verdicts,
         difference(row["eager_loss"]), difference(row["eager_gradient"]), row["note"],
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
 def difference(value: float | None) -> str:
-    """A relative difference, or that there is none."""
+    """Format a relative difference, if there is one."""
     return "not run" if value is None else "0" if value == 0 else f"{value:.0e}"
 
 
@@ -75,13 +75,13 @@ def module_check(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     slowest = max(small, key=lambda row: row["check_over_rest"])["model"]
     return [
         (
-            "time of the check of the captured program against the module, over the rest of"
-            " `compile()` (plan included), for each model of the zoo",
+            "time of the check of the captured program against the module, relative to the other"
+            " work of `compile()`, for each model of the zoo",
             f"median **{median(ratios):.2f}**, at most {ratios[-1]:.2f} ({slowest})",
         ),
         (
             "the same check of GPT-2 small (124M parameters)",
-            f"**{large['check_seconds']:.1f} s**, {large['check_over_rest']:.2f} of the rest",
+            f"**{large['check_seconds']:.1f} s**, ratio {large['check_over_rest']:.2f}",
         ),
     ]
 
@@ -94,7 +94,7 @@ def overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             "throughput of fxpart's 1F1B over `torch.distributed.pipelining`'s `Schedule1F1B`, the"
             " same two stages, 2 ranks over gloo",
             f"**{found['ratio']:.2f}** (median of {len(found['ratios'])} pairs, {low:.2f} to"
-            f" {high:.2f}); {found['ours_ms']:.0f} and {found['theirs_ms']:.0f} ms a step",
+            f" {high:.2f}); {found['ours_ms']:.0f} and {found['theirs_ms']:.0f} ms per step",
         )
     ]
 
@@ -109,7 +109,7 @@ def tensor_overhead(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             f" {calls['theirs']} collectives, 2 ranks over gloo",
             f"**{wall['ratio']:.2f}** (median of {len(wall['ratios'])} pairs,"
             f" {min(wall['ratios']):.2f} to {max(wall['ratios']):.2f}); {wall['ours_ms']:.0f} and"
-            f" {wall['theirs_ms']:.0f} ms a step, of CPU time {cpu['ours_ms']:.0f} and"
+            f" {wall['theirs_ms']:.0f} ms per step, CPU time {cpu['ours_ms']:.0f} and"
             f" {cpu['theirs_ms']:.0f} ms ({cpu['ratio']:.2f})",
         )
     ]
@@ -120,15 +120,15 @@ def zero(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     def memory(row: Mapping[str, Any]) -> str:
         kept, peak = row["kept_bytes"] / 1e6, row["peak_bytes"] / 1e6
-        return f"{kept:.0f} MB kept, {peak:.0f} at the peak"
+        return f"{kept:.0f} MB resident, {peak:.0f} peak"
 
     rows = [(level, found[f"zero{level}"]) for level in (1, 2, 3)]
     return [
         (
-            "ZeRO beside torch's `fully_shard`"
+            "ZeRO compared with torch's `fully_shard`"
             f" ({memory(found['fully_shard'])}), the same small GPT, 2 ranks over gloo",
             "; ".join(
-                f"ZeRO-{level}: a step takes **{row['ratio']:.2f}** of its time, {memory(row)}"
+                f"ZeRO {level}: **{row['ratio']:.2f}** of its step time, {memory(row)}"
                 for level, row in rows
             ),
         )
@@ -143,9 +143,9 @@ def placement(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         slowest = max(each["solve_cpu_seconds"] for each in solved)
         rows.append(
             (
-                f"choosing placements of 96 layers of GPT-3 on a mesh {row['mesh']},"
-                f" {row['microbatches']} microbatches, memory free and tight",
-                f"tables **{row['build_cpu_seconds']:.1f} CPU s**, solved in at most"
+                f"placements of 96 layers of GPT-3 on a mesh {row['mesh']},"
+                f" {row['microbatches']} microbatches, ample and tight memory",
+                f"problem **{row['build_cpu_seconds']:.1f} CPU s**, solved in at most"
                 f" {slowest:.2f}, gap at most {100 * worst:.2g} %; step"
                 f" {row['step_seconds'] / row['megatron_step_seconds']:.3f} of Megatron's"
                 " placements' under the same costs",
@@ -196,17 +196,17 @@ def pipeline_speed(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     step = found["step_ms"]
     return [
         (
-            "training step of `examples/gpt2_text.py` on 2 ranks of one thread, against the user's"
-            " own loop in one process",
-            f"{step['partitioned']:.0f} ms; own loop {step['one thread']:.0f} ms with one thread"
+            "training step of `examples/gpt2_text.py` on 2 ranks with one thread each, compared"
+            " with a plain loop in one process",
+            f"{step['partitioned']:.0f} ms; plain loop {step['one thread']:.0f} ms with one thread"
             f" (speed-up **{found['speed_up_over_one_thread']:.2f}**),"
             f" {step['two threads']:.0f} ms with two"
             f" (**{found['speed_up_over_two_threads']:.2f}**)",
         ),
         (
-            "the same step as predicted from formulas",
+            "the same step, predicted from formulas",
             f"{found['predicted_ms']:.0f} ms predicted, {step['partitioned']:.0f} ms measured:"
-            f" {found['predicted_ms'] / step['partitioned']:.2f} of it",
+            f" ratio {found['predicted_ms'] / step['partitioned']:.2f}",
         ),
     ]
 

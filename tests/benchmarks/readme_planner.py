@@ -1,4 +1,4 @@
-"""Tables about planning: large models, others' rules, the max-load problem."""
+"""Tables about planning: large models, rules of other planners, the max-load problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from record import read
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
-    """A table whose first column alone stands on the left."""
+    """A table whose first column alone is left-aligned."""
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", note])
@@ -45,7 +45,7 @@ def planner(note: str) -> str:
 
 
 def others(note: str) -> str:
-    """What other planners' rules would choose, on the same costs."""
+    """Plans by the rules of other planners, on the same costs."""
     found = read("baselines")["figures"]
     names = list(found["models"][0]["ratios"])
     rows = [
@@ -62,7 +62,7 @@ def others(note: str) -> str:
 
 def maxload(note: str) -> str:
     """The published instances."""
-    result = read("maxload")["figures"]
+    result = read("maxload_optima")["figures"]
     rows = []
     for row in result["published"]:
         dp, free = row["dp"], row["any"]
@@ -79,7 +79,7 @@ def maxload(note: str) -> str:
     ]  # fmt: skip
     every = result["all_eight"]
     times = (
-        f"All eight chains: {every['dp_cpu_seconds']:.1f} CPU s by the dynamic programme,"
+        f"All eight chains: {every['dp_cpu_seconds']:.1f} CPU s by the dynamic program,"
         f" {every['cp_sat_cpu_seconds']:.1f} by CP-SAT."
     )
     return table(head, rows, f"{times} {note}")

@@ -79,7 +79,7 @@ def nanoseconds() -> dict[str, float]:
     device = torch.device("cpu")
     recorder = Recorder(InProcess(1), ((0,),), {0: device}, schedule="1f1b", microbatches=1)
     bare = Instruction(parse("0F0"), (), _nothing, _nothing)
-    wrapped = recorder.pen(0).around(bare, lambda stage: 0)
+    wrapped = recorder.get_rank_recorder(0).measure(bare, lambda stage: 0)
     recorder.begin(0)
     five = (_nothing,) * 5
 

@@ -65,7 +65,8 @@ def network(ranks: int, megabits: float) -> Any:
     """What the planner is told: this machine's cores, shared, and the links as they are shaped."""
     from msgspec.structs import replace
 
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.devices import Link
+    from fxpart.cluster.model import Cluster
 
     here = Cluster.local(ranks)
     link = Link(

@@ -113,7 +113,7 @@ def ours(
         constraints={"mesh": "tp=2", "stages": 1, "placements": "annotated"},
     )  # fmt: skip
     trainer = program.trainer()
-    (lane,) = trainer._lanes
+    (lane,) = trainer._mesh_ranks
 
     def step() -> None:
         seen["ours"] = float(trainer.step(batch))

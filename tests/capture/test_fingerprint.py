@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from inplace_programs import Builder
 from ranks import python_path
 from torch import fx, nn
 from zoo_graphs import captured, prepared
 
-from fxpart.capture.fingerprint import canonical_lines, describe_difference, fingerprint
+from fxpart.capture.fingerprint import canonical_lines, fingerprint
 from fxpart.compiler import PassManager
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def graph(
     builder = Builder(**{name: weight})
     y = builder.call(aten.linear.default, builder.input(rows, width), builder.get(name))
     y = builder.call(aten.dropout.default, builder.call(op, y), p, True)
-    return PassManager().run(PREPARE, builder.finish(y))
+    return PassManager(all_passes()).run(PREPARE, builder.finish(y))
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,11 @@ def graph(
 def test_relevant_changes_show(change: dict[str, object]) -> None:
     a, b = graph(), graph(**change)  # type: ignore[arg-type]
     assert fingerprint(a) != fingerprint(b)
-    difference = describe_difference(a, b)
-    assert difference is not None
-    assert difference.lines[0] != difference.lines[1]
-    assert list(canonical_lines(a))[difference.index] == difference.lines[0]
+    assert list(canonical_lines(a)) != list(canonical_lines(b))
 
 
 def test_equal_graphs_do_not_differ() -> None:
     assert fingerprint(graph()) == fingerprint(graph())
-    assert describe_difference(graph(), graph()) is None
 
 
 def test_node_names_and_devices_do_not_count() -> None:
@@ -65,20 +61,9 @@ def test_node_names_and_devices_do_not_count() -> None:
     assert fingerprint(a) == fingerprint(b)
 
 
-def test_one_graph_may_end_before_the_other() -> None:
-    a, b = graph(), graph()
-    relu = next(n for n in b.graph.nodes if n.target is aten.relu.default)
-    relu.replace_all_uses_with(relu.args[0])
-    b.graph.erase_node(relu)
-    difference = describe_difference(a, b)
-    assert difference is not None
-    assert "relu" in difference.lines[0]
-    assert "relu" in difference.places[0]
-
-
 @pytest.mark.slow
 def test_blocks_count() -> None:
-    few = PassManager().run(PREPARE + "{max_blocks=2}", captured("mlp").graph)
+    few = PassManager(all_passes()).run(PREPARE + "{max_blocks=2}", captured("mlp").graph)
     assert fingerprint(few) != fingerprint(prepared("mlp"))
 
 

@@ -58,7 +58,7 @@ def test_a_strategy_and_names(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(list((root / "paddle").glob("*.pdattr.json"))) == 3
     (root / "s.json").write_text(json.dumps({"h.0.weight": cut | {"dims_mapping": [-1, 0]}}))
     status, fault, _ = told(capsys, root / "run", root / "other", *given)
-    assert status == 2 and "cannot be cut into [1, 3]" in fault["error"][0]["why"]
+    assert status == 2 and "cannot be sharded evenly into [1, 3]" in fault["error"][0]["why"]
     plain = ["--model-prefix", "", "--optimizer-prefix", ""]
     told(capsys, root / "run", root / "dcp", "--to", "dcp", *plain)
     index = json.loads((root / "dcp" / "model.safetensors.index.json").read_text())

@@ -53,7 +53,7 @@ def noticed(root: Path) -> tuple[Problem, ...]:
 def owners(path: Path, name: str, at: int) -> set[str]:
     """The tensors that lose by a change at a byte of a file: one, or all where it is a header."""
     manifest = msgspec.json.decode((path / NAME).read_bytes(), type=CheckpointManifest)
-    places = Checkpoint.open(path).places.get(name, {})
+    places = Checkpoint.open(path).entries.get(name, {})
     inside = {n for n, place in places.items() if place.start <= at < place.stop}
     return {
         key
@@ -187,7 +187,7 @@ def test_a_checkpoint_under_another_step(root: Path) -> None:
 def test_exchanged_tensors(root: Path) -> None:
     """Two parts of one size change places: in the data, and in the header."""
     path = newest(root)
-    places = Checkpoint.open(path).places
+    places = Checkpoint.open(path).entries
     pairs = [
         (name, one, other)
         for name, found in places.items()
@@ -264,7 +264,7 @@ def test_names_that_lead_elsewhere(root: Path, name: str) -> None:
         return msgspec.structs.replace(manifest, files={**manifest.files, name: entry})
 
     (problem,) = signed(root, change)
-    assert problem.why == "it is no name of a file beside it"
+    assert problem.why == "it is not a valid file name"
     assert problem.where.isprintable()
 
 
@@ -289,16 +289,16 @@ DIGEST = "0" * 64
     [
         (with_part(ManifestPart("none.safetensors", "w", ALL, DIGEST)), "does not list"),
         (with_part(ManifestPart("../" + FILE, "w", ALL, DIGEST)), "does not list"),
-        (with_part(ManifestPart(FILE, "w", ALL, DIGEST)), "not in the file"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST)), "missing in the file"),
         (with_part(ManifestPart(FILE, "w", ALL, "short")), "digest"),
         (with_part(ManifestPart(FILE, "w", (((0, 9),),), DIGEST)), "dim 0"),
-        (with_part(ManifestPart(FILE, "w", ALL, DIGEST, (3, 90))), "not among"),
-        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), dtype="object"), "dtype object"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST, (3, 90))), "are not within"),
+        (with_part(ManifestPart(FILE, "w", ALL, DIGEST), dtype="object"), "dtype is object"),
         (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(-4,)), "shape"),
         (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(1 << 62,)), "shape"),
         (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(1 << 40,) * 60), "shape"),
         (with_part(ManifestPart(FILE, "w", ALL, DIGEST), shape=(2,) * 100_000), "shape"),
-        (with_part(ManifestPart("plan.json", "w", ALL, DIGEST)), "not in the file"),
+        (with_part(ManifestPart("plan.json", "w", ALL, DIGEST)), "missing in the file"),
     ],
 )  # fmt: skip
 def test_manifests_that_cannot_be(
@@ -316,7 +316,7 @@ def test_parts_that_do_not_cover(root: Path) -> None:
         tensors[key] = msgspec.structs.replace(tensors[key], parts=kept)
         return msgspec.structs.replace(manifest, tensors=tensors)
 
-    assert any("its parts hold" in problem.why for problem in signed(root, change))
+    assert any("its parts contain" in problem.why for problem in signed(root, change))
 
 
 def test_a_file_that_is_larger_than_is_listed(root: Path) -> None:
@@ -353,7 +353,7 @@ def test_reading_says_what_it_finds(root: Path) -> None:
     checkpoint = Checkpoint.open(path)
     parts = checkpoint.manifest.tensors["model/h.3.weight"].parts
     name, place = max(
-        ((p.file, checkpoint.places[p.file][p.name]) for p in parts), key=lambda at: at[1].size
+        ((p.file, checkpoint.entries[p.file][p.name]) for p in parts), key=lambda at: at[1].size
     )
     before = (path / name).read_bytes()
     data = bytearray(before)
@@ -363,7 +363,7 @@ def test_reading_says_what_it_finds(root: Path) -> None:
         with pytest.raises(FxpartError, match=r"model/h\.3\.weight in rank"):
             checkpoint.read("model/h.3.weight")
         (path / name).write_bytes(data[: place.start])
-        with pytest.raises(FxpartError, match="has become shorter"):
+        with pytest.raises(FxpartError, match="is truncated"):
             checkpoint.read("model/h.3.weight")
         (path / name).unlink()
         with pytest.raises(FxpartError, match="No such file"):

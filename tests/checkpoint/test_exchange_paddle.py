@@ -118,10 +118,10 @@ def test_any_array_that_numpy_writes(tmp_path: Path, make) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     np.savez(tmp_path / "a.npz", w=make(array), bits=np.array([1, 2], np.uint16), s=np.float32(2))
     found = NpzArrays(tmp_path / "a.npz")
-    assert found.outlines["w"] == TensorType("float32", (3, 4))
+    assert found.tensor_types["w"] == TensorType("float32", (3, 4))
     assert found.read("w").tobytes() == array.tobytes()
-    assert found.outlines["bits"] == TensorType("bfloat16", (2,))
-    assert found.outlines["s"] == TensorType("float32", ())
+    assert found.tensor_types["bits"] == TensorType("bfloat16", (2,))
+    assert found.tensor_types["s"] == TensorType("float32", ())
 
 
 def test_optimizer_state_is_cut_as_its_parameter(tmp_path: Path) -> None:
@@ -175,12 +175,15 @@ WHOLE = {"process_shape": [1], "process_group": [0], "dims_mapping": [-1]}
         ({"process_shape": [0]}, "process_group has"),
         ({"process_shape": []}, "process_group has"),
         ({"process_shape": [10**30, 10**30]}, ""),
-        ({"process_group": [-1]}, "names a rank twice, or none"),
-        ({"process_group": [5]}, "ranks [5] lack it"),
-        ({"process_group": [0, 1], "process_shape": [2], "dims_mapping": [0]}, "ranks [1] lack it"),
+        ({"process_group": [-1]}, "duplicate or negative ranks"),
+        ({"process_group": [5]}, "missing on ranks [5]"),
+        (
+            {"process_group": [0, 1], "process_shape": [2], "dims_mapping": [0]},
+            "missing on ranks [1]",
+        ),
         ({"dims_mapping": [0, -1]}, "dims_mapping is for 2 dims"),
-        ({"dims_mapping": [1]}, "names an axis twice, or none"),
-        ({"dims_mapping": [-2]}, "names an axis twice, or none"),
+        ({"dims_mapping": [1]}, "duplicate or unknown mesh axes"),
+        ({"dims_mapping": [-2]}, "duplicate or unknown mesh axes"),
         ({"dims_mapping": ["0"]}, "no converter dictionaries"),
         ({"more": 1}, "no converter dictionaries"),
     ],

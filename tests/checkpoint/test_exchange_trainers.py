@@ -49,7 +49,7 @@ def test_the_model_alone(tmp_path: Path, saved: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     (tmp_path / "run").mkdir()
     (tmp_path / "back").rename(tmp_path / "run" / "checkpoints")
-    with pytest.raises(FxpartError, match="no run has saved it"):
+    with pytest.raises(FxpartError, match="not saved by fit"):
         there.fit([batch()], steps=1, checkpoints=tmp_path / "run")
 
 

@@ -120,7 +120,7 @@ def test_values_that_json_lacks() -> None:
     assert value_codec.from_json_value(value_codec.to_json_value(state)) == state
     assert np.isnan(value_codec.from_json_value(value_codec.to_json_value(float("nan"))))
     assert value_codec.to_json_value({"a": np.float32(0.5), "b": np.int64(3)}) == {"a": 0.5, "b": 3}
-    with pytest.raises(TypeError, match=r"extra\.a\[1\] is a object"):
+    with pytest.raises(TypeError, match=r"extra\.a\[1\] has the type object"):
         value_codec.to_json_value({"a": [1, object()]}, "extra")
 
 
@@ -155,7 +155,7 @@ def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
     rest |= {"fingerprint": "", "plan": ""}
     with pytest.raises(FxpartError, match="float16"):
         merge(read_rank_manifests(partial, 2), **rest)
-    with pytest.raises(FxpartError, match="hold 1 of 2 elements"):
+    with pytest.raises(FxpartError, match="contain 1 of 2 elements"):
         merge(read_rank_manifests(partial, 1), **rest)
 
 

@@ -48,16 +48,16 @@ def test_the_one_before_is_used_and_it_is_told(root: Path) -> None:
     assert found.manifest.step == 20
     first, second = found.skipped
     assert "step-0000000040, model/" in first.where and "rank-00000" in first.where
-    assert first.fix.endswith("step-0000000030") and "manifest.json" in second.where
+    assert "step-0000000030" in first.fix and "manifest.json" in second.where
 
 
 def test_none_is_whole(root: Path) -> None:
-    with pytest.raises(FxpartError, match="there is none") as raised:
+    with pytest.raises(FxpartError, match="there is no checkpoint") as raised:
         folder.newest(root / "none")
     assert raised.value.code == "FXP511"
     for path in folder.list_complete(root):
         damage(path)
-    with pytest.raises(FxpartError, match="4 checkpoints, each damaged") as raised:
+    with pytest.raises(FxpartError, match="all 4 checkpoints are damaged") as raised:
         folder.newest(root)
     assert [p.code for p in raised.value.problems] == ["FXP511", *["FXP510"] * 4]
 
@@ -116,7 +116,7 @@ def test_a_link_is_not_written_through(
 ) -> None:
     other = tmp_path_factory.mktemp("other")
     (tmp_path / ".partial-g0-step-0000000001").symlink_to(other)
-    with pytest.raises(FxpartError, match="is a link"):
+    with pytest.raises(FxpartError, match="is a symbolic link"):
         folder.begin(tmp_path, 1, 0)
     partial = folder.begin(tmp_path, 2, 0)
     for name in ("rank-00000.safetensors", ".rank-00000.json.new"):
@@ -152,7 +152,7 @@ def test_values_that_cannot_be_kept(tmp_path: Path) -> None:
     partial = folder.begin(tmp_path, 1, 0)
     made = manifest(partial, [write_rank(partial, 0, [])], 1)
     made.extra["loader"] = object()
-    with pytest.raises(FxpartError, match=r"extra\.loader is a object") as raised:
+    with pytest.raises(FxpartError, match=r"extra\.loader has the type object") as raised:
         folder.commit(partial, made)
     assert raised.value.code == "FXP513"
     assert folder.list_complete(tmp_path) == []

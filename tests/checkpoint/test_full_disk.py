@@ -120,7 +120,7 @@ def test_a_full_disk(small: Path) -> None:
             assert fits
         except FxpartError as fault:
             assert not fits and fault.code == "FXP513"
-            assert "No space left on device" in str(fault) and "free some space" in str(fault)
+            assert "No space left on device" in str(fault) and "free disk space" in str(fault)
             assert list(partial.iterdir()) == []
             folder.discard(partial)
     assert [folder.step_of(path) for path in folder.list_complete(small)] == [3, 1]

@@ -16,7 +16,8 @@ import pytest
 import sample_plans
 from cli_calls import call, fresh
 
-from fxpart import cli
+from fxpart import cli, units
+from fxpart.cli.explain import RENAMED
 from fxpart.errors import CODES
 from fxpart.plan.model import Plan
 
@@ -34,14 +35,51 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(cli.__file__).parent
     # The others hold what several verbs share, or a verb of a verb.
     verbs = {p.stem for p in folder.glob("*.py") if "\ndef command(" in p.read_text()}
-    assert set(cli.VERBS) == verbs
+    assert set(cli.VERBS.builtin) == verbs
     assert all(f"\n  {verb} " in out for verb in verbs)
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize("verb", cli.VERBS.builtin)
 def test_each_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = call(capsys, verb, "--help")
     assert "--json" in out
+
+
+def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
+    """It is listed without being imported, runs with its own options, and reports as all do."""
+    info = tmp_path / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[fxpart.commands]\nhello = outside:hello\nbroken = outside:NOTHING\n"
+    )
+    (tmp_path / "outside.py").write_text(
+        "import click\nprint('imported')\nNOTHING = 3\n"
+        "@click.command()\n@click.argument('name')\n"
+        "def hello(name):\n    click.echo(f'hello {name}')\n"
+    )
+    root = Path(cli.__file__).parents[2]
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(root)!r}]\n"
+    code += "from fxpart.cli import main; main()"
+
+    def outside(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100
+        )
+
+    listed = outside("--help")
+    assert "\n  hello " in listed.stdout and "imported" not in listed.stdout
+    assert outside("hello", "you").stdout == "imported\nhello you\n"
+    broken = outside("broken")
+    assert broken.returncode == 2 and "FXP109" in broken.stderr and "click" in broken.stderr
+
+
+def test_names_of_commands_are_in_the_table_only() -> None:
+    """The module of every command is `fxpart.cli.NAME`; no module dispatches by name."""
+    for verb in cli.VERBS.builtin:
+        spec = cli.VERBS[verb]
+        assert isinstance(spec, cli.CommandSpec) and spec.module == f"fxpart.cli.{verb}"
+        assert spec.summary.endswith((".", "?")) and spec.load().name == "command"
 
 
 def test_bare_call_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +133,7 @@ def test_explain_a_plan(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("GPT2LMHeadModel on local:4") and err == ""
     out, _ = call(capsys, "explain", plan, "--json")
     found, given = json.loads(out), Plan.load(plan)
-    assert found["step"]["seconds"] == given.prediction.step_seconds
+    assert found["step"]["step_time"] == given.prediction.simulated_seconds
     assert [one["stage"] for one in found["by_stage"]] == [0, 1, 2, 3]
 
 
@@ -115,11 +153,18 @@ def test_every_page_has_a_code() -> None:
 
 def test_explain_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "microbatch" in call(capsys, "explain", "glossary")[0]
-    assert "certificate" in call(capsys, "explain", "how_it_chooses")[0]
+    assert "certificate" in call(capsys, "explain", "understanding_a_plan")[0]
     found = json.loads(call(capsys, "explain", "FXP301", "--json")[0])
     assert found["exit_status"] == 2 and found["title"] == CODES["FXP301"][0]
     _, err = call(capsys, "explain", "FXP999", status=2)
     assert "FXP900" in err
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_explain_an_earlier_name_of_a_page(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = call(capsys, "explain", old)
+    assert err == f"The page '{old}' is now part of '{RENAMED[old]}'.\n"
+    assert out == call(capsys, "explain", RENAMED[old])[0] and out.startswith("# ")
 
 
 def test_validate(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,23 +186,28 @@ def test_diff(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert call(capsys, "diff", plan, plan)[0] == "no difference\n"
     other = tmp_path / "other.json"
     msgspec.structs.replace(Plan.load(plan), seed=7).dump(other)
-    assert call(capsys, "diff", plan, str(other), status=1)[0] == "seed: 0 -> 7\n"
+    same = units.seconds(Plan.load(plan).prediction.expected_seconds)
+    out, _ = call(capsys, "diff", plan, str(other), status=1)
+    assert out == f"step time {same} -> {same} (+0.0 %)\nseed: 0 -> 7\n"
     out, _ = call(capsys, "diff", plan, str(other), "--json", status=1)
-    assert json.loads(out) == [{"kind": "given", "new": 7, "old": 0, "path": "seed"}]
+    found = json.loads(out)
+    assert found["changes"] == [{"kind": "given", "new": 7, "old": 0, "path": "seed"}]
+    assert found["step_time"]["old"] == Plan.load(plan).prediction.expected_seconds
     slower = sample_plans.plan(slow=2.0)
     msgspec.structs.replace(slower, microbatches=7).dump(other)
     lines = call(capsys, "diff", plan, str(other), status=1)[0].splitlines()
-    at = lines.index("Predicted")
-    assert lines[0] == "Decided" and lines[1] == "  microbatches: 8 -> 7"
+    at = lines.index("Predictions")
+    assert lines[1:3] == ["Decisions", "  microbatches: 8 -> 7"]
     old, new = (Plan.load(p).prediction.step_seconds for p in (plan, other))
-    words = f"  prediction.step_seconds: {old:.6g} -> {new:.6g} ({(new / old - 1) * 100:+.1f} %)"
+    name = "prediction.step_seconds (closed form)"
+    words = f"  {name}: {old:.6g} -> {new:.6g} ({(new / old - 1) * 100:+.1f} %)"
     assert words in lines[at:]
 
 
 def test_simulate(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     out, err = call(capsys, "simulate", plan, "--schedule", "gpipe", "--trace", str(trace))
-    assert out.startswith("gpipe: ") and "8 microbatches in flight" in out and "wrote" in err
+    assert "\ngpipe: simulated " in out and "8 microbatches in flight" in out and "wrote" in err
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(e["ph"] == "X" and e["cat"] == "compute" for e in events) == 2 * 4 * 8
     found = json.loads(call(capsys, "simulate", plan, "-m", "3", "--json")[0])
@@ -172,7 +222,10 @@ def test_report(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert out == "" and str(path) in err
     assert path.read_text().startswith("<!DOCTYPE html>")
     out, _ = call(capsys, "report", plan, "-o", str(path), "--json")
-    assert json.loads(out) == {"files": {str(path): path.stat().st_size}}
+    assert json.loads(out) == {
+        "files": {str(path): path.stat().st_size},
+        "step_time": Plan.load(plan).prediction.expected_seconds,
+    }
     _, err = call(capsys, "report", plan, "-o", str(tmp_path / "no" / "r.html"), status=4)
     assert "FXP603" in err
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-from fxpart.cli import run
-from fxpart.cluster.model import Cluster
-from fxpart.plan.model import Plan
-from fxpart.profiling.device_group import keep_same_devices
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     ContentionProfile,
     MeasurementEnvironment,
     Profile,
     TimeQuartiles,
 )
+
+from fxpart.cli import run
+from fxpart.cluster.model import Cluster
+from fxpart.plan.model import Plan
+from fxpart.profiling.device_group import keep_same_devices
 
 TARGET = """
 import torch
@@ -85,7 +85,7 @@ def test_show_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found["setting"]["chip"] == "x" and set(found["ops"]) == {"x", "y", "z"}
     assert run(["profile", "--show", whole]) == 0
     text = capsys.readouterr().out
-    assert "3 op timings" in text and "each 1.00, 1.50 times as long" in text
+    assert "3 op timings" in text and "of 1 to 2 computing ranks: 1.00, 1.50 times" in text
     assert run(merge) == 0
     assert f"0 measurements from {a}" in capsys.readouterr().out
 

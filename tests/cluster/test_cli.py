@@ -16,9 +16,10 @@ from sample_plans import plan as sample
 from fxpart import cli
 from fxpart.cli import cluster as verbs
 from fxpart.cluster.completeness import missing_links
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.cluster.files import decode
 from fxpart.cluster.importers.registry import IMPORTERS
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
+from fxpart.cluster.model import Cluster
 
 DATA = Path(__file__).parent / "data"
 
@@ -39,7 +40,7 @@ def test_the_page_shows_what_the_commands_print() -> None:
 def test_the_file_on_the_page_is_one() -> None:
     """It has every key there is."""
     text = PAGE.read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
-    cluster = decode(text.encode(), ".toml")
+    cluster = decode(Cluster, text.encode(), ".toml")
     assert missing_links(cluster) == ()
     whole = [cluster, *cluster.devices, *cluster.links]
     whole += [] if cluster.hosts is UNSET else cluster.hosts

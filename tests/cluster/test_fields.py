@@ -13,8 +13,9 @@ from cluster_drawing import clusters
 from hypothesis import given, settings
 
 from fxpart.cluster.completeness import MOST, find_misspelled_keys, missing_facts, missing_links
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.cluster.files import decode, from_builtins, to_builtins, to_json, to_toml
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 CPU = Device(
@@ -37,9 +38,9 @@ def changed(item: msgspec.Struct, **fields: object) -> msgspec.Struct:
 @settings(max_examples=30, deadline=None)
 def test_files_both_ways(cluster: Cluster) -> None:
     assert cluster.problems() == ()
-    assert decode(to_toml(cluster).encode(), ".toml") == cluster
-    assert decode(to_json(cluster).encode(), ".json") == cluster
-    assert from_builtins(to_builtins(cluster)) == cluster
+    assert decode(Cluster, to_toml(cluster).encode(), ".toml") == cluster
+    assert decode(Cluster, to_json(cluster).encode(), ".json") == cluster
+    assert from_builtins(Cluster, to_builtins(cluster)) == cluster
     assert json.loads(to_json(cluster)) == tomllib.loads(to_toml(cluster))
 
 
@@ -90,7 +91,7 @@ latency = 0
 bandwidth = 1
 colour = "grey"
 """
-    cluster = decode(text.encode(), ".toml")
+    cluster = decode(Cluster, text.encode(), ".toml")
     assert cluster.extra == {"owner": "physics"}
     assert cluster.devices[0].extra == {
         "bought": datetime.date(2024, 5, 1),
@@ -105,7 +106,7 @@ colour = "grey"
 def test_null_goes_into_json_alone() -> None:
     cluster = changed(PLAIN, extra={"rack": None})
     assert isinstance(cluster, Cluster)
-    assert decode(to_json(cluster).encode(), ".json") == cluster
+    assert decode(Cluster, to_json(cluster).encode(), ".json") == cluster
     with pytest.raises(FxpartError, match="FXP603"):
         to_toml(cluster)
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpart.cluster.devices import CollectiveCurve
 from fxpart.cluster.importers import nccl_tests
 from fxpart.cluster.importers.registry import recognise
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.latency_bandwidth_fit import fit
-from fxpart.cluster.model import Cluster, CollectiveCurve
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"

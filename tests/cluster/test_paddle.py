@@ -144,7 +144,7 @@ def test_in_and_out(document: dict[str, Any]) -> None:
     cluster = imported(document, memory=1e12)
     assert cluster.problems() == ()
     assert same(document_of(cluster), document)
-    again = decode(to_json(cluster).encode(), ".json")
+    again = decode(Cluster, to_json(cluster).encode(), ".json")
     assert again == cluster and same(document_of(again), document)
 
 
@@ -209,7 +209,7 @@ def test_others_changes_beside_our_key_win() -> None:
 
 def test_through_toml() -> None:
     cluster = paddle.read(TEXT, ImportOptions()).cluster
-    again = decode(to_toml(cluster).encode(), ".toml")
+    again = decode(Cluster, to_toml(cluster).encode(), ".toml")
     assert again == cluster and same(document_of(again), json.loads(TEXT))
 
 

@@ -13,7 +13,7 @@ from fxpart.cluster.importers import slurm
 from fxpart.cluster.importers.registry import recognise
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.model import Cluster
-from fxpart.environment import slurm as job
+from fxpart.environment import read_slurm as job
 from fxpart.errors import FxpartError
 
 

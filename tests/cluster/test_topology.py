@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpart.cluster.devices import Link
 from fxpart.cluster.importers import nvidia_topology
 from fxpart.cluster.importers.registry import recognise
 from fxpart.cluster.importers.source_facts import ImportOptions
-from fxpart.cluster.model import Cluster, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"

@@ -14,8 +14,7 @@ from zoo import ZOO
 
 import fxpart
 from fxpart.codegen.materialization import materialize
-from fxpart.codegen.module_emitter import emit
-from fxpart.codegen.recompute_segments import split_recompute_segments
+from fxpart.codegen.module_emitter import emit, split_recompute_segments
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.codegen.stage_split import split
 from fxpart.runtime.executor.recompute import StageRecomputation
@@ -43,7 +42,7 @@ def trained(name: str, mode: str, plan: Any = None) -> Any:
     trainer = program.trainer(torch.optim.AdamW)
     losses = [float(trainer.step(built.batch)) for _ in range(2)]
     (executors,) = next(iter(trainer._engine._executors.values()))
-    again = [t.keeping.recompute for e in executors for t in e._tables.values()]
+    again = [t.keeping.recompute for e in executors for t in e._signatures.values()]
     return program.plan, losses, trainer.state_dict(), again
 
 

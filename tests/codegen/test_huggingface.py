@@ -12,7 +12,7 @@ from pretrained_programs import LAYERS, WIDTH, gpt2, ids, load, train_and_save, 
 from ranks import Pool
 from safetensors.torch import load_file, save_file
 
-from fxpart.codegen.checkpoint_names import stored_names
+from fxpart.codegen.materialization import stored_names
 from fxpart.codegen.tensor_files import INDEX, TensorFiles
 from fxpart.errors import FxpartError
 from fxpart.program.spec import ProgramSpec, StageSpec, StateSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from precision_models import Tiny, loss, tiny, words
 from ranks import Pool
 from torch import nn
@@ -119,7 +119,7 @@ def test_no_grad_inside_of_autocast_stays() -> None:
             return ((self.student(x) - goal) ** 2).mean()
 
     captured = capture(Teacher(), (torch.randn(4, 4),), precision="bf16")
-    graph = PassManager().run(PREPARE, captured.graph)
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph)
     value = graph(0, torch.randn(4, 4))[0]
     value.backward()
     assert captured.state["student.weight"].grad is not None
@@ -177,7 +177,7 @@ def test_other_precisions_are_refused(name: str) -> None:
 
 
 def test_the_page_shows_what_is_printed() -> None:
-    page = (Path(fxpart.__file__).parent / "docs" / "precision.md").read_text("utf-8")
+    page = (Path(fxpart.__file__).parent / "docs" / "converting_a_script.md").read_text("utf-8")
     with pytest.raises(FxpartError) as found:
         tiny(2, precision="fp16")
     assert "".join(f"    {line}\n" for line in str(found.value).splitlines()) in page

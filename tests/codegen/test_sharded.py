@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from fxpart.passes import all_passes
 from fxpart.passes.annotate import AnnotatePass
 from fxpart.passes.lower import LowerPass
 from fxpart.passes.propagate import PropagatePass
@@ -43,7 +44,7 @@ def local(name: str, lane: int) -> fx.GraphModule:
     seeds = json.dumps({"input:*": "dp:S(0)", **SEEDS[name]})
     aliases = json.dumps(dict(captured(name).aliases))
     passes = [AnnotatePass(MESH, seeds, aliases), PropagatePass(), LowerPass(lane=str(lane))]
-    return PassManager().run(passes, prepared(name))
+    return PassManager(all_passes()).run(passes, prepared(name))
 
 
 @pytest.mark.slow

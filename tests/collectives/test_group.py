@@ -127,7 +127,7 @@ def buckets(comm: C.Communicator, bucket: int) -> None:
         assert torch.equal(piece, want.split(sizes, dims[i])[place])
     into = [torch.full_like(t, 7) for t in mine]
     into[0] = torch.empty(3, 5, dtype=kinds[0]).T
-    C.all_gather_many(comm, pieces, axis, into, dims=dims, bucket=bucket)
+    C.start_all_gather(comm, pieces, axis, into, dims=dims, bucket=bucket).wait()
     for i, whole in enumerate(into):
         assert torch.equal(whole, sum(tensors(lane, 50)[i] for lane in group))
 

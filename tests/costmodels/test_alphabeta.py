@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ from fxpart.costmodels import alphabeta as ab
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.cluster.model import Link
+from fxpart.cluster.devices import Link
 from fxpart.errors import FxpartError
 
 MIB = 1 << 20
@@ -60,7 +59,6 @@ def test_pieces_that_processors_send_directly_share_a_card(hosts: int, each: int
 
 def test_other_formulas_by_hand() -> None:
     size, b = 1e6, 1e-9
-    assert ab.tree_all_reduce(8, 2, size, b) * 1e6 == pytest.approx(2 * 3 * 28 + 28 + 2000)
     assert ab.all_gather(8, 2, size, b) * 1e6 == pytest.approx(8.4 + 6 * 3.4 + 9.6 + 875)
     assert ab.reduce_scatter(8, 2, size, b) == ab.all_gather(8, 2, size, b)
     assert ab.all_to_all(4, 1, size, b) * 1e6 == pytest.approx(8.4 + 3 * 3.4 + 187.5)
@@ -69,7 +67,7 @@ def test_other_formulas_by_hand() -> None:
 
 
 # The formulas once more as the literature has them: microseconds, bytes, 1/(GB/s x 1000).
-BASE, INTRA, INTER, TREE_HOP, SWITCH = 8.4, 3.4, 9.6, 28.0, 10.0
+BASE, INTRA, INTER, SWITCH = 8.4, 3.4, 9.6, 10.0
 
 
 def ring_text(n: int, m: int, size: float, per: float, h: int) -> float:
@@ -77,10 +75,6 @@ def ring_text(n: int, m: int, size: float, per: float, h: int) -> float:
         BASE + 2 * (n - m) * INTRA + 2 * (m - 1) * (INTER + h * SWITCH)
         + 2 * (n - 1) / n * size * per
     )  # fmt: skip
-
-
-def tree_text(n: int, m: int, size: float, per: float, h: int) -> float:
-    return 2 * (n / m - 1) * TREE_HOP + math.log2(m) * (TREE_HOP + h * SWITCH) + 2 * size * per
 
 
 def gather_text(n: int, m: int, size: float, per: float, h: int) -> float:
@@ -92,7 +86,6 @@ def gather_text(n: int, m: int, size: float, per: float, h: int) -> float:
     ("ours", "text"),
     [
         (ab.ring_all_reduce, ring_text),
-        (ab.tree_all_reduce, tree_text),
         (ab.all_gather, gather_text),
         (ab.reduce_scatter, gather_text),
         (ab.all_to_all, lambda n, m, size, per, h: gather_text(n, m, size / n, per, h)),
@@ -120,10 +113,9 @@ def test_sends_against_their_text(size: float, gigabytes: float, hops: int) -> N
 
 
 def test_hops_count_between_machines_alone() -> None:
-    """A switch is paid for once a step between machines: twice for a ring, log2(m) for a tree."""
+    """A switch is paid for once a step between machines: twice for a ring."""
     for formula, times in (
         (ab.ring_all_reduce, 2 * 3),
-        (ab.tree_all_reduce, 2),
         (ab.all_gather, 3),
     ):
         near = formula(16, 1, 1e6, 1e-9, hops=3) - formula(16, 1, 1e6, 1e-9)

@@ -11,7 +11,7 @@ from fxpart.costmodels.roofline import Roofline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster.model import CollectiveCurve, Link
+from fxpart.cluster.devices import CollectiveCurve, Link
 from fxpart.errors import FxpartError
 
 SIZES = tuple(1024.0 * 4**i for i in range(8))

@@ -9,13 +9,13 @@ import pytest
 from fxpart.costmodels.memory_traffic import traffic
 from fxpart.costmodels.op_keys import scale
 from fxpart.costmodels.op_time_estimator import BETWEEN, BEYOND, along
+from fxpart.costmodels.profile_store import ContentionProfile
 from fxpart.costmodels.roofline import Roofline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_profiles import ahead, cluster, linear, measured
 
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.profiling.store import ContentionProfile
 
 laws = settings(max_examples=50, deadline=None)
 numbers = st.integers(1, 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 from fxpart.costmodels import COST_MODELS, ProfileCostModel, find
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outside_cost_model import FlatRate
 
 from fxpart import costmodels
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.costs import Cost, CostModel, OpSpec, TensorSpec
 from fxpart.errors import FxpartError
 
@@ -88,9 +91,14 @@ def sound(cost: Cost) -> None:
     assert cost.source
 
 
-@pytest.fixture(params=sorted(COST_MODELS), scope="module")
-def model(request: pytest.FixtureRequest) -> CostModel:
-    return find(request.param)
+@pytest.fixture(params=[*COST_MODELS, FlatRate.name], scope="module")
+def model(request: pytest.FixtureRequest) -> Iterator[CostModel]:
+    """Every model of the table, those of installed packages too, and one that a test registers."""
+    if request.param == FlatRate.name:
+        COST_MODELS.register(FlatRate.name, FlatRate)
+    yield find(request.param)
+    if request.param == FlatRate.name:
+        COST_MODELS.unregister(FlatRate.name)
 
 
 laws = settings(max_examples=60, deadline=None)
@@ -157,6 +165,16 @@ def test_reshards(
     assert model.reshard(source, target, size, wider).seconds <= cost.seconds
 
 
+@given(device=devices)
+@laws
+def test_knowledge_is_sound_and_equal_twice(model: CostModel, device: Device) -> None:
+    known = model.knowledge(device)
+    assert known == model.knowledge(device)
+    assert known.slowdown > 0 and known.action >= 0 and known.step >= 0
+    assert all(factor >= 0 for factor in known.factors.values())
+    assert model.for_model("any") == model and model.provenance()["transfers"]
+
+
 @given(size=SIZES, more=SIZES, link=links)
 @laws
 def test_transfers(model: CostModel, size: float, more: float, link: Link) -> None:
@@ -177,13 +195,13 @@ def test_every_model_file_has_a_line_in_the_table() -> None:
                 if own and all(hasattr(kind, name) for name in ("op", "reshard", "transfer")):
                     found.add(kind)
     # that one is made of a file: see test_measured.py
-    assert found == {*COST_MODELS.values(), ProfileCostModel}
+    assert found == {*map(COST_MODELS.__getitem__, COST_MODELS.builtin), ProfileCostModel}
     for name, kind in COST_MODELS.items():
-        assert kind().name == name
+        assert kind.from_cluster(None).name == name
 
 
 def test_find() -> None:
-    assert find("auto") == find(costmodels.AUTO)
+    assert find(costmodels.AUTO) == find("roofline")
     with pytest.raises(FxpartError, match="roofline"):
         find("crystal-ball")
 

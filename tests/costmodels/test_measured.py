@@ -14,19 +14,7 @@ import pytest
 from fxpart.costmodels import ProfileCostModel, find
 from fxpart.costmodels.op_classes import CLASSES, op_class
 from fxpart.costmodels.op_keys import family, op_key, parse_key
-from fxpart.costmodels.roofline import Roofline
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from written_profiles import HERE, ahead, cluster, linear, measured
-from zoo import ZOO
-from zoo_graphs import captured, prepared
-
-from fxpart.cluster.model import Cluster, Device, Host
-from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.device_groups import group_devices
-from fxpart.pricing.specs import Specs
-from fxpart.pricing.variants import BatchSplit, Sizes
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     Profile,
@@ -34,6 +22,19 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     TrialRun,
 )
+from fxpart.costmodels.roofline import Roofline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_profiles import HERE, ahead, cluster, linear, measured
+from zoo import ZOO
+from zoo_graphs import captured, prepared
+
+from fxpart.cluster.devices import Device, Host
+from fxpart.cluster.model import Cluster
+from fxpart.costs import OpSpec, TensorSpec
+from fxpart.pricing.device_groups import group_devices
+from fxpart.pricing.specs import Specs
+from fxpart.pricing.variants import BatchSplit, Sizes
 
 changed = msgspec.structs.replace
 laws = settings(max_examples=50, deadline=None)
@@ -103,7 +104,9 @@ def test_seconds_are_alone_times_factor_times_crowd() -> None:
     assert model.op(linear(8), device, False).seconds == pytest.approx(1e-3 * 1.2 * 1.5)
     assert model.op(linear(8), device, True).seconds == pytest.approx(3e-3 * 0.5 * 1.5)
     four = measured(both, cluster(4), calibrations)
-    assert four.full(cluster(4).devices[0]) == pytest.approx(3.0)  # past the curve, in proportion
+    assert four.knowledge(cluster(4).devices[0]).slowdown == pytest.approx(
+        3.0
+    )  # past the curve, in proportion
     assert model.op(replace(linear(8), gradients=0, gradient_inputs=()), device, True).seconds == 0
 
 
@@ -122,13 +125,13 @@ def test_a_quota_lengthens_what_a_processor_takes() -> None:
     on = held(0.75, 0.5, 0.25)
     model = measured(known, on)
     for device, slowed in zip(on.devices, (1.375, 1.5, 1.5), strict=True):
-        assert model.full(device) == pytest.approx(slowed / device.share)
+        assert model.knowledge(device).slowdown == pytest.approx(slowed / device.share)
         seconds = model.op(linear(8), device, False).seconds
         assert seconds == pytest.approx(1e-3 * slowed / device.share)
     (group,) = group_devices(held(0.75, 0.25), 2).devices
     assert group.name == on.devices[0].name and group.share == 0.25
     assert model.op(linear(8), group, False).seconds == pytest.approx(1e-3 * slowed / 0.25)
-    assert measured(known, held(4.0, 1.0)).full(cluster().devices[0]) == 1.5
+    assert measured(known, held(4.0, 1.0)).knowledge(cluster().devices[0]).slowdown == 1.5
 
 
 def test_any_call_takes_something_more_within_a_stage() -> None:
@@ -171,11 +174,12 @@ def test_a_models_own_calibration_and_crowding_come_first() -> None:
     }
     model = measured({ahead(linear(8)): 1.0}, None, calibrations, crowding)
     device = cluster().devices[0]
-    assert model.of("a").op(linear(8), device, False).seconds == pytest.approx(4.0)
-    assert model.of("b").op(linear(8), device, False).seconds == pytest.approx(3.0)
+    assert model.for_model("a").op(linear(8), device, False).seconds == pytest.approx(4.0)
+    assert model.for_model("b").op(linear(8), device, False).seconds == pytest.approx(3.0)
     # of two models' factors none is that of a third
-    assert model.of("c").calibration == Calibration()
-    assert model.of("c").crowding("local").slowdown == (1.0, 1.0)
+    assert model.for_model("c").knowledge(device).factors == {}
+    contention = model.for_model("c").knowledge(device).contention
+    assert contention == ContentionProfile(slowdown=(1.0, 1.0))
 
 
 def test_a_hosts_own_curve_where_the_profile_has_none() -> None:
@@ -183,12 +187,12 @@ def test_a_hosts_own_curve_where_the_profile_has_none() -> None:
     model = measured(
         {ahead(linear(8)): 1.0}, cluster(hosts=hosts), None, {"x": ContentionProfile()}
     )
-    assert model.of("y").full(cluster().devices[0]) in (1.0, 1.8)
+    assert model.for_model("y").knowledge(cluster().devices[0]).slowdown in (1.0, 1.8)
     with tempfile.TemporaryDirectory() as folder:
         with Profile(Path(folder) / "a.db", create=True) as profile:
             profile.put("ops", HERE, {"x": TimeQuartiles(1.0, 1.0, 1.0, 1)})
         found = find(Path(folder) / "a.db", cluster(hosts=hosts))
-    assert isinstance(found, ProfileCostModel) and found.full(cluster().devices[0]) == 1.8
+    assert found.knowledge(cluster().devices[0]).slowdown == 1.8
 
 
 def test_stages_and_links() -> None:
@@ -198,9 +202,7 @@ def test_stages_and_links() -> None:
         with Profile(Path(folder) / "a.db", create=True) as profile:
             profile.put("stages", HERE, {"s": stage})
         found = find(Path(folder) / "a.db", cluster())
-    assert isinstance(found, ProfileCostModel)
-    device = cluster().devices[0]
-    assert found.stage("s", device) == stage and found.stage("t", device) is None
+    assert found.knowledge(cluster().devices[0]).stages == {"s": stage}
     links = cluster().links
     assert found.transfer(1e6, links[0]) == Roofline().transfer(1e6, links[0])
     assert found.reshard("partial", "replicate", 1e6, links * 2) == Roofline().reshard(
@@ -241,14 +243,8 @@ def test_what_ran_on_one_host_says_nothing_of_several() -> None:
         here, there, slow = (
             find(Path(folder) / "a.db", where) for where in (one, apart, held(1.0, 0.5))
         )
-    assert isinstance(here, ProfileCostModel) and isinstance(there, ProfileCostModel)
-    assert (
-        isinstance(slow, ProfileCostModel)
-        and slow.rehearsal("k") is None
-        and slow.rehearsed("") == ()
-    )
-    assert here.rehearsal("k") == known and here.rehearsal("other") is None
-    assert there.rehearsal("k") is None
+    runs = [each.knowledge(one.devices[0]).trial_runs for each in (here, there, slow)]
+    assert runs == [{"k": known}, {}, {}]
 
 
 @cache

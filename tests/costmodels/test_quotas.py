@@ -9,10 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fxpart.costmodels import ProfileCostModel, find
-from written_profiles import HERE, ahead, cluster, linear
-
-from fxpart.cluster.model import Cluster
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     MeasurementEnvironment,
@@ -21,6 +18,9 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     processor,
 )
+from written_profiles import HERE, ahead, cluster, linear
+
+from fxpart.cluster.model import Cluster
 
 changed = msgspec.structs.replace
 
@@ -51,9 +51,8 @@ def test_a_quota_is_priced_by_what_was_measured_under_the_nearest() -> None:
     found = of_settings(taken, changed(cluster(), devices=devices))
     nearest = (1.0, 1.1, 1.3, 1.3, 1.3)  # 0.85 is as 0.8, not as 1; 0.5, 0.3 and 0.1 are as 0.4
     for device, quota, seconds in zip(devices, quotas, nearest, strict=True):
-        stage = found.stage("s", device)
-        assert stage is not None and stage.forward.seconds == seconds
-        assert found.calibration_of(found.setting_of(device)).action == seconds
+        known = found.knowledge(device)
+        assert known.stages["s"].forward.seconds == known.action == seconds
         cost = found.op(linear(8), device, False)
         assert cost.seconds == pytest.approx(seconds / quota)
     assert "held to 0.4 cores" in found.origin and "held to 0.8 cores" in found.origin
@@ -89,7 +88,7 @@ def test_what_was_not_measured_under_a_quota_is_taken_from_beside() -> None:
     assert isinstance(found, ProfileCostModel) and found.setting_of(device) == under
     times = [found.op(linear(rows), device, False).seconds for rows in (8, 4)]
     assert times == pytest.approx([2.0, 4.0])
-    assert found.crowding(device.host) == ContentionProfile(slowdown=(1.0, 1.5), baseline=1)
+    assert found.knowledge(device).contention == ContentionProfile(slowdown=(1.0, 1.5), baseline=1)
 
 
 @pytest.mark.parametrize("common", [1, 3, 4])
@@ -122,9 +121,8 @@ def test_what_another_quota_took_is_lengthened_as_what_both_took(common: int) ->
             profile.put("crowding", HERE, {"x": ContentionProfile()})
         found = find(path, changed(cluster(), devices=(device,)))
     assert isinstance(found, ProfileCostModel) and found.setting_of(device) == under
-    taken = found.stage("s", device)
+    taken = found.knowledge(device).stages["s"]
     wanted = zip((5.0, 6.0, 7.0), slow if common > 1 else (1.0,) * 3, strict=True)
-    assert taken is not None
     parts = (taken.forward.seconds, taken.backward.seconds, taken.optimizer.seconds)
     assert parts == pytest.approx(tuple(s * times for s, times in wanted))
     cost = found.op(linear(8), device, False)
@@ -135,4 +133,4 @@ def test_stages_of_one_kind_say_nothing_of_another() -> None:
     one, other = (changed(cluster().devices[k], model=m) for k, m in enumerate(("a", "b")))
     on = changed(cluster(), devices=(one, other))
     found = of_settings({changed(HERE, device="a"): 1.0, changed(HERE, device="b"): 7.0}, on)
-    assert [found.stage("s", d).forward.seconds for d in (one, other)] == [1.0, 7.0]  # type: ignore[union-attr]
+    assert [found.knowledge(d).stages["s"].forward.seconds for d in (one, other)] == [1.0, 7.0]

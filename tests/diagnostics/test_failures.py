@@ -32,7 +32,7 @@ def test_an_error_of_fxpart_comes_back(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert found.last == "0B3 of step 5 waits for rank 2"
     assert found.peers == {2: "0F5 began", 0: "x"}
-    assert ring.last()[0] == "FXP514 of step 5 failed: rank 2 is gone"
+    assert ring.last()[0] == "FXP514 of step 5 failed: rank 2 has ended"
     # The first stays.
     assert not record_failure(path, ValueError("later"), rank=1)
     assert read_failure(path) == found

@@ -56,8 +56,7 @@ def test_a_killed_rank_that_the_others_saw_end(tmp_path: Path) -> None:
     found = examine(tmp_path)
     assert found.first == (2,) and found.votes == {2: 4}
     assert headline(found) == (
-        "rank 2 stopped first: it ended without a word: killed, out of memory, or its machine is "
-        "gone"
+        "rank 2 stopped first: it ended abruptly: killed, out of memory, or its host was lost"
     )
     assert found.ranks[2].last is not None
     assert found.ranks[2].last.words == "2F5 of step 118 waits for rank 1"
@@ -71,7 +70,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
     )
     left.failed(one, "FXP515", "rank 0", "rank 1 (stage 1, process 4711) has been silent for 30 s")
     found = examine(tmp_path)
-    assert found.first == (1,) and "stopped, or held up" in headline(found)
+    assert found.first == (1,) and "stopped or blocked" in headline(found)
 
 
 def test_those_that_followed_are_followed(tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_those_that_followed_are_followed(tmp_path: Path) -> None:
     left.failed(rings[0], "FXP503", "rank 0, action 0B0, waiting for rank 1", "nothing for 30 s")
     found = examine(tmp_path)
     assert found.first == (3,) and found.votes == {3: 4}
-    assert "left no word; others waited for it in vain" in headline(found)
+    assert "recorded no failure; other ranks timed out" in headline(found)
 
 
 def test_a_rank_that_raised_is_told_by_all(tmp_path: Path) -> None:
@@ -167,17 +166,17 @@ def test_nobody_failed(tmp_path: Path) -> None:
     for rank in range(2):
         left.ring(rank, LEFT, "end")
     found = examine(tmp_path)
-    assert found.first == () and headline(found).endswith("all left as they should")
+    assert found.first == () and headline(found).endswith("all ended normally")
 
 
 def test_a_rank_that_left_while_others_waited(tmp_path: Path) -> None:
     left = Left(tmp_path)
     left.ring(1, LEFT, "end")
     ring = left.ring(0, "0B0", "wait", 1)
-    left.failed(ring, "FXP514", "rank 0", "rank 1 (process 7) had ended as it should")
+    left.failed(ring, "FXP514", "rank 0", "rank 1 (process 7) had ended normally")
     found = examine(tmp_path)
     assert found.first == (1,)
-    assert cause(found, 1) == "it had ended as it should, while others waited for it"
+    assert cause(found, 1) == "it ended normally while others waited for it"
 
 
 def test_a_failure_that_only_the_ring_has(tmp_path: Path) -> None:
@@ -211,9 +210,10 @@ def test_followers_that_only_the_rings_have(
     assert found.first == (0,) and found.votes == {0: 3}
     assert [found.ranks[rank].how for rank in range(3)] == ["silent", "followed", "followed"]
     assert ("killed, out of memory" if gone else "lost their connection") in headline(found)
-    assert format_end(found.ranks[1]) == f"{code} about rank 0"
+    assert format_end(found.ranks[1]) == f"{code} because of rank 0"
     assert found.ranks[1].newest(1)[0].words == (
-        f"{code} of step 118 " + ("failed: rank 0 is gone" if gone else "failed after rank 0")
+        f"{code} of step 118 "
+        + ("failed: rank 0 has ended" if gone else "failed because of rank 0")
     )
 
 
@@ -222,15 +222,17 @@ def test_all_failed_alike(tmp_path: Path) -> None:
     for rank in range(3):
         left.failed(left.ring(rank, "the step", "end"), "FXP507", "callback f.on_step", "oh")
     found = examine(tmp_path)
-    assert found.first == (0, 1, 2) and headline(found).startswith("ranks 0, 1, 2 failed alike")
+    assert found.first == (0, 1, 2) and headline(found).startswith(
+        "ranks 0, 1, 2 failed with the same error"
+    )
 
 
 def test_ranks_that_left_nothing(tmp_path: Path) -> None:
     left = Left(tmp_path)
     ring = left.ring(0, "the store", "begin")
-    left.failed(ring, "FXP516", "rank 0 of 4", "ranks 2, 3 did not come within 60 s")
+    left.failed(ring, "FXP516", "rank 0 of 4", "ranks 2, 3 did not connect within 60 s")
     found = examine(tmp_path)
-    assert found.first == (2,) and "meeting" in cause(found, 2)
+    assert found.first == (2,) and "rendezvous" in cause(found, 2)
 
 
 def _call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -248,7 +250,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _call(capsys, tmp_path, "--last", 2)
     assert (status, err) == (0, "")
     assert "generation 3 of 3: 2 ranks" in out
-    assert "rank 1 stopped first: it ended without a word" in out
+    assert "rank 1 stopped first: it ended abruptly" in out
     assert "0B0 of step 118 waits for rank 1" in out and "\x1b" not in out
     assert out.count("of step 118 ended") == 1  # of rank 1; rank 0 failed after its wait
     status, out, _ = _call(capsys, tmp_path, "--json", "--last", 0)
@@ -257,9 +259,13 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["ranks"][0]["waited_for"] == "rank 1" and data["ranks"][0]["events"] == []
     assert data["ranks"][0]["failure"]["problems"][0]["code"] == "FXP514"
     status, out, _ = _call(capsys, tmp_path, "--generation", 1)
-    assert status == 0 and "rank 0 stopped first: it left no word" in out
+    assert status == 0 and "rank 0 stopped first: it recorded no failure" in out
     status, _, err = _call(capsys, tmp_path, "--generation", 2)
-    assert status == 2 and "FXP520" in err and "it has no generation 2, but 1, 3" in err
+    assert (
+        status == 2
+        and "FXP520" in err
+        and "generation 2 does not exist; existing generations: 1, 3" in err
+    )
 
 
 def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,14 +283,14 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     # One that can be read is told of, and beside it what cannot be.
     Left(tmp_path).ring(4, "0F0")
     status, out, _ = _call(capsys, tmp_path)
-    assert status == 0 and "rank-0.ring: it is no ring of events" in out
+    assert status == 0 and "rank-0.ring: it is not a flight recorder file" in out
     os.rename(events / "generation-1" / "rank-4.ring", events / "generation-1" / "rank-5.ring")
     status, _, err = _call(capsys, tmp_path)
     assert status == 2
 
 
 _WORDS = st.sampled_from(
-    ["rank 1", "ranks 2, 3 did not come", "waiting for rank 0", "rank 999999999", "rank -1", "",
+    ["rank 1", "ranks 2, 3 did not connect", "waiting for rank 0", "rank 999999999", "rank -1", "",
      "the connection to another rank was lost: rank 2 closed the connection", "rank 2, stage 2"]
 )  # fmt: skip
 

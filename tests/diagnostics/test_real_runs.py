@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import TESTS, torchrun
+from ranks import SUPPORT, torchrun
 
 from fxpart.cli import run
 from fxpart.diagnostics.postmortem import examine
 from fxpart.diagnostics.postmortem_text import headline
 
-SCRIPT = TESTS / "postmortem_script.py"
+SCRIPT = SUPPORT / "postmortem_script.py"
 
 
 @pytest.mark.slow

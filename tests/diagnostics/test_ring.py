@@ -71,7 +71,7 @@ def test_words() -> None:
     ring.put("the end of the pass", "wait", peer=ALL)
     assert ring.last()[0] == "the end of the pass of step 118 waits for all ranks"
     ring.put("0SEND_F3", "send", peer=1)
-    assert ring.last()[0] == "0SEND_F3 of step 118 goes to rank 1"
+    assert ring.last()[0] == "0SEND_F3 of step 118 is sent to rank 1"
     ring.put("x" * 99 + "é", peer=NOBODY)
     assert ring.last()[0] == "x" * 50 + " of step 118 began"
     ring.put("é", stage=1 << 40)
@@ -164,7 +164,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         _refused(path)
     path.write_bytes(good[:HEAD] + os.urandom(len(good) - HEAD))
     assert "damaged" in _refused(path)
-    assert "no ring" in _refused(_written(tmp_path / "x", b"hello" * 100))
+    assert "not a flight recorder file" in _refused(_written(tmp_path / "x", b"hello" * 100))
     assert "regular file" in _refused(tmp_path)
     assert "No such file" in _refused(tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe")

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.elastic.linear_assignment import solve_linear_assignment
+from fxpart.elastic.device_reassignment import solve_linear_assignment
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 2), st.integers(2, 30))

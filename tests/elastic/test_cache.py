@@ -95,7 +95,7 @@ def test_batch_and_microbatches_stay(tmp_path: Path) -> None:
     with pytest.raises(FxpartError) as caught:
         find_or_make_plan(plans, fewer.cluster, 3, lambda: fewer)
     (problem,) = caught.value.problems
-    assert problem.code == "FXP109" and "batch size 16, and 8 is asked for" in problem.why
+    assert problem.code == "FXP109" and "batch size 16, but 8 is requested" in problem.why
     check_same(sample_plans.plan(3), plan, "run")
 
 
@@ -104,11 +104,11 @@ def test_an_asynchronous_run_may_change_its_ranks() -> None:
     streams = replace(sample_plans.plan(3), schedule="async", weights="spectrain")
     check_same(streams, streams, "run")
     check_same(replace(sample_plans.plan(2), schedule="async", weights="spectrain"), streams, "run")
-    with pytest.raises(FxpartError, match="weights 'spectrain', and 'stash' is asked for"):
+    with pytest.raises(FxpartError, match="weights 'spectrain', but 'stash' is requested"):
         check_same(replace(sample_plans.plan(2), schedule="async", weights="stash"), streams, "run")
-    with pytest.raises(FxpartError, match="weights 'spectrain', and 'flush' is asked for"):
+    with pytest.raises(FxpartError, match="weights 'spectrain', but 'flush' is requested"):
         check_same(sample_plans.plan(2), streams, "run")
-    with pytest.raises(FxpartError, match="weights 'flush', and 'spectrain' is asked for"):
+    with pytest.raises(FxpartError, match="weights 'flush', but 'spectrain' is requested"):
         check_same(streams, sample_plans.plan(2), "run")
 
 

@@ -34,16 +34,16 @@ def target(tmp_path: Path) -> str:
 
 def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with lock_run(RunDir(tmp_path), RankBounds(2, 4)) as holder:
-        holder.tell(4)
+        holder.publish_ranks(4)
         out, _ = call(capsys, "scale", str(tmp_path), "3")
         assert "for 3 ranks in place of 4" in out
-        assert holder.wish() == 3
+        assert holder.read_request() == 3
         out, _ = call(capsys, "scale", str(tmp_path), "4", "--json")
         assert json.loads(out)["asked"] == 4 and json.loads(out)["ranks"] == 4
         _, err = call(capsys, "scale", str(tmp_path), "5", status=2)
         assert "FXP109" in err and "--nproc 2:4" in err
     _, err = call(capsys, "scale", str(tmp_path), "3", status=2)
-    assert "no launcher runs it" in err
+    assert "no launcher is running it" in err
     call(capsys, "scale", str(tmp_path), "0", status=2)
     _, err = call(capsys, "scale", str(tmp_path / "none"), "3", status=2)
     assert "FXP520" in err
@@ -101,7 +101,7 @@ def test_what_cannot_be_elastic(
     _, err = call(capsys, "plan", target, "--nproc", "2:4", status=2)
     assert "give --run DIR too" in err
     _, err = call(capsys, "plan", target, "--nproc", "4:2", "--run", str(run.path), status=2)
-    assert "the least, 4, is above the most, 2" in err
+    assert "the minimum, 4, is above the maximum, 2" in err
 
 
 def test_a_run_that_has_begun_keeps_its_batch(tmp_path: Path) -> None:

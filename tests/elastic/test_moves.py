@@ -186,5 +186,5 @@ def test_the_cluster_for_so_many_ranks(tmp_path: object) -> None:
     assert adapt_cluster_to_ranks("auto", 3).hash == Cluster.local(3).hash
     assert len(adapt_cluster_to_ranks("local:4", 3).devices) == 4
     assert len(adapt_cluster_to_ranks("local:4", 3, {"local/cpu:0"}).devices) == 3
-    with pytest.raises(FxpartError, match="2 devices are left, and 3 ranks"):
+    with pytest.raises(FxpartError, match="2 devices are left, but 3 ranks"):
         adapt_cluster_to_ranks("local:4", 3, {"local/cpu:0", "local/cpu:2"})

@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.elastic.rebalance import planned, rebalance, slowed, slower, with_slow
+from fxpart.elastic.rebalance import (
+    find_slow_ranks,
+    predict_busy_seconds,
+    rebalance,
+    slow_down_cluster,
+    slow_down_prediction,
+)
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
-from fxpart.report.timeline import plan_steps
+from fxpart.planner.prediction.plan_timeline import plan_steps
 
 BLOCKS, STAGES = 12, 3
 
@@ -40,7 +46,9 @@ def program() -> fxpart.Program:
 
 
 def measured(plan: Plan, slow: dict[int, float], unit: float = 1.7) -> dict[int, float]:
-    return {rank: unit * each * slow.get(rank, 1.0) for rank, each in planned(plan).items()}
+    return {
+        rank: unit * each * slow.get(rank, 1.0) for rank, each in predict_busy_seconds(plan).items()
+    }
 
 
 def blocks(plan: Plan) -> dict[int, int]:
@@ -67,7 +75,7 @@ def test_a_slow_device_gets_fewer_blocks(program: fxpart.Program) -> None:
     # 12 blocks' time on the slow device, then at most one more than the best.
     assert found.gain == pytest.approx(found.before / found.after)
     assert 1.2 < found.gain < 12 / best + 0.5
-    unit = plan_steps(with_slow(program.plan, {1: 3.0})).timeline.step_seconds
+    unit = plan_steps(slow_down_prediction(program.plan, {1: 3.0})).timeline.step_seconds
     assert found.before == pytest.approx(1.7 * unit)
     assert "rank 1 is 3 times slower" in str(found)
     # What was trained goes on by the new plan: the same model, the same batch.
@@ -91,15 +99,15 @@ def test_what_is_slow_is_told_by_its_own_past(program: fxpart.Program) -> None:
     """A stage that the plan mispredicts is no slow device."""
     plan = program.plan
     past = measured(plan, {2: 2.0})  # it was so from the beginning
-    assert slower(plan, past, past) == {}
-    assert slower(plan, past) == {2: 2.0}
+    assert find_slow_ranks(plan, past, past) == {}
+    assert find_slow_ranks(plan, past) == {2: 2.0}
     now = {rank: each * (3.1 if rank == 0 else 0.98) for rank, each in past.items()}
-    assert slower(plan, now, past) == {0: 3.25}
-    cluster = slowed(plan, {0: 2.0})
+    assert find_slow_ranks(plan, now, past) == {0: 3.25}
+    cluster = slow_down_cluster(plan, {0: 2.0})
     first, second = cluster.devices[:2]
     assert first.bandwidth == second.bandwidth / 2 and first.launch == second.launch * 2
     assert "2 times slower as measured" in first.source
     assert cluster.devices[1:] == plan.cluster.devices[1:]
     with pytest.raises(FxpartError) as caught:
-        slower(plan, {0: 1.0, 1: 0.0})
+        find_slow_ranks(plan, {0: 1.0, 1: 0.0})
     assert caught.value.problems[0].where == "ranks 1, 2"

@@ -22,7 +22,7 @@ import torch
 
 import fxpart
 from fxpart.checkpoint.run_directory import RunDir
-from fxpart.elastic.progress import finished, read_checkpoint_step, read_ledger_step
+from fxpart.elastic.progress import is_finished, read_checkpoint_step, read_ledger_step
 from fxpart.elastic.scale_request import read_launcher_record, request_rank_count
 from fxpart.plan.model import Plan
 from fxpart.runtime.training_run import ledger
@@ -118,7 +118,7 @@ def test_killed_scaled_and_scaled_again(tmp_path: Path) -> None:
         said = run.said()
         assert run.process.returncode == 0, said
     assert "ended with signal 9" in said and "2 -> 1 ranks" in said and "1 -> 2 ranks" in said
-    assert read_launcher_record(run.run) is None and not finished(run.run)
+    assert read_launcher_record(run.run) is None and not is_finished(run.run)
     summary = ledger.check_ledger(run.run.ledger)
     assert not summary.problems and summary.generations == 4
     losses = [update.number for update in ledger.read_updates(run.run.ledger)]
@@ -194,7 +194,7 @@ def test_a_number_without_a_plan_disturbs_nobody(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         said = run.said()
         assert run.process.returncode == 0, said
-    assert said.count("no plan for 1 ranks") == 1 and "going on with 2" in said
+    assert said.count("no plan for 1 ranks") == 1 and "continuing with 2" in said
     # Who ends the job says how to go on, and nobody else does.
     assert said.count("the same command goes on") == 1
 

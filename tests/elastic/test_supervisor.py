@@ -14,9 +14,9 @@ from fxpart.checkpoint.run_directory import RunDir
 from fxpart.elastic.available_cluster import remove_devices
 from fxpart.elastic.progress import (
     GenerationTimer,
-    finished,
-    how_it_ended,
+    is_finished,
     read_checkpoint_step,
+    read_end_reason,
     read_ledger_step,
 )
 from fxpart.elastic.rank_bounds import RankBounds
@@ -118,7 +118,7 @@ def test_four_three_two_four(tmp_path: Path) -> None:
     world = World(tmp_path, "2:4", [scaled(3, 10), scaled(2, 20), scaled(4, 30), ends(100)])
     assert world.supervise() == 0
     assert world.worlds == [4, 3, 2, 4]
-    assert any("4 -> 3 ranks" in line and "made in advance" in line for line in world.lines)
+    assert any("4 -> 3 ranks" in line and "plan from the cache" in line for line in world.lines)
     assert world.advanced[1] == [2, 4]
 
 
@@ -183,7 +183,7 @@ def test_a_device_that_loses_its_rank_twice_is_done_without(tmp_path: Path) -> N
     assert world.supervise() == 0
     # The first loss came with steps more; the second without any; both on one device.
     assert world.worlds == [4, 4, 3]
-    assert any("going on with fewer ranks" in line for line in world.lines)
+    assert any("continuing with fewer ranks" in line for line in world.lines)
 
 
 def test_it_is_tried_with_all_again_later(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_number_without_a_plan_stops_nobody(tmp_path: Path) -> None:
     world.refused = {3}
     assert world.supervise() == 0
     assert world.worlds == [4, 2, 4]
-    words = "no plan for 3 ranks (it does not fit): going on with 2"
+    words = "no plan for 3 ranks (it does not fit): continuing with 2"
     assert [words in line for line in world.lines].count(True) == 1
 
 
@@ -266,7 +266,7 @@ def test_a_lost_number_without_a_plan_is_left_out(tmp_path: Path) -> None:
     world.refused = {4}
     assert world.supervise() == 0
     assert world.worlds == [3]
-    assert any("no plan for 4 ranks (it does not fit): going on with 3" in x for x in world.lines)
+    assert any("no plan for 4 ranks (it does not fit): continuing with 3" in x for x in world.lines)
 
 
 def test_the_words_at_an_end(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_the_words_at_an_end(tmp_path: Path) -> None:
     world = World(tmp_path, "2:4", [scaled(3, 10), scaled(4, 20), stopped])
     assert world.supervise() == 0
     told = [line for line in world.lines if "the same command" in line]
-    assert told == ["SIGTERM: 40 steps are saved; the same command goes on"]
+    assert told == ["SIGTERM: 40 steps are saved; run the same command to resume"]
     assert world.lines[-1] == told[0]
     done = World(tmp_path / "done", "2:4", [scaled(3, 100, how="steps")])
     assert done.supervise() == 0
@@ -318,7 +318,7 @@ def test_what_a_damaged_folder_says(tmp_path: Path, text: str) -> None:
     run = RunDir(tmp_path)
     for path in (run.ledger, run.generations):
         path.write_text(text)
-    assert read_ledger_step(run) == 0 and how_it_ended(run) == "" and not finished(run)
+    assert read_ledger_step(run) == 0 and read_end_reason(run) == "" and not is_finished(run)
 
 
 def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
@@ -327,9 +327,9 @@ def test_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
     run.ledger.write_text("\n".join(lines) + '\n{"line":"upd')
     assert read_ledger_step(run) == 4999
     run.generations.write_text('{"line":"ended","how":"data"}\n')
-    assert finished(run)
+    assert is_finished(run)
     run.generations.write_text('{"line":"ended","how":"data"}\n{"line":"began"}\n')
-    assert not finished(run)
+    assert not is_finished(run)
 
 
 def test_the_pace_of_a_generation(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_the_pace_of_a_generation(tmp_path: Path) -> None:
     for at, step in ((100.5, 11), (105.0, 10), (112.0, 12), (112.5, 13), (122.0, 32)):
         run.ledger.write_text(f'{{"line":"update","step":{step}}}\n')
         now = at
-        pace.look()
+        pace.poll()
     # Seen: nothing more at 105 s, step 12 at 112 s, step 32 at 122 s.
     assert pace.start_seconds == 12.0
     assert pace.step_seconds == 0.5

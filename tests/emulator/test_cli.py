@@ -14,6 +14,7 @@ import pytest
 from asynchronous_pages import PAGE, filled, table
 
 from fxpart.cli import run
+from fxpart.schedule.weight_modes import MODES
 
 TARGETS = str(Path(__file__).parent.parent / "support" / "emulated_targets.py")
 SMALL = ["--stages", "3", "--steps", "12", "--lr", "0.1", "--momentum", "0.9"]
@@ -78,7 +79,7 @@ def test_all_modes_but_those_that_cannot_be(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("target", "options", "status", "words"),
     [
-        ("mlp", ["--weights", "spektrain"], 2, "there is no weight mode of that name"),
+        ("mlp", ["--weights", "spektrain"], 2, "Unknown weight mode"),
         ("mlp", ["--weights", ","], 2, "no mode is given"),
         ("mlp", ["--weights", "sync,2bw"], 2, "4 microbatches or more"),
         ("mlp", ["--stages", "20"], 3, "at most 7 stages"),
@@ -114,6 +115,7 @@ _NUMBER = re.compile(r"[+-]?\d+\.\d+")
 
 def test_the_page_has_the_table_of_modes() -> None:
     assert table() in PAGE.read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in table() for name in MODES)
 
 
 def test_the_page_shows_what_its_commands_print() -> None:

@@ -16,7 +16,7 @@ from fuzz.mutations import Sample
 from fuzz.reading import plain, scratch
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Device
+    from fxpart.cluster.devices import Device
 
 Seal = Callable[[bytes], bytes]
 _APART = b"\x00\x00"  # between the name of a place and what stands there

@@ -31,9 +31,10 @@ def plans() -> list[Sample]:
 def read_cluster(suffix: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
         from fxpart.cluster.files import decode, to_json
+        from fxpart.cluster.model import Cluster
         from fxpart.report.cluster import format_cluster
 
-        found = decode(data, suffix)
+        found = decode(Cluster, data, suffix)
         return to_json(found), format_cluster(found, ())
 
     return read
@@ -155,10 +156,12 @@ def problems(kind: str) -> Callable[[], list[Sample]]:
 
 
 def read_instance(data: bytes) -> object:
-    from fxpart.solver.maxload.formats import parse_instance
-    from fxpart.solver.maxload.formats.given import Given
+    from benchmarks.maxload.formats import parse_instance
+    from benchmarks.maxload.formats.overrides import DeviceOverrides
 
-    devices = Given() if data.lstrip()[:1] == b"{" else Given(accelerators=2, bandwidth=1e6)
+    devices = DeviceOverrides()
+    if data.lstrip()[:1] != b"{":
+        devices = DeviceOverrides(accelerators=2, bandwidth=1e6)
     return parse_instance(data, "file", devices)
 
 
@@ -196,7 +199,8 @@ def annotations(suffix: str) -> Callable[[], list[Sample]]:
 
 
 def read_profile(path: Path) -> object:
-    from fxpart.profiling.store import Profile
+    from fxpart.costmodels.profile_store import Profile
+
     from fxpart.report.profile import contents, describe_profile
 
     with Profile(path) as profile:
@@ -204,7 +208,7 @@ def read_profile(path: Path) -> object:
 
 
 def profiles() -> list[Sample]:
-    from fxpart.profiling.store import (
+    from fxpart.costmodels.profile_store import (
         Calibration,
         ContentionProfile,
         MeasurementEnvironment,

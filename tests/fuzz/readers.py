@@ -53,9 +53,7 @@ READERS: dict[str, Reader] = {
     "joint-problem": Reader(
         inputs.read_problem("joint"), inputs.problems("joint"), ("solver.archive.read",)
     ),
-    "instance": Reader(
-        inputs.read_instance, inputs.instances, ("solver.maxload.formats.read_instance",)
-    ),
+    "instance": Reader(inputs.read_instance, inputs.instances, ("maxload.formats.read_instance",)),
     "annotations-json": Reader(
         inputs.read_annotations(".json"),
         inputs.annotations(".json"),

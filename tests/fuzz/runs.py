@@ -262,7 +262,7 @@ def read_progress(data: bytes) -> object:
         path.write_bytes(data)
     return (
         progress.read_ledger_step(run),
-        progress.how_it_ended(run),
+        progress.read_end_reason(run),
         progress.read_checkpoint_step(run),
     )
 
@@ -275,7 +275,7 @@ def lines() -> list[Sample]:
 def read_wish(data: bytes) -> object:
     """How many ranks are wished for, and what plans were asked for."""
     from fxpart.checkpoint.run_directory import RunDir
-    from fxpart.elastic.plan_cache import _asked_digest
+    from fxpart.elastic.plan_cache import _read_key_digest
     from fxpart.elastic.rank_bounds import RankBounds
     from fxpart.elastic.scale_request import RunLock
 
@@ -283,7 +283,7 @@ def read_wish(data: bytes) -> object:
     run.path.mkdir(exist_ok=True)
     for name in ("scale.json", "asked.json"):
         (run.path / name).write_bytes(data)
-    return RunLock(run, RankBounds(1, 8), -1).wish(), _asked_digest(run.path / "asked.json")
+    return RunLock(run, RankBounds(1, 8), -1).wish(), _read_key_digest(run.path / "asked.json")
 
 
 def wishes() -> list[Sample]:

@@ -91,12 +91,12 @@ def test_a_gradient_flows_where_any_stage_behind_sends_one() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (hand({"x": -1}, {"y": -1}, {"v0": 0, "v1": 1}), "nothing from stage 0 but user inputs"),
-        (hand({"x": -1}, {"v0": 0}, {"v0": 0}), r"nothing from stage 1 but from stages \[0\]"),
+        (hand({"x": -1}, {"y": -1}, {"v0": 0, "v1": 1}), "no input from stage 0, only user inputs"),
+        (hand({"x": -1}, {"v0": 0}, {"v0": 0}), r"no input from stage 1, only from stages \[0\]"),
         (hand({"x": -1}, {"v0": 0}, loss="v0"), "not computed on the last stage"),
         (
             hand({"x": -1}, sharding=ShardingSpec(mesh="tp=2", inputs=(), placements={}, state={})),
-            "each stage is several ranks",
+            "each stage has several ranks",
         ),
     ],
 )

@@ -8,16 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-from fxpart.environment import launch, launcher
+from fxpart.environment import read_launch, take_launcher_pid
 from fxpart.launch import die_with_parent
 
 
 def main(kind: str, folder: Path) -> int:
     """Say who this is, do what the kind says; the exit status."""
-    parent = launcher()
+    parent = take_launcher_pid()
     if parent is not None:
         die_with_parent(parent)
-    found = launch()
+    found = read_launch()
     assert found is not None
     if kind == "asked":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.annotate import AnnotatePass
 from fxpart.passes.propagation.axis_placements import fits, to_left, to_whole
 from hypothesis import given
@@ -33,8 +33,8 @@ def wrong(graph: fx.GraphModule, mesh: str, seeds: Mapping[str, str]) -> list[tu
 def test_the_pipeline_text_round_trips() -> None:
     item = AnnotatePass("dp=2,tp=2", json.dumps({'layers.*."up"': "tp:S(1,3)"}), '{"a": "b"}')
     text = format_pipeline([item])
-    assert PassManager().parse(text) == (item,)
-    assert PassManager().parse('annotate{mesh="dp=2"}') == (AnnotatePass("dp=2"),)
+    assert PassManager(all_passes()).parse(text) == (item,)
+    assert PassManager(all_passes()).parse('annotate{mesh="dp=2"}') == (AnnotatePass("dp=2"),)
 
 
 @pytest.mark.slow
@@ -106,18 +106,18 @@ def test_axes_that_together_cut_too_much() -> None:
 @pytest.mark.parametrize("option", ["seeds=3", 'seeds="[]"', 'seeds="{"', 'aliases="{\\"a\\":1}"'])
 def test_options_that_are_no_json(option: str) -> None:
     with pytest.raises(FxpartError) as caught:
-        PassManager().run(f'annotate{{mesh="dp=2",{option}}}', small("mlp"))
+        PassManager(all_passes()).run(f'annotate{{mesh="dp=2",{option}}}', small("mlp"))
     assert caught.value.code == "FXP109"
 
 
 def test_other_names_of_a_parameter() -> None:
     aliases = json.dumps({"head.weight": "up.weight", "idle.weight": ""})
     seeds = json.dumps({"head.*": "tp:S(0)", "idle.weight": "tp:S(0)"})
-    graph = PassManager().run([AnnotatePass("tp=2", seeds, aliases)], small("mlp"))
+    graph = PassManager(all_passes()).run([AnnotatePass("tp=2", seeds, aliases)], small("mlp"))
     assert placed(graph, "up.weight") == "S(0)"
     both = json.dumps({"head.weight": "tp:S(0)", "up.weight": "tp:S(1)"})
     with pytest.raises(FxpartError) as caught:
-        PassManager().run([AnnotatePass("tp=2", both, aliases)], small("mlp"))
+        PassManager(all_passes()).run([AnnotatePass("tp=2", both, aliases)], small("mlp"))
     (problem,) = caught.value.problems
     assert problem.code == "FXP112"
     assert "'head.weight' requests tp:S(0), but 'up.weight' requests tp:S(1)" in problem.why
@@ -129,7 +129,7 @@ def test_contradictions_name_both_and_the_path() -> None:
     y = builder.call(aten.mm.default, x, builder.get("w"))
     turned = builder.call(aten.t.default, y)
     shaped = builder.call(aten.reshape.default, turned, [2, 4, 4])
-    graph = PassManager().run(PREPARE, builder.finish(shaped))
+    graph = PassManager(all_passes()).run(PREPARE, builder.finish(shaped))
     first, last = f"node:{y.name}", f"node:{shaped.name}"
     ((code, text),) = wrong(graph, "tp=2", {first: "tp:S(1)", last: "tp:S(2)"})
     assert code == "FXP112"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from inplace_programs import Builder
 from torch import fx, nn
 
@@ -19,7 +19,7 @@ def prepared(layers: int = 5) -> fx.GraphModule:
     y = builder.input(3, 4)
     for i in range(layers):
         y = builder.call(aten.linear.default, y, builder.get(f"w{i}"))
-    return PassManager().run(PREPARE, builder.finish(y))
+    return PassManager(all_passes()).run(PREPARE, builder.finish(y))
 
 
 def branched() -> fx.GraphModule:
@@ -32,11 +32,13 @@ def branched() -> fx.GraphModule:
             y = builder.call(aten.linear.default, y, builder.get(f"w{i}"))
         ends.append(y)
     both = builder.call(aten.linear.default, ends[0], builder.get("w4"))
-    return PassManager().run(PREPARE, builder.finish(builder.call(aten.add.Tensor, both, ends[1])))
+    return PassManager(all_passes()).run(
+        PREPARE, builder.finish(builder.call(aten.add.Tensor, both, ends[1]))
+    )
 
 
 def assigned(starts: str) -> fx.GraphModule:
-    return PassManager().run(f'assign{{starts="{starts}"}}', prepared())
+    return PassManager(all_passes()).run(f'assign{{starts="{starts}"}}', prepared())
 
 
 def test_blocks_get_stages_and_the_rest_none() -> None:
@@ -76,14 +78,14 @@ def test_closed_cuts_are_respected() -> None:
     module = prepared()
     module.meta[NO_CUT_KEY] = (1,)
     with pytest.raises(FxpartError, match="cannot be cut"):
-        PassManager().run('assign{starts="0,2"}', module)
-    PassManager().run('assign{starts="0,1,3"}', module)
+        PassManager(all_passes()).run('assign{starts="0,2"}', module)
+    PassManager(all_passes()).run('assign{starts="0,1,3"}', module)
 
 
 def ordered(starts: str, order: str, module: fx.GraphModule | None = None) -> list[int]:
     """The stage of each block."""
     text = f'assign{{starts="{starts}",order="{order}"}}'
-    module = PassManager().run(text, module or branched())
+    module = PassManager(all_passes()).run(text, module or branched())
     known = [node.meta[KEY] for node in module.graph.nodes if node.op == "call_function"]
     stages = {notes.block: notes.stage for notes in known}
     return [stages[block] for block in sorted(stages)]

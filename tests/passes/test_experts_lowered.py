@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from local_runs import assert_same, lower_all, run_lanes, run_whole
 from ranks import Pool
 from sharded_graphs import propagated, shardings
@@ -60,7 +60,7 @@ def mixtral(losses: bool) -> tuple[fx.GraphModule, CapturedModel, list[torch.Ten
     made = built(output_router_logits=losses)
     held = capture(made.model, made.batch, loss=None, batch_size=made.batch_size)
     given = [made.batch[spec.path[0]] for spec in held.inputs]
-    return PassManager().run(PREPARE, held.graph), held, given
+    return PassManager(all_passes()).run(PREPARE, held.graph), held, given
 
 
 @pytest.mark.slow

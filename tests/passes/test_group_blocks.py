@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from inplace_programs import Builder
 from torch import fx, nn
 from zoo import ZOO
@@ -96,12 +96,12 @@ def _crosses(node: fx.Node, cut: int) -> bool:
 @pytest.mark.slow
 def test_op_granularity_is_finer_and_bounded() -> None:
     graph = captured("mlp").graph
-    fine = PassManager().run(
+    fine = PassManager(all_passes()).run(
         PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}'), graph
     )
     assert len(fine.meta[BLOCKS_KEY]) > len(prepared("mlp").meta[BLOCKS_KEY])
     for most in (1, 2, 5):
-        few = PassManager().run(PREPARE + f"{{max_blocks={most}}}", graph)
+        few = PassManager(all_passes()).run(PREPARE + f"{{max_blocks={most}}}", graph)
         assert len(few.meta[BLOCKS_KEY]) == most
         assert len(blocks_of(few)) == most
 
@@ -111,12 +111,12 @@ def test_wrong_options(option: str) -> None:
     builder = Builder()
     module = builder.finish(builder.call(aten.relu.default, builder.input(2)))
     with pytest.raises(FxpartError) as caught:
-        PassManager().run(f"key_random,group_blocks{{{option}}}", module)
+        PassManager(all_passes()).run(f"key_random,group_blocks{{{option}}}", module)
     assert caught.value.code == "FXP109"
 
 
 def finely(module: fx.GraphModule) -> fx.GraphModule:
-    return PassManager().run(
+    return PassManager(all_passes()).run(
         PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}'), module
     )
 

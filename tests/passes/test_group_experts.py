@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fxpart.passes import all_passes
 from torch import fx, nn
 from torch.nn import functional
 from zoo import ZOO
@@ -117,8 +118,8 @@ def results(
 
 def same(whole: CapturedModel, given: list[Any]) -> list[fx.Node]:
     """Run with and without the pass; every bit is equal. The new ops."""
-    before = PassManager().run(BEFORE, whole.graph)
-    after = PassManager().run(f"{BEFORE},group_experts", whole.graph)
+    before = PassManager(all_passes()).run(BEFORE, whole.graph)
+    after = PassManager(all_passes()).run(f"{BEFORE},group_experts", whole.graph)
     for a, b in zip(results(before, whole, given), results(after, whole, given), strict=True):
         assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
     found = grouped(after)
@@ -159,13 +160,13 @@ def test_what_differs_is_left_alone(change: str) -> None:
 
 
 def test_random_bodies_are_left_alone() -> None:
-    graph = PassManager().run(f"{BEFORE},group_experts", captured("dropout").graph)
+    graph = PassManager(all_passes()).run(f"{BEFORE},group_experts", captured("dropout").graph)
     assert not grouped(graph)
 
 
 def test_twice_changes_nothing_more() -> None:
-    once = PassManager().run(f"{BEFORE},group_experts", captured("").graph)
-    again = PassManager().run("group_experts", once)
+    once = PassManager(all_passes()).run(f"{BEFORE},group_experts", captured("").graph)
+    again = PassManager(all_passes()).run("group_experts", once)
     assert [str(n) for n in again.graph.nodes] == [str(n) for n in once.graph.nodes]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fxpart.passes import all_passes
 from inplace_programs import run, same_bits
 from torch import fx, nn
 from torch.nn import functional
@@ -92,7 +93,7 @@ def test_equal_to_the_regions(body: Callable[[Model, torch.Tensor], torch.Tensor
     torch.manual_seed(0)
     captured = capture(Model(body), (BATCH,))
     before = captured.graph
-    after = PassManager().run("drop_asserts,inline_regions", before)
+    after = PassManager(all_passes()).run("drop_asserts,inline_regions", before)
     assert after.meta["fxpart_level"] is Level.CAPTURED
     assert any(_regions(before)), "the case has a region"
     assert not any(_regions(after))
@@ -112,7 +113,7 @@ def test_conversions_of_a_parameter_are_shared_as_the_cache_does(cache: bool) ->
     call = next(n for n in before.graph.nodes if getattr(n.target, "namespace", "") == HIGHER)
     call.update_arg(3, cache)
     before.recompile()
-    after = PassManager().run("drop_asserts,inline_regions", before)
+    after = PassManager(all_passes()).run("drop_asserts,inline_regions", before)
     weight = next(n for n in after.graph.nodes if n.op == "get_attr" and n.target == "a.weight")
     assert [packet_name(u.target) for u in weight.users] == ["aten.to"] * (1 if cache else 3)
     for a, b in zip(run(before, BATCH), run(after, BATCH), strict=True):
@@ -123,7 +124,7 @@ def test_conversions_of_a_parameter_are_shared_as_the_cache_does(cache: bool) ->
 def test_no_gradient_comes_out_of_no_grad() -> None:
     captured = capture(Model(no_grad), (BATCH,))
     graph = (
-        PassManager()
+        PassManager(all_passes())
         .run("drop_asserts,inline_regions,remove_inplace,key_random,mark_gradients", captured.graph)
         .graph
     )
@@ -140,7 +141,7 @@ def test_a_composite_op_that_converts_inside_is_refused_with_its_line() -> None:
 
     captured = capture(Model(body), (BATCH,))
     with pytest.raises(FxpartError) as caught:
-        PassManager().run("drop_asserts,inline_regions", captured.graph)
+        PassManager(all_passes()).run("drop_asserts,inline_regions", captured.graph)
     assert caught.value.code == "FXP108"
     assert "test_inline_regions.py" in caught.value.problems[0].where
     assert "einsum" in caught.value.problems[0].why

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inplace_programs import Builder, run, same_bits
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def keyed(module: fx.GraphModule) -> fx.GraphModule:
-    return PassManager().run("key_random", module)
+    return PassManager(all_passes()).run("key_random", module)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_in_place_and_module_dropouts_of_a_captured_model() -> None:
         nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), nn.RReLU(inplace=True), nn.AlphaDropout(0.2)
     )
     captured = capture(model, (torch.randn(4, 8),))
-    graph = PassManager().run(PREPARE, captured.graph).graph
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph).graph
     names = [str(n.args[2]) for n in graph.nodes if n.target is seeded]
     assert names == ["aten.dropout.default", "aten.rrelu.default", "aten.alpha_dropout.default"]

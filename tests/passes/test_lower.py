@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.annotate import AnnotatePass
 from fxpart.passes.lower import LowerPass
 from fxpart.passes.propagate import PropagatePass
@@ -88,7 +88,7 @@ def model(inner: int = 16) -> tuple[CapturedModel, fx.GraphModule]:
         torch.manual_seed(0)
         made = Model(inner).double()
     found = capture(made, (numbers(ROWS, TOKENS, WIDTH),), loss=squares)
-    return found, PassManager().run(PREPARE, found.graph)
+    return found, PassManager(all_passes()).run(PREPARE, found.graph)
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -97,7 +97,9 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def sharded(graph: fx.GraphModule, mesh: str, seeds: dict[str, str]) -> fx.GraphModule:
-    return PassManager().run([AnnotatePass(mesh, json.dumps(seeds)), PropagatePass()], graph)
+    return PassManager(all_passes()).run(
+        [AnnotatePass(mesh, json.dumps(seeds)), PropagatePass()], graph
+    )
 
 
 def everywhere(seeds: dict[str, str]) -> dict[str, str]:
@@ -205,7 +207,7 @@ def test_a_parameter_of_whole_and_cut_users() -> None:
     """``leave`` where the gradient is whole; the sum waits for the end of the step."""
     with torch.random.fork_rng(devices=[]):
         found = capture(Shared(), (numbers(ROWS, WIDTH),), loss=lambda total: total)
-    graph = PassManager().run(PREPARE, found.graph)
+    graph = PassManager(all_passes()).run(PREPARE, found.graph)
     names = {str(n.target).split(".")[1]: n.name for n in graph.graph.nodes if n.op[:4] == "call"}
     strategies = {names["mul"]: ("d0",)}
     lanes, outcome = check(
@@ -247,7 +249,7 @@ def test_saved_bytes_are_local() -> None:
 def test_lane_outside_the_mesh() -> None:
     _, graph = model()
     with pytest.raises(FxpartError, match="FXP109"):
-        PassManager().run([LowerPass(lane="2")], sharded(graph, "tp=2", {}))
+        PassManager(all_passes()).run([LowerPass(lane="2")], sharded(graph, "tp=2", {}))
 
 
 @pytest.mark.slow

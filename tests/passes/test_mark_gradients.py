@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from fxpart.passes import all_passes
 from inplace_programs import Builder
 from torch import fx, nn
 from zoo import ZOO
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 
 def marked(module: fx.GraphModule) -> fx.GraphModule:
-    return PassManager().run("mark_gradients", module)
+    return PassManager(all_passes()).run("mark_gradients", module)
 
 
 class _Watcher(fx.Interpreter):

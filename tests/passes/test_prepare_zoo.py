@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from torch import fx
 from zoo import ZOO
 from zoo_graphs import captured, inputs, prepared
@@ -36,7 +36,7 @@ def run(module: fx.GraphModule, state: dict[str, torch.Tensor], given: list[Any]
 def test_every_bit(name: str) -> None:
     whole = captured(name)
     # the captured graph with its random ops keyed and nothing else done to it
-    reference = PassManager(verify=False).run("key_random", whole.graph)
+    reference = PassManager(all_passes(), verify=False).run("key_random", whole.graph)
     inner = [m for m in reference.modules() if isinstance(m, fx.GraphModule) and m is not reference]
     assert not any(is_random(n) for m in inner for n in m.graph.nodes), "compare regions elsewhere"
     given = [17, *inputs(name)]
@@ -68,8 +68,8 @@ def test_batch_statistics_are_the_only_writes_left() -> None:
 def test_preparing_twice_gives_equal_graphs_and_prepared_graphs_are_refused() -> None:
     from fxpart.capture.fingerprint import fingerprint
 
-    again = PassManager().run(PREPARE, captured("mlp").graph)
+    again = PassManager(all_passes()).run(PREPARE, captured("mlp").graph)
     assert fingerprint(again) == fingerprint(prepared("mlp"))
     with pytest.raises(FxpartError) as caught:
-        PassManager().run(PREPARE, again)
+        PassManager(all_passes()).run(PREPARE, again)
     assert caught.value.code == "FXP109"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fxpart.passes import all_passes
 from sharded_graphs import (
     annotated,
     calls,
@@ -200,7 +201,7 @@ def test_golden_texts(name: str) -> None:
 
 def test_a_mesh_is_needed() -> None:
     with pytest.raises(FxpartError, match="no mesh") as caught:
-        PassManager().run("propagate", small("mlp"))
+        PassManager(all_passes()).run("propagate", small("mlp"))
     assert caught.value.code == "FXP109"
 
 

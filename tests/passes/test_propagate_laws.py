@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.propagate import PropagatePass
 from fxpart.passes.propagation.axis_propagation import AxisPropagation, propagate_axes
 from fxpart.passes.propagation.axis_rules import GraphRules
@@ -53,7 +53,7 @@ def test_the_fewer_bytes_win(rows: int, columns: int, expected: str) -> None:
     builder = Builder()
     x, y = builder.input(rows, 16), builder.input(16, columns)
     product = builder.call(aten.mm.default, x, y)
-    graph = PassManager().run(PREPARE, builder.finish(product))
+    graph = PassManager(all_passes()).run(PREPARE, builder.finish(product))
     seeds = {f"input:{x.name}": "a:S(0)", f"input:{y.name}": "a:S(1)"}
     assert strategy(propagated(graph, "a=2", seeds), product.name) == expected
 
@@ -81,10 +81,10 @@ def test_laws(drawn: Drawn, seed: int) -> None:
         return
     before = shardings(start)
     mixed = run_alone(shuffled(start, seed))
-    graph = PassManager().run("propagate", start)
+    graph = PassManager(all_passes()).run("propagate", start)
     after = shardings(graph)
     assert shardings(mixed) == after, "the order of nodes does not matter"
-    assert shardings(PassManager().run("propagate", graph)) == after, "once is enough"
+    assert shardings(PassManager(all_passes()).run("propagate", graph)) == after, "once is enough"
     for name, held in before.items():
         for mine, given_ in zip(after[name].results, held.results, strict=True):
             kept = [m for m, g in zip(mine, given_, strict=True) if g is not None]
@@ -119,7 +119,7 @@ def test_completed_annotations_come_back(drawn: Drawn) -> None:
     start = from_seeds(drawn)
     if start is None:
         return
-    graph = PassManager().run("propagate", start)
+    graph = PassManager(all_passes()).run("propagate", start)
     for suffix in (".toml", ".json"):
         entries = parse_annotations(dump_annotations(graph, suffix), suffix)
         again = propagated(drawn.graph, drawn.mesh, entries)
@@ -167,7 +167,7 @@ def test_placements_of_a_strategy() -> None:
 
 
 def built(builder: Builder, *outputs: fx.Node) -> fx.GraphModule:
-    return PassManager().run(PREPARE, builder.finish(*outputs))
+    return PassManager(all_passes()).run(PREPARE, builder.finish(*outputs))
 
 
 def test_one_choice_is_taken() -> None:

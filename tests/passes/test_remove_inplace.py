@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fxpart.passes import all_passes
 from hypothesis import HealthCheck, assume, given, settings
 from inplace_programs import Builder, programs, run, same_bits
 from torch import fx
@@ -20,7 +21,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
 
 def functional(module: fx.GraphModule) -> fx.GraphModule:
-    return PassManager().run("remove_inplace", module)
+    return PassManager(all_passes()).run("remove_inplace", module)
 
 
 def both(module: fx.GraphModule, *inputs: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -197,7 +198,7 @@ def test_random_fills_draw_the_same_numbers(op: Any, args: tuple[Any, ...], whol
     target = y if whole else builder.call(aten.slice.Tensor, y, 0, 0, 2)
     builder.call(op, target, *args)
     module = builder.finish(builder.call(aten.sin.default, y))
-    before = PassManager().run("key_random", module)
-    after = PassManager().run("remove_inplace,key_random", module)
+    before = PassManager(all_passes()).run("key_random", module)
+    after = PassManager(all_passes()).run("remove_inplace,key_random", module)
     for a, b in zip(run(before, 5, X.clone()), run(after, 5, X.clone()), strict=True):
         assert same_bits(a, b)

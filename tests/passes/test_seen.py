@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from fxpart.passes import all_passes
 from torch import fx, nn
 from zoo import ZOO
 
@@ -19,7 +20,7 @@ from fxpart.compiler.op_behavior import StorageAnalysis
 def marked(name: str) -> fx.GraphModule:
     built = ZOO[name].build()
     found = capture(built.model, built.batch, loss=built.loss, batch_size=built.batch_size)
-    return PassManager().run("mark_gradients", found.graph)
+    return PassManager(all_passes()).run("mark_gradients", found.graph)
 
 
 def told(module: fx.GraphModule) -> list[Any]:
@@ -60,7 +61,7 @@ def test_other_batches_and_settings_are_other_surroundings(observed: list[str]) 
     def mark(rows: int) -> None:
         given = (torch.ones(rows, 3),)
         graph = capture(nn.Linear(3, 3), given, loss=lambda out: out.sum()).graph
-        PassManager().run("mark_gradients", graph)
+        PassManager(all_passes()).run("mark_gradients", graph)
 
     mark(4)
     count = len(observed)

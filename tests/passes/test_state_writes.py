@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from torch import nn
 from torch.nn import functional
 
@@ -174,7 +174,7 @@ def test_annotations_of_what_is_written_whole_are_refused(
 
 def test_followed_buffers_are_written_once_at_the_end() -> None:
     captured = capture(Chained(), batches_of((8, 8), (8, 8))[0], loss=nn.MSELoss())
-    graph = PassManager().run(PREPARE, captured.graph).graph
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph).graph
     writers = state_written(graph)
     assert sorted(names for names in writers.values()) == [("count",), ("history",), ("mean",)]
     for writer in writers:
@@ -194,7 +194,7 @@ def test_single_writes_stay_as_they_are() -> None:
             return self.norm(self.inner(x))
 
     captured = capture(Counting(), batches_of((8, 8), (8, 8))[0], loss=nn.MSELoss())
-    graph = PassManager().run(PREPARE, captured.graph).graph
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph).graph
     found = {packet_name(writer.target) for writer in state_written(graph)}
     assert found == {"aten.add_", "aten.batch_norm"}
 
@@ -208,7 +208,7 @@ def test_a_gradient_into_a_followed_buffer_is_refused() -> None:
 
     captured = capture(Careless(), batches_of((8, 8), (8, 8))[0], loss=nn.MSELoss())
     with pytest.raises(FxpartError, match=r"(?s)FXP108.*mean"):
-        PassManager().run(PREPARE, captured.graph)
+        PassManager(all_passes()).run(PREPARE, captured.graph)
 
 
 class Routed(nn.Module):

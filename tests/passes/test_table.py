@@ -36,7 +36,7 @@ def test_each_pass_is_a_frozen_dataclass_with_its_name(name: str) -> None:
 
 
 def test_prepare_goes_from_captured_to_annotated() -> None:
-    passes = PassManager().parse(PREPARE)
+    passes = PassManager(all_passes()).parse(PREPARE)
     assert format_pipeline(passes) == PREPARE
     assert passes[0].requires is Level.CAPTURED
     assert passes[-1].ensures is Level.ANNOTATED

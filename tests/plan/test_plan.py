@@ -114,7 +114,6 @@ def test_every_fault_of_shape_is_found() -> None:
     plan["stages"][1]["first"] = "two"
     plan["stages"][2]["colour"] = "red"
     plan["mesh"]["pipeline"] = None
-    plan["schedule"] = "zigzag"
     plan["prediction"]["ranks"] = {}
     with pytest.raises(FxpartError) as caught:
         Plan.loads(json.dumps(plan), "p.json")
@@ -123,7 +122,6 @@ def test_every_fault_of_shape_is_found() -> None:
         "mesh['pipeline']",
         "model.name",
         "prediction.ranks",
-        "schedule",
         "stages[1].first",
         "stages[2].colour",
     ]
@@ -178,6 +176,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "experts": (_set("stages.1.expert_parallel", 2), "stages[1]"),
     "pieces": (_set("stages.1.pieces", [[2, 2], [3, 3]]), "stages[1].pieces"),
     "pieces apart": (_set("stages.1.pieces", [[1, 3]]), "stages[1].pieces"),
+    "unknown schedule": (_set("schedule", "zigzag"), "schedule"),
+    "schedule that does not train": (_set("schedule", "forward"), "schedule"),
+    "unknown weight mode": (_set("weights", "newest"), "weights"),
     "interleaved without pieces": (_set("schedule", "interleaved"), "stages"),
     "order": (_set("order", "0-6"), "order"),
     "order twice": (_set("order", "0-6,6"), "order"),

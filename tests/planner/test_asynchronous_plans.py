@@ -22,10 +22,10 @@ from fxpart.plan.model import Plan, RankPrediction
 from fxpart.planner.execution_mode import as_asynchronous, as_synchronous, mode_of
 from fxpart.planner.families.asynchronous_pipeline import _least_stale
 from fxpart.planner.prediction.asynchronous_plan import TrainedWeights, make_asynchronous
+from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps
 from fxpart.planner.prediction.steady_state import stream_in_time, window
 from fxpart.report.explanation_text import explain
 from fxpart.report.html import report_html
-from fxpart.report.timeline import plan_steps, stream_steps
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.weight_modes import MODES
 
@@ -220,9 +220,9 @@ def test_a_plan_says_both_times_and_comes_back(mode: str) -> None:
     trained = 4 * same.stages[0].parameters
     assert given_.ranks[0].memory.copies == {"spectrain": trained, "stash": trained}.get(mode, 0)
     text = " ".join(explain(plan).split())
-    assert f"schedule async with weights {mode}" in text and "Asynchronous training" in text
+    assert f"schedule async, weights {mode}" in text and "Asynchronous pipeline" in text
     assert "(m + S - 1) / m = 1.25" in text and "1 update" in text
-    assert "Asynchronous training" in report_html(plan)
+    assert "Asynchronous pipeline" in report_html(plan)
 
 
 def test_a_weight_mode_that_does_not_go_with_the_schedule_is_a_fault() -> None:
@@ -319,7 +319,7 @@ def test_a_plan_keeps_its_mode() -> None:
         mode="async",
     )  # fmt: skip
     assert program.plan == plan
-    with pytest.raises(FxpartError, match="misses|miss updates"):
+    with pytest.raises(FxpartError, match="stale weights"):
         program.verify()
 
 

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    ContentionProfile,
+    MeasurementEnvironment,
+    Profile,
+    TimeQuartiles,
+    chip,
+)
 from msgspec.structs import replace
 from torch import nn
 
@@ -16,13 +23,6 @@ import fxpart.planner.search
 from fxpart import Cluster, Device, FxpartError, Link, Program
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.planner.whatif import WhatIfChange, choice_of, solve_whatif
-from fxpart.profiling.store import (
-    ContentionProfile,
-    MeasurementEnvironment,
-    Profile,
-    TimeQuartiles,
-    chip,
-)
 from fxpart.solver.joint.objective import evaluate
 
 GIGA = 10**9

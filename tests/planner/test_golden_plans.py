@@ -13,7 +13,7 @@ QUICK = ("chain_layers", "mesh_zero_1", "async_spectrain", "refused_stages")
 )
 def test_the_plan_is_the_one_of_the_file(name: str) -> None:
     """Written by `python tests/support/golden_plans.py --only NAME` after an intended change."""
-    assert text_of(made(CASES[name])) == path_of(name).read_text()
+    assert text_of(made(name)) == path_of(name).read_text()
 
 
 def test_every_file_has_a_case() -> None:

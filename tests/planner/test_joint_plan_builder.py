@@ -169,7 +169,7 @@ def test_reasons_name_what_grows() -> None:
         for seed in SEEDS
         for row in (*case(seed)[3].alternatives, *case(seed)[3].changes)
     )
-    assert {"memory", "computation", "the bubble", "transfers between stages"} <= set(words)
+    assert {"memory", "computation", "idle", "transfers between stages"} <= set(words)
     assert "it was not found in the time that there was" not in words
 
 
@@ -218,9 +218,8 @@ def test_a_tight_memory_binds() -> None:
     free = joint_plans.plan_of(whole, solve(whole, time_limit=10.0))
     assert plan.problems() == free.problems() == ()
     assert free.prediction.step_seconds < plan.prediction.step_seconds
-    assert "Memory binds: " in explain(plan) and "none would be faster with more memory" in explain(
-        free
-    )
+    assert "Memory is the limit: " in explain(plan)
+    assert "No rejected alternative would be" in explain(free)
 
 
 def large() -> Plan:
@@ -318,7 +317,7 @@ def test_interleaved_stages_have_pieces() -> None:
     assert covered == list(range(26))
     assert Plan.loads(plan.dumps()) == plan
     assert not any("schedule" in reason for reason in plan.runnable)
-    assert "2 pieces a stage" in explain(plan) and report_html(plan)
+    assert "2 virtual stages per rank" in explain(plan) and report_html(plan)
 
 
 def test_what_runs_is_told() -> None:

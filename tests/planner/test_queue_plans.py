@@ -82,7 +82,7 @@ def test_what_is_asked_of_the_trainer_goes_before() -> None:
     assert not isinstance(trainer, QueueTrainer)
     assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
     trainer.close()
-    with pytest.raises(FxpartError, match="2 stages, their copies counted once"):
+    with pytest.raises(FxpartError, match="2 stages, with replicas counted once"):
         mixed().trainer(adagrad, staleness=(1, 0, 0))
 
 
@@ -145,13 +145,14 @@ def test_what_is_only_planned_has_no_queues() -> None:
 def test_explain_and_diff_say_so() -> None:
     plan = mixed().plan
     text = explain(plan)
-    assert "from queues with weights stash" in text
-    assert "take the next microbatch when they are free" in text
+    assert "routed by queues, weights stash" in text
+    assert "queue routing" in text
     assert [line.split()[-2:] for line in text.splitlines() if line.endswith(" updates")] == [
         ["2", "updates"], ["0", "updates"],
     ]  # fmt: skip
     in_turns = msgspec.structs.replace(plan, staleness=(), weights="flush")
-    assert "may miss" not in explain(in_turns) and "in turn" in explain(in_turns)
+    assert "queue routing" not in explain(in_turns)
+    assert "round-robin routing" in explain(in_turns)
     assert "staleness" in str(diff(in_turns, plan))
     assert decisions(plan) != decisions(in_turns)
 
@@ -160,12 +161,12 @@ def test_what_queues_gain_is_simulated() -> None:
     """Equal copies that miss no update take what turns take; for a slow one turns wait."""
     equal = slower(1.0)
     shown = explanation(equal).queues
-    assert shown is not None and shown.staleness == (2, 0) and set(shown.others) == {0, 1, 2}
-    assert shown.others[0] == pytest.approx(shown.turns_seconds, rel=0.02)
-    assert shown.missed[1] == 0 and shown.others[2] < shown.others[0]
+    assert shown is not None and shown.staleness == (2, 0) and list(shown.others) == ["0", "1", "2"]
+    assert shown.others["0"] == pytest.approx(shown.round_robin_seconds, rel=0.02)
+    assert shown.missed[1] == 0 and shown.others["2"] < shown.others["0"]
     unequal = explanation(slower(3.0)).queues
-    assert unequal is not None and unequal.others[0] < 0.8 * unequal.turns_seconds
-    assert "times as fast as turns" in explain(equal)
+    assert unequal is not None and unequal.others["0"] < 0.8 * unequal.round_robin_seconds
+    assert "speedup over round-robin" in explain(equal)
     assert explanation(msgspec.structs.replace(equal, staleness=(), weights="flush")).queues is None
 
 

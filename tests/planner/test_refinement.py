@@ -10,12 +10,22 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+    TimeQuartiles,
+)
+from fxpart.costmodels.roofline import Roofline
 from msgspec.structs import replace
 from partition_problems import random_problem
 
 import fxpart
+from fxpart.cluster.devices import Device
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import make_schedule
+from fxpart.costs import DeviceKnowledge
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.refinement import (
     FIRST,
@@ -28,20 +38,12 @@ from fxpart.planner.refinement import (
     widen_solution,
 )
 from fxpart.pricing.non_op_costs import NonOpCosts
-from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
-    Calibration,
-    ContentionProfile,
-    Profile,
-    StageMeasurement,
-    TimeQuartiles,
-)
+from fxpart.profiling.session import get_measurement_environment
 from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.simulate import simulate
-from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import solve
+from fxpart.solver.portfolio import choices, solve
 from fxpart.solver.problem import (
     DeviceLimit,
     PartitionChoice,
@@ -130,26 +132,19 @@ def test_the_certificate_is_honest_about_the_gap() -> None:
     assert made.gap == pytest.approx((objective - solution.bound) / objective)
 
 
-class Known:
+class Known(Roofline):
     """A measured model with some stages; everything takes half as long again when all compute."""
 
     def __init__(self, stages: dict[str, StageMeasurement]) -> None:
-        self.stages = stages
+        super().__init__()
+        object.__setattr__(self, "stages", stages)
 
-    def stage(self, key: str, device: object) -> StageMeasurement | None:
-        return self.stages.get(key)
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        curve = ContentionProfile(slowdown=(1.0, 1.5))
+        return DeviceKnowledge(slowdown=1.5, contention=curve, stages=self.stages_of(device))
 
-    def crowding(self, host: str) -> ContentionProfile:
-        return ContentionProfile(slowdown=(1.0, 1.5))
-
-    def setting_of(self, device: object) -> None:
-        return None
-
-    def calibration_of(self, setting: object) -> Calibration:
-        return Calibration()
-
-    def full(self, device: object) -> float:
-        return 1.5
+    def stages_of(self, device: Device) -> dict[str, StageMeasurement]:
+        return self.stages
 
 
 def once(seconds: float) -> TimeQuartiles:
@@ -173,7 +168,7 @@ def test_whole_stages_replace_sums_of_ops() -> None:
     before = evaluate(problem, choice)
     model = Known({"b": stage_timing(2.0, 5.0, 0.5), "b" + FIRST: stage_timing(2.0, 3.0, 0.5)})
     devices = [[device] for device in Cluster.local(2).devices]
-    after = refine_evaluation(before, problem, choice, ["a", "b"], cast(Any, model), devices)
+    after = refine_evaluation(before, problem, choice, ["a", "b"], model, devices)
     assert after.whole == (1,)
     assert after.evaluation.stages[0] == before.stages[0]
     stage = after.evaluation.stages[1]
@@ -187,26 +182,22 @@ def test_whole_stages_replace_sums_of_ops() -> None:
     rows = after.evaluation.stages
     longest = max((count - 1) * s.seconds + s.step_only_seconds for s in rows)
     assert after.evaluation.seconds == pytest.approx(sum(s.seconds for s in rows) + longest)
-    assert (
-        refine_evaluation(before, problem, choice, ["x", "y"], cast(Any, model), devices).whole
-        == ()
-    )
+    assert refine_evaluation(before, problem, choice, ["x", "y"], model, devices).whole == ()
 
 
 class Unlike(Known):
-    """Whose second device takes so many times as long."""
+    """Under a quota stages take so many times as long; nothing is known of another host."""
 
-    def __init__(self, stages: dict[str, StageMeasurement], times: float) -> None:
-        super().__init__(stages)
-        self.times = times
-
-    def stage(self, key: str, device: Any) -> StageMeasurement | None:
-        found = self.stages.get(key)
-        if found is None or device.share == 1:
-            return found
-        return stage_timing(
-            *(self.times * t.seconds for t in (found.forward, found.backward, found.optimizer))
-        )
+    def stages_of(self, device: Device) -> dict[str, StageMeasurement]:
+        if device.host == "elsewhere":
+            return {}
+        times = 1.0 if device.share == 1 else 3.0
+        return {
+            key: stage_timing(
+                *(times * t.seconds for t in (found.forward, found.backward, found.optimizer))
+            )
+            for key, found in self.stages.items()
+        }
 
 
 def test_of_a_stage_of_several_ranks_the_slowest_counts() -> None:
@@ -224,20 +215,17 @@ def test_of_a_stage_of_several_ranks_the_slowest_counts() -> None:
     a, b = Cluster.local(2).devices
     before = evaluate(problem, choice)
     timing = stage_timing(2.0, 5.0, 0.5)
-    model = Unlike({"a": timing, "a" + FIRST: timing}, 3.0)
+    model = Unlike({"a": timing, "a" + FIRST: timing})
     held = replace(b, quota=0.5)
     for devices, times in (([a, b], 1.0), ([a, held], 3.0), ([held, a], 3.0)):
-        found = refine_evaluation(before, problem, choice, ["a"], cast(Any, model), [devices])
+        found = refine_evaluation(before, problem, choice, ["a"], model, [devices])
         (stage,) = found.evaluation.stages
         assert found.whole == (0,)
         assert stage.forward_seconds == pytest.approx(1.5 * 2 * times + 0.25)
         assert stage.backward_seconds == pytest.approx(1.5 * 5 * times + 0.25)
         assert (stage.optimizer_seconds, stage.collective_seconds) == (4.0, 0.5)
     gone = replace(b, host="elsewhere")
-    model.stage = lambda key, device: None if device is gone else timing  # type: ignore[method-assign]
-    assert (
-        refine_evaluation(before, problem, choice, ["a"], cast(Any, model), [[a, gone]]).whole == ()
-    )
+    assert refine_evaluation(before, problem, choice, ["a"], model, [[a, gone]]).whole == ()
 
 
 def test_an_update_that_was_timed_is_scaled_by_rows() -> None:
@@ -262,7 +250,7 @@ def test_an_update_that_was_timed_is_scaled_by_rows() -> None:
         model = Known({"a": stage_timing(2.0, 5.0, 0.5), "a" + FIRST: stage_timing(2.0, 5.0, 0.5)})
         before = evaluate(problem, choice)
         (found,) = refine_evaluation(
-            before, problem, choice, ["a"], cast(Any, model), [devices]
+            before, problem, choice, ["a"], model, [devices]
         ).evaluation.stages  # fmt: skip
         own = NonOpCosts.of(model, devices[0])
         scaled = whole / timed * m / 2

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from fxpart.costmodels.roofline import Roofline
-from torch import nn
-
-import fxpart
-from fxpart import units
-from fxpart.cluster.model import Cluster, Device, Link
-from fxpart.costs import Cost
-from fxpart.plan.model import Plan
-from fxpart.planner.refinement import FIRST, keys_of
-from fxpart.planner.whatif import choice_of
-from fxpart.profiling.measurement_environment import get_measurement_environment
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     Profile,
     StageMeasurement,
     TimeQuartiles,
 )
+from fxpart.costmodels.roofline import Roofline
+from torch import nn
+
+import fxpart
+from fxpart import units
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
+from fxpart.costs import Cost, DeviceKnowledge
+from fxpart.plan.model import Plan
+from fxpart.planner.refinement import FIRST, keys_of
+from fxpart.planner.whatif import choice_of
+from fxpart.profiling.session import get_measurement_environment
 from fxpart.report.explanation_text import explain
 
 
@@ -54,7 +56,7 @@ def cluster(*kinds: tuple[str, int, float, float, float]) -> Cluster:
         for name, count, flops, speed, memory in kinds
         for k in range(count)
     ]  # fmt: skip
-    link = fxpart.cluster.model.Link(
+    link = fxpart.cluster.devices.Link(
         source="*", target="*", latency=1e-5, bandwidth=1e10, kind="net"
     )
     return Cluster(name="mixed", devices=tuple(devices), links=(link,)).validate()
@@ -128,14 +130,14 @@ def test_links_of_absent_devices_are_refused() -> None:
 @pytest.mark.slow
 def test_what_if_says_why_it_cannot_tell() -> None:
     made = fed()
-    with pytest.raises(fxpart.FxpartError, match="stages have copies"):
+    with pytest.raises(fxpart.FxpartError, match="replicated stages"):
         choice_of(made.costed(), made.plan)
 
 
 def test_explain_shows_who_takes_what() -> None:
     """Copies of one stage on one row, with the seconds of a microbatch over their number."""
     text = explain(fed().plan)
-    assert "take microbatches in turn" in text
+    assert "round-robin routing" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("0, 1, 2 "))
     assert "11, 11, 10" in row and row.endswith("3.36 ms")
 
@@ -213,6 +215,26 @@ def test_copies_on_equal_devices_where_that_is_asked() -> None:
     assert plan.prediction.simulated_seconds < 0.6 * plain.prediction.simulated_seconds
 
 
+class EveryStage(Mapping[str, StageMeasurement]):
+    """A timing for any key."""
+
+    def __init__(self, device: Device) -> None:
+        self.times = 2.0 if device.model == "cpu" else 1.0
+
+    def __getitem__(self, key: str) -> StageMeasurement:
+        back = 3.0 if key.endswith(FIRST) else 5.0
+        forward, backward, update = (
+            TimeQuartiles(s, s, s, 5) for s in (2.0 * self.times, back * self.times, 7 * self.times)
+        )
+        return StageMeasurement(forward=forward, backward=backward, optimizer=update, rows=1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Whole(Roofline):
     """Knows every stage as a whole: a forward takes 2 s, backwards 3 s and then 5 s, an update 7 s.
 
@@ -222,28 +244,8 @@ class Whole(Roofline):
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
         return Cost(600.0 if links and source != target else 0.0, source="test")
 
-    def stage(self, key: str, device: Device) -> StageMeasurement:
-        times = 2.0 if device.model == "cpu" else 1.0
-        back = 3.0 if key.endswith(FIRST) else 5.0
-        seconds = [TimeQuartiles(times * s, times * s, times * s, 5) for s in (2.0, back, 7.0)]
-        return StageMeasurement(
-            forward=seconds[0], backward=seconds[1], optimizer=seconds[2], rows=1
-        )
-
-    def crowding(self, host: str) -> ContentionProfile:
-        return ContentionProfile()
-
-    def rehearsal(self, key: str) -> None:
-        return None
-
-    def setting_of(self, device: object) -> None:
-        return None
-
-    def calibration_of(self, setting: object) -> Calibration:
-        return Calibration()
-
-    def full(self, device: object) -> float:
-        return 1.0
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        return DeviceKnowledge(contention=ContentionProfile(), stages=EveryStage(device))
 
 
 @pytest.mark.slow

@@ -17,19 +17,19 @@ from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule, stage_of
 from fxpart.planner.families.schedule_selection import (
-    PIECES,
     in_pieces,
-    places_of,
     with_cut_schedules,
     work_bound,
 )
+from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.comparison_builder import compare
 from fxpart.report.recording_file import check_recording
-from fxpart.report.timeline import plan_timeline
 from fxpart.schedule.in_flight import count_in_flight
+from fxpart.schedule.spec import INTERLEAVED, SCHEDULES, list_schedules
 from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve
 
+PIECES = list_schedules(is_virtual=True)
 BATCH = (torch.randn(8, 16), torch.randint(0, 4, (8,)))
 
 
@@ -150,7 +150,7 @@ def test_degrees_are_chosen_by_what_has_a_closed_form() -> None:
 
 @given(ranks=st.integers(1, 5), turns=st.integers(1, 4), name=st.sampled_from(PIECES))
 def test_each_rank_has_as_many_pieces(ranks: int, turns: int, name: str) -> None:
-    places = places_of(name, ranks, turns)
+    places = SCHEDULES[name].assign_ranks(ranks, turns)
     count = 2 if name == "zb-v" else turns
     assert sorted(places) == sorted(list(range(ranks)) * count)
     assert places[0] == 0 and places[-1] == (0 if name == "zb-v" else ranks - 1)
@@ -164,7 +164,7 @@ def test_no_step_is_below_the_work_bound(seed: int) -> None:
     answer = solve(problem, time_limit=2.0, seed=0)
     if answer.choice is not None:
         assert bound <= evaluate(problem, answer.choice).seconds * (1 + 1e-9)
-    pieces = in_pieces(problem, places_of("interleaved", len(problem.devices), 2))
+    pieces = in_pieces(problem, SCHEDULES[INTERLEAVED].assign_ranks(len(problem.devices), 2))
     assert len(pieces.devices) == 2 * len(problem.devices) == pieces.max_stages
 
 

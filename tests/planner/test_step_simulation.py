@@ -11,11 +11,13 @@ import msgspec
 import pytest
 import sample_plans
 from branch_models import MODELS
+from fxpart.costmodels.profile_store import ContentionProfile
 from msgspec import UNSET
 
 import fxpart
 from fxpart.cli import run
-from fxpart.cluster.model import Cluster, CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.devices import CpuLoadImbalance, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.plan.contention import (
     complete_host_loads,
     compute_pace,
@@ -26,10 +28,12 @@ from fxpart.plan.contention import (
 from fxpart.plan.model import HostLoad, Plan
 from fxpart.plan.prediction import RankPrediction, idle_share
 from fxpart.planner.prediction import step_simulation
-from fxpart.planner.prediction.step_simulation import step_in_time, steps_in_time
-from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
-from fxpart.profiling.store import ContentionProfile
-from fxpart.report.timeline import plan_steps, plan_timeline
+from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline
+from fxpart.planner.prediction.step_simulation import (
+    compute_exposed_reduction,
+    step_in_time,
+    steps_in_time,
+)
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
 
@@ -301,17 +305,17 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, trace = str(tmp_path / "plan.json"), tmp_path / "trace.json"
     plan.dump(path)
     found = json.loads(shown(capsys, path, "--json", "--trace", str(trace)))
-    assert found["step_seconds"] == plan_timeline(plan).step_seconds == found["ends"][0]
+    assert found["simulated_seconds"] == plan_timeline(plan).step_seconds == found["ends"][0]
     updates = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "update"]
     assert len(updates) == len(found["updates"]) == 4
     alone = json.loads(shown(capsys, path, "--no-contention", "--json"))
-    assert alone["step_seconds"] == plan_steps(plan, contention=False).timeline.step_seconds
-    assert alone["step_seconds"] < found["step_seconds"]
+    assert alone["simulated_seconds"] == plan_steps(plan, contention=False).timeline.step_seconds
+    assert alone["simulated_seconds"] < found["simulated_seconds"]
     several = json.loads(shown(capsys, path, "--steps", "3", "--json"))
-    assert several["ends"] == pytest.approx([k * found["step_seconds"] for k in (1, 2, 3)])
+    assert several["ends"] == pytest.approx([k * found["simulated_seconds"] for k in (1, 2, 3)])
     running = json.loads(shown(capsys, path, "--steps", "3", "--no-flush", "--json"))
     assert running["ends"][-1] < several["ends"][-1]
-    assert "slow each other down" in shown(capsys, path)
+    assert "with CPU contention on 1 host" in shown(capsys, path)
     assert "for 5 steps" in shown(capsys, path, "--steps", "5", "--no-contention")
     assert run(["simulate", path, "--schedule", "gpipe", "--no-flush"]) == 2
     assert "FXP109" in capsys.readouterr().err

@@ -12,8 +12,12 @@ from msgspec.structs import replace
 from planner.test_step_simulation import row
 
 from fxpart.plan.prediction import HostLoad
-from fxpart.planner.prediction.step_simulation import stage_times, step_in_time, steps_in_time
-from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
+from fxpart.planner.prediction.step_simulation import (
+    compute_exposed_reduction,
+    stage_times,
+    step_in_time,
+    steps_in_time,
+)
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate

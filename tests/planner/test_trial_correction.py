@@ -6,10 +6,10 @@ from math import exp, log, sqrt
 
 import numpy as np
 import pytest
+from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 
 from fxpart.planner.prediction import trial_correction
 from fxpart.planner.prediction.trial_correction import Kind, estimate_correction
-from fxpart.profiling.store import TimeQuartiles, TrialRun
 
 PIPE: Kind = (2, 1, 1, 4)
 NEAR: Kind = (2, 1, 1, 8)

@@ -10,8 +10,9 @@ from fxpart.costmodels import find
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.link_index import LinkIndex
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 from fxpart.pricing.device_limits import RESERVE, limits
 from fxpart.pricing.joint_device_pools import BUCKET, ReplicaCollectiveTimes, device_pools

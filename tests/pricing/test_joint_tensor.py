@@ -6,11 +6,12 @@ import pytest
 from wide_models import large
 
 from fxpart.cluster.model import Cluster
-from fxpart.codegen.mesh_programs.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.planner.request import make_request
+from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.partition import price
+from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem, MicrobatchCost
 from fxpart.solver.objective import evaluate as evaluate_partition
@@ -47,7 +48,7 @@ def test_a_block_by_itself_costs_nearly_what_the_whole_graph_does(name: str, ten
     sharded = shard_graph(graph, captured, request, {}, ShardingAssumptions(1, request.stages[1]))
     exact, _ = price(
         sharded.local(0), captured, cluster, batch_size=ROWS, microbatches=1,
-        sharing=sharded.sharing(),
+        sharing=StageParallelism.of(sharded),
     )  # fmt: skip
     one = evaluate_partition(exact, PartitionChoice(starts=(0,), variant=0, schedule="1f1b"))
     found = problem(name, tensor)

@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import ZOO, Built
 
 from fxpart.capture import CapturedModel, capture
-from fxpart.cluster.model import Cluster, Link
+from fxpart.cluster.devices import Link
+from fxpart.cluster.model import Cluster
 from fxpart.compat.optimizer_choice import choose, state_bytes, tensors_in
 from fxpart.errors import FxpartError
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits

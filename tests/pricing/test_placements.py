@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 import zoo_graphs
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.place import CHOSEN, PlacePass
 from local_runs import assert_same, lower_all, run_lanes, run_whole
 from sharded_graphs import MODELS, propagated, shardings
@@ -35,7 +35,7 @@ def model(name: str) -> tuple[CapturedModel, fx.GraphModule]:
     torch.manual_seed(0)
     made = MODELS[name]().double()
     captured = capture(made, (torch.randn(4, 6, 8, dtype=torch.float64),), batch_size=4)
-    return captured, PassManager().run(PREPARE, captured.graph)
+    return captured, PassManager(all_passes()).run(PREPARE, captured.graph)
 
 
 @cache
@@ -53,7 +53,7 @@ def gpt(layers: int = 2) -> tuple[CapturedModel, fx.GraphModule]:
     ids = torch.zeros(16, 2048, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     captured = capture(made.bfloat16().train(), None, batch, batch_size=16)
-    return captured, PassManager().run(PREPARE, captured.graph)
+    return captured, PassManager(all_passes()).run(PREPARE, captured.graph)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
         chosen = StrategyAssignment(
             Mesh.parse(mesh), built.strategies(choice), built.placements(choice)
         )
-        ready = PassManager().run([PlacePass(chosen.text())], whole)
+        ready = PassManager(all_passes()).run([PlacePass(chosen.text())], whole)
         found = run_lanes(lower_all(ready), captured.state, inputs, 7, wanted)
         # the loss, a mean of squares, is kept in float32
         assert_same(found, wanted, rtol=1e-6)
@@ -112,7 +112,7 @@ def test_the_zoo_runs_with_what_is_chosen_under_tight_memory(name: str) -> None:
     least = solve_placement(build(whole, captured, CLUSTER, budget=0.0).problem).least
     chosen, _ = choose_placements(whole, captured, CLUSTER, budget=1.02 * least)
     assert any(any(strategy) for strategy in chosen.strategies.values())
-    ready = PassManager().run([PlacePass(chosen.text())], whole)
+    ready = PassManager(all_passes()).run([PlacePass(chosen.text())], whole)
     given = zoo_graphs.inputs(name)
     wanted = run_whole(graph, captured.state, given, 7)
     found = run_lanes(lower_all(ready), captured.state, given, 7, wanted)
@@ -126,7 +126,7 @@ def test_chosen_placements_are_written_where_axes_are_open() -> None:
     before = shardings(whole)
     assert any(None in s.strategy for s in before.values())
     chosen, certificate = choose_placements(whole, captured, CLUSTER, batch_size=4)
-    ready = PassManager().run([PlacePass(chosen.text())], whole)
+    ready = PassManager(all_passes()).run([PlacePass(chosen.text())], whole)
     after = shardings(ready)
     assert before.keys() == after.keys()
     for name, old in before.items():
@@ -145,7 +145,7 @@ def test_chosen_placements_are_written_where_axes_are_open() -> None:
     assert certificate.memory <= certificate.budget
     assert not certificate.unruled
     text = json.dumps(chosen.text())
-    assert shardings(PassManager().run(f"place{{choice={text}}}", whole)) == after
+    assert shardings(PassManager(all_passes()).run(f"place{{choice={text}}}", whole)) == after
 
 
 def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
@@ -167,10 +167,10 @@ def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
 def test_a_wrong_choice_is_refused(choice: str, why: str) -> None:
     whole = propagated(model("mlp")[1], "dp=2,tp=2", {})
     with pytest.raises(FxpartError, match="FXP109") as caught:
-        PassManager().run([PlacePass(choice)], whole)
+        PassManager(all_passes()).run([PlacePass(choice)], whole)
     assert why in str(caught.value)
     with pytest.raises(FxpartError, match="FXP109"):
-        PassManager().run([PlacePass("")], model("mlp")[1])
+        PassManager(all_passes()).run([PlacePass("")], model("mlp")[1])
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_inference_keeps_no_gradients() -> None:
 
     frozen = Model().requires_grad_(False)
     captured = capture(frozen, (torch.randn(4, 8),), batch_size=4)
-    graph = PassManager().run(PREPARE, captured.graph)
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph)
     built = build(graph, captured, CLUSTER, mesh=Mesh.parse("x=1"), budget=1e12)
     found = solve_placement(built.problem)
     held = sum(t.numel() * t.element_size() for t in captured.state.values())

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import pytest
+from fxpart.costmodels.profile_store import ContentionProfile
 from zoo import ZOO
 
 import fxpart
 from fxpart import costmodels
-from fxpart.cluster.model import Cluster
+from fxpart.cluster.model import Cluster, Device
+from fxpart.costs import DeviceKnowledge
 from fxpart.errors import FxpartError
 from fxpart.pricing.device_limits import RESERVE, VARIES, get_usable_bytes, limits
-from fxpart.profiling.store import ContentionProfile
 
 GIB = 1 << 30
 
@@ -26,9 +27,17 @@ class Weighing:
     found: ContentionProfile
     base: Any = field(default_factory=lambda: costmodels.find("auto"))
 
-    def crowding(self, host: str) -> ContentionProfile:
-        """The same on every host."""
-        return self.found
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        """Return the same contention on every host."""
+        return replace(self.base.knowledge(device), contention=self.found)
+
+    def for_model(self, fingerprint: str) -> Weighing:
+        """Return the model itself."""
+        return self
+
+    def for_part(self, cluster: Cluster) -> Weighing:
+        """Return the model itself."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """What the other one answers."""

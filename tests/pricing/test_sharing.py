@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 from fxpart.costmodels import find
 
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 from fxpart.planner.request import make_request
 from fxpart.pricing.device_groups import Rings, group_devices

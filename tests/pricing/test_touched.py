@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from sparse_models import batch, model, program
 
 from fxpart.capture import capture
@@ -26,7 +26,7 @@ ROW = 4 * 4 + 8  # four numbers and their row's
 def prepared(again: bool) -> Any:
     """The model's graph, and what was captured."""
     held = capture(model(trained=True, again=again), batch(0), loss=None)
-    return PassManager().run(PREPARE, held.graph), held
+    return PassManager(all_passes()).run(PREPARE, held.graph), held
 
 
 @pytest.mark.slow

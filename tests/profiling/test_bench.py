@@ -13,8 +13,9 @@ from quiet_network import answers as sent
 from quiet_network import seconds
 
 from fxpart.cli.cluster_bench import bench as command
+from fxpart.cluster.devices import Link
 from fxpart.cluster.link_index import LinkIndex
-from fxpart.cluster.model import Cluster, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 from fxpart.profiling import cluster_benchmark as benching
 from fxpart.profiling import collectives

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from fxpart.costmodels.profile_store import StageMeasurement, TimeQuartiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from fxpart.profiling.calibration import (
     fit,
     predicted,
 )
-from fxpart.profiling.store import StageMeasurement, TimeQuartiles
 
 CLASSES = ("matmul", "pointwise", "normalisation", "copy")
 TRUE = {

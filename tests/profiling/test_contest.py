@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from fxpart.costmodels import find
+from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 
 import fxpart
 from fxpart.errors import error
@@ -15,7 +17,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.prediction.trial_correction import kind_of
 from fxpart.profiling import trial_selection
-from fxpart.profiling.store import TimeQuartiles, TrialRun
 from fxpart.profiling.trial_selection import TrialRequest, TrialResult, run_trials
 
 
@@ -87,7 +88,7 @@ def held(
     devices = (SimpleNamespace(memory=memory), SimpleNamespace(memory=memory))
     front = SimpleNamespace(request=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
     asking = TrialRequest(
-        cast(Any, front), None, lambda: cast(Any, None), kept.__setitem__,
+        cast(Any, front), None, lambda: find("auto"), kept.__setitem__,
         lambda: 1e3 if len(stage.ran) < runs else -1e3, lambda _: None,
     )  # fmt: skip
     return run_trials(asking, 1), kept

@@ -13,7 +13,8 @@ import torch
 from fxpart.costmodels import ProfileCostModel, find, op_key
 from fxpart.costmodels.op_keys import is_form
 from fxpart.costmodels.op_time_estimator import BEYOND
-from fxpart.passes import PREPARE
+from fxpart.costmodels.profile_store import Profile, TimeQuartiles
+from fxpart.passes import PREPARE, all_passes
 from sharded_graphs import propagated
 from torch import fx, nn
 from torch.nn import functional
@@ -34,15 +35,14 @@ from fxpart.planner.request import make_request
 from fxpart.pricing.collective_traffic import is_plain
 from fxpart.pricing.partition import price
 from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.profiling.collective_ops import IdenticalRanksCommunicator, form_of
-from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.profiling.op_arguments import OpArguments, OpCall, UnmeasurableOpError, tensors
 from fxpart.profiling.ops import measure
 from fxpart.profiling.replica_graph import ReplicaGraph, replica
-from fxpart.profiling.session import profile
-from fxpart.profiling.store import Profile, TimeQuartiles
+from fxpart.profiling.session import get_measurement_environment, profile
 from fxpart.sharding import Mesh
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ def sharded(name: str, mesh: str = "") -> Graphs:
     """A case's graph over its mesh, or another."""
     model, batch, loss, usual, seeds, _ = CASES[name]
     held = capture(model(), batch(), loss=loss)
-    graph = PassManager().run(PREPARE, held.graph)
+    graph = PassManager(all_passes()).run(PREPARE, held.graph)
     present = {str(n.target) for n in graph.graph.find_nodes(op="get_attr")}
     given = {k: v for k, v in seeds.items() if k.startswith("input") or k in present}
     return ShardedGraph(propagated(graph, mesh or usual, given, close=True), held), held
@@ -158,7 +158,7 @@ def local(made: Graphs, rows: int = 4, lane: int = 0) -> tuple[fx.GraphModule, S
     """A lane's graph with what says what its ops are at so many rows of its own."""
     whole, held = made
     size = rows if held.symbolic else captured_rows(held)
-    sizes = Sizes(held, BatchSplit(size, 1), whole.sharing().parts)
+    sizes = Sizes(held, BatchSplit(size, 1), StageParallelism.of(whole).parts)
     return whole.local(lane), Specs(trained_names(held)), sizes
 
 
@@ -331,7 +331,7 @@ def test_a_priced_mesh_is_measured(tmp_path: Path) -> None:
         )
     _, provenance = price(
         whole.local(0), made.captured, Cluster.local(2), cost_model=str(path), batch_size=ROWS,
-        microbatches=1, sharing=whole.sharing(),
+        microbatches=1, sharing=StageParallelism.of(whole),
     )  # fmt: skip
     assert set(provenance["compute"].split("; ")) == {"alpha-beta", "measured"}
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from fxpart.costmodels import ProfileCostModel, find
-from fxpart.passes import PREPARE
+from fxpart.costmodels.profile_store import Profile, TimeQuartiles
+from fxpart.passes import PREPARE, all_passes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -21,11 +22,10 @@ from fxpart.compiler import PassManager
 from fxpart.pricing.specs import Specs, annotation, layout, tensors_of
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.weights import trained_names
-from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.profiling.op_arguments import OpArguments, tensors
 from fxpart.profiling.ops import engine_seconds, measure
 from fxpart.profiling.sampler import Sampler
-from fxpart.profiling.store import Profile, TimeQuartiles
+from fxpart.profiling.session import get_measurement_environment
 
 CPU = torch.device("cpu")
 NAMES = sorted(name for name, entry in ZOO.items() if entry.available)
@@ -106,7 +106,7 @@ def test_nothing_is_measured_twice(name: str, tmp_path: Path) -> None:
 def test_repeated_layers_are_measured_once(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
     made = capture(layers, (torch.randn(4, 8), torch.randn(4, 8)), loss=nn.functional.mse_loss)
-    graph = PassManager().run(PREPARE, made.graph)
+    graph = PassManager(all_passes()).run(PREPARE, made.graph)
     with Profile(tmp_path / "a.profile", create=True) as profile:
         here = get_measurement_environment("cpu")
         found = measure(graph, made, [Sizes(made, BatchSplit(4, 1))], profile, here, 5.0)
@@ -199,7 +199,7 @@ def test_values_in_graphs_have_the_layout_that_runs_have() -> None:
             return (scores @ value.transpose(0, 1)).unsqueeze(2).expand(-1, -1, 3, -1)
 
     made = capture(Model(), (torch.randn(4, 5, 6),), loss=None)
-    graph = PassManager().run(PREPARE, made.graph)
+    graph = PassManager(all_passes()).run(PREPARE, made.graph)
     specs, sizes = Specs(trained_names(made)), Sizes(made, BatchSplit(4, 1))
     arguments = OpArguments(graph, specs, sizes, CPU)
     found = set()

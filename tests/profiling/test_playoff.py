@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpart.profiling.store import TimeQuartiles, TrialRun
 from fxpart.profiling.trial_rounds import normalize_rounds, summarize_rounds
 
 TIMES = st.floats(1e-4, 10.0)

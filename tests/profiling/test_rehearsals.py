@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
+from fxpart.costmodels.profile_store import Profile, TimeQuartiles, TrialRun
 from zoo import ZOO
 
 import fxpart
@@ -19,7 +20,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
 from fxpart.planner.refinement import plan_seconds, with_trial_run
 from fxpart.profiling.session import profile
-from fxpart.profiling.store import Profile, TimeQuartiles, TrialRun
 from fxpart.profiling.trial_processes import TrialProcesses
 from fxpart.profiling.trial_rounds import LEAST, run_trial_rounds
 from fxpart.profiling.trial_selection import by_name, words
@@ -162,10 +162,10 @@ def test_what_was_run_stands_for_what_was_simulated() -> None:
     text = with_trial_run(plan, model).dumps()
     assert fxpart.Plan.loads(text).prediction.rehearsed_seconds == 0.125
     told = explain(with_trial_run(plan, model))
-    assert ", 125 ms when run), " in told and "when run" not in explain(plan)
-    rate = plan.batch_size / 0.125
-    assert f"{rate:.4g} samples/s" in told
-    assert "<dt>when run</dt><dd>125 ms</dd>" in report_html(with_trial_run(plan, model))
+    words = "step time  125 ms predicted (measured in a trial run)"
+    assert words in told and "trial run)" not in explain(plan)
+    assert f"{plan.batch_size / 0.125:,.3g} samples/s" in told
+    assert "<dt>step time</dt><dd>125 ms</dd>" in report_html(with_trial_run(plan, model))
 
 
 def test_optimizers_that_other_processes_can_make() -> None:

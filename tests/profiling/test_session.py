@@ -8,21 +8,26 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fxpart.costmodels.profile_store import (
+    Calibration,
+    ContentionProfile,
+    Profile,
+    StageMeasurement,
+)
 from zoo import ZOO
 
 import fxpart
 from fxpart.capture.workload import Workload
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.cluster.host_detection import cores
-from fxpart.cluster.model import Cluster, CpuLoadImbalance
+from fxpart.cluster.model import Cluster
 from fxpart.plan.model import Plan
 from fxpart.planner.prepared_model import PlanningArguments
 from fxpart.profiling.contention import equivalent, measure_contention, summary
-from fxpart.profiling.measurement_environment import get_measurement_environment
 from fxpart.profiling.phases import Phases
 from fxpart.profiling.runtime_overhead import overhead
-from fxpart.profiling.session import ProfilingSession, profile
+from fxpart.profiling.session import ProfilingSession, get_measurement_environment, profile
 from fxpart.profiling.stage_benchmark import microbatch
-from fxpart.profiling.store import Calibration, ContentionProfile, Profile, StageMeasurement
 from fxpart.profiling.trial_selection import words
 
 
@@ -204,11 +209,11 @@ def test_under_a_quota_seconds_are_the_processors(
     path, device = tmp_path / "model.profile", one_rank().devices[0]
     held = msgspec.structs.replace(device, quota=0.01)
     under = msgspec.structs.replace(one_rank(), devices=(held,))
-    monkeypatch.setattr("fxpart.profiling.measurement_environment.quota", lambda: 0.01)
+    monkeypatch.setattr("fxpart.profiling.session.quota", lambda: 0.01)
     found = profile(workload(), under, path, budget=20.0, rehearse=False)
     assert found.crowding is not None and found.crowding.baseline > 50e6
     assert not found.crowding.slowdown and not found.crowding.wake
-    monkeypatch.setattr("fxpart.profiling.measurement_environment.quota", lambda: None)
+    monkeypatch.setattr("fxpart.profiling.session.quota", lambda: None)
     profile(workload(), one_rank(), path, budget=20.0, rehearse=False)
     with Profile(path) as kept:
         whole, mine = kept.settings()
@@ -225,7 +230,7 @@ def test_under_a_quota_seconds_are_the_processors(
 def test_a_quota_counts_where_it_holds_threads_back(
     left: float | None, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxpart.profiling.measurement_environment.quota", lambda: left)
+    monkeypatch.setattr("fxpart.profiling.session.quota", lambda: left)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

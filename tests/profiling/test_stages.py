@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from fxpart.costmodels.profile_store import StageMeasurement
 from queued_batches import adagrad, batch
 from queued_programs import model as clicks
 from torch import nn
@@ -25,7 +26,6 @@ from fxpart.profiling.stage_benchmark import (
     microbatches,
 )
 from fxpart.profiling.stage_run import StageRun
-from fxpart.profiling.store import StageMeasurement
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fxpart.costmodels import ProfileCostModel, find
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from fxpart.cluster.model import Cluster
-from fxpart.errors import FxpartError
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     FORMAT,
     Calibration,
     ContentionProfile,
@@ -25,6 +20,11 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     chip,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpart.cluster.model import Cluster
+from fxpart.errors import FxpartError
 
 HERE = MeasurementEnvironment(device="cpu", chip=chip(), threads=1, torch="2.11.0")
 seconds = st.floats(0, 1e3)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.profiling.cpu_load_imbalance import Notes, found
 from fxpart.profiling.processes import run_on_processes
 from fxpart.schedule.core_imbalance import compute_lost_core_share

@@ -15,9 +15,9 @@ import sample_plans
 from figures_by_hand import MEMORY, NAMES, recomputed
 
 from fxpart.plan.model import HostLoad, Plan
+from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.explanation_builder import explanation
 from fxpart.report.explanation_text import explain
-from fxpart.report.timeline import plan_timeline
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem
@@ -174,8 +174,8 @@ def check_tables(lines: list[str], wanted: dict[str, Any]) -> None:
 def check_hosts(text: str, wanted: dict[str, Any]) -> None:
     """A line for each host that ranks share."""
     found = re.findall(
-        r"(?m)^  host +shared by rank (.+): computations take (.+) times as long while all "
-        r"compute, (.+) alone \((.+) in the seconds below\)$", text,
+        r"host +CPU contention of rank (.+?): a computation takes (\S+) times as long while "
+        r"all compute, (\S+) alone \((\S+) in the seconds below\)", " ".join(text.split()),
     )  # fmt: skip
     assert len(found) == len(wanted["hosts"])
     for (ranks, full, alone, assumed), given in zip(found, wanted["hosts"], strict=True):
@@ -189,40 +189,45 @@ def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
     """The summary, what the step consists of, and the sentences."""
     step, pace, full = wanted["step"], wanted["bottleneck"], wanted["fullest"]
     match = re.search(
-        r"(?m)^  step +(.+?) predicted \((.+?) by [^)]*\), (.+?) samples/s, bubble (.+)$", text
-    )
+        r"(?m)^  step time +(.+?) predicted \((.+)\), pipeline bubble (.+)\n"
+        r"  throughput (\S+) samples/s(?:, (\S+) tokens/s)?$", text,
+    )  # fmt: skip
     assert match
-    shows(match[1], step["seconds"])
-    shows(match[2], step["simulated_seconds"])
-    assert float(match[3]) == pytest.approx(step["samples_per_second"], rel=1e-3)
-    shows(match[4], step["bubble"])
+    shows(match[1], step["step_time"])
+    assert match[2] == step["source"]
+    shows(match[3], step["bubble"])
+    rates = step["throughput"]["samples_per_second"], step["throughput"]["tokens_per_second"]
+    for rate, shown in zip(rates, match.groups()[3:], strict=True):
+        assert (rate is None) == (shown is None)
+        if shown:
+            assert float(shown.replace(",", "")) == pytest.approx(rate, rel=5e-3)
     parts = {NAMES[k]: v for k, v in step["parts"].items() if k != "stage" and v > 1e-12}
-    for (name, value), line in zip(
-        parts.items(), section(lines, "Where the step")[1:], strict=False
-    ):
+    for (name, value), line in zip(parts.items(), section(lines, "Breakdown of")[1:], strict=False):
         cells = columns("", line)
         assert cells[0] == name
         shows(cells[1], value)
         if cells[2] != "under 0.05 %":
-            shows(cells[2], value / step["seconds"])
+            shows(cells[2], value / step["closed_form_seconds"])
     flat = " ".join(text.split())
     match = re.search(
-        r"Stage (\d+) sets the pace: (.+?) a microbatch, (.+?) times the mean, and (.+?) once a "
-        r"step; (.+?) takes ([0-9.]+ %) of it\.", flat,
+        r"Stage (\d+) is the bottleneck: (.+?) per microbatch, balance \(max/mean\) (.+?), and "
+        r"(.+?) per step; (.+?) takes ([0-9.]+ %) of its time\.", flat,
     )  # fmt: skip
     assert match and int(match[1]) == pace["stage"] and match[5] == pace["largest"]
-    for group, key in ((2, "microbatch_seconds"), (3, "of_mean"), (4, "step_only_seconds"),
+    for group, key in ((2, "microbatch_seconds"), (3, "balance"), (4, "step_only_seconds"),
                        (6, "largest_share")):  # fmt: skip
         shows(match[group], pace[key])
     match = re.search(r"(\d+) other stages? (?:is|are) as slow", flat)
     assert (int(match[1]) if match else 0) == pace["as_slow"]
-    match = re.search(r"Next is stage (\d+): (.+?) instead of (.+?)\.(?: |$)", flat)
+    match = re.search(r"The next is stage (\d+): (.+?) instead of (.+?) without the time", flat)
     assert (match is None) == (pace["second"] is None)
     if match:
         assert int(match[1]) == pace["second"]
-        shows(match[2], pace["second_pace_seconds"])
-        shows(match[3], pace["pace_seconds"])
-    match = re.search(r"Fullest is stage (\d+) \(rank (.+?)\): (.+?) of (.+?) are free", flat)
+        shows(match[2], pace["second_bound_seconds"])
+        shows(match[3], pace["bound_seconds"])
+    match = re.search(
+        r"Stage (\d+) \(rank ([^)]+)\) has the least free memory: (.+?) of (\S+ \S+)\.", flat
+    )
     assert match and int(match[1]) == full["stage"]
     shows(match[3], full["free"])
     shows(match[4], full["limit"])
@@ -230,7 +235,7 @@ def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
 
 def check_rejected(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
     """Both tables of rejected choices, and what binds."""
-    for title, key in (("Rejected", "rejected"), ("With one decision", "changes")):
+    for title, key in (("Rejected alternatives", "rejected"), ("With one decision", "changes")):
         if not wanted[key]:
             assert not any(line.startswith(title) for line in lines)
             continue
@@ -238,17 +243,17 @@ def check_rejected(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
             cells = columns("", line)
             cells = cells if any(o["what"] for o in wanted[key]) else ["", *cells]
             assert (int(cells[1]), int(cells[2])) == (one["stages"], one["microbatches"])
-            if one["step_seconds"] is not None:
+            if one["closed_form_seconds"] is not None:
                 match = re.fullmatch(r"(.+?) \((.+)\)", cells[4])
                 assert match
-                shows(match[1], one["step_seconds"])
+                shows(match[1], one["closed_form_seconds"])
                 shows(match[2], one["slower"])
             elif one["unfit_seconds"] is not None:
-                match = re.fullmatch(r"\((.+) if it fitted\)", cells[4])
+                match = re.fullmatch(r"\((.+) if it fit\)", cells[4])
                 assert match
                 shows(match[1], one["unfit_seconds"])
     flat = " ".join(text.split())
-    match = re.search(r"Memory binds: .+? would take (.+?) \((.+?)\), but", flat)
+    match = re.search(r"Memory is the limit: .+? has a closed form of (.+?) \((.+?)\), but", flat)
     assert (match is None) == (not wanted["binding"])
     if match:
         best = min(wanted["binding"], key=lambda o: o["unfit_slower"])
@@ -259,14 +264,16 @@ def check_rejected(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
 def check_certificate(text: str, wanted: dict[str, Any]) -> None:
     """Objective, bound and gap."""
     flat, given = " ".join(text.split()), wanted["certificate"]
-    forms = {
-        "optimal": r"Optimal: no choice takes less than (?P<objective>.+?) a step",
-        "within gap": r"Within (?P<gap>.+?) of the best: this one takes (?P<objective>.+?) a step, "
-        r"and none takes less than (?P<lower_bound>[^ ]+ [a-zµ]+)",
-        "best found": r"in the time given: (?P<objective>.+?) a step\. None takes less than "
-        r"(?P<lower_bound>.+?), so at most (?P<gap>.+?) is left",
+    statuses = {
+        "optimal": "optimal",
+        "within gap": "within the requested gap of the optimum",
+        "best found": "best found within the time limit",
     }
-    match = re.search(forms[given["status"]], flat)
+    form = (
+        rf"Stages: {statuses[given['status']]}; objective (?P<objective>.+?), lower bound "
+        r"(?P<lower_bound>.+?), gap (?P<gap>(?:under )?\S+ %)\."
+    )
+    match = re.search(form, flat)
     assert match, flat
     for key, value in match.groupdict().items():
         if value != "under 0.05 %":
@@ -280,8 +287,8 @@ def test_text_from_the_plan_file(name: str) -> None:
     text, wanted = explain(plan), recomputed(json.loads(plan.dumps()))
     lines = text.splitlines()
     spare = f" of {wanted['devices']} devices" if wanted["devices"] > wanted["ranks"] else ""
-    read = f" with weights {plan.weights}" if plan.schedule == "async" else ""
-    read += " from queues" if plan.staleness else ""
+    read = ", microbatches routed by queues" if plan.staleness else ""
+    read += f", weights {plan.weights}" if plan.schedule == "async" else ""
     assert lines[0].endswith(
         f"{wanted['stages']} stage{'s' * (wanted['stages'] > 1)} on {wanted['ranks']} "
         f"rank{'s' * (wanted['ranks'] > 1)}{spare}, "
@@ -321,7 +328,10 @@ def test_figures_from_the_costed_problem(seed: int) -> None:
     problem, solution, plan = case
     found = evaluate(problem, choice_of(problem, plan))
     shown = explanation(plan)
-    assert found.feasible and shown.step.seconds == found.seconds == plan.certificate.objective
+    assert (
+        found.feasible
+        and shown.step.closed_form_seconds == found.seconds == plan.certificate.objective
+    )
     for one, stage in zip(shown.by_stage, found.stages, strict=True):
         for mine, theirs in (("collective", "collective"), ("sync", "reduce"), ("tie", "tie"),
                              ("gather", "gather"), ("transfer", "transfer"), ("forward", "forward"),
@@ -334,8 +344,8 @@ def test_figures_from_the_costed_problem(seed: int) -> None:
     others = [c for c in solution.candidates if c != solution.choice]
     for row, other in zip(shown.rejected, others, strict=False):
         again = evaluate(problem, other)
-        assert (row.step_seconds or row.unfit_seconds) == again.seconds
-        assert (row.step_seconds is not None) == again.feasible
+        assert (row.closed_form_seconds or row.unfit_seconds) == again.seconds
+        assert (row.closed_form_seconds is not None) == again.feasible
         assert (row.stages, row.microbatches) == (len(other.options), other.microbatches)
 
 

@@ -28,8 +28,8 @@ def test_everything_is_on_the_page() -> None:
     page = Page(report_html(plan))
     text = " ".join(page.words)
     for words in (
-        "GPT2LMHeadModel", "Timeline", "Peak memory", "Stages", "How good it is", "Rejected",
-        "Shared parameters", "within gap", "host0/cpu:3", "roofline",
+        "GPT2LMHeadModel", "Timeline", "Peak memory", "Stages", "Certificate", "Rejected",
+        "Tied parameters", "within gap", "host0/cpu:3", "roofline",
     ):  # fmt: skip
         assert words in text, words
     assert count(page, "svg") == 2 and count(page, "h1") == 1

@@ -9,7 +9,7 @@ import sample_plans
 from fxpart.errors import FxpartError
 from fxpart.plan.model import HostLoad, Plan
 from fxpart.plan.schedule import plan_schedule
-from fxpart.report.timeline import plan_steps, plan_timeline, transfer_seconds
+from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline, transfer_seconds
 from fxpart.schedule.action import ActionKind
 
 

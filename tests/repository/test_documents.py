@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and the shipped pages name only what there is."""
+"""Documents name only what exists, and generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from api_pages import PAGES as GENERATED
+from document_pictures import FOLDER, PICTURES
 
 from fxpart.cli import VERBS
+from fxpart.cli.explain import PAGES as EXPLAINED
+from fxpart.cli.explain import RENAMED
 from fxpart.errors import CODES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +92,37 @@ def test_readme_lists_every_verb() -> None:
 def test_ci_runs_the_tests() -> None:
     assert "make test" in read(".ci/run")
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", read(page))
+    assert all((ROOT / page).parent.joinpath(link).exists() for link in links), links
+
+
+def test_explain_knows_every_page() -> None:
+    shipped = {path.stem for path in ROOT.glob("fxpart/docs/*.md")}
+    assert set(EXPLAINED) == shipped
+    assert not set(RENAMED) & shipped and set(RENAMED.values()) <= shipped
+
+
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"(?m): (\w+)\.md$", read("mkdocs.yml")))
+    assert listed == set(EXPLAINED) | {"index"}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_fxpart_draws(name: str) -> None:
+    """``python tests/support/document_pictures.py`` draws them."""
+    assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
+
+
+def test_every_picture_is_shown() -> None:
+    shown = set(re.findall(r"images/(\w+)\.svg", "".join(map(read, PAGES))))
+    assert {path.stem for path in FOLDER.glob("*.svg")} - {"learning"} <= shown
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    """``python tests/support/api_pages.py`` writes them."""
+    assert read(f"fxpart/docs/{name}.md") == GENERATED[name]()

@@ -23,7 +23,7 @@ from ranks import Pool
 from torch import nn
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.gradients.accumulation import GradientAccumulation
+from fxpart.runtime.gradients.reducer import GradientAccumulation
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"mesh": "none", "stages": 1},

@@ -398,7 +398,8 @@ def test_an_asynchronous_trainer_refuses_the_same() -> None:
 def test_every_public_call_is_an_entry_point(kind: type) -> None:
     """A new method that computes or reads state belongs into the table, or here."""
     others = {
-        "close", "record", "zero_grad", "spoil", "again", "taken", "drain", "restart", "weights_of",
+        "close", "record", "zero_grad", "abort", "repeat", "pop_losses", "drain", "restart",
+        "weights_of",
         "lose", "is_collective", "step_by_hand", "anneal_until", "touch",
     }  # fmt: skip
     for name in dir(kind):

@@ -73,7 +73,7 @@ def test_all_faults_at_once() -> None:
     assert found["batch['mask']"] == "its dtype is float64, not float32"
     assert found["batch['labels']"] == "it is a list or dict, not a tensor"
     assert found["batch['other']"] == "the program has no such input"
-    assert found["batch['scale']"] == "it is 2.0, and was None at capture"
+    assert found["batch['scale']"] == "it is 2.0, but was None at capture"
     assert len(found) == 5
 
 

@@ -84,4 +84,4 @@ def test_stages_of_several_ranks_are_refused() -> None:
     shared = tiny(1, constraints={"mesh": "dp=2", "stages": 1})
     with pytest.raises(FxpartError, match="FXP109") as found:
         shared.trainer("sgd", compile_stages="aot_eager")
-    assert "exchange tensors inside" in found.value.problems[0].why
+    assert "call collectives inside" in found.value.problems[0].why

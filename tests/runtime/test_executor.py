@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from built_schedules import BUILDERS
 from hand_stages import ADAMW, Whole, batch, branches, language
 from ranks import Pool
 from runtime_programs import bits, make, train_branches
 
 from fxpart.runtime import InProcess
-from fxpart.schedule.builders import BUILDERS
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

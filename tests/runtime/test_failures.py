@@ -118,4 +118,4 @@ def test_the_wrong_number_of_processes_is_refused_everywhere(pool: Pool) -> None
 def test_a_number_of_another_place_is_no_length(pool: Pool, number: int) -> None:
     """A rank that has waited too long is a step further while others tell what went wrong."""
     found = pool.run(out_of_step, number, ranks=2, timeout=60.0)
-    assert found == ["the ranks are no longer at the same place", ""]
+    assert found == ["the ranks are no longer at the same exchange", ""]

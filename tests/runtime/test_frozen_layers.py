@@ -87,5 +87,5 @@ def test_adapters(ranks: tuple[int, ...], schedule: str) -> None:
         if i.action.kind is ActionKind.SEND_B
     ]
     assert {a.peer for a in sends} == set(range(lowest, 3))
-    assert all(not executor._tables[k].trains for executor in executors
-               for k in executor._tables if k < lowest)  # fmt: skip
+    assert all(not executor._signatures[k].trains for executor in executors
+               for k in executor._signatures if k < lowest)  # fmt: skip

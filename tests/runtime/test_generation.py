@@ -78,7 +78,7 @@ def test_an_earlier_life_that_never_met(port: int) -> None:
     for each in dead:
         each.join(10)
         assert isinstance(each.result, FxpartError) and each.result.code == "FXP516"
-    assert "ranks 1, 3 did not come within 0.3 s" in str(dead[0].result)
+    assert "ranks 1, 3 did not connect within 0.3 s" in str(dead[0].result)
     assert life(4, port, 1) == {2}
 
 

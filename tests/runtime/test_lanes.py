@@ -226,5 +226,5 @@ def test_gloo_parts_go_through_a_distributed_checkpoint(
 
 
 def test_in_process_there_are_no_dtensors() -> None:
-    with pytest.raises(FxpartError, match="spread over processes"):
+    with pytest.raises(FxpartError, match="sharded over processes"):
         trainer(InProcess(4), "tp=2").state_dict(sharded=True)

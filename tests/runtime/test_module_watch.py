@@ -50,7 +50,7 @@ def test_a_change_after_the_trainer_was_made_is_refused(change: Any) -> None:
     trainer.step(batches(1)[0])
     change(model)
     before = trainer.updates
-    with pytest.raises(FxpartError, match="was changed after the trainer was made") as caught:
+    with pytest.raises(FxpartError, match="was changed after the trainer was created") as caught:
         trainer.step(batches(1)[0])
     assert caught.value.code == "FXP113" and trainer.updates == before
     trainer.load_state_dict(model.state_dict())

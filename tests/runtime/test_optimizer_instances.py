@@ -204,11 +204,11 @@ def with_own_step(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (other_model, "6 of its 6 parameters are not the model's"),
+        (other_model, "6 of its 6 parameters do not belong to the model"),
         (partly_others, "1 of its 7 parameters"),
         (twice, "0.weight twice"),
         (hooked, "hooks"),
-        (with_own_step, "step was replaced"),
+        (with_own_step, "step method was replaced"),
     ],
 )
 def test_what_cannot_be_honored_is_refused(make: Make, why: str) -> None:
@@ -235,7 +235,7 @@ def test_an_instance_of_an_exported_program_is_refused(tmp_path: Any) -> None:
 
 def test_groups_beside_an_instance_are_refused() -> None:
     mine = torch.optim.SGD((model := perceptron()).parameters(), lr=0.1)
-    with pytest.raises(FxpartError, match="groups of its own"):
+    with pytest.raises(FxpartError, match="its own groups"):
         program(model, "stages").trainer(mine, groups=[{"params": "*.bias", "lr": 1.0}])
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from fxpart.codegen.materialization import materialize
 from fxpart.codegen.tensor_files import TensorFiles
 from fxpart.errors import FxpartError
-from fxpart.program.shard_layout import ShardLayout, StateSlicer
 from fxpart.runtime.state.model_state import shard_along_axis
+from fxpart.runtime.state.shard_layout import ShardLayout, StateSlicer
 from fxpart.sharding import REPLICATE, Mesh, Shard, indices
 
 

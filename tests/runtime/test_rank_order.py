@@ -19,7 +19,8 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.collectives.dtensor_conversion import device_mesh
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError
@@ -27,7 +28,7 @@ from fxpart.plan.model import Plan
 from fxpart.runtime import InProcess
 from fxpart.runtime.mesh.mesh_ranks import build_rank_table
 from fxpart.sharding import Mesh
-from fxpart.training.trainer_factory import gpu_of
+from fxpart.training.trainer_factory import get_gpu_index
 from fxpart.verification.comparison import compare
 
 Table = tuple[tuple[int, ...], ...]
@@ -156,4 +157,4 @@ def test_a_gpu_is_the_planned_one_of_its_host() -> None:
     plan: Any = msgspec.defstruct("Given", [("cluster", Any), ("devices", Any)])
     plan.device = Plan.device
     given = plan(cluster, (0, 2, 3, 4))
-    assert [gpu_of(given, rank) for rank in range(4)] == [0, 2, 0, 1]
+    assert [get_gpu_index(given, rank) for rank in range(4)] == [0, 2, 0, 1]

@@ -21,7 +21,7 @@ from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.engine import resolve_schedule
 from fxpart.runtime.executor.executor import Executor, Instruction
-from fxpart.runtime.monitor.clock_offset import measure_clock_offset
+from fxpart.runtime.monitor.recorder import measure_clock_offset
 from fxpart.schedule.measured_timeline import PHASES, MeasuredSpan, MeasuredTimeline
 
 STEPS = tuple(range(WARM, WARM + RECORDED))
@@ -188,7 +188,7 @@ def wrapped(trainer: Trainer) -> tuple[int, int, int]:
     """How many instructions, phases and exchanges are others than those prepared."""
     executors = [e for lanes in trainer._engine._executors.values() for lane in lanes for e in lane]
     pairs = [pair for e in executors for pair in zip(e._instructions, e._prepared, strict=True)]
-    phases = zip(trainer._doing, (do for _, do in trainer._phases), strict=True)
+    phases = zip(trainer._phase_calls, (do for _, do in trainer._phases), strict=True)
     exchange = trainer._engine._exchange, trainer.transport.exchange
     return (
         sum(a is not b for a, b in pairs),
@@ -234,7 +234,7 @@ def test_a_failed_step_is_left_out() -> None:
 def test_one_at_once_and_read_after() -> None:
     trainer = make(language((4,)), InProcess(1))
     with trainer.record() as recorder:
-        with pytest.raises(FxpartError, match="under way"), trainer.record():
+        with pytest.raises(FxpartError, match="in progress"), trainer.record():
             pass
         with pytest.raises(FxpartError, match="has not ended"):
             _ = recorder.recording

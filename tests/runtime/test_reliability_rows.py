@@ -12,6 +12,7 @@ from typing import Any
 import overlap_programs
 import pytest
 import torch
+from built_schedules import BUILDERS
 from hand_lanes import data_parallel
 from hand_stages import ADAMW, Whole, batch, branches, language
 from lane_programs import assert_close, one_process
@@ -20,7 +21,6 @@ from runtime_programs import Bits, bits, make
 
 from fxpart.runtime import InProcess, connect
 from fxpart.runtime.transport.interface import Transport
-from fxpart.schedule.builders import BUILDERS
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 SEATS = {"interleaved": (0, 1, 0, 1), "breadth-first": (0, 1, 0, 1), "zb-v": (0, 1, 1, 0)}

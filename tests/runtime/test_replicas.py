@@ -15,10 +15,10 @@ from fxpart.codegen.materialization import materialize
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.errors import FxpartError
 from fxpart.program.edges import find_stage_edges, find_value_edges
+from fxpart.program.replicas import get_original_stage, replicate_stages
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.gradients import reduce_scatter
-from fxpart.runtime.gradients.stage_replicas import get_original_stage, replicate_stages
 from fxpart.runtime.transport.interface import STATE
 from fxpart.schedule.make import make
 

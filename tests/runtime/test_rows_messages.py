@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradientParts
-from fxpart.runtime.embedding_tables.tied_tables import Found, _receive, _send
+from fxpart.runtime.embedding_tables.tied_tables import PartsByTable, _receive, _send
 from fxpart.runtime.gradients import reduce_scatter
 
 WIDTHS = ((3,), (), (2, 2))
@@ -62,7 +62,7 @@ tables = st.tuples(
 @settings(deadline=None, max_examples=150)
 @given(wanted=st.lists(tables, min_size=1, max_size=6), bucket=st.sampled_from([1, 64, 1 << 20]))
 def test_all_tables_round_trip(wanted: list[Any], bucket: int) -> None:
-    given_: Found = [parts(*each) for each in wanted]
+    given_: PartsByTable = [parts(*each) for each in wanted]
     like = [torch.zeros(9, *width, dtype=dtype) for _, width, dtype in wanted]
     wire: Any = Wire()
     with pytest.MonkeyPatch.context() as patch:

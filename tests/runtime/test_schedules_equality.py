@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from built_schedules import BUILDERS
 from torch import nn
 from zoo import ZOO
 
@@ -15,7 +16,6 @@ from fxpart.codegen.materialization import materialize
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.compat.optimizer_choice import choose
 from fxpart.runtime import InProcess, Trainer
-from fxpart.schedule.builders import BUILDERS
 from fxpart.verification.comparison import PartitionedRun, compare
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]

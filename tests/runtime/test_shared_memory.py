@@ -275,7 +275,7 @@ def test_a_message_of_another_size_is_refused() -> None:
         if rank == 1:
             memory.send(0, FORWARD, torch.ones(3))
         else:
-            with pytest.raises(PeerLostError, match="12 bytes came from rank 1, not 8"):
+            with pytest.raises(PeerLostError, match="rank 1 sent 12 bytes instead of 8"):
                 memory.wait(memory.post(1, FORWARD, (2,), F32))
 
     play(2, work)

@@ -18,7 +18,7 @@ def test_a_rank_three_times_slower_is_named(pool: Pool, weights: str) -> None:
     assert (rank, stage, over) == (1, 1, False) and 45 <= step <= 57
     assert (now, before, times) == pytest.approx((0.024, 0.008, 3.0), rel=1e-3)
     assert words[0].startswith("rank 1 (stage 1) is 3.0 times slower than before at step ")
-    assert "24 ms of computation a step, the median of 20; 8 ms before" in words[0]
+    assert "24 ms of computation per step (median of 20); 8 ms before" in words[0]
     assert seconds == pytest.approx({0: 0.008, 1: 0.024, 2: 0.008}, rel=1e-3)
 
 

@@ -34,7 +34,7 @@ def test_absent_inputs_are_cut_by_the_sizes_of_others() -> None:
 
 def test_what_no_rank_has() -> None:
     reader = BatchReader(language().spec(), needed=frozenset())
-    with pytest.raises(FxpartError, match="no rank was given it"):
+    with pytest.raises(FxpartError, match="no rank was given this input"):
         reader.cut(reader.look(None), 4)
     with pytest.raises(FxpartError, match="it is missing"):
         BatchReader(language().spec(), needed=frozenset({"mask"})).look({})
@@ -156,7 +156,7 @@ def test_samplers_load_every_row_once(shuffle: bool) -> None:
 
 def test_one_process_of_several_lanes_takes_the_global_batch() -> None:
     made = hand_lanes.trainer(InProcess(4), "dp=2")
-    with pytest.raises(FxpartError, match="several lanes"):
+    with pytest.raises(FxpartError, match="several mesh ranks"):
         made.step(hand_lanes.batch(4), local=True)
     alone = make(language(), InProcess(4))
     whole = make(language(), InProcess(4))

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from built_schedules import BUILDERS
 from hand_stages import ADAMW, Whole, batch, branches, language
 from ranks import Pool
 from runtime_programs import Bits, Faulty, bits, make, train_placed
@@ -13,7 +14,6 @@ from runtime_programs import Bits, Faulty, bits, make, train_placed
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
 from fxpart.schedule.action import ActionKind
-from fxpart.schedule.builders import BUILDERS
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
 RANKS = ((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 0, 0))
@@ -81,7 +81,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
 def test_a_stage_that_fails(schedule: str, what: str) -> None:
     """One error; nothing was updated; the next step is as good as ever."""
     parts = placed(schedule, (0, 1, 1, 0))
-    module = parts._lanes[0].modules[1]
+    module = parts._mesh_ranks[0].modules[1]
     before = bits(parts.state_dict())
     inner = module.forward
     module.forward = Faulty(parts, module, what, 2)
@@ -95,7 +95,7 @@ def test_a_stage_that_fails(schedule: str, what: str) -> None:
     assert {n: v for n, v in before.items() if "running" not in n}.items() <= after.items()
     assert not parts.gradients()
     (executors,) = next(iter(parts._engine._executors.values()))
-    assert not any(executor._cells or executor._rests for executor in executors)
+    assert not any(executor._cells or executor._weight_backwards for executor in executors)
     parts.step(batch())
 
 
@@ -103,7 +103,7 @@ def test_nothing_outlives_a_step() -> None:
     parts = placed("zb-v", (0, 1, 1, 0))
     parts.step(batch())
     (executors,) = next(iter(parts._engine._executors.values()))
-    assert not any(executor._cells or executor._rests for executor in executors)
+    assert not any(executor._cells or executor._weight_backwards for executor in executors)
 
 
 @pytest.mark.slow

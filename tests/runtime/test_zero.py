@@ -66,7 +66,7 @@ def held_bytes(made: Trainer, lane: int) -> tuple[int, int]:
     for entry in made._state.entries.values():
         for (_, at), parameter in entry.copies.items():
             if at == lane:
-                held = made._held.of(parameter)
+                held = made._shards.of(parameter)
                 for value in made.optimizer.state.get(held, {}).values():
                     state += value.nbytes if value.dim() else 0
                 for tensor in {id(parameter): parameter, id(held): held}.values():
@@ -106,9 +106,9 @@ def test_zero_2_accumulates_a_part_of_the_gradients(lanes: int) -> None:
     scale = 4 * (lanes - 1)
     held = [held_bytes(made, lane)[1] for lane in range(lanes)]
     # Pieces of one bucket share its memory, so that it is counted once for each.
-    parts = [made._held.of(p).grad for _, p in made._state.parameters()]
+    parts = [made._shards.of(p).grad for _, p in made._state.parameters()]
     assert sum(p.nbytes for p in parts if p is not None) == owned + scale
-    assert all(p.grad is None or made._held.of(p) is p for _, p in made._state.parameters()), (
+    assert all(p.grad is None or made._shards.of(p) is p for _, p in made._state.parameters()), (
         "no whole gradient is left"
     )
     assert held_bytes(plain, 0)[1] == owned
@@ -149,7 +149,7 @@ def test_buckets_of_any_size_give_the_same(
 def test_a_piece_is_a_view_of_its_parameter() -> None:
     made = trainer(InProcess(4), "dp=2", zero=1)
     for _, parameter in made._state.parameters():
-        held = made._held.of(parameter)
+        held = made._shards.of(parameter)
         assert held.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.bubbles import async_bubble, async_speedup, flush_bubble
 from random_schedules import run_threads, stage_graphs
 
 from fxpart.errors import FxpartError
-from fxpart.schedule.bubbles import async_bubble, async_speedup, flush_bubble
 from fxpart.schedule.builders import asynchronous, one_f_one_b
 from fxpart.schedule.builders.asynchronous import count_async_in_flight
 from fxpart.schedule.dependence import chain, depths

@@ -7,11 +7,11 @@ import re
 import textwrap
 
 import pytest
+from built_schedules import BUILDERS
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.builders import (
-    BUILDERS,
     asynchronous,
     breadth_first,
     forward_only,
@@ -23,11 +23,11 @@ from fxpart.schedule.builders import (
 )  # fmt: skip
 from fxpart.schedule.builders.protocol import BuildFunction
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.draw import draw
 from fxpart.schedule.in_flight import activation_peak, count_in_flight
 from fxpart.schedule.lower import lower
 from fxpart.schedule.rank_merge import merge_onto_ranks
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.text import draw
 from fxpart.schedule.verify import check
 
 LOOP = (0, 1, 0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import placements, run_threads, stage_graphs
@@ -12,7 +13,6 @@ from random_schedules import placements, run_threads, stage_graphs
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import ActionKind, Schedule, StageEdge
 from fxpart.schedule.builders import (
-    BUILDERS,
     assign_loop_ranks,
     assign_v_ranks,
     breadth_first,

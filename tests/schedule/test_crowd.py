@@ -8,18 +8,19 @@ from typing import get_args
 
 import crowd_oracle
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
-from fxpart.cluster.model import CpuLoadImbalance
+from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.errors import FxpartError
 from fxpart.plan.prediction import HostLoad
 from fxpart.runtime.executor import rank_instructions, receive_queue
 from fxpart.runtime.transport import shared_memory
 from fxpart.schedule import transfer_window
 from fxpart.schedule.action import Action, ActionKind, Schedule
-from fxpart.schedule.builders import BUILDERS, forward_only, gpipe
+from fxpart.schedule.builders import forward_only, gpipe
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.event_graph import Sends
 from fxpart.schedule.host_contention import (

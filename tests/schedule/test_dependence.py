@@ -123,7 +123,7 @@ def test_lanes_that_contradict_each_other() -> None:
 
 def test_no_torch() -> None:
     """Plans are explained and schedules checked without torch, NumPy or a solver."""
-    names = ("builders", "lower", "rank_merge", "verify", "simulate", "draw", "text", "torch_csv")
+    names = ("builders", "lower", "rank_merge", "verify", "simulate", "text", "torch_csv")
     code = "import sys\n" + "".join(f"import fxpart.schedule.{name}\n" for name in names)
     code += "print([m for m in ('torch', 'numpy', 'ortools', 'msgspec') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,10 +8,10 @@ from random_schedules import Case, cases
 from fxpart.schedule.action import StageEdge
 from fxpart.schedule.builders import gpipe, one_f_one_b
 from fxpart.schedule.dependence import chain
-from fxpart.schedule.draw import draw
 from fxpart.schedule.lower import lower
 from fxpart.schedule.rank_merge import merge_onto_ranks
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.text import draw
 
 
 @given(cases())

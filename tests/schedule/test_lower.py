@@ -7,13 +7,14 @@ from collections import Counter
 from statistics import mean
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Action, ActionKind, StageEdge
-from fxpart.schedule.builders import BUILDERS, gpipe, one_f_one_b
+from fxpart.schedule.builders import gpipe, one_f_one_b
 from fxpart.schedule.dependence import (
     Dependence,
     chain,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import stage_graphs
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make

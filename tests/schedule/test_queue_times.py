@@ -14,7 +14,7 @@ from fxpart.schedule.action import StageEdge
 from fxpart.schedule.make import make
 from fxpart.schedule.multi_step import simulate_steps
 from fxpart.schedule.queues.dispatcher import Queues
-from fxpart.schedule.queues.replica_times import ReplicaTimes
+from fxpart.schedule.queues.minibatch import ReplicaTimes
 from fxpart.schedule.queues.simulate import QueueTimes, simulate_queues
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from built_schedules import BUILDERS
 
 from fxpart.schedule.action import ActionKind, StageEdge
-from fxpart.schedule.builders import BUILDERS
-from fxpart.schedule.fast_simulation import NAMES, compute_last_backward_ends
+from fxpart.schedule.fast_simulation import compute_last_backward_ends
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate
+
+NAMES = [name for name, spec in BUILDERS.items() if spec.warmup is not None]
 
 
 def instance(seed: int) -> tuple[str, int, tuple[StageEdge, ...], list[float], list[float]]:

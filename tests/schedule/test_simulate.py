@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge, parse
-from fxpart.schedule.builders import BUILDERS, forward_only, gpipe, one_f_one_b
+from fxpart.schedule.builders import forward_only, gpipe, one_f_one_b
 from fxpart.schedule.dependence import Dependence, chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.simulate import simulate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import Case, cases, mutated
@@ -12,7 +13,7 @@ from random_schedules import Case, cases, mutated
 import fxpart.schedule.text as text_module
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Action, ActionKind, StageEdge, parse
-from fxpart.schedule.builders import BUILDERS, one_f_one_b
+from fxpart.schedule.builders import one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make

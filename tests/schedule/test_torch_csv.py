@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from built_schedules import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_draws import broken, drawn
@@ -15,7 +16,6 @@ from schedule_draws import broken, drawn
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import ActionKind, Schedule, StageEdge, parse
 from fxpart.schedule.builders import (
-    BUILDERS,
     assign_loop_ranks,
     assign_v_ranks,
     gpipe,

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart.schedule.action import Schedule, StageEdge, list_group_stages
-from fxpart.schedule.builders import get_in_flight_limits
 from fxpart.schedule.builders.replica_warmup import count_warmup_forwards
 from fxpart.schedule.make import make
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.spec import get_in_flight_limits
 from fxpart.schedule.text import from_text, to_text
 
 ROUND = ((0, 0, 1), (2,))

@@ -6,9 +6,8 @@ import pytest
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
-from fxpart.schedule.weight_copies import WeightCopies, count_weight_copies
+from fxpart.schedule.weight_copies import WeightCopies, compute_stage_staleness, count_weight_copies
 from fxpart.schedule.weight_modes import MODES, WeightMode
-from fxpart.schedule.weight_staleness import compute_stage_staleness
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8, 16])

@@ -98,6 +98,14 @@ def test_broken_problems_raise_our_errors_only() -> None:
     assert check_broken(0, 150) > 75
 
 
+@pytest.mark.parametrize("name", ["zigzag", "zb-v"])
+def test_schedule_without_a_closed_form(name: str) -> None:
+    data = json.loads(problem_to_json(random_problem(1, 4))) | {"schedules": [name]}
+    with pytest.raises(FxpartError, match=name) as caught:
+        problem_from_json(json.dumps(data))
+    assert [(p.code, p.where) for p in caught.value.problems] == [("FXP206", "schedules")]
+
+
 @pytest.mark.slow
 def test_two_thousand_broken_problems() -> None:
     assert check_broken(1000, 2000) > 1000

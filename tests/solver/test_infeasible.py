@@ -9,13 +9,17 @@ import pytest
 from msgspec.structs import replace
 from partition_problems import random_problem, transformer
 
-from fxpart.solver.brute import choices, solve_brute
 from fxpart.solver.infeasible import explain_infeasible
-from fxpart.solver.microbatch_extrapolation import extrapolate_smaller_microbatches
 from fxpart.solver.objective import PartitionScorer, evaluate
-from fxpart.solver.portfolio import solve
+from fxpart.solver.portfolio import choices, solve, solve_brute
 from fxpart.solver.problem import PartitionProblem
-from fxpart.solver.remedies import enough_stages, extra_memory, with_memory, with_stages
+from fxpart.solver.remedies import (
+    enough_stages,
+    extra_memory,
+    extrapolate_smaller_microbatches,
+    with_memory,
+    with_stages,
+)
 
 
 def infeasible(count: int) -> list[PartitionProblem]:

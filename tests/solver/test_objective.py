@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 
 import pytest
+from built_schedules import BUILDERS
 from msgspec.structs import replace
 from partition_problems import random_problem
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.simulate import simulate
-from fxpart.solver.brute import choices
 from fxpart.solver.objective import evaluate
+from fxpart.solver.portfolio import choices
 from fxpart.solver.problem import (
     BlockValue,
     DeviceLimit,

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.placement_brute import solve_brute
 from placement_problems import Form, layers, problem
 
 from fxpart.errors import FxpartError
-from fxpart.solver.placement.brute import solve_brute
 from fxpart.solver.placement.descent import descend
 from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.ilp import solve_highs

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from partition_problems import random_problem, transformer
 
 from fxpart.solver.bounds import cheap_bound, cheap_bounds
-from fxpart.solver.brute import choices, solve_brute
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import solve
+from fxpart.solver.portfolio import choices, solve, solve_brute
 from fxpart.solver.problem import PartitionProblem, Solution
 
 ROUNDING = 1e-9

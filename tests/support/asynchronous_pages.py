@@ -1,6 +1,6 @@
-"""The outputs in ``fxpart/docs/asynchronous.md``: its table, and what its files and commands print.
+"""Write the table and the outputs of commands in ``fxpart/docs/asynchronous_training.md``.
 
-python tests/support/asynchronous_pages.py    (writes them into the page)
+python tests/support/asynchronous_pages.py
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fxpart.schedule.weight_copies import count_weight_copies
 from fxpart.schedule.weight_modes import MODES, WeightMode
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "fxpart" / "docs" / "asynchronous.md"
+PAGE = ROOT / "fxpart" / "docs" / "asynchronous_training.md"
 _FILE = re.compile(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n).*?(<!-- /output -->)", re.DOTALL)
 STAGES = 4
 
 _SOURCES = {
-    "flush": "every schedule that drains",
+    "flush": "every synchronous schedule",
     "lookahead": "the control",
     "stash": "PipeDream",
     "vertical": "PipeDream, vertical sync",
@@ -37,18 +37,6 @@ _SOURCES = {
     "xpipe": "XPipe",
     "pipemare": "PipeMare",
     "nadam-stash": "NAdam for asynchronous pipelines",
-}
-_BASES = {
-    "applied": "the newest",
-    "first stage": "the first stage's version",
-    "delayed": "one update before the newest",
-    "first microbatch": "as the minibatch's first microbatch",
-}
-_LOOKS = {
-    "none": "",
-    "staleness": ", s ahead",
-    "middle": ", s and up to K/2 ahead",
-    "depth": ", K-1 ahead",
 }
 
 
@@ -82,32 +70,14 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     for name, mode in MODES.items():
-        row = (f"`{name}`", forward(mode), backward(mode), held(mode), _SOURCES[name])
+        row = (
+            f"`{name}`", mode.forward_reads, mode.backward_reads, resident(mode), _SOURCES[name],
+        )  # fmt: skip
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
 
-def forward(mode: WeightMode) -> str:
-    """The weights of the forward, in words."""
-    if mode.flush:
-        return "the newest" + (", as far ahead as SpecTrain" if mode.predicts else "")
-    return _BASES[mode.base] + _LOOKS[mode.look_forward]
-
-
-def backward(mode: WeightMode) -> str:
-    """The weights of the backward, in words."""
-    if mode.backward == "forward":
-        words = "the same"
-    elif mode.backward == "corrected":
-        words = "the newest - s δ"
-    else:
-        words = "the newest" + _LOOKS[mode.look_backward].replace("s and up", "up")
-    if mode.discount:
-        words += "; lr / s at first"
-    return words + ("; NAdam, β1 = .99" if mode.optimizer else "")
-
-
-def held(mode: WeightMode) -> str:
+def resident(mode: WeightMode) -> str:
     """Copies at each stage of a chain, with what a computation makes for itself."""
     if mode.flush and not mode.predicts:
         return " ".join("1" * STAGES)

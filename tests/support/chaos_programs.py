@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import fxpart
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.runtime import StepInfo
 from fxpart.runtime.training_run import Checkpoints
 from fxpart.training.trainer_factory import load_trainer
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     case, folder = CASES[given.case], Path(given.run)
     programs = Path(given.programs) if given.programs else folder / "programs"
     programs.mkdir(parents=True, exist_ok=True)
-    here = launch()
+    here = read_launch()
     first = here is None or here.rank == 0
     if given.prepare:
         prepare(case, programs)

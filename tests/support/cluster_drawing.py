@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Host, Link
-from fxpart.cluster.optional_field_validation import OPERATIONS
+from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
+from fxpart.cluster.model import Cluster
+from fxpart.cluster.validation import OPERATIONS
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 NAMES = st.text(

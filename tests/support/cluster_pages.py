@@ -1,4 +1,4 @@
-"""The outputs in ``fxpart/docs/clusters.md``: what its commands print.
+"""The outputs in ``fxpart/docs/planning_for_a_cluster.md``: what its commands print.
 
     python tests/support/cluster_pages.py    (writes them into the page)
 
@@ -22,7 +22,7 @@ from fxpart.cluster import host_detection, job_detection
 from fxpart.cluster.importers import slurm
 from fxpart.cluster.importers.source_facts import ImportOptions
 
-PAGE = Path(__file__).parents[2] / "fxpart" / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[2] / "fxpart" / "docs" / "planning_for_a_cluster.md"
 DATA = Path(__file__).parents[1] / "cluster" / "data"
 FILES = {
     "topo.txt": "topo_dgx1_v100.txt",

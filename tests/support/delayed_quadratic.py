@@ -1,6 +1,8 @@
 """The largest stable step on a one-dimensional quadratic whose gradients come late.
 
-    python tests/support/delayed_quadratic.py    (writes the table into fxpart/docs/prediction.md)
+    python tests/support/delayed_quadratic.py
+
+writes the table into fxpart/docs/asynchronous_training.md.
 
 Real predictors on real optimizers: every element of one vector is a quadratic of its own, all
 operations being element-wise, so that one run tries a whole grid of steps.
@@ -19,7 +21,7 @@ from torch import nn
 
 from fxpart.runtime.weight_prediction import make_predictor
 
-PAGE = Path(__file__).parents[2] / "fxpart" / "docs" / "prediction.md"
+PAGE = Path(__file__).parents[2] / "fxpart" / "docs" / "asynchronous_training.md"
 DELAYS = (0, 1, 2, 3, 4, 7)
 UPDATES, WINDOW = 1600, 160
 # From grid point to grid point 0.4 % more: limits are found to that.

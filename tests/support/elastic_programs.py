@@ -110,10 +110,10 @@ def planned_by_rank_0(refused: bool) -> list[Any]:
     import sample_plans
 
     from fxpart.elastic.plan_broadcast import broadcast_plan
-    from fxpart.environment import launch
+    from fxpart.environment import read_launch
     from fxpart.errors import FxpartError, error
 
-    found = launch()
+    found = read_launch()
     assert found is not None
     hosts: list[str] = []
 

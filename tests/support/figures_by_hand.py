@@ -30,7 +30,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
     worst = pace.index(max(pace))
     step = prediction["step_seconds"]
     others = [rejected(o, step) for field in ("alternatives", "changes") for o in raw[field]]
-    fitting = [o for o in others if o["step_seconds"] is not None]
+    fitting = [o for o in others if o["closed_form_seconds"] is not None]
     used = [r["total"] / r["limit"] for r in rows]
     fullest = rows[used.index(max(used))]
     entry = prediction["ranks"][used.index(max(used))]
@@ -42,11 +42,13 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "schedule": raw["schedule"], "virtual": pieces, "microbatches": m,
         "batch_size": raw["batch_size"],
         "step": {
-            "seconds": step, "simulated_seconds": prediction["simulated_seconds"],
-            "rehearsed_seconds": prediction["rehearsed_seconds"],
+            "step_time": step_time(prediction), "closed_form_seconds": step,
+            "source": source(prediction),
+            "simulated_seconds": prediction["simulated_seconds"],
+            "trial_run_seconds": prediction["rehearsed_seconds"],
             "corrected_seconds": prediction["corrected_seconds"],
             "method": prediction["method"],
-            "samples_per_second": raw["batch_size"] / (prediction["rehearsed_seconds"] or step),
+            "throughput": throughput(raw, step_time(prediction)),
             "bubble": prediction["bubble"] if prediction["hosts"]  # then by simulation
             else idle(rows, m, prediction["simulated_seconds"]),
             "parts": {"stage": rows[worst]["stage"], **parts},
@@ -59,7 +61,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
             **{key: fullest[key] for key in ("in_flight", *PROCESS)},
         },
         "binding": [o for o in others if (o["unfit_slower"] or 0) < 0],
-        "next_best": min(fitting, key=lambda o: o["step_seconds"], default=None),
+        "next_best": min(fitting, key=lambda o: o["closed_form_seconds"], default=None),
         "rejected": others[: len(raw["alternatives"])],
         "changes": others[len(raw["alternatives"]) :],
         "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
@@ -79,16 +81,46 @@ def queues(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | 
     own = raw["staleness"][0]
     return {
         "staleness": [own], "seconds": seconds, "missed": [own],
-        "others": {str(s): seconds for s in range(3) if s != own}, "turns_seconds": seconds,
+        "others": {str(s): seconds for s in range(3) if s != own}, "round_robin_seconds": seconds,
     }  # fmt: skip
 
 
 NAMES = {
-    "compute": "computation", "collectives": "collectives inside stages",
-    "transfers": "transfers between stages", "gathers": "gathering weights",
-    "sums": "gradient sums", "ties": "sums of shared parameters", "optimizer": "the optimizer",
-    "overhead": "the runtime", "predictions": "predicting weights", "bubble": "the bubble",
+    "compute": "computation", "collectives": "collectives within stages",
+    "transfers": "transfers between stages", "gathers": "weight all-gather (ZeRO 3)",
+    "sums": "gradient reduction", "ties": "tied-parameter gradient reduction",
+    "optimizer": "optimizer step",
+    "overhead": "runtime overhead", "predictions": "weight prediction", "bubble": "idle",
 }  # fmt: skip
+
+
+def step_time(prediction: dict[str, Any]) -> float:
+    """A trial run, or else the corrected simulation, or else the simulation."""
+    names = ("rehearsed_seconds", "corrected_seconds", "simulated_seconds")
+    return float(next(filter(None, (prediction[name] for name in names)), 0.0))
+
+
+def source(prediction: dict[str, Any]) -> str:
+    """Where the step time comes from."""
+    if prediction["rehearsed_seconds"]:
+        return "measured in a trial run"
+    if prediction["corrected_seconds"]:
+        return "simulation, corrected by trial runs of other plans"
+    return str(prediction["method"])
+
+
+def throughput(raw: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Samples/s, and tokens/s where the first input is [batch, sequence] of integers."""
+    rate = raw["batch_size"] / seconds
+    first = raw["model"]["inputs"][0] if raw["model"]["inputs"] else None
+    tokens = first is not None and first["dtype"] == "int64" and len(first["shape"]) == 2
+    missing = "MFU is not known: the plan file does not hold the model's FLOPs; `fxpart plan` and "
+    return {
+        "samples_per_second": rate,
+        "tokens_per_second": rate * first["shape"][1] if first and tokens else None,
+        "model_flops": None, "tflops_per_device": None, "mfu": None,
+        "notes": [f"{missing}print(program) do."] if tokens else [],
+    }  # fmt: skip
 
 
 def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
@@ -136,9 +168,9 @@ def asynchrony(raw: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any
     seconds, flushed = given["simulated_seconds"], given["flushed_seconds"]
     names = ("stage", "in_flight", "staleness", "predict_seconds")
     return {
-        "weights": raw["weights"], "seconds": seconds, "flushed_seconds": flushed,
-        "faster": flushed / seconds if flushed else None,
-        "at_most": (m + max(r["in_flight"] for r in rows) - 1) / m,
+        "weights": raw["weights"], "simulated_seconds": seconds, "flushed_seconds": flushed,
+        "speedup": flushed / seconds if flushed else None,
+        "speedup_bound": (m + max(r["in_flight"] for r in rows) - 1) / m,
         "by_stage": [
             {**{name: entry[name] for name in names}, "copies": entry["memory"]["copies"]}
             for entry in given["ranks"]
@@ -203,13 +235,13 @@ def bottleneck(
     return {
         "stage": rows[worst]["stage"], "blocks": rows[worst]["blocks"],
         "ranks": rows[worst]["ranks"], "microbatch_seconds": rows[worst]["microbatch_seconds"],
-        "step_only_seconds": rows[worst]["step_only_seconds"], "pace_seconds": pace[worst],
-        "of_mean": rows[worst]["microbatch_seconds"] * len(rows)
+        "step_only_seconds": rows[worst]["step_only_seconds"], "bound_seconds": pace[worst],
+        "balance": max(r["microbatch_seconds"] for r in rows) * len(rows)
         / sum(r["microbatch_seconds"] for r in rows),
         "largest": largest, "largest_share": spent[largest] / sum(spent.values()),
         "as_slow": len(rows) - 1 - len(rest),
         "second": None if second is None else rows[second]["stage"],
-        "second_pace_seconds": None if second is None else pace[second],
+        "second_bound_seconds": None if second is None else pace[second],
     }  # fmt: skip
 
 
@@ -220,7 +252,8 @@ def rejected(other: dict[str, Any], step: float) -> dict[str, Any]:
         return None if seconds is None else seconds / step - 1
 
     return {
-        **other,
+        **{key: value for key, value in other.items() if key != "step_seconds"},
+        "closed_form_seconds": other["step_seconds"],
         "slower": slower(other["step_seconds"]),
         "unfit_slower": slower(other["unfit_seconds"]),
     }

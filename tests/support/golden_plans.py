@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "plans"
@@ -179,14 +180,20 @@ def captured(name: str, precision: str = "fp32") -> fxpart.Program:
     )  # fmt: skip
 
 
-def made(case: Case) -> dict[str, Any]:
-    """What is kept of the plan, or of the refusal."""
+@cache
+def program_of(name: str) -> fxpart.Program:
+    """Plan the case of this name; FxpartError for a request that nothing fits."""
+    case = CASES[name]
     cluster = CLUSTERS[case.cluster]() if case.cluster in CLUSTERS else case.cluster
+    return captured(case.model, case.constraints.get("precision", "fp32")).replan(
+        cluster, microbatches=case.microbatches, constraints=dict(case.constraints), **case.options
+    )
+
+
+def made(name: str) -> dict[str, Any]:
+    """Return the stored parts of the plan, or of the refusal."""
     try:
-        program = captured(case.model, case.constraints.get("precision", "fp32")).replan(
-            cluster, microbatches=case.microbatches, constraints=dict(case.constraints),
-            **case.options,
-        )  # fmt: skip
+        program = program_of(name)
     except FxpartError as refused:
         return {"refused": [_numbers(problem) for problem in refused.problems]}
     held: dict[str, Any] = _kept(json.loads(program.plan.dumps()))
@@ -228,7 +235,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(CASES)
     different = []
     for name in names:
-        text = text_of(made(CASES[name]))
+        text = text_of(made(name))
         if options.check and path_of(name).read_text() != text:
             different.append(name)
         elif not options.check:

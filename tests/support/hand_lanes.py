@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpart import collectives
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.program.spec import (
     InputSpec,
     ProgramSpec,
@@ -29,6 +28,7 @@ from fxpart.program.spec import (
 )
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, build_rank_table, get_pipeline_ranks
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import Transport
 from fxpart.sharding import Mesh
 

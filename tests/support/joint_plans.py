@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.planner.joint_plan_builder import make_joint_plan
 from fxpart.solver.joint.portfolio import solve

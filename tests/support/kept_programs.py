@@ -171,7 +171,7 @@ def by_hand(name: str, drains: set[int]) -> tuple[list[float], Bits]:
     data = loader()
     while step < run.get("steps", 1 << 30) and epoch < run.get("epochs", 1 << 30):
         for given in data:
-            made.feed(given)
+            made.submit(given)
             step += 1
             if step in drains:
                 losses += [float(loss) for _, loss in made.finish()]

@@ -116,7 +116,7 @@ def fail(
 ) -> dict[str, Any]:
     """One step with a fault on some lanes of a stage, then, where that can be, one good step."""
     made = trainer(connect(ranks_of(mesh), timeout=timeout), mesh)
-    for lane in made._lanes:
+    for lane in made._mesh_ranks:
         if lane.index in lanes and stage in lane.modules:
             module = lane.modules[stage]
             module.forward = Faulty(made, module, what, 2)

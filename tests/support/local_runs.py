@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fxpart.passes import all_passes
 from fxpart.passes.lower import LowerPass
 from fxpart.passes.rules import layout, rule_of
 from torch import fx
@@ -63,7 +64,7 @@ def lower_all(graph: fx.GraphModule, *, whole_outputs: bool = False) -> list[fx.
     """The local graph of every lane, verified."""
     lanes = range(graph.meta[MESH_KEY].size)
     passes = [LowerPass(lane=str(lane), whole_outputs=whole_outputs) for lane in lanes]
-    return [PassManager().run([item], graph) for item in passes]
+    return [PassManager(all_passes()).run([item], graph) for item in passes]
 
 
 def cut(whole: torch.Tensor, placements: Placements, mesh: Mesh, lane: int) -> torch.Tensor:

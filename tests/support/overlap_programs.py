@@ -77,7 +77,7 @@ def order(mesh: str, options: dict[str, Any], size: int) -> list[dict[int, list[
     made = make(mesh, options, size)
     found: list[dict[int, list[Any]]] = []
     start = StageGradientReducer._start
-    places = {id(each): place for place, each in made._held._sums.items()}
+    places = {id(each): place for place, each in made._shards._reducers.items()}
 
     def note(self: StageGradientReducer, bucket: Any) -> None:
         stage, lane = places[id(self)]
@@ -102,7 +102,7 @@ def fail(mesh: str, options: dict[str, Any], what: str, at: int, lanes: tuple[in
     made.step(batch(12, seed=1))
     modules = [
         (lane.index, module)
-        for lane in made._lanes
+        for lane in made._mesh_ranks
         for module in lane.modules.values()
         if isinstance(module, First)
     ]
@@ -145,7 +145,7 @@ def absent(mesh: str, missing: tuple[int, ...], zero: int) -> dict[str, Any]:
 
         return forward
 
-    for lane in made._lanes:
+    for lane in made._mesh_ranks:
         for module in lane.modules.values():
             if isinstance(module, First) and lane.index in missing:
                 module.forward = short(module)  # type: ignore[method-assign]

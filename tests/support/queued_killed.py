@@ -17,14 +17,14 @@ import torch
 from queued_batches import ROWS, adagrad, batch
 from safetensors.torch import load_file
 
-from fxpart.environment import launcher
+from fxpart.environment import take_launcher_pid
 from fxpart.launch import die_with_parent
 from fxpart.training.trainer_factory import load_trainer
 
 
 def main(folder: Path, answer: Path) -> None:
     """Train, and say how it went."""
-    parent = launcher()
+    parent = take_launcher_pid()
     if parent is not None:
         die_with_parent(parent)
     *numbers, name = os.environ["FXPART_TEST_DIES"].split(":")

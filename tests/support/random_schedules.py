@@ -6,10 +6,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from built_schedules import BUILDERS
 from hypothesis import strategies as st
 
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS, assign_loop_ranks, assign_v_ranks
+from fxpart.schedule.builders import assign_loop_ranks, assign_v_ranks
 
 
 @dataclass(frozen=True)

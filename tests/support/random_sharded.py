@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import torch
+from fxpart.passes import all_passes
 from fxpart.passes.rules import choices, layout, rule_of
 from torch import fx
 
@@ -69,7 +70,7 @@ class Maker:
         self.graph.output((total, self.values[-1]))
         module = fx.GraphModule(dict(self.state), self.graph)  # type: ignore[arg-type]
         module.meta[LEVEL_KEY] = Level.CAPTURED
-        return PassManager().run(AFTER, module)
+        return PassManager(all_passes()).run(AFTER, module)
 
     def shape(self) -> list[int]:
         return [self.random.choice(SIZES) for _ in range(self.random.randint(1, 3))]

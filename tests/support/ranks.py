@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = TESTS / "support"
 MOST = 4
 GRACE = 15.0  # seconds that the other ranks get once one of them has failed
 _PR_SET_PDEATHSIG = 1
@@ -129,7 +130,7 @@ class Pool:
         process = subprocess.Popen(
             [
                 sys.executable,
-                str(TESTS / "support" / "ranks.py"),
+                str(SUPPORT / "ranks.py"),
                 str(theirs.fileno()),
                 str(os.getpid()),
             ],
@@ -193,7 +194,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": python_path(TESTS.parent, TESTS / "support", TESTS),
+        "PYTHONPATH": python_path(TESTS.parent, SUPPORT, TESTS),
     }
 
 

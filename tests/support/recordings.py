@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import decisions
-from fxpart.report.timeline import plan_timeline, tie_seconds
+from fxpart.planner.prediction.plan_timeline import plan_timeline, tie_seconds
 from fxpart.schedule.measured_timeline import (
     AGREE,
     END,

@@ -1,4 +1,4 @@
-"""The outputs in ``fxpart/docs/schedules.md``: what its commands print.
+"""The outputs in ``fxpart/docs/schedules.md``: what its commands print, and its tables.
 
     python tests/support/schedule_pages.py    (writes them into the page)
 
@@ -15,13 +15,18 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from fxpart import cli
+from fxpart.schedule.spec import document_rows
+from fxpart.schedule.weight_modes import document_mode_rows
 
 PAGE = Path(__file__).parents[2] / "fxpart" / "docs" / "schedules.md"
+TABLE = re.compile(r"^\| (name|mode) \|.*?\n(?=\n)", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"(```console\n\$ )([^\n]+)\n(.*?)(```)", re.DOTALL)
 
 
 def filled(text: str) -> str:
-    """The page with what each of its commands prints."""
+    """The page with the tables of schedules and modes, and with what each command prints."""
+    rows = {"name": document_rows, "mode": document_mode_rows}
+    text = TABLE.sub(lambda m: "".join(f"{row}\n" for row in rows[m[1]]()), text)
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         sizes = ["--stages", "4", "--microbatches", "4"]
         lines = printed(shlex.join(["fxpart", "schedule", "show", "zb-v", *sizes, "--csv"]))

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from hypothesis import strategies as st
 from inplace_programs import Builder
 from torch import fx, nn
@@ -83,13 +83,13 @@ MODELS = {
 def small(name: str) -> fx.GraphModule:
     """One of MODELS, prepared; not to be changed."""
     captured = capture(MODELS[name](), (torch.randn(4, 6, 8),), batch_size=4)
-    return PassManager().run(PREPARE, captured.graph)
+    return PassManager(all_passes()).run(PREPARE, captured.graph)
 
 
 def annotated(graph: fx.GraphModule, mesh: str, seeds: Mapping[str, str]) -> fx.GraphModule:
     """After the pass ``annotate``."""
     text = f"annotate{{mesh={json.dumps(mesh)},seeds={json.dumps(json.dumps(dict(seeds)))}}}"
-    return PassManager().run(text, graph)
+    return PassManager(all_passes()).run(text, graph)
 
 
 def propagated(
@@ -97,7 +97,7 @@ def propagated(
 ) -> fx.GraphModule:
     """After ``annotate`` and ``propagate``."""
     option = "{close=true}" if close else ""
-    return PassManager().run("propagate" + option, annotated(graph, mesh, seeds))
+    return PassManager(all_passes()).run("propagate" + option, annotated(graph, mesh, seeds))
 
 
 def shardings(graph: fx.GraphModule) -> dict[str, NodeSharding]:
@@ -173,7 +173,7 @@ def drawn_graphs(draw: st.DrawFn, most: int = 14) -> Drawn:
     for _ in range(draw(st.integers(3, most))):
         values.append(_drawn_op(draw, builder, values, state))
     graph = builder.finish(*draw(st.lists(st.sampled_from(values[2:]), min_size=1, max_size=3)))
-    graph = PassManager().run("key_random,mark_gradients,group_blocks", graph)
+    graph = PassManager(all_passes()).run("key_random,mark_gradients,group_blocks", graph)
     mesh = draw(st.sampled_from(["a=2", "a=2,b=2", "a=4,b=2"]))
     return Drawn(graph, mesh, _drawn_seeds(draw, graph, Mesh.parse(mesh)))
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from torch import fx
 
 from fxpart.capture import CapturedModel, capture
@@ -22,13 +22,13 @@ from fxpart.verification.single_process import WholeGraph, clone_state
 
 def prepared(captured: CapturedModel) -> fx.GraphModule:
     """The captured graph with blocks and gradients marked."""
-    return PassManager().run(PREPARE, captured.graph)
+    return PassManager(all_passes()).run(PREPARE, captured.graph)
 
 
 def assigned(graph: fx.GraphModule, starts: Sequence[int]) -> fx.GraphModule:
     """The prepared graph with stages that start at these blocks."""
     text = ",".join(map(str, starts))
-    return PassManager().run(f'assign{{starts="{text}"}}', graph)
+    return PassManager(all_passes()).run(f'assign{{starts="{text}"}}', graph)
 
 
 def tensors(

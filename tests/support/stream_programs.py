@@ -167,7 +167,7 @@ def left(here: bool) -> list[tuple[int, Bits]]:
 
 def own(trainer: AsyncTrainer) -> dict[str, torch.Tensor]:
     """The parameters of this process by stage and name."""
-    (lane,) = trainer._lanes
+    (lane,) = trainer._mesh_ranks
     return {
         f"{stage}.{name}": parameter
         for stage, module in lane.modules.items()

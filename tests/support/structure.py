@@ -24,14 +24,14 @@ FOLDERS = ("fxpart", "passes", "costmodels")
 
 # From the bottom up: a part imports its own layer and those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "units", "rng", "environment", "registry", "_version"),
+    ("errors", "files", "units", "rng", "environment", "registry", "_version", "compat"),
     ("cluster", "schedule", "sharding", "checkpoint", "diagnostics", "launch"),
     ("plan", "program", "solver", "costs"),
-    ("collectives", "compiler", "capture", "annotations", "compat"),
+    ("collectives", "compiler", "capture", "annotations"),
     ("passes", "costmodels", "codegen"),
     ("pricing", "runtime", "training"),
-    ("planner", "verification", "profiling", "elastic", "emulator", "interop"),
-    ("api", "report", "cli", "__main__"),
+    ("planner", "verification", "profiling", "elastic", "interop"),
+    ("api", "emulator", "report", "cli", "__main__"),
 )
 ROOT_MODULES = 12
 LONGEST_FUNCTION = 60  # lines without the docstring

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from built_schedules import BUILDERS
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ from fxpart.runtime.executor.executor import Executor, StepInput
 from fxpart.runtime.executor.routes import MessageRoutes
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
-from fxpart.schedule.builders import BUILDERS, assign_v_ranks
+from fxpart.schedule.builders import assign_v_ranks
 from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.make import make
 

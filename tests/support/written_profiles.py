@@ -10,10 +10,7 @@ from pathlib import Path
 import msgspec
 from fxpart.costmodels import ProfileCostModel, find
 from fxpart.costmodels.op_keys import op_key
-
-from fxpart.cluster.model import Cluster
-from fxpart.costs import OpSpec, TensorSpec
-from fxpart.profiling.store import (
+from fxpart.costmodels.profile_store import (
     Calibration,
     ContentionProfile,
     MeasurementEnvironment,
@@ -21,6 +18,9 @@ from fxpart.profiling.store import (
     TimeQuartiles,
     chip,
 )
+
+from fxpart.cluster.model import Cluster
+from fxpart.costs import OpSpec, TensorSpec
 
 HERE = MeasurementEnvironment(device="cpu", chip=chip(), threads=1, torch="2.11.0")
 

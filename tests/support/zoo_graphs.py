@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from torch import fx
 from zoo import ZOO
 
@@ -30,7 +30,7 @@ def captured(name: str) -> CapturedModel:
 @cache
 def prepared(name: str) -> fx.GraphModule:
     """The model's graph at level ANNOTATED; not to be changed."""
-    return PassManager().run(PREPARE, captured(name).graph)
+    return PassManager(all_passes()).run(PREPARE, captured(name).graph)
 
 
 def inputs(name: str) -> list[torch.Tensor]:

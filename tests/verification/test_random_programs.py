@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fxpart.passes import all_passes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_models import RandomModel, Step, random_models, random_starts
@@ -59,7 +60,7 @@ def cut_at(model: RandomModel, choose: Any) -> Program:
         status="best found", choice=choice, objective=cost, bound=0.0, solver="random"
     )
     listed = ",".join(map(str, starts))
-    assigned = PassManager().run(f'assign{{starts="{listed}"}}', graph)
+    assigned = PassManager(all_passes()).run(f'assign{{starts="{listed}"}}', graph)
     spec, stages = split(assigned, captured, 5)
     plan = make_plan(
         info(captured, graph), cluster, spec,

@@ -1,6 +1,6 @@
-"""Checkpoints in other tools' formats, and theirs as ours; nothing here knows torch.
+"""Conversion between checkpoints of fxpart and other formats, without torch.
 
-A format is a module with a class that reads it (a ``Source``) and a function that writes it;
-:mod:`~fxpart.checkpoint.exchange.conversion` knows them all. One tensor is in memory at a time.
-Nothing that is pickled is read or written.
+A format is a module with a class that reads it (a ``CheckpointSource``) and a function that writes
+it; :mod:`~fxpart.checkpoint.exchange.conversion` lists them. One tensor is in memory at a time.
+Pickles are neither read nor written.
 """

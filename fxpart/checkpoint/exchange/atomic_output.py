@@ -1,4 +1,4 @@
-"""A target that appears whole or not at all."""
+"""Atomic creation of output files and folders."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from fxpart.errors import FxpartError, error
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A fresh folder beside the target, which gets its name at the end; FXP603.
+    """Yield a temporary folder beside the target, renamed to it at the end; FXP603.
 
-    The target must not be there yet, or be an empty folder: nobody's files are replaced.
+    The target must not exist, or be an empty folder: existing files are never replaced.
     """
     target = target.absolute()
-    with _beside(target) as fresh:
-        yield fresh
+    with _make_temporary(target) as temporary:
+        yield temporary
         if target.exists():
             target.rmdir()
-        fresh.rename(target)
+        temporary.rename(target)
 
 
 @contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """A path beside the target for a file that gets its name at the end; FXP603."""
+    """Yield a temporary path for a file, renamed to the target at the end; FXP603."""
     target = target.absolute()
-    with _beside(target) as fresh:
-        yield fresh / target.name
-        (fresh / target.name).rename(target)
+    with _make_temporary(target) as temporary:
+        yield temporary / target.name
+        (temporary / target.name).rename(target)
 
 
 @contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    fresh: Path | None = None
+def _make_temporary(target: Path) -> Iterator[Path]:
+    temporary: Path | None = None
     try:
         if target.is_dir() and not any(target.iterdir()):
             pass
         elif target.exists() or target.is_symlink():
-            raise FileExistsError("it is there already")
+            raise FileExistsError("it already exists")
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        fresh.chmod(0o755)
-        yield fresh
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        temporary.chmod(0o755)
+        yield temporary
         files.sync_folder(target.parent)
     except OSError as cause:
-        raise _fault(target, cause) from cause
+        raise _make_error(target, cause) from cause
     finally:
-        if fresh is not None:
-            shutil.rmtree(fresh, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fault(target: Path, cause: OSError) -> FxpartError:
+def _make_error(target: Path, cause: OSError) -> FxpartError:
     why = cause.strerror or str(cause)
-    return error("FXP603", where=str(target), why=why, fix="give a new name in a writable folder")
+    return error("FXP603", where=str(target), why=why, fix="use a new name in a writable folder")

@@ -1,4 +1,4 @@
-"""From any format to any other."""
+"""Conversion from any format to any other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What formats can be told.
+    """Options of formats.
 
-    model_only: parameters and persistent buffers, nothing else. prefixes: of names in torch's
-    distributed checkpoints. strategies: how tensors are to be cut for PaddlePaddle, by name.
-    config: a config.json to lie beside Hugging Face's files. file_bytes: most bytes of such a file.
+    model_only: only parameters and persistent buffers. prefixes: of names in torch's distributed
+    checkpoints. strategies: PaddlePaddle sharding by tensor name. config: config.json to copy
+    beside Hugging Face files. file_bytes: largest size of such a file.
     """
 
     model_only: bool = False
@@ -44,7 +44,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What was done. path: what was written. left_out: keys that the format does not hold."""
+    """Result of a conversion. path: output. left_out: keys that the format does not support."""
 
     path: Path
     source: Format
@@ -63,17 +63,17 @@ def convert(
     options: ConversionOptions | None = None,
     progress: Progress | None = None,
 ) -> ConversionResult:
-    """Write what is at ``source`` to ``target`` in another format, one tensor in memory at a time.
+    """Convert a checkpoint at ``source`` to ``target``, with one tensor in memory at a time.
 
-    form: the source's, found out where it is not given. progress: told bytes done and in all.
-    Raises FXP510 and FXP511 for a checkpoint of ours, FXP110 for another's file that cannot be
-    read, FXP603 where the target is there already or cannot be written.
+    form: format of the source; detected if None. progress: receives bytes done and total bytes.
+    Raises FXP510 and FXP511 for a damaged fxpart checkpoint, FXP110 for an unreadable foreign file,
+    FXP603 if the target exists or cannot be written.
     """
     options = options or ConversionOptions()
     form = form or detect(source)
-    read = _ProgressSource(_open(source, form, options), options.model_only, progress)
+    read = _ProgressSource(_open_source(source, form, options), options.model_only, progress)
     if not read.tensors:
-        raise make_foreign_file_error(str(source), "there is no tensor in it", "another source")
+        raise make_foreign_file_error(str(source), "it contains no tensor", "use another source")
     path, left_out = target, []
     if to == "fxpart":
         path = native.write_native(target, read)
@@ -93,7 +93,7 @@ def convert(
 
 
 def detect(path: Path) -> Format:
-    """The format of what is at a path; FXP110 where it is none of them."""
+    """Return the format at a path; FXP110 if it is unknown."""
     if path.is_file():
         return "whole" if single_file.is_whole(path) else "hf"
     if native.is_native(path):
@@ -102,16 +102,18 @@ def detect(path: Path) -> Format:
         return "paddle"
     if any(path.glob("*.safetensors")):
         return "dcp" if huggingface.is_sharded(path) else "hf"
-    why, fix = "there is no such path", "give a file or folder"
+    why, fix = "the path does not exist", "pass a file or folder"
     if path.is_dir():
-        why = "no format is known that has such files"
-        fix = "checkpoints, .safetensors files, or *_dist0.pdattr.json; pickles are not read"
+        why = "its files have no known format"
+        fix = (
+            "use checkpoints, .safetensors files or *_dist0.pdattr.json; pickles are not supported"
+        )
     elif path.exists():
         why = "it is neither a folder nor a regular file"
     raise make_foreign_file_error(str(path), why, fix)
 
 
-def _open(path: Path, form: Format, options: ConversionOptions) -> CheckpointSource:
+def _open_source(path: Path, form: Format, options: ConversionOptions) -> CheckpointSource:
     if form == "fxpart":
         return native.NativeCheckpointSource(path)
     if form == "whole":
@@ -122,7 +124,7 @@ def _open(path: Path, form: Format, options: ConversionOptions) -> CheckpointSou
 
 
 class _ProgressSource:
-    """A source that tells how far it was read, or the model's part of it."""
+    """A source that reports progress, optionally restricted to the model."""
 
     def __init__(
         self, source: CheckpointSource, model_only: bool, progress: Progress | None

@@ -1,12 +1,12 @@
-"""Folders of safetensors files with original names: Hugging Face's, and torch's DCP in that form.
+"""Folders of safetensors files with original names: Hugging Face's and torch's DCP in that format.
 
-model.safetensors                   all, or
-model-00001-of-00002.safetensors    a file of several, and
-model.safetensors.index.json        which of them holds which tensor
+model.safetensors                   all tensors, or
+model-00001-of-00002.safetensors    one of several files, and
+model.safetensors.index.json        the file of each tensor
 
-torch.distributed.checkpoint's HuggingFaceStorageWriter and -Reader use the same files. Where ranks
-have saved their own shards, each file's metadata says under DCP_SHARDING_INFO at which offsets of
-the whole tensor its part lies, and the index is missing.
+torch.distributed.checkpoint's HuggingFaceStorageWriter and -Reader use the same files. If ranks
+save their own shards, there is no index, and each file's metadata has the offsets of its parts in
+the whole tensors under DCP_SHARDING_INFO.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ _HUGE = 1 << 62
 
 @dataclass(frozen=True)
 class KeyPrefixes:
-    """What stands before a name: of a model's tensor, and of an optimizer's.
+    """Prefixes of names: of a model's tensor, and of an optimizer's.
 
-    By default as ``{"model": model.state_dict(), "optimizer": {"state": {name: {slot: ...}}}}`` is
-    flattened by torch.distributed.checkpoint.
+    The defaults are those of ``{"model": model.state_dict(), "optimizer": {"state": {name: {slot:
+    ...}}}}`` flattened by torch.distributed.checkpoint.
     """
 
     model: str = "model."
     optimizer: str = "optimizer.state."
 
     def holds(self, key: str) -> bool:
-        """Whether a key has such a name, and the name leads back to it."""
+        """Return whether a key has a name that can be converted back to it."""
         kinds = (MODEL, OPTIMIZER) if self.optimizer else (MODEL,)
         return key.startswith(kinds) and self.key(self.name(key)) == key
 
     def name(self, key: str) -> str:
-        """The name that stands for a checkpoint's key."""
+        """Return the name of a checkpoint's key."""
         if key.startswith(MODEL):
             return self.model + name_of(key)
         return self.optimizer + ".".join(parameter_and_slot(key))
 
     def key(self, name: str) -> str | None:
-        """The key that a name stands for; None where it has neither prefix."""
+        """Return the key of a name; None if it has neither prefix."""
         if self.optimizer and name.startswith(self.optimizer):
             parameter, dot, slot = name.removeprefix(self.optimizer).rpartition(".")
             return f"{OPTIMIZER}{parameter}/{slot}" if dot else None
@@ -89,7 +89,7 @@ BARE = KeyPrefixes("", "")
 
 @dataclass(frozen=True)
 class _TensorChunk:
-    """A part of a tensor. offsets: where it begins in the whole."""
+    """A part of a tensor. offsets: of its first element in the whole."""
 
     place: SafetensorsLocation
     offsets: tuple[int, ...]
@@ -98,14 +98,14 @@ class _TensorChunk:
 class SafetensorsFolder:
     """A folder of safetensors files as a source.
 
-    Of files that the index lists, or of all that lie there. A tensor may be in parts over several
-    files, as ranks save them. FXP110 where a file is damaged, a part is missing or two overlap, or
-    a name has none of the prefixes.
+    The files are those in the index, or all. A tensor may be split over several files, as ranks
+    save them. FXP110 if a file is damaged, a part is missing, two overlap, or a name has none of
+    the prefixes.
     """
 
     def __init__(self, path: Path, prefixes: KeyPrefixes = BARE) -> None:
         """Read the headers."""
-        files, listed = _files(path)
+        files, indexed = _files(path)
         chunks: dict[str, list[_TensorChunk]] = {}
         for file in files:
             places, metadata = read_header(file)
@@ -113,37 +113,38 @@ class SafetensorsFolder:
             for name, place in places.items():
                 if name in chunks and SHARDING not in metadata:
                     raise make_foreign_file_error(
-                        str(file), f"{format_key(name)} is in another file too"
+                        str(file), f"{format_key(name)} is also in another file"
                     )
                 chunks.setdefault(name, []).append(_TensorChunk(place, offsets[name]))
-        if lost := [name for name in listed if name not in chunks]:
-            why = f"it lists {len(lost)} tensors that are in no file, {format_key(lost[0])} for one"
+        if missing := [name for name in indexed if name not in chunks]:
+            why = f"it lists {len(missing)} tensors that are in no file, such as "
+            why += format_key(missing[0])
             raise make_foreign_file_error(str(path / INDEX), why)
         self._chunks: dict[str, list[_TensorChunk]] = {}
         self.tensors: dict[str, TensorType] = {}
-        strange = [name for name in chunks if prefixes.key(name) is None]
-        if strange:
-            why = f"{format_key(strange[0])} begins with neither {prefixes.model!r} nor "
+        unknown = [name for name in chunks if prefixes.key(name) is None]
+        if unknown:
+            why = f"{format_key(unknown[0])} begins with neither {prefixes.model!r} nor "
             why += repr(prefixes.optimizer)
-            fix = "give --model-prefix and --optimizer-prefix; '' where names have none"
+            fix = "use --model-prefix and --optimizer-prefix; '' for names without a prefix"
             raise make_foreign_file_error(str(path), why, fix)
-        for name, held in chunks.items():
+        for name, parts in chunks.items():
             key = str(prefixes.key(name))
-            self.tensors[key], self._chunks[key] = _whole(name, held)
+            self.tensors[key], self._chunks[key] = _combine_parts(name, parts)
         rest = path / REST
         self.rest = (
             parse_metadata(read_text(rest), str(rest)) if rest.exists() else CheckpointMetadata()
         )
 
     def read(self, key: str) -> Bytes:
-        """The parts put together."""
-        outline, chunks = self.tensors[key], self._chunks[key]
+        """Concatenate the parts of a tensor."""
+        tensor_type, chunks = self.tensors[key], self._chunks[key]
         if len(chunks) == 1:
             return read_place(chunks[0].place)
-        form = f"V{outline.itemsize}"
-        whole = np.empty(outline.shape, form)
+        form = f"V{tensor_type.itemsize}"
+        whole = np.empty(tensor_type.shape, form)
         for chunk in chunks:
-            shape = chunk.place.outline.shape
+            shape = chunk.place.tensor_type.shape
             where = tuple(
                 slice(start, start + size) for start, size in zip(chunk.offsets, shape, strict=True)
             )
@@ -151,7 +152,7 @@ class SafetensorsFolder:
         return whole.reshape(-1).view(np.uint8)
 
     def layout(self, key: str) -> Sequence[RankShard]:
-        """Not known: files are no ranks."""
+        """Return (): files do not correspond to ranks."""
         return ()
 
 
@@ -164,11 +165,11 @@ def write_folder(
     config: Path | None = None,
     file_bytes: int = 5_000_000_000,
 ) -> list[str]:
-    """Write a new folder; the keys that the format does not hold, and that are left out.
+    """Write a new folder; return the keys that the format does not support.
 
-    prefixes: of names; without one for the optimizer, the model alone is written. shards: with the
-    index, the metadata and the rest that torch.distributed.checkpoint and we look for. config: a
-    config.json to copy beside. file_bytes: most bytes of a file, above which there are several.
+    prefixes: of names; without an optimizer prefix only the model is written. shards: write the
+    index and metadata of torch.distributed.checkpoint, and fxpart's metadata. config: config.json
+    to copy. file_bytes: largest size of a file; larger checkpoints are split.
     """
     keys = {prefixes.name(key): key for key in source.tensors if prefixes.holds(key)}
     keys = {name: key for name, key in keys.items() if DTYPES[source.tensors[key].dtype][1]}
@@ -180,15 +181,15 @@ def write_folder(
             file = f"model-{number:05}-of-{len(groups):05}.safetensors"
             if len(groups) == 1 and not shards:
                 file = "model.safetensors"
-            outlines = {name: kept[name] for name in names}
+            tensor_types = {name: kept[name] for name in names}
             metadata = {"format": "pt"}
             if shards:
-                starts = {n: {"saved_offsets": [0] * len(o.shape)} for n, o in outlines.items()}
+                starts = {n: {"saved_offsets": [0] * len(o.shape)} for n, o in tensor_types.items()}
                 metadata |= {SHARDING: json.dumps(starts), _VERSION: "1.0"}
-            write_file(fresh / file, outlines, lambda name: source.read(keys[name]), metadata)
+            write_file(fresh / file, tensor_types, lambda name: source.read(keys[name]), metadata)
             index.update(dict.fromkeys(names, file))
         if len(groups) > 1 or shards:
-            sizes = sum(outline.size for outline in kept.values())
+            sizes = sum(tensor_type.size for tensor_type in kept.values())
             text = {"metadata": {"total_size": sizes}, "weight_map": index}
             (fresh / INDEX).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n", "utf-8")
         if shards:
@@ -199,86 +200,89 @@ def write_folder(
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a file of a folder says where its parts lie, as torch.distributed.checkpoint does."""
+    """Return whether a file has part offsets, like those of torch.distributed.checkpoint."""
     file = next(iter(sorted(path.glob("*.safetensors"))), None)
     return file is not None and SHARDING in read_header(file)[1]
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:
-    """The files of a folder, or the one file; and the tensors that an index lists."""
+    """Return the files of a folder, or the single file, and the tensors listed in an index."""
     if not path.is_dir():
         return [path], []
-    index, listed = path / INDEX, list[str]()
+    index, indexed = path / INDEX, list[str]()
     files = sorted(path.glob("*.safetensors"))
     if index.exists():
         try:
             found: Any = from_json(read_text(index))["weight_map"]
-            listed, names = list(found), sorted(set(found.values()))
+            indexed, names = list(found), sorted(set(found.values()))
             if any(Path(name).name != name for name in names):
-                raise ValueError("it names a file that is not beside it")
+                raise ValueError("it names a file outside the folder")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
             raise make_foreign_file_error(
-                str(index), f"it is no index of a checkpoint: {cause}"
+                str(index), f"it is not a checkpoint index: {cause}"
             ) from cause
         files = [path / name for name in names]
     if not files:
         raise make_foreign_file_error(
-            str(path), "the folder has no .safetensors file", "give another folder"
+            str(path), "the folder has no .safetensors file", "use another folder"
         )
-    return files, listed
+    return files, indexed
 
 
 def _offsets(
     file: Path, metadata: Mapping[str, str], places: Mapping[str, SafetensorsLocation]
 ) -> dict[str, tuple[int, ...]]:
-    """Where the part of each tensor begins; at the beginning where the file says nothing."""
+    """Return the offsets of each tensor's part; zeros without metadata."""
     if SHARDING not in metadata:
-        return {name: (0,) * len(place.outline.shape) for name, place in places.items()}
+        return {name: (0,) * len(place.tensor_type.shape) for name, place in places.items()}
     try:
         given: Any = from_json(metadata[SHARDING])
         found = {name: tuple(given[name]["saved_offsets"]) for name in places}
         for name, place in places.items():
-            right = len(found[name]) == len(place.outline.shape)
-            if not right or any(type(n) is not int or not 0 <= n < _HUGE for n in found[name]):
-                raise ValueError(f"{format_key(name)} has no place in the whole")
+            valid = len(found[name]) == len(place.tensor_type.shape)
+            if not valid or any(type(n) is not int or not 0 <= n < _HUGE for n in found[name]):
+                raise ValueError(f"{format_key(name)} has no valid offset")
     except (ValueError, KeyError, TypeError, RecursionError) as cause:
         raise make_foreign_file_error(
-            str(file), f"{SHARDING} does not fit its tensors: {cause}"
+            str(file), f"{SHARDING} does not match its tensors: {cause}"
         ) from cause
     return found
 
 
-def _whole(name: str, chunks: Sequence[_TensorChunk]) -> tuple[TensorType, list[_TensorChunk]]:
-    """The whole tensor's outline and the parts that hold it once, ties by rank dropped."""
-    once = list({(c.offsets, c.place.outline.shape): c for c in chunks}.values())
-    first = once[0].place
+def _combine_parts(
+    name: str, chunks: Sequence[_TensorChunk]
+) -> tuple[TensorType, list[_TensorChunk]]:
+    """Return the whole tensor's type and its distinct parts."""
+    distinct = list({(c.offsets, c.place.tensor_type.shape): c for c in chunks}.values())
+    first = distinct[0].place
     where = f"{format_key(name)} in {first.file}"
     if any(
-        c.place.outline.dtype != first.outline.dtype or len(c.offsets) != len(once[0].offsets)
-        for c in once
+        c.place.tensor_type.dtype != first.tensor_type.dtype
+        or len(c.offsets) != len(distinct[0].offsets)
+        for c in distinct
     ):
-        raise make_foreign_file_error(where, "its parts are of several dtypes or numbers of dims")
+        raise make_foreign_file_error(where, "its parts differ in dtype or number of dims")
     ends = [
-        [start + size for start, size in zip(c.offsets, c.place.outline.shape, strict=True)]
-        for c in once
+        [start + size for start, size in zip(c.offsets, c.place.tensor_type.shape, strict=True)]
+        for c in distinct
     ]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
-    volume = sum(math.prod(c.place.outline.shape) for c in once)
-    if volume != math.prod(shape) or _overlap(once):
-        why = f"its {len(once)} parts hold {volume} of {math.prod(shape)} numbers"
-        raise make_foreign_file_error(where, f"{why}, or one twice", "give the files of all ranks")
-    return TensorType(first.outline.dtype, shape), once
+    volume = sum(math.prod(c.place.tensor_type.shape) for c in distinct)
+    if volume != math.prod(shape) or _overlap(distinct):
+        why = f"its {len(distinct)} parts contain {volume} of {math.prod(shape)} elements"
+        raise make_foreign_file_error(where, f"{why}, or overlap", "use the files of all ranks")
+    return TensorType(first.tensor_type.dtype, shape), distinct
 
 
 def _overlap(chunks: Sequence[_TensorChunk]) -> bool:
-    """Whether two parts share a number: by a sweep along the first dim."""
+    """Return whether two parts overlap, by a sweep along the first dim."""
     boxes = sorted(
         tuple(
             (start, start + size)
-            for start, size in zip(c.offsets, c.place.outline.shape, strict=True)
+            for start, size in zip(c.offsets, c.place.tensor_type.shape, strict=True)
         )
         for c in chunks
-        if math.prod(c.place.outline.shape)
+        if math.prod(c.place.tensor_type.shape)
     )
     open_: list[tuple[tuple[int, int], ...]] = []
     for box in boxes:
@@ -293,13 +297,13 @@ def _overlap(chunks: Sequence[_TensorChunk]) -> bool:
 
 
 def _groups(kept: Mapping[str, TensorType], largest: int) -> list[list[str]]:
-    """The names of each file; a tensor above the limit has a file of its own."""
+    """Group names into files; a tensor above the limit has its own file."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name, outline in kept.items():
-        if groups[-1] and size + outline.size > largest:
+    for name, tensor_type in kept.items():
+        if groups[-1] and size + tensor_type.size > largest:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size += outline.size
+        size += tensor_type.size
     return groups

@@ -1,4 +1,4 @@
-"""Our own checkpoints as a source, and written of one."""
+"""fxpart checkpoints as a source and as a target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxpart.errors import error
 
 _RANK = re.compile(r"rank-(\d{1,9})\.safetensors")
 _FIELDS = ("step", "calls", "seed", "fingerprint", "plan", "weights", "values", "groups", "extra")
-_GROUP = 256_000_000  # bytes of a file that is written, which are in memory at once
+_GROUP = 256_000_000  # bytes of an output file, which are in memory at once
 
 
 class NativeCheckpointSource:
@@ -36,11 +36,11 @@ class NativeCheckpointSource:
         self.tensors = {k: TensorType(t.dtype, t.shape) for k, t in manifest.tensors.items()}
 
     def read(self, key: str) -> Bytes:
-        """The parts put together, their digests compared."""
+        """Concatenate the verified parts of a tensor."""
         return self.checkpoint.read(key).reshape(-1)
 
     def layout(self, key: str) -> Sequence[RankShard]:
-        """The parts of the ranks that wrote it."""
+        """Return the parts of the ranks that wrote it."""
         found = []
         for part in self.checkpoint.manifest.tensors[key].parts:
             rank = _RANK.fullmatch(part.file)
@@ -51,15 +51,15 @@ class NativeCheckpointSource:
 
 
 def write_native(root: Path, source: CheckpointSource) -> Path:
-    """Write a checkpoint into a folder of checkpoints; its own folder.
+    """Write a checkpoint into a folder of checkpoints; return its folder.
 
-    One that a run can load: any plan's ranks take their parts of it. FXP603 where the folder has
-    one of that step, FXP513 where it cannot be written.
+    Any plan's ranks can load it. FXP603 if the folder has a checkpoint of that step, FXP513 if it
+    cannot be written.
     """
     rest = source.rest
     final = root / folder.step_name(rest.step)
     if final.exists():
-        why, fix = "there is one of that step", "give another folder"
+        why, fix = "there is a checkpoint of that step", "use another folder"
         raise error("FXP603", where=str(final), why=why, fix=fix)
     partial = folder.begin(root, rest.step, 0)
     try:
@@ -75,22 +75,24 @@ def write_native(root: Path, source: CheckpointSource) -> Path:
 
 
 def is_native(path: Path) -> bool:
-    """Whether there is a checkpoint of ours at a path."""
+    """Return whether there is an fxpart checkpoint at a path."""
     return (path / "manifest.json").exists() or bool(
         folder.list_complete(path) or folder.list_complete(path / "checkpoints")
     )
 
 
 def _pieces(source: CheckpointSource) -> Iterator[list[CheckpointShard]]:
-    """Whole tensors, as many to a file as memory is to hold."""
+    """Group whole tensors into files of limited size."""
     found: list[CheckpointShard] = []
-    held = 0
-    for key, outline in source.tensors.items():
-        if found and held + outline.size > _GROUP:
+    size_ = 0
+    for key, tensor_type in source.tensors.items():
+        if found and size_ + tensor_type.size > _GROUP:
             yield found
-            found, held = [], 0
-        region = make_full_region(outline.shape)
+            found, size_ = [], 0
+        region = make_full_region(tensor_type.shape)
         data = source.read(key)
-        found.append(CheckpointShard(key, outline.dtype, outline.shape, region.ranges, None, data))
-        held += outline.size
+        found.append(
+            CheckpointShard(key, tensor_type.dtype, tensor_type.shape, region.ranges, None, data)
+        )
+        size_ += tensor_type.size
     yield found

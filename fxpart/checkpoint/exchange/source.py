@@ -1,4 +1,4 @@
-"""What is converted: tensors by key, read one at a time, and what is no tensor."""
+"""Interface of conversion sources: tensors by key, read one at a time, and metadata."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.regions import Bytes
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json
+from fxpart.schedule.weight_modes import FLUSH
 
 Box = tuple[tuple[int, int], ...]
 
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
-_FREE = ("values", "groups", "extra")
-# safetensors' word -> torch's name.
+_PLAIN_FIELDS = ("values", "groups", "extra")
+# safetensors dtype -> torch's name.
 NAMES = {word: name for name, (_, word) in DTYPES.items() if word is not None}
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """A tensor without its numbers: dtype as torch names it, and shape."""
+    """Dtype (torch's name) and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +44,7 @@ class TensorType:
 
 
 class CheckpointMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds beside tensors: fields of its manifest, and the plan's text."""
+    """Contents of a checkpoint beside tensors: manifest fields, and the plan's text."""
 
     step: int = 0
     calls: int = 0
@@ -51,7 +52,7 @@ class CheckpointMetadata(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     plan: str = ""
     plan_text: str = ""
-    weights: str = "flush"
+    weights: str = FLUSH
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
@@ -59,68 +60,72 @@ class CheckpointMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RankShard:
-    """A part of a tensor: the rank that holds it, and its range in each dim."""
+    """Part of a tensor: its rank, and its range in each dim."""
 
     rank: int
     box: Box
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint that can be read, in whatever format.
+    """A readable checkpoint of any format.
 
-    rest: what is no tensor, as far as the format says it.
+    rest: metadata, as far as the format has it.
     """
 
     rest: CheckpointMetadata
 
     @property
     def tensors(self) -> Mapping[str, TensorType]:
-        """Outlines by key as in a manifest ("model/NAME", ...), in the source's order."""
+        """Tensor types by manifest key ("model/NAME", ...), in the source's order."""
 
     def read(self, key: str) -> Bytes:
-        """A whole tensor's bytes in row-major order, 1-d; FXP110 or FXP510 for a damaged file."""
+        """Return a tensor's bytes in row-major order, 1-d; FXP110 or FXP510 for a damaged file."""
 
     def layout(self, key: str) -> Sequence[RankShard]:
-        """How the tensor lies over ranks; empty where that is not known, or is no grid of boxes."""
+        """Return the tensor's layout over ranks; empty if unknown, or not made of boxes."""
 
 
 def as_view(data: Bytes) -> memoryview:
-    """A 1-d array's bytes, to be written or filled."""
+    """Return a 1-d array's bytes as a memoryview."""
     plain: Any = data
     return memoryview(plain) if data.nbytes else memoryview(b"")
 
 
 def name_of(key: str) -> str:
-    """A model tensor's original name: ``model/h.0.weight`` -> ``h.0.weight``."""
+    """Return a model tensor's original name: ``model/h.0.weight`` -> ``h.0.weight``."""
     return key.removeprefix(MODEL)
 
 
 def parameter_and_slot(key: str) -> tuple[str, str]:
-    """``optimizer/h.0.weight/exp_avg`` -> ``h.0.weight``, ``exp_avg``."""
+    """Split ``optimizer/h.0.weight/exp_avg`` into ``h.0.weight``, ``exp_avg``."""
     name, _, slot = key.removeprefix(OPTIMIZER).rpartition("/")
     return name, slot
 
 
 def parse_metadata(text: str | bytes, where: str) -> CheckpointMetadata:
-    """What :func:`format_metadata` made; FXP110."""
+    """Parse what :func:`format_metadata` made; FXP110."""
     try:
         found = from_json(text, CheckpointMetadata)
-        free = {name: value_codec.from_json_value(getattr(found, name)) for name in _FREE}
+        plain_fields = {
+            name: value_codec.from_json_value(getattr(found, name)) for name in _PLAIN_FIELDS
+        }
     except (msgspec.MsgspecError, RecursionError, ValueError) as cause:
-        why = f"it does not say what is no tensor: {str(cause)[:200]}"
+        why = f"its metadata is invalid: {str(cause)[:200]}"
         raise make_foreign_file_error(where, why) from cause
-    return msgspec.structs.replace(found, **free)
+    return msgspec.structs.replace(found, **plain_fields)
 
 
 def format_metadata(rest: CheckpointMetadata) -> bytes:
-    """JSON with sorted keys."""
-    free = {name: value_codec.to_json_value(getattr(rest, name), name) for name in _FREE}
-    plain = msgspec.structs.replace(rest, **free)
+    """Return JSON with sorted keys."""
+    plain_fields = {
+        name: value_codec.to_json_value(getattr(rest, name), name) for name in _PLAIN_FIELDS
+    }
+    plain = msgspec.structs.replace(rest, **plain_fields)
     return msgspec.json.format(msgspec.json.encode(plain, order="sorted"), indent=1) + b"\n"
 
 
 def make_foreign_file_error(
-    where: str, why: str, fix: str = "convert a whole copy of it"
+    where: str, why: str, fix: str = "use a complete copy of the file"
 ) -> FxpartError:
-    """A file of another tool that cannot be read."""
+    """Return the error of an unreadable file of another tool."""
     return error("FXP110", where=where, why=why, fix=fix)

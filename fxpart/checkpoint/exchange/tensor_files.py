@@ -1,4 +1,4 @@
-"""Single safetensors files of others: headers read with suspicion, tensors one by one."""
+"""Foreign safetensors files: validated headers, and tensors read one at a time."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fxpart.files import from_json
 
 @dataclass(frozen=True)
 class SafetensorsLocation:
-    """Where a tensor lies. start: its first byte in the file."""
+    """Location of a tensor. start: its first byte in the file."""
 
     file: Path
-    outline: TensorType
+    tensor_type: TensorType
     start: int
 
 
 def read_header(path: Path) -> tuple[dict[str, SafetensorsLocation], dict[str, str]]:
-    """The tensors of a file by name, and its metadata; FXP110 where it is not as the format says.
+    """Return the tensors of a file by name, and its metadata; FXP110 if it violates the format.
 
-    Every tensor lies within the file, so that reading one never takes more memory than the file.
+    Every tensor is within the file, so reading one never needs more memory than the file.
     """
     try:
-        with files.open_for_reading(_followed(path)) as (file, size):
+        with files.open_for_reading(_resolve_links(path)) as (file, size):
             first = files.read(file, 8)
             length = int.from_bytes(first, "little")
             if length > min(safetensors_header.LARGEST, size - 8):
-                raise ValueError("it is shorter than its header says")
+                raise ValueError("it is truncated")
             header = first + files.read(file, length)
         places = safetensors_header.decode(header, size)
         given = from_json(header[8:]).get("__metadata__") or {}
@@ -42,21 +42,23 @@ def read_header(path: Path) -> tuple[dict[str, SafetensorsLocation], dict[str, s
         found = {}
         for name, place in places.items():
             if place.dtype not in NAMES:
-                raise ValueError(f"{name[:80]!r} is of dtype {place.dtype}, which torch lacks")
-            outline = TensorType(NAMES[place.dtype], place.shape)
-            found[name] = SafetensorsLocation(path, outline, place.start)
+                raise ValueError(
+                    f"{name[:80]!r} has the dtype {place.dtype}, which torch does not support"
+                )
+            tensor_type = TensorType(NAMES[place.dtype], place.shape)
+            found[name] = SafetensorsLocation(path, tensor_type, place.start)
     except (OSError, ValueError, AttributeError) as cause:
         raise make_foreign_file_error(
-            str(path), f"it is no whole safetensors file: {cause}"
+            str(path), f"it is not a complete safetensors file: {cause}"
         ) from cause
     return found, metadata
 
 
 def read_place(place: SafetensorsLocation) -> Bytes:
-    """A tensor's bytes, 1-d; FXP110."""
-    data = np.empty(place.outline.size, np.uint8)
+    """Return a tensor's bytes, 1-d; FXP110."""
+    data = np.empty(place.tensor_type.size, np.uint8)
     try:
-        with files.open_for_reading(_followed(place.file)) as (file, _):
+        with files.open_for_reading(_resolve_links(place.file)) as (file, _):
             files.fill(file, as_view(data), place.start)
     except (OSError, ValueError) as cause:
         raise make_foreign_file_error(str(place.file), f"it cannot be read: {cause}") from cause
@@ -69,16 +71,18 @@ def write_file(
     read: Callable[[str], Bytes],
     metadata: Mapping[str, str],
 ) -> None:
-    """A new safetensors file, on the disk when this returns; OSError.
+    """Write a new safetensors file, synced to disk; OSError.
 
-    read: a tensor's bytes, asked for one after another, wide elements first so that all lie at
-    multiples of their size. A dtype that safetensors lacks is written as bytes, with a dim more.
+    read: returns a tensor's bytes, called by decreasing element size, so that all tensors are
+    aligned. A dtype that safetensors lacks is written as bytes with another dim.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     entries = []
     for name in order:
-        outline = tensors[name]
-        entries.append((name, *dtypes.to_header_entry(outline.dtype, outline.shape), outline.size))
+        tensor_type = tensors[name]
+        entries.append(
+            (name, *dtypes.to_header_entry(tensor_type.dtype, tensor_type.shape), tensor_type.size)
+        )
     with files.create_file(path) as file:
         files.write(file, safetensors_header.encode(entries, metadata))
         for name in order:
@@ -87,6 +91,6 @@ def write_file(
             files.write(file, as_view(data))
 
 
-def _followed(path: Path) -> Path:
-    """Where links lead: a Hugging Face cache is made of them."""
+def _resolve_links(path: Path) -> Path:
+    """Resolve links, which a Hugging Face cache consists of."""
     return Path(os.path.realpath(path))

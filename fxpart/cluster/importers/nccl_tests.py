@@ -14,6 +14,7 @@ from statistics import median
 
 import msgspec
 
+from fxpart.cluster.devices import CollectiveCurve, Device, Link
 from fxpart.cluster.host_detection import match_model
 from fxpart.cluster.importers import nccl_json, nccl_table
 from fxpart.cluster.importers.nccl_run import NcclTestRun
@@ -25,7 +26,7 @@ from fxpart.cluster.importers.source_facts import (
 )
 from fxpart.cluster.latency_bandwidth_fit import LatencyBandwidthFit, Point, fit
 from fxpart.cluster.merge import hosts_of, merge_curves, merge_links
-from fxpart.cluster.model import Cluster, CollectiveCurve, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import device_data
 from fxpart.errors import quoted
 

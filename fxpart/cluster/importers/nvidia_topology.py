@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import UNSET
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.importers.source_facts import (
     ImportedCluster,
     ImportOptions,
@@ -24,7 +25,7 @@ from fxpart.cluster.importers.source_facts import (
     validate_imported,
 )
 from fxpart.cluster.merge import chosen_hosts, collapse, replace_devices, replace_host_links
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import grid
 from fxpart.errors import quoted
 
@@ -76,7 +77,7 @@ def read(text: str, facts: ImportOptions) -> ImportedCluster:
     cluster = facts.into
     if cluster is None:
         data = device_model(facts, "the table does not say what the GPUs are")
-        cluster = grid(1, len(table.gpus), data["name"])
+        cluster = grid(Cluster, 1, len(table.gpus), data["name"])
     for host in chosen_hosts(cluster, facts):
         cluster = _onto(cluster, host, table, facts)
     origins = {link.origin.partition(";")[0] for link in cluster.links}

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.files import to_builtins
-from fxpart.cluster.importers.paddle import (
+from fxpart.cluster.importers.paddle_document import (
     GIGA,
     GIVEN,
     ID,
@@ -25,7 +26,7 @@ from fxpart.cluster.importers.paddle import (
 from fxpart.cluster.importers.source_facts import ImportOptions, make_import_error
 from fxpart.cluster.link_index import LinkIndex
 from fxpart.cluster.merge import hosts_of
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.cluster.validation import MAX_LINKS
 from fxpart.errors import FxpartError
 

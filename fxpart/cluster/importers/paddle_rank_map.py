@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from fxpart.cluster.importers.paddle import ID, KEY, entries, hostname, identity
+from fxpart.cluster.importers.paddle_document import ID, KEY, entries, hostname, identity
 from fxpart.cluster.importers.source_facts import make_import_error, parse_json
 from fxpart.cluster.model import Cluster
 from fxpart.errors import quoted

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from fxpart import environment
+from fxpart.cluster.devices import Device, Host, Link
 from fxpart.cluster.importers.source_facts import (
     NO_NETWORK,
     ImportedCluster,
@@ -22,7 +23,7 @@ from fxpart.cluster.importers.source_facts import (
     validate_imported,
 )
 from fxpart.cluster.merge import hosts_of
-from fxpart.cluster.model import Cluster, Device, Host, Link
+from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import grid
 from fxpart.cluster.validation import MAX_DEVICES
 
@@ -55,7 +56,7 @@ def read(text: str, facts: ImportOptions) -> ImportedCluster:
         why = "a node list does not say how many devices a node has"
         raise make_import_error("--per-host", why, "--per-host COUNT")
     cores = cpus(job.cpus, len(nodes))
-    made = named(grid(1, each, data["name"]), nodes, cores, network(facts))
+    made = named(grid(Cluster, 1, each, data["name"]), nodes, cores, network(facts))
     notes = (NO_NETWORK,) if len(nodes) > 1 and facts.network is None else ()
     return ImportedCluster(validate_imported(made, "the node list"), notes)
 
@@ -75,7 +76,7 @@ def _job(text: str) -> environment.Slurm:
                     format_location(place, line), "a node's name has no space in it"
                 )
             names.append(words.strip(","))
-    job = environment.slurm(variables)
+    job = environment.read_slurm(variables)
     if job is not None:
         return job
     if not names:

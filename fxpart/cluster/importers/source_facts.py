@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fxpart.errors import FxpartError, error, quoted
 
 if TYPE_CHECKING:
-    from fxpart.cluster.model import Cluster, Link
+    from fxpart.cluster.devices import Link
+    from fxpart.cluster.model import Cluster
 
 MAX_TEXT = 64 << 20
 _MOST = 1 << 62  # whole numbers below it
@@ -125,7 +126,7 @@ def validate_imported(cluster: Cluster, what: str) -> Cluster:
 
 def network(facts: ImportOptions) -> tuple[Link, ...]:
     """The link between hosts as it was given; () where it was not."""
-    from fxpart.cluster.model import Link
+    from fxpart.cluster.devices import Link
 
     if facts.network is None:
         return ()

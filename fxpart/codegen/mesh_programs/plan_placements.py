@@ -11,12 +11,12 @@ from fxpart.annotations.graph_values import sharding
 from fxpart.annotations.placement_origin import is_annotated, key_of
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 from fxpart.compiler import MESH_KEY
+from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
 from fxpart.compiler.graph_edit import annotate, fork
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.errors import error
 from fxpart.passes.rules import rule_of
 from fxpart.plan.model import PlanPlacement, PlanSharding
-from fxpart.pricing.specs import op_name, unwrap_seeded_call
 from fxpart.sharding import (
     REPLICATE,
     Mesh,

@@ -14,6 +14,7 @@ from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_split import StageGraph, split
 from fxpart.codegen.totals_spec import weight_spec
 from fxpart.compiler import PassManager
+from fxpart.passes import all_passes
 from fxpart.passes.objective import REPEAT_KEY
 from fxpart.program.spec import ProgramSpec
 
@@ -67,7 +68,7 @@ def assign(
     options = f'starts="{",".join(map(str, starts))}"'
     if order:
         options += f',order="{",".join(map(str, order))}"'
-    return PassManager().run(f"assign{{{options}}}", graph)
+    return PassManager(all_passes()).run(f"assign{{{options}}}", graph)
 
 
 def generate(

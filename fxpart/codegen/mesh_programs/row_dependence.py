@@ -12,9 +12,10 @@ from torch import fx
 from fxpart.codegen.mesh_programs.microbatch_graph import batch_dims
 from fxpart.compiler import PassManager
 from fxpart.errors import FxpartError, Problem
-from fxpart.passes import PREPARE
+from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, RowDependence, analyze, coupling_of
 from fxpart.plan.model import Equivalence, Plan
+from fxpart.schedule.spec import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -45,7 +46,7 @@ def mark_batch_dependent_nodes(whole: CapturedModel, microbatch: CapturedModel) 
     }  # fmt: skip
     microbatch.graph.meta[NUMBERS_KEY] = frozenset(names)
     if microbatch.microbatch_size == 1:
-        larger = PassManager().run(PREPARE, whole.graph)
+        larger = PassManager(all_passes()).run(PREPARE, whole.graph)
         larger.meta[NUMBERS_KEY] = frozenset(names)
         microbatch.graph.meta[LARGER_KEY] = larger
 
@@ -92,7 +93,7 @@ def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
 
     found: the couplings between rows. Warn (FXP114) if the objective is computed per microbatch.
     """
-    if plan.schedule == "async" or any(plan.staleness):
+    if not SCHEDULES[plan.schedule].flushes or any(plan.staleness):
         return plan
     if found and plan.microbatches > 1:
         reasons = tuple(item.where for item in found)

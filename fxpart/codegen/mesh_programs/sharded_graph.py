@@ -15,9 +15,8 @@ from fxpart.annotations.graph_values import sharding
 from fxpart.annotations.placement_origin import is_annotated
 from fxpart.compiler import MESH_KEY, PassManager
 from fxpart.compiler.graph_edit import annotate
-from fxpart.compiler.node_annotation import PARTIAL_KEY, NodeSharding
-from fxpart.pricing.stage_parallelism import StageParallelism
-from fxpart.runtime.batch.mesh_rank_batch import count_dim_parts
+from fxpart.compiler.node_annotation import NodeSharding
+from fxpart.passes import all_passes
 from fxpart.sharding import (
     Mesh,
     Placements,
@@ -25,6 +24,7 @@ from fxpart.sharding import (
     format_placements,
     local_shape,
 )
+from fxpart.sharding.placement import count_dim_parts
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -70,7 +70,9 @@ class ShardedGraph:
         shapes = self._shapes(lane)
         if shapes not in self._locals:
             whole = ",whole_outputs=true" if self.whole_outputs else ""
-            self._locals[shapes] = PassManager().run(f'lower{{lane="{lane}"{whole}}}', self.whole)
+            self._locals[shapes] = PassManager(all_passes()).run(
+                f'lower{{lane="{lane}"{whole}}}', self.whole
+            )
         return self._locals[shapes]
 
     def inputs(self) -> dict[str, Placements]:
@@ -108,29 +110,10 @@ class ShardedGraph:
             )
         )
 
-    def sharing(self) -> StageParallelism:
-        """Return the parallelism of a stage for pricing."""
-        held = self.inputs()
-        cut = {name for name, placed in self.state().items() if self._over_zero(placed)}
-        return StageParallelism(
-            self.mesh,
-            rows=self.degrees()[0],
-            multiple=self.multiple(),
-            parts={
-                symbol: count_dim_parts(self.mesh, held[name], dim)
-                for symbol, (name, dim) in self.captured.symbols.items()
-                if name in held
-            },
-            partial=self.local(0).meta[PARTIAL_KEY],
-            zero=self.zero,
-            zero_axis=self.zero_axis,
-            cut=frozenset(cut),
-        )
-
     def like(self, graph: fx.GraphModule, captured: CapturedModel) -> ShardedGraph:
         """Return the evaluation graph of the model with the same placements of state and inputs."""
         mesh, state = self.mesh, self.state()
-        stored = {n: p for n, p in state.items() if self.zero == 3 and self._over_zero(p)}
+        stored = {n: p for n, p in state.items() if self.zero == 3 and self.is_over_zero(p)}
         seeds = {
             name: text
             for name, placed in state.items()
@@ -150,7 +133,7 @@ class ShardedGraph:
                 place(node, stored.get(name, state[name]), {})
         return replace(self, whole=whole, captured=captured, _locals={})
 
-    def _over_zero(self, placed: Placements) -> bool:
+    def is_over_zero(self, placed: Placements) -> bool:
         """Return whether a value is sharded over the ZeRO axis."""
         return bool(self.zero_axis) and isinstance(placed[self.mesh.index(self.zero_axis)], Shard)
 
@@ -194,7 +177,7 @@ def propagate_annotations(
     last = "propagate{close=true}" if close else "propagate"
     options = {"mesh": str(mesh), "seeds": json.dumps(seeds), "aliases": json.dumps(aliases)}
     text = ",".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return PassManager().run(f"annotate{{{text}}},{last}", graph)
+    return PassManager(all_passes()).run(f"annotate{{{text}}},{last}", graph)
 
 
 def place(node: fx.Node, placed: Placements, origins: Mapping[int, str]) -> None:

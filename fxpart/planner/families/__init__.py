@@ -1,1 +1,42 @@
-"""Families of plans: each proposes candidates of one kind."""
+"""Families of plans: one module each, and the tables by which the search finds them.
+
+The search asks the families of a table in order; the first that accepts a request plans it. Where
+none does, the plan is a chain of equal stages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from fxpart.planner.plan_family import MeshPlanFamily, ModelPlanFamily, PlanFamily
+from fxpart.registry import LazyEntry, Registry
+
+if TYPE_CHECKING:
+    from fxpart.planner.request import PlanRequest
+
+Family = TypeVar("Family", bound=PlanFamily)
+
+_MODULE = "fxpart.planner.families"
+MODE_FAMILIES: Registry[ModelPlanFamily] = Registry(
+    "plan family of a mode", {"queues": LazyEntry(f"{_MODULE}.queue_routing:QUEUES")}
+)
+REPLICA_FAMILIES: Registry[ModelPlanFamily] = Registry(
+    "plan family",
+    {"replicated stages": LazyEntry(f"{_MODULE}.replicated_stages:REPLICATED_STAGES")},
+)
+MESH_FAMILIES: Registry[MeshPlanFamily] = Registry(
+    "plan family of a mesh",
+    {
+        "asynchronous pipeline": LazyEntry(
+            f"{_MODULE}.asynchronous_pipeline:ASYNCHRONOUS_PIPELINE"
+        ),
+        "other schedules": LazyEntry(f"{_MODULE}.schedule_selection:OTHER_SCHEDULES"),
+    },
+)
+
+
+def find_family(table: Registry[Family], request: PlanRequest) -> Family | None:
+    """Return the first family of a table that accepts the request; None where none does."""
+    return next(
+        (one for one in table.values() if one.accepts(request, request.cluster) is None), None
+    )

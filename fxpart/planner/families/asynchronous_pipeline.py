@@ -23,6 +23,8 @@ from fxpart.planner.prediction.asynchronous_plan import (
 )
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, with_other_choice
+from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
+from fxpart.schedule.weight_modes import list_remedy_modes
 from fxpart.solver.asynchronous.dp import solve_async_pipeline
 from fxpart.solver.asynchronous.objective import AsyncPipelineEvaluation, AsyncPipelineScorer
 from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
@@ -33,11 +35,12 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.objective import PartitionEvaluation
 
-_BY_COPIES = ("naive", "spectrain", "pipeoptim", "pipemare", "2bw", "stash")  # fewest copies first
 _LOOKED = 6  # answers that are compared by simulation
 _TIE = 0.01  # of a minibatch's time: less than that is no reason to miss more updates
 
@@ -81,7 +84,7 @@ class AsynchronousPlanner:
             raise self._unfit(given)
         scorer = AsyncPipelineScorer(given)
         looked = answer.candidates[:_LOOKED]
-        if not is_measured(self.request.cost_model):
+        if not is_measured(self.request.cost_model, self.request.cluster):
             most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
             looked = tuple(c for c in looked if scorer.evaluate(c).seconds <= most)
         made = [self._plan(scorer, answer, choice) for choice in looked or (answer.choice,)]
@@ -135,7 +138,7 @@ class AsynchronousPlanner:
         status = status_of(objective, bound)
         assert status in ("optimal", "within gap", "best found"), "there is a choice"
         what = plan.certificate.over.replace(
-            "schedules 1f1b", f"schedule async with weights {self.request.weights}"
+            f"schedules {DEFAULT_SCHEDULE}", f"schedule {ASYNC} with weights {self.request.weights}"
         )
         return Certificate(
             status=status,
@@ -163,7 +166,7 @@ class AsynchronousPlanner:
                 Alternative(
                     stages=len(other.starts),
                     microbatches=self.problem.variants[other.variant].microbatches,
-                    schedule="async",
+                    schedule=ASYNC,
                     step_seconds=found.seconds,
                     why=slower(best.seconds, found.seconds),
                 )
@@ -172,7 +175,7 @@ class AsynchronousPlanner:
 
     def _unfit(self, given: AsyncPipelineProblem) -> FxpartError:
         """What is too full, and what would fit: other modes, or a pipeline that drains."""
-        for name in _BY_COPIES:
+        for name in list_remedy_modes():
             answer = solve_async_pipeline(self._given(name), time_limit=self.time_limit)
             if answer.choice is not None:
                 return too_full(
@@ -198,3 +201,24 @@ def _least_stale(made: list[tuple[Plan, GeneratedProgram]]) -> tuple[Plan, Gener
         return max(staleness(one[0])), one[0].prediction.expected_seconds
 
     return min(near, key=rank)
+
+
+class AsynchronousPipelineFamily:
+    """Plans of pipelines without flushes, on one mesh."""
+
+    name = "asynchronous pipeline"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None for the mode "async"."""
+        return None if request.mode == ASYNC else f"the mode is {request.mode}"
+
+    def plan(self, context: MeshContext) -> tuple[Plan, GeneratedProgram]:
+        """Return the best asynchronous plan."""
+        planner = AsynchronousPlanner(
+            context.problem, context.request, context.copying(), context.make, context.refined,
+            context.time_limit,
+        )  # fmt: skip
+        return planner.best()
+
+
+ASYNCHRONOUS_PIPELINE = AsynchronousPipelineFamily()

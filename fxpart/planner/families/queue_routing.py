@@ -14,15 +14,17 @@ import msgspec
 
 from fxpart import units
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.constraint_table import QUEUE
 from fxpart.plan.model import Certificate, Plan
-from fxpart.planner.execution_mode import QUEUE, parse_staleness
+from fxpart.planner.execution_mode import as_synchronous, parse_staleness
+from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.asynchronous_plan import as_weights
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.prediction.queue_memory import find_memory_error, with_queues_memory
 from fxpart.planner.prediction.queue_simulation import groups_of
-from fxpart.planner.search import PlanSearchResult
 from fxpart.pricing.device_limits import get_usable_bytes
-from fxpart.runtime.queues.replica_groups import compute_tied_bytes, explain_unsupported_ties
+from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
+from fxpart.schedule.weight_modes import FLUSH
 from fxpart.solver.portfolio import status_of
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ def _queued(found: PlanSearchResult, request: PlanRequest) -> Plan:
         cluster_hash=request.cluster.hash,
         constraints=dict(request.constraints),
         staleness=staleness,
-        weights=as_weights(request.weights) if any(staleness) else "flush",
+        weights=as_weights(request.weights) if any(staleness) else FLUSH,
         provenance={**plan.provenance, "mode": f"queue, as asked; {_QUEUED}"},
     )
 
@@ -151,3 +153,27 @@ def _proven(given: Certificate, free: Certificate, less: int) -> Certificate:
         gap=(given.objective - bound) / given.objective if given.objective > 0 else 0.0,
         over=f"{given.over}, also such that queues leave no room for",
     )
+
+
+class QueueFamily:
+    """Plans whose replicas take microbatches from queues."""
+
+    name = "queues"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None for the mode "queue"."""
+        return None if request.mode == QUEUE else f"the mode is {request.mode}"
+
+    def plan(self, context: ModelContext) -> PlanSearchResult:
+        """Return the best plan for replicas in turns, with the memory of queues."""
+        request = context.front.request
+        constraints = as_synchronous(request.constraints)
+
+        def search(asked: PlanRequest) -> PlanSearchResult:
+            mine = replace(asked, constraints=constraints)
+            return context.search(replace(context.front, request=mine))
+
+        return plan_queues(request, search)
+
+
+QUEUES = QueueFamily()

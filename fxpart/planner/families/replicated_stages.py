@@ -21,20 +21,21 @@ from fxpart.codegen.generated_program import (
     replicate_program_stages,
 )
 from fxpart.compat.optimizer_choice import choose
-from fxpart.costmodels import ProfileCostModel
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.families.schedule_selection import keep_cut_schedules, requested_schedules
 from fxpart.planner.mesh_plan import apply_constraints
 from fxpart.planner.plan_builder import make_plan, rank_prediction
+from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
-from fxpart.planner.refinement import StageMeasurementModel, keys_of, measured_whole, whole_words
+from fxpart.planner.refinement import is_measured, keys_of, measured_whole, whole_words
 from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
 from fxpart.pricing.replicated_problem import is_heterogeneous, mixed_problem
-from fxpart.runtime.gradients.stage_replicas import get_replica_rounds
+from fxpart.program.replicas import get_replica_rounds
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.parse import parse_constraints
 from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import PartitionChoice, Solution
@@ -53,6 +54,7 @@ from fxpart.solver.replicated_chain.problem import (
 from fxpart.solver.replicated_chain.round_robin import find_shortest_round
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.planner.prepared_model import PreparedModel
     from fxpart.planner.request import PlanRequest
 
@@ -64,10 +66,11 @@ _MOST = 40_000_000  # of the dynamic programme's size: larger ones are left to e
 Found = tuple[Plan, GeneratedProgram]
 
 
-def considers_replicas(request: PlanRequest) -> bool:
-    """Whether copies are considered: where devices differ, or where they are asked for.
+def explain_equal_stages(request: PlanRequest) -> str | None:
+    """Return why replicas are not considered; None where they are.
 
-    Not where degrees or cuts are wished for, which copies would have to keep to.
+    They are where devices differ, or where they are requested; not under constraints on degrees or
+    cuts, which replicas would have to keep to.
     """
     wish = str(request.constraints.get("copies", "auto"))
     free = request.open or (request.mesh.size == 1 and request.zero == 0)
@@ -75,17 +78,25 @@ def considers_replicas(request: PlanRequest) -> bool:
         ("pp",) if fixed_stages(request.constraints) is not None else ()
     )  # by the name that is kept to
     wishes = parse_constraints(request.constraints)
-    kept = all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes)
-    if wish == "none" or not (free and kept) or request.mode != "sync":
-        return False
-    return wish == "always" or is_heterogeneous(request.cluster)
+    if wish == "none":
+        return "copies=none is requested"
+    if request.mode != "sync":
+        return f"the mode is {request.mode}"
+    if not free:
+        return "a stage has several ranks"
+    if not all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes):
+        return "constraints fix degrees or cuts"
+    return (
+        None if wish == "always" or is_heterogeneous(request.cluster) else "all devices are alike"
+    )
 
 
 def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
     """The plan with copies that is fastest by simulation; None where none fits, or none is asked
     for that could be better than equal stages."""
     request = front.request
-    if not set(keep_cut_schedules(requested_schedules(request))) & {"1f1b", "gpipe"}:
+    names = keep_cut_schedules(requested_schedules(request))
+    if not any(SCHEDULES[name].supports_replicas for name in names):
         return None
     problem, provenance = price(
         front.graph,
@@ -95,7 +106,7 @@ def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
         batch_size=front.captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=keep_cut_schedules(requested_schedules(request)),
+        schedules=tuple(name for name in names if SCHEDULES[name].supports_replicas),
         min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
         max_stages=request.stages[1],
         transfer_dtype=request.transfer_dtype,
@@ -215,7 +226,7 @@ class _ReplicatedPlanBuilder:
         """
         request, base = self.front.request, self.problem.base
         model = request.cost_model
-        if not isinstance(model, StageMeasurementModel):
+        if not is_measured(model, request.cluster):
             return found, ""
         variant = base.variants[choice.variant]
         keys = keys_of(
@@ -305,8 +316,7 @@ def _of_one_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], P
         wish = fixed_stages(request.constraints) is not None
         stages = request.stages if wish else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
-        model = request.cost_model
-        costs = model.within(part) if isinstance(model, ProfileCostModel) else model
+        costs = request.cost_model.for_part(part)
         yield name, tuple(devices), replace(request, cluster=part, stages=stages, cost_model=costs)
 
 
@@ -330,3 +340,27 @@ def _words(plan: Plan) -> str:
     groups = {group[0]: len(set(group)) for group in plan.replicas}
     counts = [groups.get(first, 1) for first in plan.firsts]
     return f"{' + '.join(map(str, counts))} copies" if plan.replicas else "a chain of single ranks"
+
+
+class ReplicatedStagesFamily:
+    """Plans whose stages have replicas in turns, or that use the devices of one kind alone."""
+
+    name = "replicated stages"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None where replicas are considered: for heterogeneous devices or on request."""
+        return explain_equal_stages(request)
+
+    def plan(self, context: ModelContext) -> PlanSearchResult:
+        """Return the fastest by simulation of these plans and those of equal stages."""
+        made: list[PlanSearchResult] = []
+
+        def alike(part: PreparedModel) -> Found:
+            made.append(context.search(part))
+            return made[-1].plan, made[-1].parts
+
+        plan, parts, same = choose_fastest_plan(context.front, context.microbatches, alike)
+        return PlanSearchResult(plan, parts, made[0].problem if same else None)
+
+
+REPLICATED_STAGES = ReplicatedStagesFamily()

@@ -17,7 +17,8 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
-from fxpart.planner.constraints import PIECES
+from fxpart.plan.prediction import RankPrediction
+from fxpart.plan.schedule import edges_of, stage_of
 from fxpart.planner.execution_mode import ASYNC
 from fxpart.planner.families.virtual_stages import VirtualStageChoice
 from fxpart.planner.plan_builder import ShardingSummary
@@ -26,21 +27,24 @@ from fxpart.planner.prediction.schedule_change import (
     find_overfull_ranks,
     predict_schedule,
 )
-from fxpart.planner.prediction.schedule_search import with_searched_schedule
+from fxpart.planner.prediction.step_simulation import StageTimes
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make_unverified
+from fxpart.schedule.plan_actions import format_plan_actions
 from fxpart.schedule.simulate import simulate
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, FOUND, SCHEDULES, ScheduleSpec, find_built
 from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.order.problem import ScheduleProblem
+from fxpart.solver.order.search import search_schedule
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
-
-PLAIN = ("1f1b", "gpipe")
-SAME_STAGES = ("zb-h1", "found")
 
 _SECONDS = 2.0  # for cutting one number of pieces
 _SEARCH = 5.0  # for an order of computations
@@ -52,13 +56,19 @@ MakeParts = Callable[..., "GeneratedProgram"]
 
 def requested_schedules(request: PlanRequest) -> tuple[str, ...]:
     """The schedules asked for, by default 1F1B."""
-    words = str(request.constraints.get("schedule", PLAIN[0])).split(",")
+    words = str(request.constraints.get("schedule", DEFAULT_SCHEDULE)).split(",")
     return tuple(word.strip() for word in words)
 
 
 def keep_cut_schedules(names: tuple[str, ...]) -> tuple[str, ...]:
     """Of these the schedules by which cuts are chosen; 1F1B where there is none."""
-    return tuple(name for name in names if name in PLAIN) or PLAIN[:1]
+    return tuple(name for name in names if chooses_cuts(name)) or (DEFAULT_SCHEDULE,)
+
+
+def chooses_cuts(name: str) -> bool:
+    """Whether cuts are chosen under the schedule, by its closed form."""
+    spec = find_built(name)
+    return spec is not None and spec.chooses_cuts
 
 
 def with_cut_schedules(
@@ -110,20 +120,22 @@ class ScheduleSelector:
     ) -> Iterator[tuple[Plan, GeneratedProgram]]:
         """Other orders for the stages that there are."""
         bound = work_bound(self.problem)
-        if "zb-h1" in names:
-            yield change_schedule(plan, "zb-h1", bound), parts
-        if "found" in names:
-            limit = min(self.time_limit, _SEARCH)
-            yield with_searched_schedule(plan, bound, limit, self.request.seed), parts
+        for name, spec in _in_table_order(names):
+            if spec.build is None:
+                limit = min(self.time_limit, _SEARCH)
+                yield with_searched_schedule(plan, bound, limit, self.request.seed), parts
+            elif not (spec.is_virtual or spec.chooses_cuts or not spec.flushes):
+                yield change_schedule(plan, name, bound), parts
 
     def _pieces(self, names: tuple[str, ...]) -> Iterator[tuple[Plan, GeneratedProgram]]:
         """For each wished schedule and number of ranks the best cut into pieces."""
         wish = self.request.constraints.get("virtual", 2)
         for name in names:
-            if name not in PIECES:
+            spec = SCHEDULES[name]
+            if not spec.is_virtual:
                 continue
             for ranks in self._counts():
-                turns = 2 if name == "zb-v" else int(wish)
+                turns = spec.count_turns(int(wish))
                 made = self._cut(name, ranks, turns)
                 if made is not None:
                     yield made
@@ -140,7 +152,7 @@ class ScheduleSelector:
 
     def _cut(self, name: str, ranks: int, turns: int) -> tuple[Plan, GeneratedProgram] | None:
         """The best plan of ``turns`` pieces on each of so many ranks; None where blocks lack."""
-        places = places_of(name, ranks, turns)
+        places = SCHEDULES[name].assign_ranks(ranks, turns)
         problem = in_pieces(self.problem, places)
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
@@ -189,16 +201,14 @@ class ScheduleSelector:
             where=f"schedule={','.join(names)}",
             why=f"the model can be cut into {cuts} pieces at most, on "
             f"{self.problem.min_stages} to {self.problem.max_stages} ranks",
-            fix="fewer stages or pieces, or schedule=1f1b; granularity=op cuts finer",
+            fix=f"fewer stages or pieces, or schedule={DEFAULT_SCHEDULE}; "
+            "granularity=op cuts finer",
         )
 
 
-def places_of(name: str, ranks: int, turns: int) -> tuple[int, ...]:
-    """By piece the rank that holds it: in turns, or forth and back in a V."""
-    there = tuple(range(ranks))
-    if name == "zb-v":
-        return there + there[::-1]
-    return there * turns
+def _in_table_order(names: tuple[str, ...]) -> list[tuple[str, ScheduleSpec]]:
+    """The requested schedules in the order of the table, so that ties do not depend on theirs."""
+    return [(name, spec) for name, spec in SCHEDULES.items() if name in names]
 
 
 def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionProblem:
@@ -222,7 +232,7 @@ def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionPr
     return msgspec.structs.replace(
         problem,
         devices=devices,
-        schedules=PLAIN[:1],
+        schedules=(DEFAULT_SCHEDULE,),
         min_stages=len(places),
         max_stages=len(places),
     )
@@ -269,5 +279,75 @@ def _unfit(plans: list[Plan]) -> FxpartError:
         where=f"schedule={plan.schedule}, stage {row.stage}",
         why=f"{row.tensors} bytes are needed with {row.in_flight} microbatches in flight, "
         f"{row.memory_limit} are there",
-        fix="schedule=1f1b keeps less in flight; or more microbatches, or more ranks",
+        fix=f"schedule={DEFAULT_SCHEDULE} keeps less in flight; or more microbatches, "
+        "or more ranks",
     )
+
+
+def with_searched_schedule(plan: Plan, bound: float, time_limit: float, seed: int) -> Plan:
+    """The plan with the best order found for its stages, of one piece each.
+
+    Backwards are split in two halves of the same seconds. bound: seconds below which no schedule
+    of any cuts can end a step. What is proven of the order itself, given these stages, is told in
+    the plan's ``provenance``. Raises FXP204 where a rank cannot hold one microbatch.
+    """
+    edges, rows = edges_of(plan), plan.prediction.ranks
+    times = StageTimes.of(rows, edges, stage_of(plan))
+    firsts = {row.stage: row for row in reversed(rows)}
+    mine = [firsts[stage] for stage in range(len(plan.stages))]
+    each = [_each(row) for row in mine]
+    found = search_schedule(
+        ScheduleProblem(
+            stage_rank=stage_of(plan),
+            microbatches=plan.microbatches,
+            edges=edges,
+            forward=times.forward,
+            backward=times.backward,
+            halves=tuple((seconds / 2, seconds / 2) for seconds in times.backward),
+            transfer=times.transfer,
+            activation=tuple(each),
+            memory=tuple(_room(row, held) for row, held in zip(mine, each, strict=True)),
+        ),
+        time_limit=time_limit,
+        seed=seed,
+    )
+    made = change_schedule(plan, FOUND, bound, format_plan_actions(found.schedule))
+    told = f"found by {found.solver}; {found.status} for these stages (gap {100 * found.gap:.1f} %)"
+    return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": told})
+
+
+def _each(row: RankPrediction) -> int:
+    """Bytes that a stage holds for one microbatch in flight."""
+    memory = row.memory
+    return (memory.activations - row.workspace + memory.transfers) // max(row.in_flight, 1)
+
+
+def _room(row: RankPrediction, each: int) -> int:
+    """Bytes that microbatches in flight may take; never less than one needs."""
+    memory = row.memory
+    fixed = memory.total - memory.activations - memory.transfers + row.workspace
+    return max(row.memory_limit - fixed, each)
+
+
+class OtherSchedulesFamily:
+    """Plans under schedules by which no cuts are chosen, on one mesh."""
+
+    name = "other schedules"
+
+    def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
+        """Return None where such a schedule is requested."""
+        if all(map(chooses_cuts, requested_schedules(request))):
+            return "cuts are chosen by the requested schedules"
+        return None
+
+    def plan(self, context: MeshContext) -> tuple[Plan, GeneratedProgram]:
+        """Return the best of the requested schedules."""
+        best = context.chain()
+        selector = ScheduleSelector(
+            context.problem, context.request, context.make, context.parts, context.shared(),
+            context.time_limit,
+        )  # fmt: skip
+        return selector.best(*best)
+
+
+OTHER_SCHEDULES = OtherSchedulesFamily()

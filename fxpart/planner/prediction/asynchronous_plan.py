@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import msgspec
 
@@ -13,16 +12,12 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Alternative, Plan
 from fxpart.plan.prediction import RankPrediction
 from fxpart.plan.schedule import edges_of
-from fxpart.planner.prediction.steady_state import NAME, ahead_of, stream_in_time
+from fxpart.planner.prediction.steady_state import ahead_of, stream_in_time
 from fxpart.schedule.action import StageEdge
+from fxpart.schedule.spec import ASYNC
 from fxpart.schedule.weight_modes import MODES
 from fxpart.solver.asynchronous.objective import AsyncPipelineEvaluation
 from fxpart.solver.asynchronous.weight_mode_requirements import compute_weight_mode_requirements
-
-Weights = Literal[
-    "stash", "vertical", "2bw", "naive", "spectrain", "spectrain-v2", "pipeoptim", "xpipe",
-    "pipemare", "nadam-stash",
-]  # fmt: skip
 
 _SAME = 5e-4  # differences below are not told
 
@@ -35,10 +30,10 @@ class TrainedWeights:
     predict_seconds: float
 
 
-def as_weights(name: str) -> Weights:
+def as_weights(name: str) -> str:
     """The name of a weight mode that does not drain."""
     assert not MODES[name].flush, name
-    return cast(Weights, name)
+    return name
 
 
 def make_asynchronous(plan: Plan, weights: str, trained: Sequence[TrainedWeights]) -> Plan:
@@ -55,7 +50,7 @@ def make_asynchronous(plan: Plan, weights: str, trained: Sequence[TrainedWeights
     found = stream_in_time(count, edges, rows, hosts, closed)
     return msgspec.structs.replace(
         plan,
-        schedule=NAME,
+        schedule=ASYNC,
         weights=as_weights(weights),
         prediction=msgspec.structs.replace(
             plan.prediction,
@@ -121,12 +116,12 @@ def cost_in_staleness(plan: Plan) -> str:
 def against(plan: Plan, other: Plan) -> Alternative:
     """The best plan of the other mode as a rejected alternative."""
     was, now = (units.seconds(p.prediction.expected_seconds) for p in (plan, other))
-    name = "asynchronous" if other.schedule == NAME else "synchronous"
+    name = "asynchronous" if other.schedule == ASYNC else "synchronous"
     return Alternative(
         stages=len(other.stages),
         microbatches=other.microbatches,
         schedule=other.schedule,
-        what=f"{name}, {other.weights}" if other.schedule == NAME else name,
+        what=f"{name}, {other.weights}" if other.schedule == ASYNC else name,
         step_seconds=other.prediction.step_seconds,
         why=f"by simulation {now} instead of {was}",
     )

@@ -9,6 +9,7 @@ import msgspec
 
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.schedule_costs import has_pieces
 
 Named = tuple[str, JointChoice]  # what differs, in words, and the choice
 Degrees = tuple[int, int, int, int, str]  # as fxpart.solver.joint.objective.degrees has them
@@ -63,7 +64,7 @@ def one_decision(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
     yield from _counts(problem, choice)
     if choice.virtual == 1:
         for schedule in problem.schedules:
-            if schedule not in (choice.schedule, "interleaved"):
+            if schedule != choice.schedule and not has_pieces(schedule):
                 words = f"{schedule} instead of {choice.schedule}"
                 yield words, msgspec.structs.replace(choice, schedule=schedule)
     options = OptionIndex(problem)

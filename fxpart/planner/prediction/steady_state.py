@@ -10,8 +10,8 @@ from fxpart.planner.prediction.step_simulation import MOST_CROWDED, StepEstimate
 from fxpart.schedule.action import StageEdge
 from fxpart.schedule.dependence import depths
 from fxpart.schedule.make import make_unverified
+from fxpart.schedule.spec import ASYNC
 
-NAME = "async"
 _SEEN = 4  # minibatches at least of which the mean is taken
 _MOST_ALONE = 400_000  # actions of a stream that is simulated where no host is crowded
 
@@ -49,7 +49,7 @@ def stream_in_time(
     actions = 2 * steps * microbatches * (stages + 2 * len(edges))
     if actions > (MOST_CROWDED if crowded else _MOST_ALONE):
         return StepEstimate(closed, idle_share(rows, microbatches, closed), "closed form")
-    schedule = make_unverified(NAME, range(stages), microbatches, edges)
+    schedule = make_unverified(ASYNC, range(stages), microbatches, edges)
     found = steps_in_time(schedule, edges, rows, crowded, steps=steps, flush=False)
     seconds = steady_seconds(found.ends, first, end)
     return StepEstimate(seconds, idle_share(rows, microbatches, seconds), "simulation", crowded)

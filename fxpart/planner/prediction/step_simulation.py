@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from fxpart.plan.contention import is_crowded
 from fxpart.plan.prediction import HostLoad, RankPrediction, idle_share
-from fxpart.planner.prediction.tied_gradient_reduction import compute_exposed_reduction
 from fxpart.schedule import fast_simulation
 from fxpart.schedule.action import ActionKind, Schedule, StageEdge
 from fxpart.schedule.event_graph import Sends
@@ -21,6 +21,8 @@ from fxpart.schedule.host_contention import HostContention, build_host_contentio
 from fxpart.schedule.make import make
 from fxpart.schedule.multi_step import SimulatedSteps, simulate_steps
 from fxpart.schedule.simulation_tasks import StageCommunicationTime
+from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.objective import count_tied_reduction_messages
 
 # Above this many actions (computations and transfers) a schedule is not simulated: 2 seconds each,
 # by the quick way where no host is crowded, and event by event where one is.
@@ -267,7 +269,7 @@ def step_in_time(
     actions = 2 * microbatches * (len(rows) + sum(1 + edge.backward for edge in edges))
     crowded = tuple(load for load in hosts if is_crowded(load))
     if isinstance(schedule, str):
-        if schedule not in fast_simulation.NAMES or actions > MOST_ACTIONS:
+        if SCHEDULES[schedule].warmup is None or actions > MOST_ACTIONS:
             return StepEstimate(closed, idle_share(rows, microbatches, closed), "closed form")
         name = schedule
         times = StageTimes.of(rows, edges)
@@ -285,3 +287,43 @@ def step_in_time(
         made = schedule()
     timeline = steps_in_time(made, edges, rows, crowded).timeline
     return StepEstimate(timeline.step_seconds, timeline.bubble, "simulation", crowded)
+
+
+def compute_exposed_reduction(
+    tying: Sequence[float],
+    backward: Sequence[float],
+    edges: Sequence[StageEdge],
+    microbatches: int,
+) -> list[float]:
+    """Of each stage's seconds of ties those after the last backward, at least one message's.
+
+    A stage that holds a copy sends its gradient after each microbatch's backward to the holder
+    before it, whose backward of that microbatch adds it, and gets the sum once
+    (:mod:`fxpart.runtime.gradients.tied_parameters`): m + 1 messages of a step's ``tie_seconds``.
+
+    tying, backward: by stage, of a step and of a microbatch. edges: of a schedule that drains. The
+    messages are taken to move by themselves, over links that they share with nothing else.
+
+    The holder before begins with microbatch i + d no sooner than ``between + d * slowest`` after
+    the later one has gone back through i: the backward passes between the two, and d times the
+    slowest from one to the other. Nobody waits for the other messages if d + 1 of them, one after
+    the other, have come by then, for d = 0 and for d = m - 1, and so for all between. Otherwise,
+    and where the stages between are not a chain, all of them are taken to follow the passes, which
+    is too long rather than too short.
+    """
+    pairs = {(edge.source, edge.target) for edge in edges if edge.backward}
+    holders = [stage for stage, seconds in enumerate(tying) if seconds > 0]
+    found = list(tying)
+    for before, stage in pairwise(holders):
+        hops = [(k, k + 1) for k in range(before, stage)]
+        message = tying[stage] / count_tied_reduction_messages(microbatches)
+        between, slowest = sum(backward[before + 1 : stage]), max(backward[before : stage + 1])
+        last = microbatches - 1
+        in_time = message <= between and (last + 1) * message <= between + last * slowest
+        if pairs.issuperset(hops) and in_time:
+            found[stage] = message
+            if before == holders[0]:  # the owner, whose seconds are those of the same messages
+                found[before] = min(
+                    found[before], tying[before] / count_tied_reduction_messages(microbatches)
+                )
+    return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fxpart.profiling.store import TrialRun
+from fxpart.costmodels.profile_store import TrialRun
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan

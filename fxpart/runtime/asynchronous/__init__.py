@@ -1,4 +1,4 @@
-"""Training that never drains: a stream of microbatches through stages that update by themselves."""
+"""Asynchronous pipeline training without flushes: each stage updates its own weights."""
 
 from __future__ import annotations
 

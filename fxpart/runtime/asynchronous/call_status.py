@@ -1,7 +1,7 @@
-"""What the ranks tell each other of every call, heard some calls later: nobody waits for it.
+"""Per-call status exchange between ranks, completed some calls later so that no rank waits.
 
-The lag is the same on every rank (:attr:`fxpart.schedule.versions.WeightVersionCounters.lag`), and
-so is what each rank does upon what it hears.
+The lag is the same on every rank (:attr:`fxpart.schedule.versions.WeightVersionCounters.lag`), so
+every rank acts on the same status at the same call.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ Counts = tuple[int, int, int, int]  # forwards, backwards, updates, version
 
 
 class CallStatus(NamedTuple):
-    """What one process says of a call.
+    """Status of one process after one call.
 
-    failed: of its stages. skipped: whether one has left an update out, as its gradients were not
-    finite. told: whether it has the loss. loss: its bits. forwards, backwards, updates, version:
-    of its first stage in the stream (version: that its last forward started from). square: the bits
-    of the squared norm of its gradients. halted: whether a stage has stopped updating.
-    asks: what the process asks of all
-    (:class:`~fxpart.runtime.transport.rank_request.RankRequest`). busy: nanoseconds that it has
-    computed since its last word, 0 where that is not known. options: the digest of how the
-    optimizer's options were changed
+    failed: number of failed stages. skipped: number of stages that skipped an update because of
+    non-finite gradients. has_loss: whether this process computes the loss. loss: bits of the loss.
+    forwards, backwards, updates, version: counters of the first stage of this process (version: the
+    weight version that its last forward read). square: bits of the squared gradient norm. halted:
+    whether a stage has stopped updating. requests: bits of
+    :class:`~fxpart.runtime.transport.rank_request.RankRequest`. busy: nanoseconds of computation
+    since the previous status, 0 if unknown. options: digest of the recorded optimizer options
     (:class:`~fxpart.runtime.optimizer.update_options.UpdateOptions`).
     """
 
     failed: int
     skipped: int
-    told: int
+    has_loss: int
     loss: int
     forwards: int
     backwards: int
@@ -40,52 +39,56 @@ class CallStatus(NamedTuple):
     version: int
     square: int
     halted: int
-    asks: int = 0
+    requests: int = 0
     busy: int = 0
     options: int = 0
 
     @property
     def counts(self) -> Counts:
-        """What the schedule says, too."""
+        """Return the counters that the schedule predicts, for comparison with it."""
         return self.forwards, self.backwards, self.updates, self.version
 
     def row(self) -> list[int]:
-        """As it is sent."""
+        """Return the fields as integers, as they are sent."""
         return list(self)
 
 
 def convert_float_to_bits(number: float) -> int:
-    """A float64 as an integer."""
-    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
-    return found
+    """Return the bits of a float64 as an integer."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
 
 
-def convert_bits_to_float(found: int) -> float:
-    """The float64 of these bits."""
-    value: float = struct.unpack("<d", struct.pack("<q", found))[0]
+def convert_bits_to_float(bits: int) -> float:
+    """Return the float64 that has these bits."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return value
 
 
 class CallStatusQueue:
-    """The words on their way, oldest first; each with its call and what is expected of all."""
+    """Statuses in transit, oldest first, each with its call and the counters expected of all
+    ranks.
+    """
 
     def __init__(self, transport: Transport) -> None:
-        """Nothing was said."""
+        """Create an empty queue."""
         self._transport = transport
         self._waiting: deque[tuple[int, Sequence[Counts], Any]] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def say(self, call: int, word: CallStatus, expected: Sequence[Counts]) -> None:
-        """Tell all others. expected: the counts of each process, in order."""
-        self._waiting.append((call, expected, self._transport.begin_exchange(word.row())))
+    def send(self, call: int, status: CallStatus, expected: Sequence[Counts]) -> None:
+        """Send this process's status. expected: counters of each process, in rank order."""
+        self._waiting.append((call, expected, self._transport.begin_exchange(status.row())))
 
-    def hear(self) -> tuple[int, list[CallStatus], Sequence[Counts]]:
-        """The oldest that was not heard: its call, the words in order of rank, what they count."""
+    def receive(self) -> tuple[int, list[CallStatus], Sequence[Counts]]:
+        """Wait for the oldest status: its call, the statuses in rank order, the expected
+        counters.
+        """
         call, expected, handle = self._waiting.popleft()
         return call, [CallStatus(*row) for row in self._transport.end_exchange(handle)], expected
 
     def clear(self) -> None:
-        """Forget all, after a lost connection."""
+        """Drop all statuses after a lost connection."""
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""A training run over a stream: losses belong to the minibatch of an earlier call."""
+"""Training loop of an asynchronous trainer, where a loss becomes known some calls later."""
 
 from __future__ import annotations
 
@@ -19,45 +19,49 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _END = object()
-_NONE = object()  # in the place of a batch that could not be read
+_NONE = object()  # placeholder for a batch that could not be read
 
 
 def check_fit_arguments(given: Mapping[str, Any]) -> FitOptions:
-    """The arguments of a run; FXP109 for those that a stream cannot have, too."""
+    """Validate the arguments of ``fit`` and return them; FXP109 for unsupported ones."""
     try:
         run = FitOptions(**given).check()
     except TypeError as cause:
         known = ", ".join(field.name for field in fields(FitOptions))
-        raise error("FXP109", where="fit", why=str(cause), fix=f"one of {known}") from cause
+        raise error("FXP109", where="fit", why=str(cause), fix=f"choose from {known}") from cause
     if run.accumulate != 1:
         raise error(
             "FXP109", where=f"fit(accumulate={run.accumulate})",
-            why="an asynchronous stage updates after each minibatch, whose backwards end calls "
-            "later", fix="give larger batches, and more microbatches",
+            why="an asynchronous stage updates after each minibatch, and its backwards end in "
+            "later calls", fix="use larger batches and more microbatches",
         )  # fmt: skip
     if run.scheduler is not None:
         raise error(
             "FXP109", where="fit(scheduler=)",
-            why="each stage has an optimizer of its own, and steps its scheduler with its updates",
-            fix="program.trainer(..., scheduler=a function of an optimizer)",
+            why="each stage has its own optimizer and steps its own learning-rate scheduler",
+            fix="pass program.trainer(..., scheduler=make_scheduler)",
         )  # fmt: skip
     return run
 
 
 class AsyncFit(FitLoop):
-    """One run of an asynchronous trainer. step: minibatches given, each of them an update."""
+    """One call of ``fit`` of an asynchronous trainer. step: minibatches submitted, one update
+    each.
+    """
 
     def __init__(self, trainer: AsyncTrainer, batches: Any, run: FitOptions) -> None:
         """See :class:`~fxpart.runtime.fit.FitLoop`."""
         super().__init__(trainer, batches, run)  # type: ignore[arg-type]
-        self._stream = trainer
+        self._async_trainer = trainer
         self._rows: dict[
             int, tuple[CompletedUpdate, tuple[float, ...]]
-        ] = {}  # by call, with its rates
-        self._spoilt = False  # something has failed here, and the others have not heard of it
+        ] = {}  # By call: the update and its learning rates.
+        self._aborted = False  # this rank has failed and the other ranks do not know it yet
 
     def _planned_updates(self) -> int | None:
-        """The updates of the whole run, those before a checkpoint included; None: not known."""
+        """Return the updates of the whole run, including those before a checkpoint; None if
+        unknown.
+        """
         run, found = self.run, []
         if run.steps is not None:
             found.append(run.steps)
@@ -66,27 +70,29 @@ class AsyncFit(FitLoop):
         return min(found, default=None)
 
     def _anneal(self) -> None:
-        """Give a mode that anneals the learning rate the length of the run, if it has none."""
-        if self._stream.in_flight or not getattr(self._stream, "needs_total", False):
+        """Set the annealing length of a weight mode that anneals the learning rate, if it is
+        unset.
+        """
+        if self._async_trainer.in_flight or not getattr(self._async_trainer, "needs_total", False):
             return
-        planned = self._planned_updates()
-        agree(self.transport, "the length of the run", lambda: (True, str(planned)))
-        if planned is not None:
-            self._stream.anneal_until(self._stream.updates + planned - self.step)
+        total = self._planned_updates()
+        agree(self.transport, "the length of the run", lambda: (True, str(total)))
+        if total is not None:
+            self._async_trainer.anneal_until(self._async_trainer.updates + total - self.step)
 
     def _loop(self) -> str:
         self._anneal()
-        listener = partial(self._tell, "fallback")
-        self._stream.listeners.append(lambda text: listener(why=text))
+        report_fallback = partial(self._notify, "fallback")
+        self._async_trainer.listeners.append(lambda text: report_fallback(why=text))
         try:
             why = super()._loop()
             self.settle()
         finally:
-            self._stream.listeners.pop()
+            self._async_trainer.listeners.pop()
         return why
 
-    def _each(self) -> Iterator[Any]:
-        """The batches; the pipeline is empty where they end, so that ranks can be compared."""
+    def _iterate_epoch(self) -> Iterator[Any]:
+        """Yield the batches; compare ranks at the end of the data if the pipeline is empty."""
         source = self.guarded("the batches", lambda: iter(self.position))
         while True:
             batch = _NONE
@@ -95,54 +101,52 @@ class AsyncFit(FitLoop):
             if batch is _END:
                 break
             yield batch
-        if not self._stream.in_flight:
+        if not self._async_trainer.in_flight:
             agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def _update(self, group: list[Any]) -> None:
-        (batch,), rates = group, self._rates()
+        (batch,), rates = group, self._get_learning_rates()
         if batch is _NONE:
-            call = self._stream.again()
+            call = self._async_trainer.repeat()
         else:
-            call = self._stream.feed(batch, local=self.run.local)
+            call = self._async_trainer.submit(batch, local=self.run.local)
         self.step += 1
-        done = self._done([] if batch is _NONE else group, self._stream.last_rows)
+        done = self._describe_update([] if batch is _NONE else group, self._async_trainer.last_rows)
         self._rows[call] = done, rates
         self.position.used += 1
-        for known, loss in self._stream.taken():
-            self._tell_step(known, float(loss))
+        for known, loss in self._async_trainer.pop_losses():
+            self._report_step(known, float(loss))
 
     def _evaluate(self) -> bool:
         self.settle()
         return super()._evaluate()
 
     def settle(self) -> None:
-        """Drain, and tell of all steps that are left."""
-        for call, loss in self._stream.finish():
-            self._tell_step(call, float(loss))
+        """Flush the pipeline and report all remaining steps."""
+        for call, loss in self._async_trainer.finish():
+            self._report_step(call, float(loss))
 
-    def _tell_step(self, call: int, loss: float) -> None:
+    def _report_step(self, call: int, loss: float) -> None:
         done, rates = self._rows.pop(call)
-        now, norm = time.perf_counter(), self._stream.last_grad_norm
+        now, norm = time.perf_counter(), self._async_trainer.last_grad_norm
         self.loss = loss
-        self._write(done, loss)
+        self._write_ledger(done, loss)
         info = StepInfo(
             done.step, done.epoch, loss, rates, None if norm is None else float(norm),
-            done.rows, now - self._last, self._stream.rank,
+            done.rows, now - self._last, self._async_trainer.rank,
         )  # fmt: skip
         self._last = now
-        for callback in self.run.callbacks:
-            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
-            name = getattr(callback, "__name__", type(callback).__name__)
-            self.guarded(f"callback {name}.on_step after step {done.step}", partial(tell, info))
+        self.report_step(info)
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
-        """What raises here while something is in flight is heard by the others as a failure.
+        """Call ``do``; if it raises while minibatches are in flight, abort all ranks.
 
-        Until then this rank makes the same calls, with nothing in them, and no more of the user's.
+        Until the other ranks know of the failure, this rank repeats its last batch and calls no
+        more user code.
         """
-        if self._spoilt and what != "the batches":
+        if self._aborted and what != "the batches":
             return _NONE  # type: ignore[return-value]
-        if not self._stream.in_flight:
+        if not self._async_trainer.in_flight:
             return super().guarded(what, do)
         try:
             return do()
@@ -153,8 +157,8 @@ class AsyncFit(FitLoop):
                 raise
             told = error(
                 "FXP507", where=what, why=f"{type(cause).__name__}: {cause}",
-                fix="correct it there; every rank has ended this run, and none waits",
+                fix="fix the error there; every rank has stopped this run",
             )  # fmt: skip
-            self._stream.spoil(cause if isinstance(cause, FxpartError) else told)
-            self._spoilt = True
+            self._async_trainer.abort(cause if isinstance(cause, FxpartError) else told)
+            self._aborted = True
             return _NONE  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Messages between two stages of a stream: a header and tensors, in the order of microbatches.
+"""Ordered messages between two asynchronous stages: a header and tensors per microbatch.
 
-Receives are posted ahead, across calls too, so that a transfer never waits for its receiver to come
-round; as many as the sender may be ahead. So when a stream ends, what has been posted and will not
-be used is sent as zeros under a header that says so.
+Receives are posted ahead, across calls too, as far as the sender may run ahead, so that a transfer
+never waits for its receiver. When the pipeline is flushed, the sender completes unused receives
+with zeros under an END header.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 
 from fxpart.runtime.transport.interface import Transport
 
-END = -1  # in the place of a microbatch: the sender's stream has ended
-Form = list[tuple[tuple[int, ...], torch.dtype, torch.dtype]]  # shape, sent as, wanted as
+END = -1  # replaces the microbatch number when the sender has flushed
+# (shape, dtype on the wire, dtype to return) of each tensor
+Form = list[tuple[tuple[int, ...], torch.dtype, torch.dtype]]
 _LENGTH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StageMessageHeader:
-    """What a message says of itself.
+    """Header of a message.
 
-    microbatch: in the stream, or END. version: the weights' that the sender read, in updates.
-    halted: the sender, or one before it, has failed; the tensors are zeros.
+    microbatch: number since the last flush, or END. version: weight version that the sender read,
+    in updates. halted: whether this or an earlier stage has failed; the tensors are zeros.
     """
 
     microbatch: int
@@ -34,12 +35,12 @@ class StageMessageHeader:
     halted: bool
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """As it is sent."""
+        """Return the header as a tensor."""
         return torch.tensor([self.microbatch, self.version, int(self.halted)], device=device)
 
 
 class ReceiveChannel:
-    """What one stage receives of another in one direction."""
+    """Messages that one stage receives from another in one direction."""
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class ReceiveChannel:
         form: Callable[[int], Form],
         ahead: int,
     ) -> None:
-        """ends: ranks of sender and receiver, channel. form: of each microbatch's tensors.
+        """Create a channel.
 
-        ahead: receives that stand ready beyond the next.
+        ends: rank of the sender, rank of the receiver, transport channel. form: returns the tensor
+        specs of a microbatch. ahead: receives to post beyond the next one.
         """
         self._transport = transport
         self._ends = ends
@@ -62,24 +64,24 @@ class ReceiveChannel:
         self.begin()
 
     def begin(self) -> None:
-        """A stream begins: nothing is posted."""
+        """Reset the channel after a flush: nothing is posted."""
         self._handles: deque[tuple[Any, list[Any], Form]] = deque()
         self._posted = self.taken = 0
         self._limit: int | None = None
 
     def expect(self, limit: int | None) -> None:
-        """Messages from ``limit`` on will not come (None: it is not known of any); post some."""
+        """Post receives. limit: number of messages before the flush, or None if unknown."""
         self._limit = limit
         self._ensure(self.taken + self._ahead)
 
     def ready(self) -> bool:
-        """Whether the next message can be taken without waiting for this process's own turn."""
+        """Return whether the next message has arrived."""
         self._ensure(self.taken + 1)
         header, handles, _ = self._handles[0]
         return self._transport.ready(header) and all(map(self._transport.ready, handles))
 
     def take(self) -> tuple[StageMessageHeader, list[torch.Tensor]]:
-        """Wait for the next message; then post another one."""
+        """Wait for the next message, then post another receive."""
         self._ensure(self.taken + 1)
         header, handles, form = self._handles.popleft()
         self.taken += 1
@@ -94,13 +96,13 @@ class ReceiveChannel:
         return StageMessageHeader(microbatch, version, halted=bool(halted)), tensors
 
     def close(self, limit: int) -> None:
-        """The stream ends: what has been posted will come, and all up to ``limit``."""
+        """Stop posting: only posted receives, and all below ``limit``, will complete."""
         self._limit = max(limit, self._posted)
         self._ensure(self._limit)
 
     @property
     def left(self) -> int:
-        """Receives that are posted and not taken."""
+        """Return the number of posted receives that have not been taken."""
         return self._posted - self.taken
 
     def _ensure(self, count: int) -> None:
@@ -116,7 +118,7 @@ class ReceiveChannel:
 
 
 class SendChannel:
-    """What one stage sends to another in one direction."""
+    """Messages that one stage sends to another in one direction."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class SendChannel:
         form: Callable[[int], Form],
         window: int,
     ) -> None:
-        """window: messages that may be under way before the oldest is waited for."""
+        """Create a channel. window: messages in transit before ``send`` waits for the oldest."""
         self._transport = transport
         self._ends = ends
         self._device = device
@@ -136,11 +138,11 @@ class SendChannel:
         self.sent = 0
 
     def begin(self) -> None:
-        """A stream begins."""
+        """Reset the channel after a flush."""
         self.sent = 0
 
     def send(self, header: StageMessageHeader, tensors: Sequence[torch.Tensor]) -> None:
-        """The next message; at most ``window`` others are still under way after it."""
+        """Send the next message; afterwards at most ``window`` messages are in transit."""
         while len(self._sending) >= self._window:
             self._finish()
         whole = [header.tensor(self._device), *tensors]
@@ -148,17 +150,17 @@ class SendChannel:
         self.sent += 1
 
     def zeros(self, header: StageMessageHeader) -> None:
-        """The next message with zeros in it."""
+        """Send the next message with zeros in it."""
         form = self._form(self.sent)
         self.send(header, [torch.zeros(s, dtype=d, device=self._device) for s, d, _ in form])
 
     def end(self, posted: int) -> None:
-        """The stream ends: fill what the receiver has posted."""
+        """Complete the receives that the receiver has posted but does not need."""
         while self.sent < posted:
             self.zeros(StageMessageHeader(END, 0, halted=False))
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all messages in transit."""
         while self._sending:
             self._finish()
 

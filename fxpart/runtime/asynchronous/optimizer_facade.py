@@ -1,4 +1,4 @@
-"""The optimizer that an asynchronous trainer shows: one for the optimizers of its stages."""
+"""One optimizer interface over the per-stage optimizers of an asynchronous trainer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from fxpart.runtime.optimizer.update_options import copy_options, set_options
 
 
 class StageOptimizerFacade(OptimizerFacade):
-    """Parameter groups whose options count for every stage from the next minibatch on.
+    """Parameter groups whose options apply to every stage from the next minibatch on.
 
-    What is set here, or in the user's instance, is recorded when a minibatch is submitted
-    (:class:`~fxpart.runtime.optimizer.update_options.UpdateOptions`). Parameters are to be read and
-    written while nothing is in flight. Step hooks are called once for each update, with the
-    optimizer of this process's first stage.
+    Options set here, or in the user's instance, are recorded when a minibatch is submitted
+    (:class:`~fxpart.runtime.optimizer.update_options.UpdateOptions`). Parameters can be read and
+    written only while no minibatch is in flight. Step hooks run once per update, with the optimizer
+    of this process's first stage.
     """
 
     def reload(self, *, user: bool = True) -> None:
-        """Show the options that the stages' optimizers have. user: set them in the instance too."""
+        """Copy the options of the stage optimizers here. user: copy them to the user's instance
+        too.
+        """
         options = copy_options(self._optimizers[0])
         set_options(self._groups, options)
         if user and self._user is not None:
@@ -32,59 +34,59 @@ class StageOptimizerFacade(OptimizerFacade):
             self._user_seen = copy_options(self._user)
 
     def submitted(self) -> None:
-        """An update is on its way: schedulers need not miss it."""
+        """Mark the optimizer as stepped, so that learning-rate schedulers do not warn."""
         mark_stepped(self)
         if self._user is not None:
             mark_stepped(self._user)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
-        """Call it before each update of this process's first stage; it may only look."""
-        return self._optimizers[0].register_step_pre_hook(_looking(hook))
+        """Call a read-only hook before each update of this process's first stage."""
+        return self._optimizers[0].register_step_pre_hook(_make_read_only_hook(hook))
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:  # type: ignore[override]
-        """Call it after each update of this process's first stage; it may only look."""
-        return self._optimizers[0].register_step_post_hook(_looking(hook))
+        """Call a read-only hook after each update of this process's first stage."""
+        return self._optimizers[0].register_step_post_hook(_make_read_only_hook(hook))
 
     def _touch(self) -> None:
-        """Parameters are read: FXP115 while minibatches are in flight."""
+        """Raise FXP115 if minibatches are in flight when parameters are read."""
         super()._touch()
-        trainer: Any = self._of()
+        trainer: Any = self._get_trainer()
         trainer.touch()
 
 
-def _looking(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook; FXP115 if it changes a weight or a gradient, of which it sees one stage's alone."""
+def _make_read_only_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook to raise FXP115 if it changes a weight or a gradient: it sees one stage only."""
 
-    def looking(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
+    def call_hook(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
         before = _versions(optimizer)
-        found = hook(optimizer, *arguments)
+        result = hook(optimizer, *arguments)
         if _versions(optimizer) != before:
-            why = "a step hook changed weights or gradients, and it is called for one stage alone"
-            fix = "a hook of the parameters (register_hook); or clip_norm= or clip_value="
-            raise _refused("step hook", why, fix)
-        return found
+            why = "a step hook changed weights or gradients, but it is called for one stage only"
+            fix = "use a parameter hook (register_hook), clip_norm= or clip_value="
+            raise _make_error("step hook", why, fix)
+        return result
 
-    return looking
+    return call_hook
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             g = p.grad
-            found.append(
+            result.append(
                 (get_write_count(p), 0, 0)
                 if g is None
                 else (get_write_count(p), id(g), get_write_count(g))
             )
-    return found
+    return result
 
 
 def in_flight_error() -> FxpartError:
-    """Parameters were read while minibatches are in flight."""
-    why = "minibatches are in flight, and each stage has weights of another update"
-    return _refused('param_groups["params"]', why, "trainer.drain() first, on every rank")
+    """Return the error for reading parameters while minibatches are in flight."""
+    why = "minibatches are in flight, so stages have weights of different updates"
+    return _make_error('param_groups["params"]', why, "call trainer.drain() first, on every rank")
 
 
-def _refused(what: str, why: str, fix: str) -> FxpartError:
+def _make_error(what: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"trainer.optimizer, {what}", why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""All messages of one stage of a stream: from and to whom, how many may be on their way."""
+"""All message channels of one asynchronous stage, and their limits in transit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.program.edges import ValueEdge
 from fxpart.runtime.asynchronous.message_channel import (
     Form,
     ReceiveChannel,
@@ -16,21 +17,24 @@ from fxpart.runtime.asynchronous.message_channel import (
 )
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph, Pair, StageMessageSpec
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
 
-AHEAD = 2  # receives that stand ready beyond those that the sender's lead asks for
-Inlets = list[tuple[int, StageMessageSpec, ReceiveChannel]]  # with the other stage
-Outlets = list[tuple[int, StageMessageSpec, SendChannel]]
+AHEAD = 2  # receives posted beyond the sender's lead over the receiver
+ReceiveChannels = list[
+    tuple[int, StageMessageSpec, ReceiveChannel]
+]  # (other stage, message spec, channel)
+SendChannels = list[tuple[int, StageMessageSpec, SendChannel]]
 
 
 @dataclass(frozen=True)
 class AsyncStagePlacement:
-    """Where a stage's lane runs.
+    """Placement of one mesh rank of a stage.
 
-    ranks: of all stages of the lane. alone: there is no other process. threads: the stage's other
-    lanes are in this process. events: where what is done is noted.
+    ranks: ranks of all stages of this mesh rank. alone: whether this is the only process. threads:
+    whether the other mesh ranks of the stage are in this process. events: flight recorder.
     """
 
     rank: int
@@ -44,37 +48,38 @@ class AsyncStagePlacement:
 
 
 class StageChannels:
-    """What comes into a stage forward and comes back to it; what goes out of it and returns.
+    """Message channels of one stage, in both directions.
 
-    In the order of all events in which stage k runs F(i) at time 2 (i - ahead_k) and every B(i)
-    behind all F(j) with j - ahead < i, later stages first, each sender waits only for receives that
-    were posted earlier: as many stand ready as the sender runs ahead of the receiver, and
-    more. So no two stages can wait for each other, whatever the transport keeps.
+    Deadlock freedom: order all events so that stage k runs F(i) at time 2 (i - ahead_k) and every
+    B(i) behind all F(j) with j - ahead < i, later stages first. Then each send waits only for
+    receives that were posted earlier, because at least as many receives are posted as the sender
+    may run ahead of the receiver. So no two stages wait for each other, whatever the transport
+    buffers.
     """
 
     def __init__(
         self,
         layout: AsyncStageGraph,
         stage: int,
-        seat: AsyncStagePlacement,
+        placement: AsyncStagePlacement,
         mode: WeightMode,
         versions: WeightVersionCounters,
     ) -> None:
-        """Nothing is posted before :meth:`expect`."""
+        """Create the channels; nothing is posted before :meth:`expect`."""
         self._layout = layout
         self._stage = stage
-        self._seat = seat
+        self._placement = placement
         self._mode = mode
         self._versions = versions
         self._sizes: Sequence[Sizes] = ({},)
         self._open = False
-        self.into = self._inlets(layout.forward, layout.producers(stage), FORWARD)
-        self.back = self._inlets(layout.backward, layout.consumers(stage), BACKWARD)
-        self.out = self._outlets(layout.forward, layout.targets(stage), FORWARD)
-        self.returns = self._outlets(layout.backward, layout.returns(stage), BACKWARD)
+        self.into = self._make_receive_channels(layout.forward, layout.producers(stage), FORWARD)
+        self.back = self._make_receive_channels(layout.backward, layout.consumers(stage), BACKWARD)
+        self.out = self._make_send_channels(layout.forward, layout.targets(stage), FORWARD)
+        self.returns = self._make_send_channels(layout.backward, layout.returns(stage), BACKWARD)
 
     def begin(self, versions: WeightVersionCounters) -> None:
-        """A stream begins."""
+        """Reset all channels after a flush."""
         self._versions, self._open = versions, False
         for _, _, inlet in (*self.into, *self.back):
             inlet.begin()
@@ -82,22 +87,23 @@ class StageChannels:
             outlet.begin()
 
     def expect(self, sizes: Sequence[Sizes], limit: int | None) -> None:
-        """A minibatch begins. sizes: of its microbatches' symbols.
+        """Begin a minibatch.
 
-        limit: so many microbatches are all of the stream; None: there may be more.
+        sizes: values of the symbolic sizes of each microbatch. limit: number of microbatches until
+        the flush, or None if there may be more.
         """
         self._sizes = sizes
-        self._open = limit is None and not self._seat.alone
+        self._open = limit is None and not self._placement.alone
         for _, _, inlet in (*self.into, *self.back):
             inlet.expect(limit)
 
     def close(self, total: int) -> None:
-        """The stream has ended after so many microbatches: receive no more than is sent."""
+        """Stop posting receives: the pipeline is flushed after ``total`` microbatches."""
         for _, _, inlet in (*self.into, *self.back):
             inlet.close(total + int(self._open))
 
     def fill(self, total: int) -> None:
-        """Send what receivers have posted in vain, and one message that says that this ends."""
+        """Complete the receives that others posted, with one END message beyond them."""
         if not self._open:
             return
         ahead = self._layout.ahead
@@ -108,71 +114,76 @@ class StageChannels:
             outlet.end(max(taken + self._posts(peer, self._stage, backward=True), total + 1))
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all sends have completed."""
         for _, _, outlet in (*self.out, *self.returns):
             outlet.finish()
 
-    def zeros(self, ports: Outlets, header: StageMessageHeader) -> None:
-        """In the place of what the stage would have sent, as far as it has not."""
+    def zeros(self, ports: SendChannels, header: StageMessageHeader) -> None:
+        """Send zeros for a failed stage, unless the message was already sent."""
         for _, _, outlet in ports:
             if outlet.sent <= header.microbatch:
                 outlet.zeros(header)
 
     def sizes(self, microbatch: int) -> Sizes:
-        """Of a microbatch's symbols."""
+        """Return the symbolic sizes of a microbatch."""
         return self._sizes[microbatch % len(self._sizes)]
 
-    def _form(self, parcel: StageMessageSpec, lender: int | None) -> Callable[[int], Form]:
-        """The tensors of each microbatch's message; lender: the stage whose weights it carries."""
-        shapes = [(make_shape_function(link.shape), link.sent, link.dtype) for link in parcel.links]
-        shared = [
-            (make_shape_function(s.link.shape)({}), s.link.sent, s.link.dtype)
-            for s in parcel.shared
-        ]
+    def _make_form(self, spec: StageMessageSpec, weight_owner: int | None) -> Callable[[int], Form]:
+        """Return the tensor specs per microbatch. lender: stage whose tied weights it carries."""
+
+        def dtypes(link: ValueEdge) -> tuple[torch.dtype, torch.dtype]:
+            return torch_dtype(link.sent), torch_dtype(link.dtype)
+
+        shapes = [(make_shape_function(link.shape), *dtypes(link)) for link in spec.links]
+        shared = [(make_shape_function(s.link.shape)({}), *dtypes(s.link)) for s in spec.shared]
 
         def form(microbatch: int) -> Form:
             sizes = self.sizes(microbatch)
             found: Form = [(of(sizes), sent, dtype) for of, sent, dtype in shapes]
             if shared and (
-                lender is None
-                or self._layout.changed(self._mode, self._versions, lender, microbatch)
+                weight_owner is None
+                or self._layout.changed(self._mode, self._versions, weight_owner, microbatch)
             ):
                 found += shared
             return found
 
         return form
 
-    def _inlets(
-        self, parcels: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
-    ) -> Inlets:
-        seat, found = self._seat, []
+    def _make_receive_channels(
+        self, specs: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
+    ) -> ReceiveChannels:
+        placement, found = self._placement, []
         for peer in peers:
-            parcel, forward = parcels[peer, self._stage], channel == FORWARD
-            ends = (seat.ranks[peer], seat.rank, channel)
-            form = self._form(parcel, peer if forward else None)
+            spec, forward = specs[peer, self._stage], channel == FORWARD
+            ends = (placement.ranks[peer], placement.rank, channel)
+            form = self._make_form(spec, peer if forward else None)
             ahead = self._posts(self._stage, peer, backward=not forward)
             found.append(
-                (peer, parcel, ReceiveChannel(seat.transport, ends, seat.device, form, ahead))
+                (
+                    peer,
+                    spec,
+                    ReceiveChannel(placement.transport, ends, placement.device, form, ahead),
+                )
             )
         return found
 
-    def _outlets(
-        self, parcels: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
-    ) -> Outlets:
-        seat, found = self._seat, []
+    def _make_send_channels(
+        self, specs: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
+    ) -> SendChannels:
+        placement, found = self._placement, []
         for peer in peers:
-            parcel, forward = parcels[self._stage, peer], channel == FORWARD
-            ends = (seat.rank, seat.ranks[peer], channel)
-            form = self._form(parcel, self._stage if forward else None)
+            spec, forward = specs[self._stage, peer], channel == FORWARD
+            ends = (placement.rank, placement.ranks[peer], channel)
+            form = self._make_form(spec, self._stage if forward else None)
             window = max(1, self._posts(peer, self._stage, backward=not forward))
             found.append(
-                (peer, parcel, SendChannel(seat.transport, ends, seat.device, form, window))
+                (peer, spec, SendChannel(placement.transport, ends, placement.device, form, window))
             )
         return found
 
     def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:
-        """Receives that stand ready: none in one process; else what the sender may be ahead."""
-        if self._seat.alone:
+        """Return the number of receives to post ahead; none within one process."""
+        if self._placement.alone:
             return 0
         ahead = self._layout.ahead
         return AHEAD if backward else AHEAD + ahead[sender] - ahead[receiver]

@@ -1,4 +1,4 @@
-"""The parts of a stream's trainer: weight versions, updates and runners of its own stages."""
+"""Construction of the stages of an asynchronous trainer: weights, updaters and runners."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ if TYPE_CHECKING:
 
 
 def check_program(
-    spec: ProgramSpec, ranks: Ranks, options: TrainerOptions, stream: AsyncOptions
+    spec: ProgramSpec, ranks: Ranks, options: TrainerOptions, async_options: AsyncOptions
 ) -> None:
-    """FXP109 for what cannot be trained as a stream."""
+    """Raise FXP109 for programs that cannot be trained asynchronously."""
     problems = []
     sharding = spec.sharding
-    firsts = [row[0] for row in ranks]
-    if len(set(firsts)) < len(firsts):
-        problems.append(("several stages on a rank", "one stage a rank"))
+    first_ranks = [row[0] for row in ranks]
+    if len(set(first_ranks)) < len(first_ranks):
+        problems.append(("several stages per rank", "use one stage per rank"))
     if spec.replicas:
-        problems.append(("copies of stages that take turns", 'mesh="dp=2"'))
+        problems.append(("replicated stages with round-robin routing", 'use mesh="dp=2"'))
     if sharding is not None and sharding.zero:
-        problems.append(("an optimizer that is sharded over lanes (ZeRO)", "zero=0"))
+        problems.append(("a sharded optimizer (ZeRO)", "use zero=0"))
     cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
     if cut and (options.clip_norm is not None or options.log_grad_norm):
-        problems.append(("norms of parameters that are cut over lanes", "clip_value"))
+        problems.append(("gradient norms of sharded parameters", "use clip_value="))
     if options.compile_stages:
-        problems.append(("compiled stages, whose weights change", "compile_stages=False"))
+        problems.append(("compiled stages", "use compile_stages=False"))
     if problems:
-        where = f"weights={stream.mode.name}"
+        where = f"weights={async_options.mode.name}"
         raise FxpartError(
-            Problem("FXP109", where, f"an asynchronous trainer with {why}", fix)
+            Problem("FXP109", where, f"an asynchronous trainer does not support {why}", fix)
             for why, fix in problems
         )
 
 
-def build(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
-    """Of every stage of this process."""
-    options, stream, state = trainer.options, trainer.stream, trainer._state
+def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
+    """Build the weights and the runner of every stage of this process."""
+    options, async_options, state = trainer.options, trainer.async_options, trainer._state
     mine = collect_owned_parameters(state)
     total = sum(
         math.prod(entry.pieces.shape) for entry in state.entries.values() if entry.trainable
     )
     weights: dict[Place, StageWeights] = {}
     updates: dict[Place, StageUpdater] = {}
-    for lane in trainer._lanes:
+    for lane in trainer._mesh_ranks:
         for stage, module in sorted(lane.modules.items()):
             place = stage, lane.index
             optimizer = trainer.optimizers[place]
             weights[place] = StageWeights(
-                module, optimizer, stream.mode, trainer.versions, stage,
-                total_updates=stream.total_updates, guard=stream.guard,
+                module, optimizer, async_options.mode, trainer.versions, stage,
+                total_updates=async_options.total_updates, guard=async_options.guard,
             )  # fmt: skip
-            if stream.watch:
-                weights[place].watch(stream.watch)
+            if async_options.watch:
+                weights[place].watch(async_options.watch)
             part = sum(parameter.numel() for _, parameter in mine[place])
             clipping = StageClipOptions(
-                options.clip_norm, stream.clip, options.clip_value, part / max(total, 1)
+                options.clip_norm, async_options.clip, options.clip_value, part / max(total, 1)
             )
             updates[place] = StageUpdater(
-                MeshRank(lane.index, lane.spec, {stage: module}), trainer._held, weights[place],
+                MeshRank(lane.index, lane.spec, {stage: module}), trainer._shards, weights[place],
                 [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
             )  # fmt: skip
     stages = AsyncStageGroup(
-        trainer._lanes, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
+        trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
         trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
-        crew=trainer._crew, recompute=options.recomputes(len(trainer.spec.stages)),
+        mesh_rank_threads=trainer._threads, recompute=options.recomputes(len(trainer.spec.stages)),
         events=trainer.events,
     )  # fmt: skip
     return weights, stages

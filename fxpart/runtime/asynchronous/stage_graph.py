@@ -1,4 +1,4 @@
-"""What goes between which stages for every microbatch, and how far each stage runs ahead."""
+"""Messages between stages for every microbatch, and how far each stage runs ahead."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Pair = tuple[int, int]  # from stage, to stage
 
 @dataclass(frozen=True)
 class StageMessageSpec:
-    """What a microbatch's message between two stages carries.
+    """Content of a microbatch's message between two stages.
 
-    links: values (forward) or their gradients (backward). shared: parameters of which the owner
-    sends the weights to a holder (forward), or a holder its part of the gradient (backward).
+    links: values (forward) or their gradients (backward). shared: tied parameters: their weights
+    from the owner to another stage (forward), or a partial gradient back (backward).
     """
 
     links: tuple[ValueEdge, ...]
@@ -34,11 +34,11 @@ class StageMessageSpec:
 
 @dataclass(frozen=True)
 class AsyncStageGraph:
-    """The stage graph of a stream.
+    """Stage graph of an asynchronous pipeline.
 
-    forward, backward: the parcels by pair of stages, in the direction in which they travel. ahead:
-    per stage its forwards before its first backward. found: all links of the program. late: the
-    (from, to) pairs whose sums of shared parameters are added behind the stage's own part.
+    forward, backward: message specs by (from, to) stage. ahead: forwards of each stage before its
+    first backward. found: all value edges of the program. late: (from, to) pairs whose
+    tied-parameter gradients are added after the stage's own gradient.
     """
 
     forward: dict[Pair, StageMessageSpec]
@@ -49,7 +49,7 @@ class AsyncStageGraph:
 
     @classmethod
     def of(cls, spec: ProgramSpec) -> AsyncStageGraph:
-        """Read off a program."""
+        """Build the graph of a program."""
         found, ties, reached = (
             find_value_edges(spec),
             find_tied_parameters(spec),
@@ -62,9 +62,9 @@ class AsyncStageGraph:
             if link.gradient:
                 _add(backward, (link.target, link.back), link)
         for item in ties:
-            for holder in item.attribute:
-                if holder != item.owner:
-                    _add(forward, (item.owner, holder), item)
+            for user in item.attribute:
+                if user != item.owner:
+                    _add(forward, (item.owner, user), item)
             for source, target in item.routes.items():
                 _add(backward, (source, target), item)
         late = {(s, t) for item in ties for s, t in item.routes.items() if s not in reached[t]}
@@ -72,25 +72,27 @@ class AsyncStageGraph:
         return cls(forward, backward, ahead, found, frozenset(late))
 
     def producers(self, stage: int) -> list[int]:
-        """The stages whose forward messages a stage waits for, ascending."""
+        """Return the stages whose forward messages a stage receives, ascending."""
         return sorted(s for s, t in self.forward if t == stage)
 
     def consumers(self, stage: int) -> list[int]:
-        """The stages whose backward messages a stage waits for, descending."""
+        """Return the stages whose backward messages a stage receives, descending."""
         return sorted((s for s, t in self.backward if t == stage), reverse=True)
 
     def targets(self, stage: int) -> list[int]:
-        """The stages that a forward is sent to, nearest first."""
+        """Return the stages that a stage sends forward messages to, nearest first."""
         return sorted(t for s, t in self.forward if s == stage)
 
     def returns(self, stage: int) -> list[int]:
-        """The stages that a backward is sent to, nearest first."""
+        """Return the stages that a stage sends backward messages to, nearest first."""
         return sorted((t for s, t in self.backward if s == stage), reverse=True)
 
     def changed(
         self, mode: WeightMode, versions: WeightVersionCounters, owner: int, microbatch: int
     ) -> bool:
-        """Whether a forward may read other weights than the one before: holders are sent them."""
+        """Return whether the owner's forward may read other weights than for the previous
+        microbatch.
+        """
         if microbatch == 0:
             return True
         here, before = (versions.read(mode, owner, m) for m in (microbatch, microbatch - 1))
@@ -100,16 +102,16 @@ class AsyncStageGraph:
 
 
 def _add(
-    parcels: dict[Pair, StageMessageSpec], pair: Pair, item: ValueEdge | TiedParameterRoutes
+    specs: dict[Pair, StageMessageSpec], pair: Pair, item: ValueEdge | TiedParameterRoutes
 ) -> None:
-    known = parcels.get(pair, StageMessageSpec((), ()))
+    known = specs.get(pair, StageMessageSpec((), ()))
     if isinstance(item, ValueEdge):
-        parcels[pair] = StageMessageSpec((*known.links, item), known.shared)
+        specs[pair] = StageMessageSpec((*known.links, item), known.shared)
     else:
-        parcels[pair] = StageMessageSpec(known.links, (*known.shared, item))
+        specs[pair] = StageMessageSpec(known.links, (*known.shared, item))
 
 
 def _edges(spec: ProgramSpec, forward: dict[Pair, StageMessageSpec]) -> Sequence[StageEdge]:
-    """The program's, and one from each owner of a shared parameter to its holders."""
+    """Return the edges of the program, and one from each owner of a tied parameter to its users."""
     known = {(edge.source, edge.target) for edge in find_stage_edges(spec)}
     return [StageEdge(*pair) for pair in sorted(known | set(forward))]

@@ -1,4 +1,4 @@
-"""The stages of this process, driven through one call after another."""
+"""All asynchronous stages of this process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Work = Callable[[AsyncStageRunner], Iterator[None]]
 
 
 class AsyncStageGroup:
-    """The runners of a process's lanes, one for each stage; they take turns within a lane.
+    """The stage runners of this process, interleaved within a mesh rank.
 
-    runners, updates: by stage and lane. broken: why nothing can be run any more.
+    runners, updates: by stage and mesh rank. broken: failure that ended the training, or None.
     """
 
     def __init__(
@@ -47,74 +47,81 @@ class AsyncStageGroup:
         weights: Mapping[Place, StageWeights],
         updates: Mapping[Place, StageUpdater],
         meshes: MeshCommunicators | None,
-        crew: MeshRankThreads,
+        mesh_rank_threads: MeshRankThreads,
         recompute: Mapping[int, Mode],
         events: FlightRecorder,
     ) -> None:
-        """See :class:`fxpart.runtime.engine.PipelineEngine`."""
+        """Create the runners; arguments as for :class:`fxpart.runtime.engine.PipelineEngine`."""
         self._lanes = tuple(lanes)
         self._devices = devices
         self._transport = transport
         self._meshes = meshes
-        self._crew = crew
+        self._threads = mesh_rank_threads
         self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
         self.updates = dict(updates)
         self.broken: str | None = None
         self.runners: dict[Place, AsyncStageRunner] = {}
         alone = len(transport.local) == transport.ranks
         for lane in lanes:
-            row = get_pipeline_ranks(ranks, lane.index)
+            pipeline_ranks = get_pipeline_ranks(ranks, lane.index)
             for stage, module in sorted(lane.modules.items()):
-                place, rank = (stage, lane.index), row[stage]
+                place, rank = (stage, lane.index), pipeline_ranks[stage]
                 threads = meshes is not None and meshes.threads
-                seat = AsyncStagePlacement(
-                    rank, lane.index, row, transport, devices[rank], alone, threads, events
+                placement = AsyncStagePlacement(
+                    rank,
+                    lane.index,
+                    pipeline_ranks,
+                    transport,
+                    devices[rank],
+                    alone,
+                    threads,
+                    events,
                 )
                 table = StageSignature.of(
                     lane.spec, lane.spec.stages[stage], module, layout.found, False,
                     recompute.get(stage, "none"),
                 )  # fmt: skip
                 self.runners[place] = AsyncStageRunner(
-                    layout, table, seat, versions, weights[place], updates[place]
+                    layout, table, placement, versions, weights[place], updates[place]
                 )
 
     def minibatch(
         self, cuts: Sequence[MicrobatchSplit], keys: Sequence[int], *, closing: bool
     ) -> None:
-        """A call's part of every stage; cuts: by lane. closing: and all that is left after it."""
+        """Run one call on every stage. cuts: by mesh rank. closing: flush afterwards."""
         parts = {lane.index: cut for lane, cut in zip(self._lanes, cuts, strict=True)}
 
         def work(runner: AsyncStageRunner) -> Iterator[None]:
-            cut = parts[runner.seat.lane]
+            cut = parts[runner.placement.lane]
             yield from runner.minibatch(self._batch(runner, cut, keys), cut.sizes, closing=closing)
             if closing:
-                yield from runner.drain()
+                yield from runner.flush()
 
         self._run(work)
 
-    def drain(self) -> None:
-        """All backwards that are left."""
-        self._run(AsyncStageRunner.drain)
+    def flush(self) -> None:
+        """Flush the pipeline: run all remaining backwards."""
+        self._run(AsyncStageRunner.flush)
 
     def begin(self, versions: WeightVersionCounters) -> None:
-        """A stream begins."""
+        """Start again with an empty pipeline."""
         for runner in self.runners.values():
             runner.weights.restart(versions.start)
             runner.begin(versions)
 
     def done(self) -> int:
-        """Microbatches in the stream so far, the same on every stage between two calls."""
+        """Return the microbatches since the last flush; equal on all stages between two calls."""
         return next(iter(self.runners.values())).forwards
 
     def halt(self) -> None:
-        """No stage updates any more: what is under way ends with zeros."""
+        """Stop all updates; work in flight completes with zeros."""
         for runner in self.runners.values():
             runner.halt()
 
     def _batch(
         self, runner: AsyncStageRunner, cut: MicrobatchSplit, keys: Sequence[int]
     ) -> AsyncMinibatch:
-        rank = runner.seat.rank
+        rank = runner.placement.rank
         inputs = cut.taken(self._used[rank], self._devices[rank])
         return AsyncMinibatch(inputs, cut.weights, keys)
 
@@ -124,18 +131,18 @@ class AsyncStageGroup:
                 "FXP504",
                 where="this process",
                 why=f"an earlier failure ended the training: {self.broken}",
-                fix="start the job again from its last checkpoint",
+                fix="restart the job from its last checkpoint",
             )
         drives = {lane.index: partial(self._drive, lane, work) for lane in self._lanes}
         try:
-            self._crew.together(drives)
+            self._threads.run_all(drives)
         except FxpartError as cause:
             self.broken = cause.problems[0].why
             raise
         except (TransferTimeoutError, PeerLostError) as cause:
             self.broken = str(cause)
             raise make_lost_peer_error(
-                self._transport.local[0], "a stream of microbatches", cause
+                self._transport.local[0], "asynchronous training", cause
             ) from cause
         except BaseException as cause:
             self.broken = type(cause).__name__
@@ -145,18 +152,18 @@ class AsyncStageGroup:
                 self._meshes.recover()
 
     def _drive(self, lane: MeshRank, work: Work) -> None:
-        """Step the lane's stages in turn until all are through."""
+        """Step the stages of a mesh rank in turn until all are done."""
 
-        def leave(runner: AsyncStageRunner) -> None:
-            """Other lanes do not wait for one of which a stage has failed."""
+        def leave_if_halted(runner: AsyncStageRunner) -> None:
+            """Release other mesh ranks that wait for a mesh rank with a failed stage."""
             if runner.halted and self._meshes is not None:
-                self._meshes.leave(lane.index, "a stage of the lane has failed")
+                self._meshes.leave(lane.index, "a stage of this mesh rank has failed")
 
         mine = [self.runners[stage, lane.index] for stage in sorted(lane.modules)]
         for runner in mine:
-            leave(runner)
+            leave_if_halted(runner)
         runs = {runner: work(runner) for runner in mine}
-        stuck = run_cooperatively(runs, lambda runner: runner.done, after=leave)
+        stuck = run_cooperatively(runs, lambda runner: runner.done, after=leave_if_halted)
         if stuck:
-            where = ", ".join(f"rank {r.seat.rank} at {r.doing}" for r in stuck)
-            raise error("FXP901", where=where, why="no rank can go on", fix="")
+            where = ", ".join(f"rank {r.placement.rank} at {r.doing}" for r in stuck)
+            raise error("FXP901", where=where, why="deadlock: no stage can continue", fix="")

@@ -1,4 +1,4 @@
-"""One optimizer for each stage of this process, over the parameters that the stage owns."""
+"""One optimizer per stage of this process, over the parameters that the stage owns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Optimizers = Mapping[Place, torch.optim.Optimizer]
 
 
 def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
-    """The trainable parameters that each stage and lane of this process owns, in model order."""
+    """Return the trainable parameters owned by each stage and mesh rank here, in model order."""
     found: dict[Place, list[tuple[str, nn.Parameter]]] = {
         (stage, lane.index): [] for lane in state.lanes for stage in sorted(lane.modules)
     }
@@ -46,7 +46,7 @@ def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, n
 def make_stage_optimizers(
     given: Any, state: ModelState, groups: Sequence[ParameterGroup]
 ) -> Optimizers:
-    """An optimizer for each; raises FXP109 as
+    """Make one optimizer per stage; FXP109 as
     :func:`~fxpart.runtime.optimizer.factory.make_optimizer`.
     """
     return {
@@ -58,7 +58,7 @@ def make_stage_optimizers(
 
 
 def check_stage_optimizers(made: Optimizers, state: ModelState, held: OptimizerShards) -> None:
-    """FXP109 where one of them does not take its gradients."""
+    """Raise FXP109 for an optimizer that does not support the gradients of its stage."""
     for each in made.values():
         check_optimizer_support(each, state, held.rows)
 
@@ -67,11 +67,12 @@ def record_options(
     transport: Transport,
     source: StageOptimizerFacade,
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-    followers: Iterable[StageWeights | QueueWeights],
+    stage_weights: Iterable[StageWeights | QueueWeights],
 ) -> UpdateOptions:
-    """Have stages update with the options that ``source`` had when a minibatch was submitted.
+    """Record the options of ``source`` per submitted minibatch, for the updates of the stages.
 
-    make_scheduler: of a learning rate, by ``source``; what it raises is raised on every rank.
+    make_scheduler: makes a learning-rate scheduler for ``source``; its exceptions are raised on
+    every rank.
     """
 
     def make() -> UpdateOptions:
@@ -81,7 +82,7 @@ def record_options(
         return made
 
     made = call_user_function(transport, "the scheduler", make)
-    for each in followers:
+    for each in stage_weights:
         each.follow(made)
     return made
 
@@ -89,7 +90,10 @@ def record_options(
 def gather_stage_optimizer_state(
     state: ModelState, held: OptimizerShards, optimizers: Optimizers, *, first_only: bool
 ) -> dict[str, Any]:
-    """Their state by original names: see :func:`~fxpart.runtime.optimizer.optimizer_state`."""
+    """Gather the optimizer state by original parameter names.
+
+    See :mod:`~fxpart.runtime.optimizer.optimizer_state`.
+    """
     return gather_optimizer_state(state, held, merge_optimizers(optimizers), first_only=first_only)
 
 
@@ -100,5 +104,5 @@ def plan_loads(
     given: Mapping[str, Any],
     groups: Sequence[ParameterGroup],
 ) -> list[Callable[[], None]]:
-    """What puts gathered state back into each; FXP110 before it."""
+    """Return functions that load gathered state into each optimizer; FXP110 if it does not fit."""
     return [plan_state_load(state, held, each, given, groups) for each in optimizers.values()]

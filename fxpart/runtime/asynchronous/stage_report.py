@@ -1,4 +1,4 @@
-"""What a stream's stages have to say of themselves: staleness, copies of weights, predictions."""
+"""Report of asynchronous stages: staleness, weight versions in memory, prediction errors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import msgspec
 
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.weights import StageWeights
+from fxpart.schedule.weight_modes import PIPEOPTIM
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage.
+    """Report of one stage.
 
-    staleness: the most updates between a forward and its backward. updates: so far; skipped: of
-    them, left out since gradients were not finite. copies: the most sets of weights held at once,
-    the parameters among them. rho: (microbatch, ρ = |predicted - real| / |stale - real|) where
-    predictions were watched; above 1 a prediction was worse than none.
+    staleness: most updates between a forward and its backward. updates: so far. skipped: updates
+    skipped because of non-finite gradients. copies: most weight versions in memory at once,
+    including the parameters. rho: (microbatch, ρ = |predicted - real| / |stale - real|) for
+    measured predictions; above 1, the prediction is worse than the stale weights.
     """
 
     stage: int
@@ -28,7 +29,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, stage: int, staleness: int, weights: StageWeights) -> StageReport:
-        """Since the last report."""
+        """Report on a stage since the last report."""
         return cls(
             stage=stage, staleness=staleness, updates=weights.updates, skipped=weights.skipped,
             copies=weights.most, rho=tuple(weights.rhos()),
@@ -36,30 +37,56 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_rho(self) -> float | None:
-        """The mean of all, None where there is none."""
+        """Return the mean prediction error ratio, or None if none was measured."""
         return sum(rho for _, rho in self.rho) / len(self.rho) if self.rho else None
 
 
 def gather_stage_reports(
     transport: Transport, mine: Sequence[StageReport]
 ) -> tuple[StageReport, ...]:
-    """Those of all processes, by stage."""
+    """Gather the reports of all processes, by stage."""
     raws = transport.exchange_bytes(msgspec.json.encode(mine))
-    found = [each for raw in raws for each in msgspec.json.decode(raw, type=list[StageReport])]
-    return tuple(sorted(found, key=lambda each: each.stage))
+    found = [report for raw in raws for report in msgspec.json.decode(raw, type=list[StageReport])]
+    return tuple(sorted(found, key=lambda report: report.stage))
 
 
 def describe_inaccurate_predictions(rhos: Sequence[float | None]) -> str:
-    """A warning where predictions were further off than no prediction, by stage; else empty.
+    """Return a warning if predictions are worse than none on some stage, else "".
 
-    rhos: the mean ρ of each stage, None where nothing was predicted or measured.
+    rhos: mean ρ of each stage, None if nothing was predicted or measured.
     """
-    beyond = [(stage, rho) for stage, rho in enumerate(rhos) if rho is not None and rho > 1]
-    if not beyond:
+    inaccurate = [(stage, rho) for stage, rho in enumerate(rhos) if rho is not None and rho > 1]
+    if not inaccurate:
         return ""
-    named = ", ".join(f"{stage} ({rho:.2f})" for stage, rho in beyond)
+    stages = ", ".join(f"{stage} ({rho:.2f})" for stage, rho in inaccurate)
     return (
-        f"predictions were further from the real weights than no prediction is on stage {named}: "
-        "they look too far ahead there; pipeoptim looks less far, and the rule decaying never "
-        "overshoots"
+        f"predicted weights were further from the real weights than stale ones on stage {stages}: "
+        f"the prediction horizon is too long there; {PIPEOPTIM} has a shorter horizon, and the "
+        "rule decaying never overshoots"
     )
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of one replica. stage: its stage number.
+
+    microbatches: forwards computed, including repetitions for a lost replica. staleness: most
+    updates between a forward and its own update. updates: so far. sets: most weight versions in
+    memory at once, including the parameters.
+    """
+
+    stage: int
+    microbatches: int
+    staleness: int
+    updates: int
+    sets: int
+
+
+def gather_replica_reports(
+    transport: Transport, mine: Sequence[ReplicaReport]
+) -> tuple[ReplicaReport, ...]:
+    """Gather the reports of all processes, by stage."""
+    raws = transport.exchange_bytes(msgspec.json.encode(mine))
+    found = [
+        report for raw in raws for report in msgspec.json.decode(raw, type=list[ReplicaReport])
+    ]
+    return tuple(sorted(found, key=lambda report: report.stage))

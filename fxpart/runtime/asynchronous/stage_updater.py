@@ -1,4 +1,4 @@
-"""From a stage's gradients of one minibatch to its new weights, as soon as they are complete."""
+"""Clipping and optimizer step of one stage, as soon as its gradients are complete."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CLIPS: tuple[Clip, ...] = ("stage", "delayed")
 
 @dataclass(frozen=True)
 class StageClipOptions:
-    """How a stage's gradients are bounded without those of the other stages.
+    """Clipping of a stage's gradients without those of other stages.
 
-    norm: the largest global norm, None: any. kind: "stage": the stage's own norm is at most
-    ``norm * sqrt(share)``, share being its part of all trainable numbers, so that the global norm
-    is at most ``norm`` in any case; "delayed": scaled by the newest global norm that is known.
-    value: the largest absolute value of any number.
+    norm: largest global norm, or None. kind: "stage": limit the stage's norm to ``norm *
+    sqrt(share)``, where share is its fraction of all trainable elements, so that the global norm is
+    at most ``norm``; "delayed": scale by the newest known global norm. value: largest absolute
+    value of an element, or None.
     """
 
     norm: float | None
@@ -36,79 +36,83 @@ class StageClipOptions:
 
 
 class StageUpdater:
-    """Updates one stage of one lane.
+    """Updates one stage of one mesh rank.
 
-    square: the squared norm of the last update's gradients before clipping, where it was computed.
-    known: the newest global norm, for delayed clipping. skipped: the last update left the weights
-    as they were, since gradients were not finite. waits: gradients are left for an update by hand.
+    square: squared gradient norm of the last update before clipping, if computed. known: newest
+    global norm, for delayed clipping. skipped: whether the last update was skipped because of
+    non-finite gradients. deferred: leave the gradients to an explicit :meth:`step`.
     """
 
     def __init__(
         self,
         lane: MeshRank,
-        held: OptimizerShards,
+        shards: OptimizerShards,
         weights: StageWeights,
         parameters: Sequence[nn.Parameter],
         clipping: StageClipOptions,
         *,
         norms: bool,
     ) -> None:
-        """lane: with this stage's module alone. parameters: that the stage owns, in the model's
-        order. norms: compute them in any case.
+        """Create an updater.
+
+        lane: mesh rank with this stage's module only. parameters: owned by the stage, in model
+        order. norms: compute norms even without clipping.
         """
         self._lane = lane
-        self._held = held
+        self._shards = shards
         self._weights = weights
         self._parameters = list(parameters)
         self._clipping = clipping
         self._norms = norms or clipping.norm is not None
-        self._around = held.around(lane.index)
+        self._backward_hooks = shards.hooks(lane.index)
         self.square = 0.0
         self.known: float | None = None
-        self.skipped = self.waits = False
+        self.skipped = self.deferred = False
 
-    def begins(self, *, last: bool) -> None:
-        """A backward begins; last: of its minibatch, so that sums over lanes may start in it."""
-        if last and self._around is not None and not self.waits:
-            self._held.closing = True
+    def begin_backward(self, *, last: bool) -> None:
+        """Prepare a backward. last: of its minibatch, so that the gradient reduction may start."""
+        if last and self._backward_hooks is not None and not self.deferred:
+            self._shards.closing = True
             for stage in self._lane.modules:
-                self._around.last(stage)
+                self._backward_hooks.last(stage)
 
     def run(self, *, halted: bool) -> None:
-        """The gradients are complete. halted: take part in sums over lanes, and no more."""
-        if self.waits:
+        """Reduce, clip and step. halted: only take part in the gradient reduction."""
+        if self.deferred:
             return
         if halted:
             self._clear()
-        self._held.finish(self._lane)
+        self._shards.finish(self._lane)
         if not halted:
             self._clip()
             self.step()
         self._clear()
 
     def step(self) -> None:
-        """Let the optimizer step; gradients start from nothing then."""
+        """Step the optimizer and clear the gradients."""
         self.skipped = not self._weights.update()
         self._clear()
 
     def _clip(self) -> None:
-        found = self._clipping
+        clipping = self._clipping
         if self._norms:
             norm = self._norm()
             self.square = float(norm) ** 2
-            if found.norm is not None:
-                largest = found.norm * math.sqrt(found.share)
-                if found.kind == "delayed" and self.known is not None:
-                    norm, largest = torch.tensor(self.known), found.norm
+            if clipping.norm is not None:
+                largest = clipping.norm * math.sqrt(clipping.share)
+                if clipping.kind == "delayed" and self.known is not None:
+                    norm, largest = torch.tensor(self.known), clipping.norm
                 factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
                 for gradient in self._gradients():
                     gradient.mul_(factor.to(gradient.device))
-        if found.value is not None:
+        if clipping.value is not None:
             for gradient in self._gradients():
-                gradient.clamp_(-found.value, found.value)
+                gradient.clamp_(-clipping.value, clipping.value)
 
     def _norm(self) -> torch.Tensor:
-        """As :func:`fxpart.runtime.gradients.gradient_norm.compute_gradient_norms` computes it."""
+        """Compute the norm as
+        :func:`fxpart.runtime.gradients.gradient_norm.compute_gradient_norms`.
+        """
         each = [torch.linalg.vector_norm(g, 2.0) for g in self._gradients()]
         if not each:
             return torch.zeros(())
@@ -125,4 +129,4 @@ class StageUpdater:
     def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-            self._held.rows.drop(parameter)
+            self._shards.rows.drop(parameter)

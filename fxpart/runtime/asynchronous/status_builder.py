@@ -1,4 +1,4 @@
-"""What a process has to say of a call, and what the schedule expects all to say."""
+"""Status of one process after a call, the counters expected of all, and status messages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fxpart.schedule.weight_modes import WeightMode
 def build_call_status(
     stages: AsyncStageGroup, cut: MicrobatchSplit | None, asks: int, options: int
 ) -> CallStatus:
-    """What this process says; cut: the call's minibatch, None of a drain; asks: of all.
+    """Build the status of this process.
 
-    options: the digest of the changes of the optimizer's options.
+    cut: the call's minibatch, or None for a flush. asks: request bits. options: digest of the
+    recorded optimizer options.
     """
     runners = list(stages.runners.values())
     first = runners[0]
@@ -31,12 +32,12 @@ def build_call_status(
     loss = None if cut is None or failed else _loss(stages, cut)
     square = sum(
         update.square for (_, lane), update in stages.updates.items() if lane == 0
-    )  # equal on all lanes
+    )  # equal on all mesh ranks
     skipped = 0
     for update in stages.updates.values():
         skipped += update.skipped
         update.skipped = False
-        square = 0.0 if update.waits else square
+        square = 0.0 if update.deferred else square
     return CallStatus(
         failed, skipped,
         int(loss is not None), convert_float_to_bits(0.0 if loss is None else loss.item()),
@@ -54,9 +55,10 @@ def compute_expected_counts(
     forwards: int,
     ended: int | None,
 ) -> list[Counts]:
-    """What each process's first stage has done by the schedule.
+    """Compute the counters of each process's first stage by the schedule.
 
-    forwards: microbatches in the stream so far. ended: after so many minibatches the stream has.
+    forwards: microbatches since the last flush. ended: minibatches since then if the pipeline is
+    being flushed, else None.
     """
     alone, found = len(transport.local) == transport.ranks, []
     for rank in transport.local[:1] if alone else range(transport.ranks):
@@ -69,49 +71,53 @@ def compute_expected_counts(
 
 
 def make_stage_problem(failure: StageFailure) -> Problem:
-    """What a stage's failure is called on every rank."""
-    fix = "other stages may have made an update more: go on from the last checkpoint"
-    return failure.problem(fix, of=" of the stream")
+    """Return the problem that every rank raises for a failed stage."""
+    fix = "other stages may be one update ahead; restart from the last checkpoint"
+    return failure.problem(fix, of=" since the last flush")
 
 
 def explain_flush_fallback(call: int) -> str:
-    """Why a stream drains after every minibatch from now on."""
+    """Explain why the pipeline is flushed after every minibatch from now on."""
     return (
-        f"gradients of the minibatch of call {call} are not all finite: its update was left "
-        "out, and from now on the pipeline drains after every minibatch"
+        f"gradients of the minibatch of call {call} are not all finite: its update was "
+        "skipped, and from now on the pipeline is flushed after every minibatch"
     )
 
 
-def differing_options() -> FxpartError:
-    """Ranks have set other options on the optimizer."""
+def make_options_error() -> FxpartError:
+    """Return the error for optimizer options that differ between ranks."""
     return error(
         "FXP115",
         where="trainer.optimizer",
-        why="its options, such as the learning rate, were changed otherwise on another rank",
-        fix="change them, and step schedulers, on every rank alike and between the same calls",
+        why="its options, such as the learning rate, differ between ranks",
+        fix="change options and step schedulers on every rank, between the same calls",
     )
 
 
-def unknown_total(mode: str) -> str:
-    """A warning: the learning rate stays divided by a power of the staleness."""
+def explain_unknown_total(mode: str) -> str:
+    """Warn that the learning rate stays divided by a power of the staleness."""
     return (
-        f"FXP109 weights={mode}: the learning rate of a stage is divided by its staleness at "
-        "first, and comes back over total_updates, which is not known: it stays divided. Give "
-        "program.trainer(..., total_updates=N), or train with fit(steps=N)"
+        f"FXP109 weights={mode}: the learning rate of each stage is divided by its staleness "
+        "and grows back over total_updates, which is unknown, so it stays divided. Use "
+        "program.trainer(..., total_updates=N) or fit(steps=N)"
     )
 
 
 def _busy(runners: Sequence[AsyncStageRunner]) -> int:
-    """The host's clock says how long a CPU computed; of a GPU only how long it took to launch."""
+    """Return and reset the nanoseconds of CPU computation; 0 on a GPU, where launches return
+    early.
+    """
     busy = sum(runner.busy for runner in runners)
     for runner in runners:
-        busy = busy if runner.seat.device.type == "cpu" else 0
+        busy = busy if runner.placement.device.type == "cpu" else 0
         runner.busy = 0
     return busy
 
 
 def _loss(stages: AsyncStageGroup, cut: MicrobatchSplit) -> torch.Tensor | None:
-    """The minibatch's loss, where it is computed here: as a synchronous trainer sums it."""
+    """Sum the losses of the minibatch as a synchronous trainer does; None if another rank has
+    them.
+    """
     for runner in stages.runners.values():
         if runner.losses:
             total: torch.Tensor | None = None

@@ -1,1 +1,1 @@
-"""From a batch to the microbatches of each rank, and back to outputs."""
+"""Split batches into the microbatches of each rank, and gather outputs."""

@@ -1,8 +1,8 @@
-"""A step's batch on its way: read here, compared with what the other ranks were given.
+"""Read one step's batch and compare it with the batches of the other ranks.
 
-A rank may be given only what it needs. Then it tells the others which inputs it has, with their
-dtypes and sizes, and hears theirs; which sets of inputs go together is remembered, so that a step
-with the sizes of an earlier one costs the ranks nothing more than comparing two numbers.
+A rank may be given only the inputs that it needs. The ranks then exchange the dtypes and sizes of
+their inputs. The combined result is cached by the digests of all ranks, so a step with sizes seen
+before costs only the comparison of two numbers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.rank_request import RankRequest
 
-_FULL = 1  # the last bit of the second digest: whether the batch has all inputs
+_FULL = 1  # Lowest bit of the second digest: the batch has all inputs.
 Known = dict[tuple[tuple[int, ...], ...], Mapping[str, Shape]]
 
 
 @dataclass
 class BatchSource:
-    """What reads the batches of one program.
+    """Reader of the batches of one program.
 
-    known: shapes by the rows that all ranks told.
+    known: combined shapes of all ranks, by the digests that the ranks exchanged.
     """
 
     feed: GlobalBatchReader
@@ -38,7 +38,10 @@ class BatchSource:
 
 
 class BatchAgreement(RankAgreement[LocalBatch]):
-    """One batch; :attr:`cut` is there when all ranks are known to fit where it is given in part."""
+    """Agreement of all ranks on one batch.
+
+    Where ranks have only a part of the batch, :attr:`cut` waits until all ranks have agreed.
+    """
 
     def __init__(
         self,
@@ -48,25 +51,27 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         mode: str,
         *,
         local: bool = False,
-        asks: RankRequest | None = None,
+        request: RankRequest | None = None,
         refusal: FxpartError | None = None,
         weighed: bool = False,
     ) -> None:
-        """mode: what is done with it, in words, which must be the same on every rank.
+        """Read the batch and start the comparison with the other ranks.
 
-        asks: what this process asks of all, sent along, and where theirs is put. refusal: why this
-        process cannot take the batch, which is raised on every rank. weighed: whether its
-        :attr:`weight` is needed. Raises FXP105 on every rank if any rank's batch does not fit.
+        mode: description of what the batch is used for; it must be the same on every rank. request:
+        this process's request to all ranks, sent with the comparison; the requests of all ranks are
+        stored in it. refusal: why this process cannot take the batch; raised on every rank.
+        weighed: whether :attr:`weight` is needed. Raises FXP105 on every rank if the batch of any
+        rank is invalid.
         """
         self._source = source
         self._mode = mode
-        self._asks = RankRequest(alone=False) if asks is None else asks
+        self._request = RankRequest(alone=False) if request is None else request
         self._cut: MicrobatchSplit | None = None
         self._others: Mapping[str, Shape] = {}
         self._weight: float | None = None
-        self._weighed = weighed and source.feed.weighs
+        self._weighed = weighed and source.feed.has_batch_weight
 
-        def look() -> tuple[LocalBatch, str]:
+        def read_local() -> tuple[LocalBatch, str]:
             if refusal is not None:
                 raise refusal
             seen = source.feed.look(batch, local=local)
@@ -76,33 +81,34 @@ class BatchAgreement(RankAgreement[LocalBatch]):
                 self._cut = source.feed.cut(seen, source.microbatches)
             return seen, _text(self._mode, seen.shapes)
 
-        super().__init__(transport, "the batches", look)
+        super().__init__(transport, "the batches", read_local)
 
     @property
     def cut(self) -> MicrobatchSplit:
-        """The batch in microbatches; waits for the other ranks if some of it is theirs."""
+        """Return the batch in microbatches; wait for the other ranks if inputs are missing here."""
         if self._cut is None:
             self.confirm()
-            # Every rank has all sizes now, and so they find the same faults.
+            # Every rank has all sizes now, so every rank finds the same problems.
             self._cut = self._source.feed.cut(self.value, self._source.microbatches, self._others)
         return self._cut
 
     @property
     def weight(self) -> float:
-        """What the batch weighs in a mean over batches; waits for ranks that know if this does not.
+        """Return the weight of this batch in a mean over batches.
 
-        Its rows, where the loss is not divided by one number of the batch.
+        The weight is the divisor of the loss, or the number of rows if the loss has no divisor.
+        Waits for the other ranks if this one cannot compute it.
         """
         if not self._weighed:
             return float(sum(self.cut.rows))
         if self._weight is None:
             self.confirm()
-        assert self._weight is not None, "the rank of the loss has what it is divided by"
+        assert self._weight is not None, "the rank that computes the loss knows its divisor"
         return self._weight
 
     @property
     def others(self) -> Mapping[str, Shape]:
-        """Of inputs that this process was not given, as others told when all were heard."""
+        """Dtypes and sizes of inputs that only other processes have, after the agreement."""
         return self._others
 
     def _digests(self) -> list[int]:
@@ -112,13 +118,13 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         shapes = digest(msgspec.json.encode(seen.shapes).decode())
         return [digest(self._mode), shapes | _FULL if not seen.absent else shapes & ~_FULL]
 
-    def _aside(self) -> list[int]:
+    def _make_extra_integers(self) -> list[int]:
         bits = 0 if self._weight is None else float_to_bits(self._weight)
-        return [self._asks.mine, bits]
+        return [self._request.mine, bits]
 
     def _compare(self, rows: list[list[int]]) -> None:
-        *others, asks, weights = zip(*rows, strict=True)
-        self._asks.hear(asks)
+        *others, request, weights = zip(*rows, strict=True)
+        self._request.store(request)
         if self._weighed and self._weight is None:
             self._weight = next((bits_to_float(bits) for bits in weights if bits), 0.0)
         rows = [list(row) for row in zip(*others, strict=True)]
@@ -128,19 +134,19 @@ class BatchAgreement(RankAgreement[LocalBatch]):
             return
         key = tuple((row[2],) for row in rows)
         if key not in self._source.known:
-            self._source.known[key] = self._put_together()
+            self._source.known[key] = self._combine_inputs()
         self._others = self._source.known[key]
 
-    def _put_together(self) -> Mapping[str, Shape]:
-        """All ranks' inputs; FXP501 where two have different ones of one name."""
+    def _combine_inputs(self) -> Mapping[str, Shape]:
+        """Combine the inputs of all ranks; FXP501 if two ranks differ in one input."""
         shapes = self.value.shapes
         raws = self._transport.exchange_bytes(msgspec.json.encode(shapes))
-        told = [msgspec.json.decode(raw, type=dict[str, Shape]) for raw in raws]
+        reports = [msgspec.json.decode(raw, type=dict[str, Shape]) for raw in raws]
         found: dict[str, Shape] = {}
-        for mine in told:
+        for mine in reports:
             for name, shape in mine.items():
                 if found.setdefault(name, shape) != shape:
-                    self._refuse(_text(self._mode, shapes))
+                    self._raise_difference(_text(self._mode, shapes))
         return found
 
 

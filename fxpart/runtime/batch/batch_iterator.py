@@ -1,4 +1,4 @@
-"""The user's batches one by one: where they end, or fail on one rank, all ranks hear of it."""
+"""Iterate over the user's batches; the end or a failure on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def iterate_batches(transport: Transport, batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches; FXP501 on every rank where one has more of them, FXP507 where reading fails.
+    """Yield the batches; FXP501 on every rank if one has more of them, FXP507 if reading fails.
 
-    What a rank has to say takes the place of the next batch, which the ranks compare anyway: it
-    costs nothing, and none waits in vain.
+    A rank reports the end or a failure in the agreement that the ranks make for the next batch
+    anyway, so it costs nothing and no rank waits forever.
     """
     source = call_user_function(transport, "the batches", lambda: iter(batches))
     while True:
@@ -28,35 +28,35 @@ def iterate_batches(transport: Transport, batches: Iterable[Any]) -> Iterator[An
 
 
 def call_user_function(transport: Transport, what: str, do: Callable[[], T]) -> T:
-    """The user's own function; if it raises, FXP507 on every rank, at what they compare next.
+    """Call a user function; if it raises, raise FXP507 on every rank at the next agreement.
 
-    do: may make calls of all ranks; what such a call raises is raised as it is.
+    do: may make collective calls; exceptions of those are raised unchanged.
     """
     try:
         return do()
     except AllRanksError:
-        raise  # every rank has it
+        raise  # Every rank raises this exception already.
     except Exception as cause:
         if isinstance(cause, FxpartError) and cause.code in ("FXP503", "FXP504"):
-            raise  # a connection is lost: there is nobody to tell
+            raise  # The connection is lost, so no rank can be reached.
         raise announce_exception(transport, what, cause) from cause
 
 
 def announce_exception(transport: Transport, what: str, cause: Exception) -> FxpartError:
-    """Tells the other ranks, at what they compare next, that the user's own function has raised."""
+    """Report an exception of a user function to the other ranks at the next agreement."""
     if isinstance(cause, FxpartError):
         own = cause
     else:
         own = FxpartError(make_exception_problem(transport.local[0], what, cause))
 
-    def tell() -> tuple[bool, str]:
+    def report() -> tuple[bool, str]:
         raise own
 
     try:
-        agree(transport, what, tell)
-    except FxpartError as told:
-        return told
-    raise AssertionError("a problem was told")
+        agree(transport, what, report)
+    except FxpartError as reported:
+        return reported
+    raise AssertionError("the agreement raises the reported problem")
 
 
 _END = object()

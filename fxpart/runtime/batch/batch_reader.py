@@ -1,4 +1,4 @@
-"""The user's batch: checked against the program, all faults at once, then cut into microbatches."""
+"""Validate the user's batch against the program and split it into microbatches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
 from fxpart.program.spec import InputSpec, ProgramSpec
 from fxpart.runtime.batch.batch_totals import BatchTotals
 from fxpart.runtime.batch.row_repetition import count_repeats, repeat_rows, split_rows
@@ -20,6 +19,7 @@ from fxpart.runtime.batch.symbolic_shapes import (
     find_symbols,
     make_dim_function,
 )
+from fxpart.runtime.dtypes import torch_dtype
 
 Path = tuple[str | int, ...]
 Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
@@ -30,11 +30,12 @@ class MicrobatchSplit:
     """A batch in microbatches.
 
     inputs: per microbatch the tensors by input name (views of the batch; meta tensors where this
-    process has none). sizes: per microbatch the size of each symbol. rows: per microbatch its share
-    of the batch dim. weights: rows over their sum. local: this lane's rows of inputs, where only
-    they were given; ``inputs`` are meta tensors then. repeats: per microbatch how often ``inputs``
-    have its rows (:mod:`fxpart.runtime.batch.row_repetition`). totals: numbers of the whole batch,
-    such as how many targets count, by the stage input that takes them; also in ``inputs``.
+    process has none). sizes: per microbatch the size of each symbol. rows: rows of each microbatch
+    along the batch dim. weights: rows divided by their sum. local: the rows of this mesh rank, if
+    only they were given; ``inputs`` are meta tensors then. repeats: how often the rows of each
+    microbatch are repeated in ``inputs`` (:mod:`fxpart.runtime.batch.row_repetition`). totals:
+    numbers of the whole batch, such as the number of valid targets, by the stage input that takes
+    them; also in ``inputs``.
     """
 
     inputs: tuple[dict[str, torch.Tensor], ...]
@@ -47,11 +48,11 @@ class MicrobatchSplit:
 
     @property
     def repeated(self) -> bool:
-        """Whether any rows are there more than once."""
+        """Return whether any rows are repeated."""
         return max(self.repeats) > 1
 
     def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
-        """Per microbatch the inputs of these names, on the device."""
+        """Return per microbatch the inputs of these names, on the device."""
         return [
             {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in names}
             for piece in self.inputs
@@ -60,10 +61,11 @@ class MicrobatchSplit:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a process was given of a batch.
+    """The part of a batch that a process was given.
 
-    tensors: by input name. shapes: dtype and shape that each has in the global batch. absent: names
-    of the inputs that it was not given, and does not need. local: ``tensors`` are this lane's rows.
+    tensors: by input name. shapes: dtype and shape of each input in the global batch. absent: names
+    of inputs that were not given and are not needed. local: ``tensors`` have only this mesh rank's
+    rows.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -73,7 +75,7 @@ class LocalBatch:
 
 
 class BatchReader:
-    """Reads batches for one program."""
+    """Reader of batches for one program."""
 
     def __init__(
         self,
@@ -82,11 +84,11 @@ class BatchReader:
         needed: frozenset[str] | None = None,
         constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """spec: whose inputs, constants and symbols the batches must fit.
+        """Build a reader for the inputs, constants and symbols of ``spec``.
 
-        multiple: the rows of each microbatch are a multiple of it, where they may vary; they are
-        repeated where they are not. needed: the inputs that batches must have, by default all.
-        constants: of totals, as for :class:`~fxpart.runtime.batch.batch_totals.BatchTotals`.
+        multiple: the rows of each microbatch are a multiple of it, repeated if necessary, where the
+        batch dim is symbolic. needed: the inputs that batches must have, by default all. constants:
+        of totals, as for :class:`~fxpart.runtime.batch.batch_totals.BatchTotals`.
         """
         self._inputs = spec.inputs if spec.sharding is None else spec.sharding.inputs
         self._symbols = spec.symbols
@@ -103,16 +105,16 @@ class BatchReader:
         self._dims = {i.name: [make_dim_function(entry) for entry in i.shape] for i in self._inputs}
 
     def read(self, batch: Any, microbatches: int) -> MicrobatchSplit:
-        """Check and cut a batch that has all that is needed, as :meth:`look` and :meth:`cut` do."""
+        """Validate and split a complete batch, as :meth:`look` and :meth:`cut` do."""
         return self.cut(self.look(batch), microbatches)
 
     def look(self, batch: Any) -> LocalBatch:
-        """What the batch holds; FXP105 with every input that is missing, unknown or not as it was.
+        """Return the tensors of the batch; FXP105 with every missing, unknown or wrong input.
 
-        Inputs that are not needed may be missing, or None.
+        Inputs that are not needed may be missing or None.
         """
         problems: list[Problem] = []
-        tensors = self._find(batch, problems)
+        tensors = self._find_tensors(batch, problems)
         if problems:
             raise FxpartError(problems)
         shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
@@ -126,10 +128,10 @@ class BatchReader:
         microbatches: int,
         others: Mapping[str, Shape] | None = None,
     ) -> MicrobatchSplit:
-        """At most ``microbatches`` pieces, even as torch.tensor_split makes them.
+        """Split into at most ``microbatches`` pieces, as even as torch.tensor_split makes them.
 
-        others: dtypes and shapes of inputs that other processes were given. Raises
-        FXP105 with every fault found: sizes that contradict each other, an empty batch.
+        others: dtypes and shapes of inputs that only other processes have. Raises FXP105 with every
+        problem found, such as contradictory sizes or an empty batch.
         """
         problems: list[Problem] = []
         known = {**(others or {}), **seen.shapes}
@@ -143,13 +145,13 @@ class BatchReader:
         self._check_sources(tensors, problems)
         if problems:
             raise FxpartError(problems)
-        pieces, rows = self._cut(tensors, microbatches, problems)
+        pieces, rows = self._split(tensors, microbatches, problems)
         if problems:
             raise FxpartError(problems)
         repeats = self._repeat(pieces, rows, problems)
         if problems:
             raise FxpartError(problems)
-        sizes = self._measure(pieces, problems)
+        sizes = self._measure_symbols(pieces, problems)
         if problems:
             raise FxpartError(problems)
         total = sum(rows)
@@ -164,7 +166,7 @@ class BatchReader:
         )
 
     def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
-        """Some rank has every input that a size of the program is read from."""
+        """Check that some rank has every input that a symbol of the program is read from."""
         known = (
             {}
             if self.totals is not None
@@ -177,12 +179,13 @@ class BatchReader:
                 i.batch_dim is not None and i.name in tensors for i in self._inputs
             )
             if spec.name not in tensors and (sized or rows):
-                why = "no rank was given it, and sizes are read from it"
-                problems.append(_problem(spec.path, why, f"one rank has to: {_kind(spec)}"))
+                why = "no rank was given this input, and symbolic sizes are read from it"
+                fix = f"on at least one rank, {_describe_input(spec)}"
+                problems.append(_make_problem(spec.path, why, fix))
 
-    # -- what the batch holds ----------------------------------------------------------------
+    # -- find the inputs in the batch --------------------------------------------------------
 
-    def _find(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
+    def _find_tensors(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
         leaves = dict(flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch))
         tensors: dict[str, torch.Tensor] = {}
         for spec in self._inputs:
@@ -194,55 +197,62 @@ class BatchReader:
                 for path in inner:
                     del leaves[path]
                 why = "it is a list or dict, not a tensor" if inner else "it is missing"
-                problems.append(_problem(spec.path, why, _kind(spec)))
+                problems.append(_make_problem(spec.path, why, _describe_input(spec)))
                 continue
             value = leaves.pop(spec.path)
-            fault = self._fault(spec, value)
+            fault = self._find_fault(spec, value)
             if fault:
-                problems.append(_problem(spec.path, fault, _kind(spec)))
+                problems.append(_make_problem(spec.path, fault, _describe_input(spec)))
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
-            spare = len(tensors) < len(self._inputs)  # a batch of parts need not tell constants
+            # A partial batch need not include the constants.
+            spare = len(tensors) < len(self._inputs)
             value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
             if type(value) is not type(fixed) or value != fixed:
-                why = "it is missing" if value is _MISSING else f"it is {_show(value)}"
-                fix = f"give {_show(fixed)} as at capture, or capture again for another value"
-                problems.append(_problem(path, f"{why}, and was {_show(fixed)} at capture", fix))
+                why = "it is missing" if value is _MISSING else f"it is {_format_value(value)}"
+                fix = (
+                    f"pass {_format_value(fixed)} as at capture, or capture again for another value"
+                )
+                problems.append(
+                    _make_problem(path, f"{why}, but was {_format_value(fixed)} at capture", fix)
+                )
         for path, value in leaves.items():
             if value is not None:
-                known = ", ".join(_at(i.path) for i in self._inputs)
+                known = ", ".join(_format_path(i.path) for i in self._inputs)
                 problems.append(
-                    _problem(
-                        path, "the program has no such input", f"leave it out; inputs: {known}"
+                    _make_problem(
+                        path,
+                        "the program has no such input",
+                        f"remove it from the batch; the inputs are {known}",
                     )
                 )
         return tensors
 
-    def _fault(self, spec: InputSpec, value: Any) -> str | None:
+    def _find_fault(self, spec: InputSpec, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
-            return f"it is {_show(value)}, not a tensor"
+            return f"it is {_format_value(value)}, not a tensor"
         if value.dtype != self._dtypes[spec.name]:
             return f"its dtype is {str(value.dtype)[6:]}, not {spec.dtype}"
         if value.dim() != len(spec.shape):
-            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_shape(spec)}"
+            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_format_shape(spec)}"
         return None
 
-    # -- where it is cut -----------------------------------------------------------------------
+    # -- split the batch ---------------------------------------------------------------------
 
-    def _cut(
+    def _split(
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-        """The pieces, and how many rows each has (1 each if nothing is cut)."""
+        """Return the pieces and the rows of each (one of 1 row if no input has a batch dim)."""
         here = [spec for spec in self._inputs if spec.name in tensors]
         cut = [spec for spec in here if spec.batch_dim is not None]
         if not cut:
             return [tensors], [1]
-        fixed = [spec for spec in cut if isinstance(_entry(spec), int)]
+        fixed = [spec for spec in cut if isinstance(_get_batch_entry(spec), int)]
         if fixed:
-            rows = self._fixed_rows(fixed, tensors, microbatches, problems)
+            rows = self._count_fixed_rows(fixed, tensors, microbatches, problems)
         else:
-            rows = self._even_rows(cut, tensors, microbatches, problems)
+            rows = self._count_even_rows(cut, tensors, microbatches, problems)
         if problems:
             return [], []
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in rows]
@@ -251,7 +261,7 @@ class BatchReader:
             if spec.batch_dim is None:
                 parts: Sequence[torch.Tensor] = [tensor] * len(rows)
             else:
-                lengths = self._lengths(spec, tensor, rows, problems)
+                lengths = self._compute_lengths(spec, tensor, rows, problems)
                 if lengths is None:
                     continue
                 parts = torch.split(tensor, lengths, spec.batch_dim)
@@ -259,21 +269,21 @@ class BatchReader:
                 piece[spec.name] = part
         return pieces, rows
 
-    def _fixed_rows(
+    def _count_fixed_rows(
         self,
         fixed: list[InputSpec],
         tensors: dict[str, torch.Tensor],
         microbatches: int,
         problems: list[Problem],
     ) -> list[int]:
-        """Captured at a fixed microbatch size: as many pieces of that size as there are.
+        """Return the rows of each piece of a program captured at a fixed microbatch size.
 
-        A program of one microbatch takes its batch size only: its graph was not rewritten for
+        A program of one microbatch takes exactly its batch size: its graph was not rewritten for
         parts of a batch.
         """
         counts: set[int] = set()
         for spec in fixed:
-            unit, size = _entry(spec), _size(spec, tensors)
+            unit, size = _get_batch_entry(spec), _size(spec, tensors)
             assert isinstance(unit, int)
             if unit == 0 or size == 0 or size % unit:
                 why = (
@@ -281,44 +291,44 @@ class BatchReader:
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
                 fix = (
-                    f"give a multiple of {unit} (drop_last=True in a DataLoader drops a smaller "
-                    "last batch), or capture with a symbolic batch dim"
+                    f"pass a multiple of {unit} rows (drop_last=True in a DataLoader drops a "
+                    "smaller last batch), or capture with a symbolic batch dim"
                 )
-                problems.append(_problem(spec.path, why, fix))
+                problems.append(_make_problem(spec.path, why, fix))
             elif size > unit and microbatches == 1:
                 why = (
                     f"the program was captured at a fixed batch size of {unit} for one microbatch, "
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
-                fix = f"give batches of {unit}, or compile with microbatches=2 or more"
-                problems.append(_problem(spec.path, why, fix))
+                fix = f"pass batches of {unit}, or compile with microbatches=2 or more"
+                problems.append(_make_problem(spec.path, why, fix))
             else:
                 counts.add(size // unit)
         if len(counts) > 1:
-            problems.append(_uneven(fixed, tensors))
+            problems.append(_make_size_problem(fixed, tensors))
         if problems:
             return []
-        unit = _entry(fixed[0])
+        unit = _get_batch_entry(fixed[0])
         assert isinstance(unit, int)
         return [unit] * counts.pop()
 
-    def _even_rows(
+    def _count_even_rows(
         self,
         cut: list[InputSpec],
         tensors: dict[str, torch.Tensor],
         microbatches: int,
         problems: list[Problem],
     ) -> list[int]:
-        """A symbolic batch: even pieces, fewer if there are fewer rows."""
-        plain = [spec for spec in cut if str(_entry(spec)).isidentifier()] or cut
+        """Return even pieces of a symbolic batch; fewer pieces if there are fewer rows."""
+        plain = [spec for spec in cut if str(_get_batch_entry(spec)).isidentifier()] or cut
         sizes = {_size(spec, tensors) for spec in plain}
         if len(sizes) > 1:
-            problems.append(_uneven(plain, tensors))
+            problems.append(_make_size_problem(plain, tensors))
             return []
         rows = sizes.pop()
         if rows == 0:
             problems.append(
-                _problem(plain[0].path, "the batch is empty", "leave empty batches out")
+                _make_problem(plain[0].path, "the batch is empty", "skip empty batches")
             )
             return []
         return list(split_rows(rows, self._multiple, microbatches))
@@ -329,23 +339,23 @@ class BatchReader:
         rows: list[int],
         problems: list[Problem],
     ) -> tuple[int, ...]:
-        """Repeat the rows of pieces that do not divide, in place; how often each has them then."""
+        """Repeat in place rows of pieces that ``multiple`` does not divide; return the counts."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
-        if not cut or any(isinstance(_entry(spec), int) for spec in cut):
+        if not cut or any(isinstance(_get_batch_entry(spec), int) for spec in cut):
             return (1,) * len(rows)
         repeats = tuple(count_repeats(m, self._multiple) for m in rows)
         if max(repeats) == 1:
             return repeats
-        for spec in self._unrepeatable(cut):
+        for spec in self._find_unrepeatable(cut):
             why = (
-                f"its shape {_shape(spec)} does not have the {sum(rows)} rows of the batch in one "
-                f"dim alone, and {self._multiple} ranks take equal parts of each microbatch"
+                f"its shape {_format_shape(spec)} does not have the {sum(rows)} rows of the batch "
+                f"in one dim alone, and {self._multiple} ranks take equal parts of each microbatch"
             )
             fix = (
-                f"give a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
+                f"pass a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
                 "smaller last batch)"
             )
-            problems.append(_problem(spec.path, why, fix))
+            problems.append(_make_problem(spec.path, why, fix))
         for piece, count in zip(pieces, repeats, strict=True):
             for spec in cut if count > 1 and not problems else ():
                 if spec.name in piece:
@@ -353,21 +363,25 @@ class BatchReader:
                     piece[spec.name] = repeat_rows(piece[spec.name], count, spec.batch_dim)
         return repeats
 
-    def _unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
-        """Inputs whose rows are not one dim of the size of the batch."""
-        symbols = {str(_entry(spec)) for spec in cut if str(_entry(spec)).isidentifier()}
+    def _find_unrepeatable(self, cut: Sequence[InputSpec]) -> Iterator[InputSpec]:
+        """Yield inputs whose batch size is not exactly one dim of the shape."""
+        symbols = {
+            str(_get_batch_entry(spec))
+            for spec in cut
+            if str(_get_batch_entry(spec)).isidentifier()
+        }
         for spec in self._inputs:
             others = [e for at, e in enumerate(spec.shape) if at != spec.batch_dim]
             words = {word for e in others for word in re.findall(r"\w+", str(e))}
-            if words & symbols or (spec in cut and str(_entry(spec)) not in symbols):
+            if words & symbols or (spec in cut and str(_get_batch_entry(spec)) not in symbols):
                 yield spec
 
-    def _lengths(
+    def _compute_lengths(
         self, spec: InputSpec, tensor: torch.Tensor, rows: list[int], problems: list[Problem]
     ) -> list[int] | None:
-        """How long each piece of one input is: rows, or what its dim's expression makes of them."""
+        """Return the length of each piece of one input: rows, or its dim's expression of them."""
         assert spec.batch_dim is not None
-        entry, size = _entry(spec), tensor.shape[spec.batch_dim]
+        entry, size = _get_batch_entry(spec), tensor.shape[spec.batch_dim]
         if isinstance(entry, int):
             return [entry] * len(rows)
         if entry.isidentifier():
@@ -377,16 +391,21 @@ class BatchReader:
             lengths = [self._dims[spec.name][spec.batch_dim](dict.fromkeys(names, n)) for n in rows]
         if sum(lengths) != size:
             why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
-            problems.append(_problem(spec.path, why, "give every input the same number of rows"))
+            problems.append(
+                _make_problem(spec.path, why, "pass the same number of rows in every input")
+            )
             return None
         return lengths
 
     # -- symbols --------------------------------------------------------------------------------
 
-    def _measure(
+    def _measure_symbols(
         self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
     ) -> list[Sizes]:
-        """Each microbatch's symbol sizes, checked against every dim; equal pieces once."""
+        """Return the symbol sizes of each microbatch, checked against every dim.
+
+        Pieces of equal sizes are checked once.
+        """
         known: dict[tuple[int, ...], Sizes] = {}
         found: list[Sizes] = []
         read = find_symbol_sources(self._symbols, self._inputs, pieces[0]) if pieces else {}
@@ -401,7 +420,7 @@ class BatchReader:
     def _check_dims(
         self, piece: dict[str, torch.Tensor], sizes: Sizes, problems: list[Problem]
     ) -> None:
-        missing = self._symbols.keys() - sizes.keys()  # of inputs that were not given
+        missing = self._symbols.keys() - sizes.keys()  # Symbols of inputs that were not given.
         for spec in self._inputs:
             if spec.name not in piece:
                 continue
@@ -419,17 +438,17 @@ class BatchReader:
                 entry = spec.shape[at]
                 same = "" if isinstance(entry, int) else f" ({entry}, as in other inputs)"
                 why = f"dim {at} is {actual[at]}, not {expected}{same}"
-                fix = "give sizes that agree" if same else "give that size, or capture again"
-                problem = _problem(spec.path, why, fix)
+                fix = "pass sizes that agree" if same else "pass that size, or capture again"
+                problem = _make_problem(spec.path, why, fix)
                 if problem not in problems:
                     problems.append(problem)
 
 
-_MISSING = object()  # a value that no batch holds
+_MISSING = object()  # Marks a path that the batch does not have.
 
 
 def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The tensors and plain values of a batch with the keys and positions that lead to them."""
+    """Yield the tensors and plain values of a batch with their paths of keys and indices."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flatten_batch(inner, (*path, key))
@@ -440,7 +459,7 @@ def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _entry(spec: InputSpec) -> int | str:
+def _get_batch_entry(spec: InputSpec) -> int | str:
     assert spec.batch_dim is not None
     return spec.shape[spec.batch_dim]
 
@@ -450,32 +469,32 @@ def _size(spec: InputSpec, tensors: Mapping[str, torch.Tensor]) -> int:
     return tensors[spec.name].shape[spec.batch_dim]
 
 
-def _uneven(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
-    sizes = ", ".join(f"{_at(s.path)} {_size(s, tensors)}" for s in specs)
+def _make_size_problem(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
+    sizes = ", ".join(f"{_format_path(s.path)} {_size(s, tensors)}" for s in specs)
     return Problem(
         "FXP105",
         "batch",
         f"its inputs differ in size along the batch dim: {sizes}",
-        "give every input the same number of rows",
+        "pass the same number of rows in every input",
     )
 
 
-def _problem(path: Path, why: str, fix: str) -> Problem:
-    return Problem("FXP105", _at(path), why, fix)
+def _make_problem(path: Path, why: str, fix: str) -> Problem:
+    return Problem("FXP105", _format_path(path), why, fix)
 
 
-def _at(path: Path) -> str:
+def _format_path(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
-def _kind(spec: InputSpec) -> str:
-    return f"give a {spec.dtype} tensor of shape {_shape(spec)}"
+def _describe_input(spec: InputSpec) -> str:
+    return f"pass a {spec.dtype} tensor of shape {_format_shape(spec)}"
 
 
-def _shape(spec: InputSpec) -> str:
+def _format_shape(spec: InputSpec) -> str:
     return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
 
 
-def _show(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
     return text[:60] or f"a {type(value).__name__}"

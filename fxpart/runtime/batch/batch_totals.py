@@ -1,6 +1,7 @@
-"""Totals of a batch that its microbatches share: how many targets count, the sum of a mask.
+"""Totals over the whole batch, such as the number of valid targets or the sum of a mask.
 
-A loss that is a mean over such a number needs it for the whole batch before the first microbatch.
+A loss that is a mean over such a number needs its value for the whole batch before the first
+microbatch runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Value = Callable[["_BatchValues"], Any]
 
 
 class _BatchValues:
-    """The values of one batch: its tensors, sizes, and the results of the steps so far."""
+    """Values of one batch: tensors, sizes, and the results of the steps computed so far."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
         self.inputs, self.sizes = inputs, sizes
@@ -24,9 +25,9 @@ class _BatchValues:
 
 
 class BatchTotals:
-    """Computes the totals of a program's batches.
+    """Computation of the totals of a program's batches.
 
-    inputs: names of the inputs that it reads. names: what it gives to microbatches.
+    inputs: names of the inputs that it reads. names: names of the values it adds to microbatches.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class BatchTotals:
         symbols: Mapping[str, tuple[str, int]],
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """symbols: the input and dim that each symbol of a size is read from.
+        """Prepare the computation.
 
-        values: of constants that have changed since the program was compiled, by name; read each
-        time.
+        symbols: the input and dim that each symbol is read from. values: current values of
+        constants that have changed since compilation, by name; read at each call.
         """
         self.inputs = frozenset(spec.inputs)
         self.names = frozenset((*spec.names, *spec.shares))
@@ -47,31 +48,31 @@ class BatchTotals:
         self._constants: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._steps = [
             (
-                _operation(step.target),
-                [self._value(a) for a in step.args],
-                {k: self._value(v) for k, v in step.kwargs.items()},
+                _find_operation(step.target),
+                [self._compile_argument(a) for a in step.args],
+                {k: self._compile_argument(v) for k, v in step.kwargs.items()},
             )
             for step in spec.steps
         ]
-        self._results = [self._value(r) for r in spec.results]
+        self._results = [self._compile_argument(r) for r in spec.results]
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The totals by name; empty where this process does not have all that they need."""
+        """Return the totals by name; empty if this process lacks one of the inputs."""
         if any(n not in tensors or tensors[n].device.type == "meta" for n in self.inputs):
             return {}
         sizes = {s: tensors[n].shape[d] for s, (n, d) in self._symbols.items() if n in tensors}
-        frame = _BatchValues(tensors, sizes)
+        batch = _BatchValues(tensors, sizes)
         with torch.no_grad():
             for target, args, kwargs in self._steps:
-                given = {k: v(frame) for k, v in kwargs.items()}
-                frame.values.append(target(*(a(frame) for a in args), **given))
+                given = {k: v(batch) for k, v in kwargs.items()}
+                batch.values.append(target(*(a(batch) for a in args), **given))
             return {
-                name: result(frame)
+                name: result(batch)
                 for name, result in zip(self._spec.names, self._results, strict=True)
             }
 
     def shares(self, weight: float) -> dict[str, torch.Tensor]:
-        """The microbatch's share of the batch's rows, in each dtype that is needed."""
+        """Return the microbatch's share of the batch's rows, in each dtype that is needed."""
         return {
             name: torch.tensor(weight, dtype=getattr(torch, dtype))
             for name, dtype in self._spec.shares.items()
@@ -83,39 +84,39 @@ class BatchTotals:
         pieces: Sequence[dict[str, torch.Tensor]],
         weights: Sequence[float],
     ) -> dict[str, torch.Tensor]:
-        """Add totals and shares to the inputs of each microbatch; the totals by name."""
+        """Add totals and shares to the inputs of each microbatch; return the totals by name."""
         totals = self.of(tensors)
         for piece, weight in zip(pieces, weights, strict=True):
             piece.update(totals)
             piece.update(self.shares(weight))
         return totals
 
-    def _value(self, written: Any) -> Value:
-        """A function of a batch's values that gives an argument."""
+    def _compile_argument(self, written: Any) -> Value:
+        """Return a function that evaluates an argument from a batch's values."""
         if isinstance(written, (list, tuple)):
-            items = [self._value(item) for item in written]
-            return lambda frame: [item(frame) for item in items]
+            items = [self._compile_argument(item) for item in written]
+            return lambda batch: [item(batch) for item in items]
         if not isinstance(written, dict):
-            return lambda frame: written
+            return lambda batch: written
         ((kind, what),) = written.items()
         match kind:
             case "input":
-                return lambda frame: frame.inputs[what]
+                return lambda batch: batch.inputs[what]
             case "value":
-                return lambda frame: frame.values[what]
+                return lambda batch: batch.values[what]
             case "size":
-                return lambda frame: dim_value(what, frame.sizes)
+                return lambda batch: dim_value(what, batch.sizes)
             case "constant":
-                return lambda frame: self._constant(what, frame)
+                return lambda batch: self._constant(what, batch)
             case "torch":
-                return lambda frame: getattr(torch, what)
+                return lambda batch: getattr(torch, what)
             case "device":
-                return _device
+                return _get_device
         number = float(what)
-        return lambda frame: number
+        return lambda batch: number
 
-    def _constant(self, name: str, frame: _BatchValues) -> torch.Tensor:
-        device = _device(frame)
+    def _constant(self, name: str, batch: _BatchValues) -> torch.Tensor:
+        device = _get_device(batch)
         if name in self._values:
             return self._values[name].to(device)
         if (name, device) not in self._constants:
@@ -125,13 +126,13 @@ class BatchTotals:
         return self._constants[name, device]
 
 
-def _device(frame: _BatchValues) -> torch.device:
-    """Where the batch is."""
-    return next((t.device for t in frame.inputs.values()), torch.device("cpu"))
+def _get_device(batch: _BatchValues) -> torch.device:
+    """Return the device of the batch."""
+    return next((t.device for t in batch.inputs.values()), torch.device("cpu"))
 
 
-def _operation(name: str) -> Callable[..., Any]:
-    """``"aten.sum.default"`` as a function."""
+def _find_operation(name: str) -> Callable[..., Any]:
+    """Return the function of a name such as ``"aten.sum.default"``."""
     if name == "getitem":
         return lambda values, index: values[index]
     space, packet, overload = name.split(".")

@@ -1,7 +1,7 @@
-"""Buffers and constants that losses are divided by sums of, such as the weights of classes.
+"""Buffers and constants whose sums divide the loss, such as class weights.
 
-A program has their values of the time it was compiled. A checkpoint, or a change of the module, may
-give them others.
+The program stores their values at compile time. A checkpoint or a change of the module may change
+them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.state.model_state import ModelState
 
 _CHANGED = (
-    "the loss is divided by a sum of it over the batch, and it has other values than when the "
+    "the loss is divided by a sum of it over the batch, and its values have changed since the "
     "program was compiled"
 )
 _AGAIN = "register it as a buffer, or compile again"
 
 
 class LossDivisors:
-    """What a trainer knows of them.
+    """Current values of the loss divisors.
 
-    values: of those that have changed since the program was compiled, by name. live: the module's
-    own tensors, where there is a module.
+    values: those that have changed since compilation, by name. live: the module's own tensors, if
+    there is a module.
     """
 
     def __init__(
         self, spec: ProgramSpec, state: ModelState, unused: Mapping[str, torch.Tensor]
     ) -> None:
-        """unused: state that no stage holds, by name."""
+        """unused: state that no stage owns, by name."""
         self.values: dict[str, torch.Tensor] = {}
         self.live: Mapping[str, torch.Tensor] = {}
         self._seen: dict[str, torch.Tensor] = {}
@@ -42,35 +42,35 @@ class LossDivisors:
             for name, constant in () if given is None else given.constants.items():
                 dtype = getattr(torch, constant.dtype)
                 self._compiled[name] = torch.tensor(constant.values, dtype=dtype)
-        held = [item for stage in spec.stages for item in stage.state]
-        self._numbered = {item.name for item in held if item.kind == "constant"}
+        state_items = [item for stage in spec.stages for item in stage.state]
+        self._numbered = {item.name for item in state_items if item.kind == "constant"}
 
     def watch(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take note of the module's own tensors, by name, and of their values now."""
+        """Record the module's own tensors, by name, and their current values."""
         self.live = {name: state[name] for name in self._compiled if name in state}
         self._seen = {name: tensor.detach().cpu().clone() for name, tensor in self.live.items()}
 
     def renew(self) -> None:
-        """Take the values that the ranks hold; every rank calls it after a load."""
+        """Read the values from the ranks that own them; call it on every rank after a load."""
         if not self._compiled:
             return
-        told = {n: (str(t.dtype)[6:], t.tolist()) for n, t in self._held().items()}
-        raws = self._state.transport.exchange_bytes(msgspec.json.encode(told))
+        reports = {n: (str(t.dtype)[6:], t.tolist()) for n, t in self._local_values().items()}
+        raws = self._state.transport.exchange_bytes(msgspec.json.encode(reports))
         found: dict[str, torch.Tensor] = {}
         for raw in raws:
             for name, (dtype, values) in msgspec.json.decode(raw).items():
                 found.setdefault(name, torch.tensor(values, dtype=getattr(torch, dtype)))
-        self._take(found)
+        self._update_values(found)
 
     def renew_here(self) -> None:
-        """The same after a change of the module, which every rank has made."""
+        """Read the values after a change of the module that every rank has made."""
         now = {name: tensor.detach().cpu() for name, tensor in self.live.items()}
         changed = {n: t.clone() for n, t in now.items() if not torch.equal(t, self._seen[n])}
         self._seen |= changed
-        self._take({**changed, **self._held()})
+        self._update_values({**changed, **self._local_values()})
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        """What this process has whole."""
+    def _local_values(self) -> dict[str, torch.Tensor]:
+        """Return the divisors that this process has as whole tensors."""
         found = {}
         for name, compiled in self._compiled.items():
             entry = self._state.entries.get(name)
@@ -79,8 +79,8 @@ class LossDivisors:
                 found[name] = tensor
         return found
 
-    def _take(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Raises FXP113 for a lifted constant: each capture gives those numbers of its own."""
+    def _update_values(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Store changed values; FXP113 for a lifted constant, which each capture numbers anew."""
         problems = []
         for name, tensor in found.items():
             value = tensor.detach().to("cpu", copy=True)

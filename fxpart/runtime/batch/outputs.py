@@ -1,4 +1,4 @@
-"""The user's outputs, put together from microbatches and brought from their stages to the ranks."""
+"""Join the user's outputs from microbatches and gather them from the stages to the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 from fxpart.runtime.transport.interface import STATE, Transport
 
@@ -19,7 +19,7 @@ Parts = Mapping[str, Mapping[int, torch.Tensor]]
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output. value: its name in the program. name: the user's. dim: that grows with rows."""
+    """One output. value: its name in the program. name: the user's name. dim: the batch dim."""
 
     value: str
     name: str
@@ -28,20 +28,20 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model returns. form: puts tensors by name into the model's own structure."""
+    """The outputs of a model. form: builds the model's own structure from tensors by name."""
 
     specs: tuple[OutputSpec, ...]
     form: Callable[[Mapping[str, Any]], Any] | None = None
 
     def build(self, found: Mapping[str, torch.Tensor]) -> Any:
-        """The model's own structure; without one, the lone tensor or a dict by name."""
+        """Return the model's own structure; without one, the single tensor or a dict by name."""
         if self.form is not None:
             return self.form(found)
         return found["output"] if list(found) == ["output"] else dict(found)
 
 
 class _LocalOutput(msgspec.Struct, frozen=True):
-    """One tensor that a process has: of which output and microbatch (-1: all), what it is."""
+    """A tensor that a process has. microbatch: -1 for all microbatches joined."""
 
     output: int
     microbatch: int
@@ -58,23 +58,25 @@ def gather_outputs(
     *,
     first_only: bool,
 ) -> dict[str, torch.Tensor] | None:
-    """Whole outputs by the user's names, on every process or on rank 0 only (elsewhere None).
+    """Return whole outputs by the user's names, on every process or only on rank 0 (else None).
 
     parts: what this process has, by value name and microbatch. rows: of each microbatch. FXP104 on
-    every rank for an output that has no rows and differs between microbatches.
+    every rank for an output that has no batch dim and differs between microbatches.
     """
     mine: dict[tuple[int, int], torch.Tensor] = {}
 
-    def put() -> tuple[bool, str]:
+    def join() -> tuple[bool, str]:
         for index, spec in enumerate(outputs.specs):
-            held = dict(parts.get(spec.value, {}))
-            if len(held) == len(rows):
-                mine[index, -1] = join_microbatches(spec, [held[m] for m in sorted(held)], rows)
-            else:  # microbatches that copies of a stage share
-                mine.update({(index, m): tensor for m, tensor in held.items()})
+            pieces_here = dict(parts.get(spec.value, {}))
+            if len(pieces_here) == len(rows):
+                mine[index, -1] = join_microbatches(
+                    spec, [pieces_here[m] for m in sorted(pieces_here)], rows
+                )
+            else:  # Replicas of a stage share the microbatches.
+                mine.update({(index, m): tensor for m, tensor in pieces_here.items()})
         return True, "outputs"
 
-    agree(transport, "the outputs", put)
+    agree(transport, "the outputs", join)
     with convert_transport_errors(transport, "gathering outputs"):
         found = _exchange(transport, mine, device, first_only=first_only)
     if first_only and 0 not in transport.local:
@@ -93,7 +95,11 @@ def gather_outputs(
 def join_microbatches(
     spec: OutputSpec, pieces: Sequence[torch.Tensor], rows: Sequence[int]
 ) -> torch.Tensor:
-    """One output of all microbatches: along its rows; a number is the mean weighted by rows."""
+    """Join one output of all microbatches.
+
+    An output with a batch dim is concatenated; a floating-point scalar is averaged, weighted by
+    rows.
+    """
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -108,8 +114,8 @@ def join_microbatches(
     raise error(
         "FXP104",
         where=f"output {spec.name}",
-        why="it has no dim that grows with the batch, and differs between microbatches",
-        fix="return a tensor with rows; or predict with as many rows as one microbatch has",
+        why="it has no batch dim, and it differs between microbatches",
+        fix="return a tensor with a batch dim, or predict with at most one microbatch of rows",
     )
 
 
@@ -120,9 +126,9 @@ def _exchange(
     *,
     first_only: bool,
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Every tensor that any process has; the first that has it gives it."""
-    told = [_LocalOutput(*key, str(t.dtype)[6:], tuple(t.shape)) for key, t in mine.items()]
-    raws = transport.exchange_bytes(msgspec.json.encode(told))
+    """Return every tensor that any process has, from the first process that has it."""
+    reports = [_LocalOutput(*key, str(t.dtype)[6:], tuple(t.shape)) for key, t in mine.items()]
+    raws = transport.exchange_bytes(msgspec.json.encode(reports))
     found: dict[tuple[int, int], torch.Tensor] = {}
     alone = len(raws) == 1
     for process, raw in enumerate(raws):
@@ -135,12 +141,14 @@ def _exchange(
                 tensor = mine[key].to(device).contiguous()
             else:
                 tensor = torch.empty(item.shape, dtype=torch_dtype(item.dtype), device=device)
-            found[key] = tensor if alone else _bring(transport, tensor, process, first_only)
+            found[key] = tensor if alone else _transfer(transport, tensor, process, first_only)
     return found
 
 
-def _bring(transport: Transport, tensor: torch.Tensor, root: int, first_only: bool) -> torch.Tensor:
-    """The tensor of process ``root``, everywhere or on rank 0."""
+def _transfer(
+    transport: Transport, tensor: torch.Tensor, root: int, first_only: bool
+) -> torch.Tensor:
+    """Return the tensor of process ``root`` on every rank or on rank 0."""
     if not first_only:
         return transport.broadcast(tensor, root)
     rank = transport.local[0]

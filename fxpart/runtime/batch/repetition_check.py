@@ -1,4 +1,4 @@
-"""Whether the rows of a batch may be repeated: as the program says, and by the batch itself."""
+"""Check whether the rows of a batch may be repeated, from the program and the batch itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxpart.runtime.transport.interface import Transport
 
 
 def check_repetition(transport: Transport, source: BatchSource, read: BatchAgreement) -> None:
-    """FXP114 on every rank where rows have to be repeated and results would depend on that."""
+    """Raise FXP114 on every rank if rows must be repeated and the results would change."""
     cut, feed = read.cut, source.feed
     if not cut.repeated:
         return

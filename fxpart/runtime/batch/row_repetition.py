@@ -1,9 +1,9 @@
-"""Batches whose rows do not divide over the ranks that share them: their rows are repeated.
+"""Repetition of rows for batches that do not divide over the ranks.
 
-Ranks take equal parts of each microbatch. Where a microbatch has too few rows for that, it is
-concatenated with itself until it divides. A mean over rows does not change then, and neither do the
-gradients of one. A program says whether that holds for it (``ProgramSpec.repeat_rows``); where it
-does not, or is not known, the batch is refused (FXP114).
+Ranks take equal parts of each microbatch. A microbatch with too few rows for that is concatenated
+with itself until it divides. A mean over rows does not change then, nor do its gradients. A program
+records whether that holds for it (``ProgramSpec.repeat_rows``). If it does not hold or is unknown,
+the batch is rejected (FXP114).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def count_repeats(rows: int, multiple: int) -> int:
 
 
 def split_rows(rows: int, multiple: int, microbatches: int) -> tuple[int, ...]:
-    """Return the rows of each microbatch, at most so many; all but the last divide.
+    """Return the rows of each microbatch; all but the last are multiples of ``multiple``.
 
-    Where several microbatches are allowed, the rows that divide are split as evenly as possible and
-    the rest is a microbatch of its own, so that few rows are repeated.
+    If several microbatches are allowed, the rows that divide are split as evenly as possible and
+    the remainder is a microbatch of its own, so that few rows are repeated.
     """
     units, rest = divmod(rows, multiple)
     if rest and (units == 0 or microbatches == 1):
@@ -48,12 +48,12 @@ def drop_repeated_rows(tensor: torch.Tensor, count: int, dim: int | None) -> tor
 
 
 def make_repetition_error(rows: int, multiple: int) -> FxpartError:
-    """FXP114 for a batch whose rows would have to be repeated and must not be."""
+    """Return FXP114 for a batch whose rows would have to be repeated but must not be."""
     return error(
         "FXP114",
         where=f"a batch of {rows} rows",
-        why=f"{multiple} ranks take equal parts of each microbatch, and rows cannot be repeated to "
-        "divide: the results may depend on the number of rows (a sum, statistics of the batch)",
-        fix=f"give a multiple of {multiple} rows (drop_last=True in a DataLoader drops a smaller "
+        why=f"{multiple} ranks take equal parts of each microbatch, and the rows cannot be "
+        "repeated: the results may depend on the number of rows (a sum, batch statistics)",
+        fix=f"pass a multiple of {multiple} rows (drop_last=True in a DataLoader drops a smaller "
         "last batch), or compile with dp=1",
     )

@@ -1,4 +1,4 @@
-"""Shapes written in a program's symbols, as functions that remember what they have worked out."""
+"""Cached functions that evaluate shapes written in a program's symbols."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Sizes = Mapping[str, int]
 
 
 def make_dim_function(entry: Dim) -> Callable[[Sizes], int]:
-    """A function from symbol sizes to the size that ``entry`` stands for."""
+    """Return a function from symbol sizes to the size that ``entry`` denotes."""
     if isinstance(entry, int):
         number = entry
         return lambda sizes: number
@@ -21,7 +21,7 @@ def make_dim_function(entry: Dim) -> Callable[[Sizes], int]:
     text, known = entry, dict[tuple[tuple[str, int], ...], int]()
 
     def value(sizes: Sizes) -> int:
-        # Reading an expression takes longer than a small transfer; sizes seldom change.
+        # Parsing an expression takes longer than a small transfer, and sizes seldom change.
         key = tuple(sizes.items())
         if key not in known:
             known[key] = dim_value(text, sizes)
@@ -31,7 +31,7 @@ def make_dim_function(entry: Dim) -> Callable[[Sizes], int]:
 
 
 def make_shape_function(entries: Sequence[Dim]) -> Callable[[Sizes], tuple[int, ...]]:
-    """A function from symbol sizes to the shape that ``entries`` stand for."""
+    """Return a function from symbol sizes to the shape that ``entries`` denote."""
     if all(isinstance(entry, int) for entry in entries):
         fixed = tuple(int(entry) for entry in entries)
         return lambda sizes: fixed
@@ -39,7 +39,7 @@ def make_shape_function(entries: Sequence[Dim]) -> Callable[[Sizes], tuple[int, 
     last: list[tuple[Sizes | None, tuple[int, ...]]] = [(None, ())]
 
     def found(sizes: Sizes) -> tuple[int, ...]:
-        # Microbatches of equal sizes have them in one object, which nobody changes.
+        # Microbatches of equal sizes share one immutable object.
         before, known = last[0]
         if before is not sizes:
             known = tuple([each(sizes) for each in dims])
@@ -50,17 +50,16 @@ def make_shape_function(entries: Sequence[Dim]) -> Callable[[Sizes], tuple[int, 
 
 
 def find_symbols(entries: Iterable[Dim]) -> set[str]:
-    """The symbols that sizes are written in."""
+    """Return the symbols that occur in the entries."""
     return {word for entry in entries for word in re.findall(r"[A-Za-z_]\w*", str(entry))}
 
 
 def find_symbol_sources(
     symbols: Mapping[str, tuple[str, int]], inputs: Sequence[InputSpec], given: Collection[str]
 ) -> Mapping[str, tuple[str, int]]:
-    """The input and dim that each symbol is read from in a batch without some inputs.
+    """Return the input and dim that each symbol is read from if only some inputs are given.
 
-    symbols: where they are read from in a batch that has all. A symbol is left out where no given
-    input has it as a dim.
+    symbols: the sources in a complete batch. A symbol that is no dim of a given input is omitted.
     """
     if all(name in given for name, _ in symbols.values()):
         return symbols

@@ -1,1 +1,1 @@
-"""Between a trainer and the files of :mod:`fxpart.checkpoint`: taken, saved, and given back."""
+"""Checkpoints of trainers: snapshot, save and restore with :mod:`fxpart.checkpoint`."""

@@ -1,29 +1,31 @@
-"""What trainers that do not drain between steps have beside parameters and optimizers.
+"""Checkpoint state of asynchronous trainers beside parameters and optimizers.
 
-Taken once nothing is in flight. Per parameter what its stage's prediction or correction keeps,
-named by the rule that keeps it: another rule does not take it. Of the whole: updates, and the
-learning-rate scheduler, equal on all stages; of a stream also the newest global norm, and whether
-the guard made it drain for good.
+Captured while no minibatch is in flight. Per parameter: the state of its stage's prediction or
+correction rule, named by the rule, so that another rule does not load it. For the trainer: updates,
+and the learning-rate scheduler, equal on all stages; for an asynchronous pipeline also the newest
+global gradient norm, and whether the guard made it flush after every minibatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.runtime.asynchronous.trainer import AsyncTrainer
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+from fxpart.runtime.trainer_kinds import is_scheduled_asynchronous
 from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor
 from fxpart.runtime.weight_prediction.difference import DifferencePredictor
 from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
 
-Kept = Callable[[torch.Tensor, str], torch.Tensor | None]  # parameter, slot
-Told = Callable[[torch.Tensor, str], Any]
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+
+TensorLoader = Callable[[torch.Tensor, str], torch.Tensor | None]  # (parameter, slot) -> tensor
+ValueLoader = Callable[[torch.Tensor, str], Any]
 
 
-# The names of slots in checkpoints, which stay when a class is renamed.
+# Names of slots in checkpoints; they must not change with the names of the classes.
 _SLOT_PREFIXES: dict[type, str] = {
     PipeMareCorrection: "Correction",
     DifferencePredictor: "Difference",
@@ -37,7 +39,7 @@ def _slot_prefix(rule: object) -> str:
 
 
 def iterate_rule_slots(trainer: AsyncTrainerBase) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    """Each parameter's (parameter, slot, tensor or plain value)."""
+    """Yield (parameter, slot, tensor or plain value) for each parameter."""
     for weights in trainer.weights_of().values():
         for rule in weights.rules():
             kind = _slot_prefix(rule)
@@ -58,14 +60,19 @@ def iterate_rule_slots(trainer: AsyncTrainerBase) -> Iterator[tuple[torch.Tensor
 
 
 def restore_rule_slots(
-    trainer: AsyncTrainerBase, kept: Kept, told: Told, updates: int, calls: int
+    trainer: AsyncTrainerBase,
+    load_tensor: TensorLoader,
+    load_value: ValueLoader,
+    updates: int,
+    calls: int,
 ) -> None:
-    """Give every rule what was kept for it and go on after so many updates and calls.
+    """Restore the state of every rule, and continue after so many updates and calls.
 
-    kept: a new tensor, the parameter's part. told: the plain value. None where there is none.
+    load_tensor: returns a new tensor with this rank's part of a slot. load_value: returns a plain
+    value. Both return None if the checkpoint has none.
     """
     for weights in trainer.weights_of().values():
-        states = [_state(rule, kept, told) for rule in weights.rules()]
+        states = [_state(rule, load_tensor, load_value) for rule in weights.rules()]
         weights.load_state_dict({"updates": updates, "rules": states})
         for rule in weights.rules():
             if isinstance(rule, Predictor):
@@ -74,20 +81,20 @@ def restore_rule_slots(
 
 
 def capture_trainer_state(trainer: AsyncTrainerBase) -> dict[str, Any]:
-    """Plain data of the whole trainer, equal on every rank."""
+    """Return plain data of the trainer, equal on every rank."""
     scheduler = trainer.update_options.scheduler
     found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
-    if isinstance(trainer, AsyncTrainer):
+    if is_scheduled_asynchronous(trainer):
         update = next(iter(trainer._stages.updates.values()))
-        found |= {"draining": trainer.draining, "known": update.known}
+        found |= {"draining": trainer.always_flush, "known": update.known}
     if scheduler is not None:
         found["scheduler"] = scheduler.state_dict()
     return found
 
 
 def iterate_gradient_norms(trainer: AsyncTrainerBase) -> Iterator[tuple[int, str, float]]:
-    """Each stage's (rank, key, squared norm of its last gradients), of a stream's first lane."""
-    if not isinstance(trainer, AsyncTrainer):
+    """Yield (rank, key, squared norm of the last gradients) of each stage's first mesh rank."""
+    if not is_scheduled_asynchronous(trainer):
         return
     for (stage, lane), update in trainer._stages.updates.items():
         if lane == 0:
@@ -95,8 +102,10 @@ def iterate_gradient_norms(trainer: AsyncTrainerBase) -> Iterator[tuple[int, str
 
 
 def restore_gradient_norms(trainer: AsyncTrainerBase, values: Mapping[str, Any]) -> None:
-    """The same of a checkpoint of as many stages: until its first update a stage still tells it."""
-    if not isinstance(trainer, AsyncTrainer):
+    """Restore the gradient norms of a checkpoint with as many stages, used until the first
+    update.
+    """
+    if not is_scheduled_asynchronous(trainer):
         return
     same = values.get("trainer/stages") == len(trainer.spec.stages)
     for (stage, _), update in trainer._stages.updates.items():
@@ -108,9 +117,9 @@ def _square(stage: int) -> str:
 
 
 def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -> None:
-    """Take it in again; what is not there stays as the trainer was made."""
-    if isinstance(trainer, AsyncTrainer):
-        trainer.draining = trainer.stream.mode.flush or bool(given.get("draining"))
+    """Restore plain data of the trainer; missing values stay unchanged."""
+    if is_scheduled_asynchronous(trainer):
+        trainer.always_flush = trainer.async_options.mode.flush or bool(given.get("draining"))
         for update in trainer._stages.updates.values():
             update.known = given.get("known")
     scheduler = trainer.update_options.scheduler
@@ -118,24 +127,26 @@ def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -
         scheduler.load_state_dict(dict(given["scheduler"]))
 
 
-def _state(rule: Predictor | PipeMareCorrection, kept: Kept, told: Told) -> dict[str, Any]:
-    """What the rule's own state_dict gives."""
+def _state(
+    rule: Predictor | PipeMareCorrection, load_tensor: TensorLoader, load_value: ValueLoader
+) -> dict[str, Any]:
+    """Return the state_dict of a rule."""
     kind = _slot_prefix(rule)
     if isinstance(rule, PipeMareCorrection):
-        moved = [kept(p, f"{kind}.moved") for p in rule.parameters]
-        longest = [told(p, f"{kind}.longest") for p in rule.parameters]
+        moved = [load_tensor(p, f"{kind}.moved") for p in rule.parameters]
+        longest = [load_value(p, f"{kind}.longest") for p in rule.parameters]
         return {
             "moved": [
-                torch.zeros_like(p.data) if one is None else one
-                for p, one in zip(rule.parameters, moved, strict=True)
+                torch.zeros_like(p.data) if tensor is None else tensor
+                for p, tensor in zip(rule.parameters, moved, strict=True)
             ],
-            "longest": max((each for each in longest if each is not None), default=1.0),
+            "longest": max((value for value in longest if value is not None), default=1.0),
         }
-    stepped = [told(p, f"{kind}.stepped") for p in rule.parameters]
-    rates = [told(p, f"{kind}.rate") for p in rule.parameters]
-    known = any(each is not None for each in stepped)
+    stepped = [load_value(p, f"{kind}.stepped") for p in rule.parameters]
+    rates = [load_value(p, f"{kind}.rate") for p in rule.parameters]
+    known = any(value is not None for value in stepped)
     return {
-        "stepped": [each is True for each in stepped] if known else None,
-        "kept": [kept(p, f"{kind}.kept") for p in rule.parameters],
+        "stepped": [value is True for value in stepped] if known else None,
+        "kept": [load_tensor(p, f"{kind}.kept") for p in rule.parameters],
         "rates": [rates[members[0]] if members else None for members in rule.members],
     }

@@ -1,7 +1,7 @@
-"""Files between ranks: for each direction of a pair a connection of its own, and an answer to each.
+"""File transfer between ranks: one connection per direction of a pair, one answer per file.
 
-A file is its place's and its own name, its length and its bytes; the answer is one byte, which says
-whether the other end has it whole.
+A file is sent as the lengths of its folder name, file name and content, then these. The answer is
+one byte: whether the receiver has stored the complete file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Peers = dict[int, socket.socket]
 def connect_ranks(
     rank: int, spread: Spread, kind: SocketKind, to: Sequence[int], of: Sequence[int]
 ) -> tuple[Peers, Peers] | None:
-    """Connections to some ranks, and from others; None on every rank if any is not reached.
+    """Connect to some ranks and accept others; None on every rank if any connection fails.
 
-    spread: gives a message to all processes and returns everybody's, in order of rank. Called at
-    the same time by all ranks; ``of`` is who has this rank in ``to``.
+    spread: all-gathers a message. All ranks call it at the same time; ``of`` are the ranks with
+    this rank in ``to``.
     """
     listener: socket.socket | None = None
     token = mine = b""
@@ -50,23 +50,23 @@ def connect_ranks(
     into: Peers = {}
     limit = time.monotonic() + _SECONDS
     if listener is not None and all(offers):
-        door = listener
+        open_listener_ = listener
 
-        def let_in() -> None:
+        def accept() -> None:
             with suppress(OSError):
-                accept_ranks(door, of, token, into, limit)
+                accept_ranks(open_listener_, of, token, into, limit)
 
-        # Meanwhile: ranks that call each other in a ring would all wait for an answer.
-        porter = threading.Thread(target=let_in, daemon=True)
-        porter.start()
+        # In a thread: ranks that connect to each other in a ring would all wait for an answer.
+        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor.start()
         with suppress(OSError):
             for other in to:
                 out[other] = connect_to_rank(kind, rank, offers[other], limit)
-        porter.join()
+        acceptor.join()
     if listener is not None:
         listener.close()
-    whole = len(out) == len(to) and len(into) == len(of)
-    if all(spread(b"\1" if whole else b"")):
+    complete = len(out) == len(to) and len(into) == len(of)
+    if all(spread(b"\1" if complete else b"")):
         return out, into
     for peer in (*out.values(), *into.values()):
         peer.close()
@@ -74,7 +74,7 @@ def connect_ranks(
 
 
 def send_file(peer: socket.socket, where: str, path: Path, patience: float) -> bool:
-    """Send a file and wait for the answer: whether the other end has it. OSError.
+    """Send a file; return whether the receiver has stored it. Raises OSError.
 
     patience: seconds without any progress.
     """
@@ -83,17 +83,17 @@ def send_file(peer: socket.socket, where: str, path: Path, patience: float) -> b
         peer.settimeout(patience)
         peer.sendall(_HEAD.pack(len(names[0]), len(names[1]), size) + b"".join(names))
         if size and peer.sendfile(file, 0, size) != size:
-            raise OSError(0, f"{path.name} has become shorter")
+            raise OSError(0, f"{path.name} was truncated while it was sent")
     return receive_exactly(peer, 1, time.monotonic() + patience) == b"\1"
 
 
 def receive_file(
     peer: socket.socket, memory: MemoryCheckpointStore | None, patience: float
 ) -> bool:
-    """Take the next file into memory and answer; False where the other end has closed. OSError.
+    """Receive the next file into memory; False if the sender has closed. Raises OSError.
 
-    memory: None where this machine has none to give: the answer is no.
-    The next file is waited for without end; within one, patience seconds without progress.
+    memory: None if this host has none: the file is rejected. The next file is awaited without a
+    limit; within a file, at most patience seconds without progress.
     """
     peer.settimeout(None)
     first = peer.recv(1)
@@ -102,22 +102,22 @@ def receive_file(
     head = first + receive_exactly(peer, _HEAD.size - 1, time.monotonic() + patience)
     lengths = _HEAD.unpack(head)
     if max(lengths[:2]) > _LONGEST:
-        raise ConnectionError("another process")
+        raise ConnectionError("the peer does not speak this protocol")
     where, name = (
         receive_exactly(peer, length, time.monotonic() + patience).decode()
         for length in lengths[:2]
     )
-    left = _FileRemainder(lengths[2])
+    remainder = _FileRemainder(lengths[2])
     try:
         if memory is None:
             raise OSError(0, "no memory")
-        with memory.filling(where, name) as file:
-            left.pour(peer, file, patience)
+        with memory.create(where, name) as file:
+            remainder.receive(peer, file, patience)
         answer = b"\1"
     except _BrokenConnectionError as cause:
         raise cause.cause from cause
     except (OSError, ValueError):
-        left.pour(peer, None, patience)  # what follows is the next file's
+        remainder.receive(peer, None, patience)  # skip to the next file
         answer = b"\0"
     peer.settimeout(patience)
     peer.sendall(answer)
@@ -125,7 +125,7 @@ def receive_file(
 
 
 class _BrokenConnectionError(Exception):
-    """The connection, not the file, has failed."""
+    """A failure of the connection, not of the file."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -133,19 +133,19 @@ class _BrokenConnectionError(Exception):
 
 
 class _FileRemainder:
-    """What is still to come of a file."""
+    """Remaining bytes of a file."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def pour(self, peer: socket.socket, file: BinaryIO | None, patience: float) -> None:
+    def receive(self, peer: socket.socket, file: BinaryIO | None, patience: float) -> None:
         buffer = memoryview(bytearray(min(_CHUNK, max(self.size, 1))))
         peer.settimeout(patience)
         while self.size:
             try:
                 got = peer.recv_into(buffer[: min(self.size, len(buffer))])
                 if not got:
-                    raise ConnectionError("the other end has closed")
+                    raise ConnectionError("the peer has closed the connection")
             except OSError as cause:
                 raise _BrokenConnectionError(cause) from cause
             self.size -= got

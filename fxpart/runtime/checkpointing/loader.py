@@ -1,7 +1,7 @@
-"""A checkpoint into a trainer, whatever plan it was saved by: each rank reads what it needs.
+"""Restoration of a checkpoint into a trainer with any plan: each rank reads its own part.
 
-One tensor's part is in memory at a time beside the trainer's own, and what the trainer has is
-written in place. Nothing is sent between ranks but whether all went well.
+Beside the trainer's own tensors, the part of one tensor is in memory at a time; the trainer's
+tensors are written in place. Ranks exchange only whether all succeeded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,6 @@ from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing import async_state, random_state
 from fxpart.runtime.checkpointing.compatibility import find_incompatibilities
 from fxpart.runtime.checkpointing.optimizer_tensors import (
@@ -29,21 +27,25 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
     optimizers,
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, as_tensor, key_of, region_of
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_state import convert_option, find_source_group
-from fxpart.runtime.stateful_trainer import StatefulTrainer
-from fxpart.runtime.trainer import Trainer
+from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+
+if TYPE_CHECKING:
+    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
 
 
 def restore(
     trainer: StatefulTrainer, checkpoint: Checkpoint, *, random: bool = True
 ) -> dict[str, Any]:
-    """Make the trainer what the saved one was; the ``extra`` that was saved. Every rank calls it.
+    """Restore a trainer from a checkpoint; return the saved ``extra``. Every rank calls it.
 
-    random: this process's random generators, too (of a rank that did not save: rank 0's). Raises
-    the same on every rank: FXP512 for a checkpoint of another model or optimizer, before anything
-    is changed; FXP510 for damage that is found on reading: what the trainer holds is then neither
-    the old nor the new, and another checkpoint can be loaded.
+    random: restore this process's random generators too (of rank 0 if this rank did not save).
+    Raises the same error on every rank: FXP512 for a checkpoint of another model or optimizer,
+    before any change; FXP510 for damage found while reading. After FXP510 the trainer's state is
+    undefined, and another checkpoint can be loaded.
     """
     trainer.settle()
     manifest, transport = checkpoint.manifest, trainer.transport
@@ -57,16 +59,16 @@ def restore(
     def fill() -> tuple[None, str]:
         _CheckpointLoader(trainer, checkpoint).all()
         if random:
-            _put_random(trainer.rank, checkpoint)
+            _restore_random(trainer.rank, checkpoint)
         return None, ""
 
     agree(transport, "the checkpoint", check)
-    agree(transport, "what a checkpoint holds", fill)
+    agree(transport, "the content of the checkpoint", fill)
     trainer.divisors.renew()
     trainer.calls = manifest.calls
     if trainer.seed != manifest.seed:
         trainer.options = replace(trainer.options, seed=manifest.seed)
-    if isinstance(trainer, Trainer):
+    if is_synchronous(trainer):
         trainer.zero_grad()
         trainer.updates = manifest.step
     return dict(manifest.extra)
@@ -75,10 +77,10 @@ def restore(
 def restore_newest(
     trainer: StatefulTrainer, root: str | Path, *, random: bool = True
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Restore the newest checkpoint of a folder that is whole; it, and what was saved as extra.
+    """Restore the newest complete checkpoint of a folder; return it and the saved ``extra``.
 
-    Damage is found while reading, and the one before is taken then; ``skipped`` of what is
-    returned says what was wrong. Rank 0 says which there are. FXP511 where none can be loaded.
+    If one is damaged, the previous one is tried; ``skipped`` of the returned checkpoint has the
+    problems. Rank 0 lists the folder. FXP511 if none can be loaded.
     """
     root, transport = Path(root), trainer.transport
     mine = " ".join(path.name for path in folder.list_complete(root)) if trainer.rank == 0 else ""
@@ -87,7 +89,7 @@ def restore_newest(
     skipped: list[Problem] = []
     for name in names:
         try:
-            checkpoint = _opened(trainer, root / name)
+            checkpoint = _open_checkpoint(trainer, root / name)
             extra = restore(trainer, checkpoint, random=random)
         except FxpartError as failure:
             if failure.code != "FXP510":
@@ -95,132 +97,139 @@ def restore_newest(
             skipped += failure.problems
         else:
             return replace(checkpoint, skipped=tuple(skipped)), extra
-    why = f"{len(names)} checkpoints, each damaged" if names else "there is none"
-    fix = f"fxpart ckpt verify {root}; or begin in a new folder"
+    why = f"all {len(names)} checkpoints are damaged" if names else "there is no checkpoint"
+    fix = f"run fxpart ckpt verify {root}, or use a new folder"
     raise FxpartError([Problem("FXP511", str(root), why, fix), *skipped])
 
 
-def _opened(trainer: StatefulTrainer, path: Path) -> Checkpoint:
-    """A checkpoint that every rank can open; FXP510 on all where one cannot."""
+def _open_checkpoint(trainer: StatefulTrainer, path: Path) -> Checkpoint:
+    """Open a checkpoint on every rank; FXP510 on all if one cannot."""
     return agree(
         trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), str(path.absolute()))
     )
 
 
 def load_from(trainer: StatefulTrainer, path: Path) -> dict[str, Any]:
-    """:meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.load_checkpoint`."""
+    """Implement :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.load_checkpoint`."""
     one = agree(
         trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
     )
     if one:
-        return restore(trainer, _opened(trainer, path))
+        return restore(trainer, _open_checkpoint(trainer, path))
     inner = path / "checkpoints"
     root = inner if not folder.list_complete(path) and inner.is_dir() else path
     return restore_newest(trainer, root)[1]
 
 
 class _CheckpointLoader:
-    """One process's reading of a checkpoint."""
+    """Reads a checkpoint in one process."""
 
     def __init__(self, trainer: StatefulTrainer, checkpoint: Checkpoint) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
-        self._slots = _by_name(self._manifest)
-        self._known = map_optimizer_tensors(trainer)
-        self._read: tuple[str, TensorRegion, torch.Tensor] | None = None
+        self._slot_keys = _group_slot_keys(self._manifest)
+        self._optimizer_tensors = map_optimizer_tensors(trainer)
+        self._last_read: tuple[str, TensorRegion, torch.Tensor] | None = None
 
     def all(self) -> None:
-        """Parameters, buffers, optimizer state, and what a stream has."""
+        """Restore parameters, buffers, optimizer state and asynchronous state."""
         with torch.no_grad():
-            self._model()
-            self._states()
+            self._restore_model()
+            self._restore_optimizer_state()
         self._groups()
         if self._trainer.optimizer is not None:
             self._trainer.optimizer.reload()
         if self._trainer.watch is not None:
             self._trainer.watch.accept()
-        if isinstance(self._trainer, AsyncTrainerBase):
-            self._stream(self._trainer)
+        if is_asynchronous(self._trainer):
+            self._restore_async_state(self._trainer)
 
-    def _put(self, key: str, region: TensorRegion, target: torch.Tensor) -> torch.Tensor:
-        """Fill the target with the region of a tensor, read straight into it where that can be.
+    def _fill(self, key: str, region: TensorRegion, target: torch.Tensor) -> torch.Tensor:
+        """Fill the target with a region of a tensor, read directly into it if possible.
 
-        The last one is known, for equal copies in this process.
+        The last region is cached, for equal replicas in this process.
         """
-        if self._read is not None and self._read[:2] == (key, region):
-            return target.copy_(self._read[2])
-        self._read = None
+        if self._last_read is not None and self._last_read[:2] == (key, region):
+            return target.copy_(self._last_read[2])
+        self._last_read = None
         if region.elements:
             dtype = self._manifest.tensors[key].dtype
-            if _direct(target, region, dtype):
+            if _can_read_directly(target, region, dtype):
                 self._checkpoint.read(key, region, into=_bytes(target, region))
                 found = target.detach()
             else:
                 found = as_tensor(self._checkpoint.read(key, region), dtype)
                 target.copy_(found)
-            self._read = key, region, found
+            self._last_read = key, region, found
         return target
 
-    def _model(self) -> None:
+    def _restore_model(self) -> None:
         for name, entry in self._trainer._state.entries.items():
             key = key_of(name, entry)
-            there = self._manifest.tensors.get(key)
-            if there is None or there.shape != tuple(entry.pieces.shape):
+            saved = self._manifest.tensors.get(key)
+            if saved is None or saved.shape != tuple(entry.pieces.shape):
                 continue  # a constant, or a buffer that is not saved with the model
-            # Lane by lane: the copies of one are equal, so that they are read once.
+            # By mesh rank: replicas on one mesh rank are equal and read once.
             for (_, lane), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
-                self._put(key, region_of(entry.pieces, lane), copy)
+                self._fill(key, region_of(entry.pieces, lane), copy)
         for name, tensor in self._trainer._unused.items():
-            self._put(f"model/{name}", make_full_region(tuple(tensor.shape)), tensor)
-        self._read = None
+            self._fill(f"model/{name}", make_full_region(tuple(tensor.shape)), tensor)
+        self._last_read = None
 
-    def _states(self) -> None:
-        # Parameter by parameter: holders of the same part read it once.
+    def _restore_optimizer_state(self) -> None:
+        # In parameter order, so that equal parts are read once.
         found = sorted(
-            iterate_optimizer_tensors(self._trainer, self._known), key=lambda item: item[3].name
+            iterate_optimizer_tensors(self._trainer, self._optimizer_tensors),
+            key=lambda item: item[3].name,
         )
         for optimizer, group, parameter, holder in found:
-            slots = self._slots.get(("optimizer", holder.name), {})
-            before, state = optimizer.state.pop(parameter, {}), {}
+            slots = self._slot_keys.get(("optimizer", holder.name), {})
+            previous, state = optimizer.state.pop(parameter, {}), {}
             for slot, key in slots.items():
                 if key in self._manifest.tensors:
-                    state[slot] = self._slot(key, slot, parameter, holder, before.get(slot), group)
+                    state[slot] = self._slot(
+                        key, slot, parameter, holder, previous.get(slot), group
+                    )
                 else:
                     state[slot] = self._manifest.values[key]
             if state:
                 optimizer.state[parameter] = state
-        self._read = None
+        self._last_read = None
 
     def _slot(
-        self, key: str, slot: str, parameter: torch.Tensor, holder: OptimizerTensor, before: Any,
+        self, key: str, slot: str, parameter: torch.Tensor, holder: OptimizerTensor, previous: Any,
         group: Mapping[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        """A tensor of a parameter's state: in the memory of the one before, if that fits."""
-        there = self._manifest.tensors[key]
-        part = bool(there.shape) and there.shape == holder.shape
-        region = holder.region if part else make_full_region(there.shape)
-        kind = torch_dtype(there.dtype)
-        if _fits(before, region, kind):
-            target: torch.Tensor = before
-        elif part:  # laid out as the parameter is, as optimizers make it
+        """Restore a tensor of optimizer state, in the previous tensor's memory if it fits."""
+        saved = self._manifest.tensors[key]
+        part = bool(saved.shape) and saved.shape == holder.shape
+        region = holder.region if part else make_full_region(saved.shape)
+        kind = torch_dtype(saved.dtype)
+        if _fits(previous, region, kind):
+            target: torch.Tensor = previous
+        elif part:  # with the parameter's memory format, as optimizers do
             target = torch.empty_like(parameter, dtype=kind, requires_grad=False)
         else:
             on_device = slot != "step" or group.get("capturable") or group.get("fused")
             device = parameter.device if on_device else torch.device("cpu")
-            target = torch.empty(there.shape, dtype=kind, device=device)
-        return self._put(key, region, target)
+            target = torch.empty(saved.shape, dtype=kind, device=device)
+        return self._fill(key, region, target)
 
     def _groups(self) -> None:
-        """Options of the groups, by the names of their parameters."""
+        """Restore options of the parameter groups by parameter names."""
         trainer, given = self._trainer, self._manifest.groups
         if not given:
             return
         place = {name: group for group in given for name in group["params"]}
-        known = self._known
+        optimizer_tensors = self._optimizer_tensors
         for optimizer in optimizers(trainer):
             for index, group in enumerate(optimizer.param_groups):
-                mine = [known[id(p)].name for p in group["params"] if id(p) in known]
+                mine = [
+                    optimizer_tensors[id(p)].name
+                    for p in group["params"]
+                    if id(p) in optimizer_tensors
+                ]
                 source = (
                     place[mine[0]]
                     if mine
@@ -235,29 +244,29 @@ class _CheckpointLoader:
                     else:
                         group[name] = convert_option(current, value)
 
-    def _stream(self, trainer: AsyncTrainerBase) -> None:
-        known, manifest = self._known, self._manifest
+    def _restore_async_state(self, trainer: AsyncTrainerBase) -> None:
+        optimizer_tensors, manifest = self._optimizer_tensors, self._manifest
 
         def key(parameter: torch.Tensor, slot: str) -> str:
-            holder = known.get(id(parameter))
+            holder = optimizer_tensors.get(id(parameter))
             return "" if holder is None else f"predictor/{holder.name}/{slot}"
 
-        def kept(parameter: torch.Tensor, slot: str) -> torch.Tensor | None:
+        def load_tensor(parameter: torch.Tensor, slot: str) -> torch.Tensor | None:
             name = key(parameter, slot)
             if name not in manifest.tensors:
                 return None
-            if manifest.tensors[name].shape != known[id(parameter)].shape:
+            if manifest.tensors[name].shape != optimizer_tensors[id(parameter)].shape:
                 return None
             kind = torch_dtype(manifest.tensors[name].dtype)
             made = torch.empty_like(parameter, dtype=kind, requires_grad=False)
-            return self._put(name, known[id(parameter)].region, made)
+            return self._fill(name, optimizer_tensors[id(parameter)].region, made)
 
-        def told(parameter: torch.Tensor, slot: str) -> Any:
+        def load_value(parameter: torch.Tensor, slot: str) -> Any:
             return manifest.values.get(key(parameter, slot))
 
         updates = manifest.values.get("trainer/updates", manifest.step)
-        async_state.restore_rule_slots(trainer, kept, told, updates, manifest.calls)
-        self._read = None
+        async_state.restore_rule_slots(trainer, load_tensor, load_value, updates, manifest.calls)
+        self._last_read = None
         async_state.restore_gradient_norms(trainer, manifest.values)
         names = ("draining", "known", "scheduler")
         async_state.restore_trainer_state(
@@ -265,8 +274,8 @@ class _CheckpointLoader:
         )
 
 
-def _by_name(manifest: CheckpointManifest) -> dict[tuple[str, str], dict[str, str]]:
-    """By (head, parameter) the keys of its slots."""
+def _group_slot_keys(manifest: CheckpointManifest) -> dict[tuple[str, str], dict[str, str]]:
+    """Return the keys of slots by (prefix, parameter)."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for key in (*manifest.tensors, *manifest.values):
         head, _, rest = key.partition("/")
@@ -275,17 +284,17 @@ def _by_name(manifest: CheckpointManifest) -> dict[tuple[str, str], dict[str, st
     return found
 
 
-def _fits(before: Any, region: TensorRegion, dtype: torch.dtype) -> bool:
-    """Whether what an optimizer has can hold the region."""
+def _fits(previous: Any, region: TensorRegion, dtype: torch.dtype) -> bool:
+    """Return whether an existing tensor can store the region."""
     return (
-        isinstance(before, torch.Tensor)
-        and before.layout == torch.strided
-        and (tuple(before.shape), before.dtype) == (region.sizes, dtype)
+        isinstance(previous, torch.Tensor)
+        and previous.layout == torch.strided
+        and (tuple(previous.shape), previous.dtype) == (region.sizes, dtype)
     )
 
 
-def _direct(target: torch.Tensor, region: TensorRegion, dtype: str) -> bool:
-    """Whether the bytes of a region can be read into the target's own memory."""
+def _can_read_directly(target: torch.Tensor, region: TensorRegion, dtype: str) -> bool:
+    """Return whether a region can be read directly into the target's memory."""
     same = (tuple(target.shape), target.dtype) == (region.sizes, torch_dtype(dtype))
     return same and target.device.type == "cpu" and target.is_contiguous()
 
@@ -295,8 +304,8 @@ def _bytes(target: torch.Tensor, region: TensorRegion) -> Bytes:
     return view
 
 
-def _put_random(rank: int, checkpoint: Checkpoint) -> None:
-    """This process's generators: its own state, or that of rank 0 where it did not save."""
+def _restore_random(rank: int, checkpoint: Checkpoint) -> None:
+    """Restore this process's random generators, or those of rank 0 if it did not save."""
     manifest = checkpoint.manifest
     for source in (rank, 0):
         head = f"random/{source}/"

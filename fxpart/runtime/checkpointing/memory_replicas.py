@@ -1,8 +1,8 @@
-"""The last checkpoints in memory too, on two machines: a machine that is lost takes nothing along.
+"""In-memory checkpoint replicas on a second host, so that the loss of a host needs no disk.
 
-After a save each rank copies its file into its own machine's memory and sends it to a rank of the
-next machine, in a ring. At a restart the machines that are left tell each other what they hold, and
-bring each other the files that they lack: no disk is read.
+After a save each rank copies its file into the memory of its own host and sends it to a rank of the
+next host, in a ring. At a restart the remaining hosts compare their inventories and exchange
+missing files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from fxpart.checkpoint import files
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.run_directory import RunDir
-from fxpart.environment import Launch, launch
+from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.checkpointing.file_transfer import (
     Peers,
@@ -46,17 +46,17 @@ _PATIENCE = 60.0
 
 
 class _ProcessIdentity(msgspec.Struct, frozen=True):
-    """What a process says of itself. run: the run's identity, of rank 0."""
+    """Identity of a process. run: the run's identity, from rank 0."""
 
     host: str
     run: str = ""
 
 
 class CheckpointReplicas:
-    """Copies of a run's checkpoints in memory, kept by all ranks together.
+    """In-memory replicas of a run's checkpoints on all hosts.
 
-    problems: what went wrong; training goes on without copies then. kept: the newest step whose
-    files of this process are in memory here and on the partner's machine, -1 before the first.
+    problems: failures; training then continues without replicas. kept: newest step whose files of
+    this process are in memory here and on the partner's host, -1 before the first.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class CheckpointReplicas:
         kind: SocketKind | None = None,
         patience: float = _PATIENCE,
     ) -> None:
-        """Every rank makes one, at the same time.
+        """Create the store; every rank creates one at the same time.
 
-        root: this run's folder in this machine's memory. host: the name of this machine; hosts: of
-        every rank's. kind: how machines connect; by default over the loopback interface. patience:
-        seconds without progress after which a partner is given up.
+        root: the run's folder in this host's memory. host: name of this host. hosts: host of every
+        rank. kind: how hosts connect, over the loopback interface by default. patience: seconds
+        without progress after which a partner is abandoned.
         """
         self.problems: list[FxpartError] = []
         self.kept = -1
@@ -88,7 +88,7 @@ class CheckpointReplicas:
             self._memory = MemoryCheckpointStore(root)
         except OSError as cause:
             self._note(str(root), cause)
-        to, of = self._pairs()
+        to, of = self._partners()
         self._out: Peers = {}
         self._into: Peers = {}
         if len(set(self._hosts)) > 1:
@@ -98,44 +98,48 @@ class CheckpointReplicas:
     def of(
         cls, run: RunDir, transport: Transport, *, host: str | None = None, root: Path | None = None
     ) -> CheckpointReplicas:
-        """Those of a run; every rank calls it.
+        """Create the replicas of a run; every rank calls it.
 
-        host, root: instead of this machine's own; another root alone is as another machine.
+        host, root: override this host's own; another root counts as another host.
         """
-        own = _machine() if root is None else f"{_machine()} {root}"
+        own = _host_name() if root is None else f"{_host_name()} {root}"
         name = own if host is None else host
         identity = agree(
             transport, "the run's identity",
             lambda: (_identity(run) if 0 in transport.local else "", ""),
         )  # fmt: skip
-        with convert_transport_errors(transport, "sharing the machines' names"):
-            told = transport.exchange_bytes(msgspec.json.encode(_ProcessIdentity(name, identity)))
-        here = [msgspec.json.decode(each, type=_ProcessIdentity) for each in told]
-        hosts = [each.host for each in here]
-        if len(hosts) < transport.ranks:  # one process holds all ranks
+        with convert_transport_errors(transport, "sharing the host names"):
+            messages = transport.exchange_bytes(
+                msgspec.json.encode(_ProcessIdentity(name, identity))
+            )
+        identities = [msgspec.json.decode(each, type=_ProcessIdentity) for each in messages]
+        hosts = [each.host for each in identities]
+        if len(hosts) < transport.ranks:  # one process has all ranks
             hosts *= transport.ranks
-        place = default_root(here[0].run) if root is None else root
-        return cls(place, name, hosts, transport, kind=_kind(launch()))
+        place = default_root(identities[0].run) if root is None else root
+        return cls(place, name, hosts, transport, kind=_kind(read_launch()))
 
     # -- after a save ---------------------------------------------------------------------------
 
     def keep(self, step: int, folder: Path, manifest: CheckpointManifest) -> None:
-        """Copy this process's files of a complete checkpoint; what fails is in :attr:`problems`.
+        """Copy this process's files of a complete checkpoint; failures are added to
+        :attr:`problems`.
 
-        Each rank calls it for the same checkpoints in the same order, and begins the next only
-        when all have ended this one (as a Saver does): the one before is kept until then. Returns
-        when the partner has the files.
+        Each rank calls it for the same checkpoints in the same order, and starts the next when all
+        have finished this one (as a Saver does), because the previous one is kept until then.
+        Returns when the partner has the files.
         """
         if self._memory is None:
             return
         try:
             text = (folder / NAME).read_bytes()
             where = folder_name(step, text)
-            names = [n for n in manifest.files if n in self._mine()]
-            if self._leads:
+            names = [n for n in manifest.files if n in self._own_files()]
+            if self._is_first_of_host:
                 names += [n for n in manifest.files if not n.startswith("rank-")] + [NAME]
-            self._drop(where)
-            for name in names:  # the manifest last: where it is, this machine's files are
+            self._delete_old(where)
+            # the manifest last: its presence means that this host's files are complete
+            for name in names:
                 path = self._memory.copy(folder / name, where)
                 for rank in self._out:
                     self._send(rank, where, path)
@@ -145,15 +149,16 @@ class CheckpointReplicas:
             self._note(f"step {step}", cause)
 
     def gather(self, at_least: int = -1, tried: Collection[str] = ()) -> Path | None:
-        """Have the newest checkpoint whose files are all in some machine's memory, in this one's.
+        """Collect the newest checkpoint with all files in some host's memory into this host's
+        memory.
 
-        Its folder, the same step's on every rank; None on all where there is none from the step
-        ``at_least`` on but those tried. Every rank calls it, and no save may be under way. What is
-        in the files is compared when they are read.
+        Return its folder, of the same step on every rank; None on all if there is none from step
+        ``at_least`` on, except those tried. Every rank calls it while no save is in progress. File
+        contents are verified when they are read.
         """
-        told = self._tell() if self._leads else b""
+        messages = self._encode_inventory() if self._is_first_of_host else b""
         with convert_transport_errors(self._transport, "looking for checkpoints in memory"):
-            raw = self._transport.exchange_bytes(told)
+            raw = self._transport.exchange_bytes(messages)
         machines = {
             self._hosts[rank]: msgspec.json.decode(text, type=CheckpointMemoryInventory)
             for rank, text in enumerate(raw)
@@ -162,15 +167,15 @@ class CheckpointReplicas:
         found = select_checkpoint(machines, at_least, tried)
         if found is None:
             return None
-        where, moves = found
-        done = self._bring(where, moves) if moves else True
-        with convert_transport_errors(self._transport, "bringing checkpoints over"):
+        where, transfers = found
+        done = self._transfer(where, transfers) if transfers else True
+        with convert_transport_errors(self._transport, "transferring checkpoints"):
             if not all(self._transport.exchange_bytes(b"\1" if done else b"")):
                 return None
         return self._root / where
 
     def close(self) -> None:
-        """End the connections; what is in memory stays."""
+        """Close the connections; the files stay in memory."""
         for peer in (*self._out.values(), *self._into.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
@@ -178,25 +183,25 @@ class CheckpointReplicas:
         self._out, self._into = {}, {}
 
     def remove(self) -> None:
-        """Give the memory of this machine back: the run is over."""
-        if self._memory is not None and self._leads:
+        """Delete the files of this host at the end of the run."""
+        if self._memory is not None and self._is_first_of_host:
             self._memory.remove()
 
     # -- inner ----------------------------------------------------------------------------------
 
     @property
-    def _leads(self) -> bool:
-        """Whether this process is the first of its machine."""
+    def _is_first_of_host(self) -> bool:
+        """Whether this process is the first of its host."""
         return self._hosts.index(self._host) in self._transport.local
 
     def _leaders(self) -> dict[str, int]:
         return {host: self._hosts.index(host) for host in dict.fromkeys(self._hosts)}
 
-    def _mine(self) -> set[str]:
+    def _own_files(self) -> set[str]:
         return {f"rank-{rank:05d}.safetensors" for rank in self._transport.local}
 
-    def _pairs(self) -> tuple[list[int], list[int]]:
-        """The rank that this one sends to, and those that send to it: of machines in a ring."""
+    def _partners(self) -> tuple[list[int], list[int]]:
+        """Return the ranks that this rank sends to and receives from, with hosts in a ring."""
         order = list(dict.fromkeys(self._hosts))
         ranks = {host: [r for r, h in enumerate(self._hosts) if h == host] for host in order}
         partner = {}
@@ -213,47 +218,47 @@ class CheckpointReplicas:
                 self._transport.local[0], self._transport.exchange_bytes, self._kind, to, of
             )
         if made is None:
-            self._note("partners", OSError(0, "not every rank reaches its partner's machine"))
+            self._note("partners", OSError(0, "not every rank can reach the host of its partner"))
             return
         self._out, self._into = made
         for rank, peer in self._into.items():
-            # Of its own: what comes is taken while this rank computes.
+            # In a thread, to receive while this rank computes.
             threading.Thread(
-                target=self._take, args=(peer,), name=f"copies-of-{rank}", daemon=True
+                target=self._receive_files, args=(peer,), name=f"copies-of-{rank}", daemon=True
             ).start()
 
-    def _take(self, peer: socket.socket) -> None:
-        """Receive until the other end closes; a lost machine is others' to notice."""
+    def _receive_files(self, peer: socket.socket) -> None:
+        """Receive until the sender closes; other code detects a lost host."""
         with suppress(OSError, ValueError):
             while receive_file(peer, self._memory, self._patience):
                 pass
         peer.close()
 
     def _send(self, rank: int, where: str, path: Path) -> None:
-        """Send one file to the partner; OSError, and where that has failed, no connection more."""
+        """Send a file to the partner; after OSError the connection is closed."""
         there = f"rank {rank} on {self._hosts[rank]}"
         try:
             done = send_file(self._out[rank], where, path, self._patience)
         except OSError as cause:
             self._out.pop(rank).close()
-            raise OSError(0, f"{there} is not reached: {cause}") from cause
+            raise OSError(0, f"{there} cannot be reached: {cause}") from cause
         if not done:
-            raise OSError(0, f"{there} cannot keep {path.name}")
+            raise OSError(0, f"{there} cannot store {path.name}")
 
-    def _drop(self, where: str) -> None:
-        """Give back all but this checkpoint and the one before it."""
+    def _delete_old(self, where: str) -> None:
+        """Delete all checkpoints but this one and the previous one."""
         assert self._memory is not None
         step = step_of(where)
-        before = [name for name in self._memory.held() if step_of(name) < step]
+        before = [name for name in self._memory.inventory() if step_of(name) < step]
         kept = max(before, key=step_of, default=where)
         same = [n for n in before if step_of(n) == step_of(kept)]
         self._memory.drop({where, *same})
 
-    def _tell(self) -> bytes:
-        """What this machine's memory holds."""
+    def _encode_inventory(self) -> bytes:
+        """Return the inventory of this host's memory."""
         if self._memory is None:
             return msgspec.json.encode(CheckpointMemoryInventory({}, {}, 0))
-        held = self._memory.held()
+        held = self._memory.inventory()
         needed = {}
         for where in held:
             manifest = self._memory.manifest(where)
@@ -262,11 +267,11 @@ class CheckpointReplicas:
                 needed[where] = {n: f.size for n, f in manifest.files.items()} | {NAME: size}
         return msgspec.json.encode(CheckpointMemoryInventory(held, needed, self._memory.free))
 
-    def _bring(self, where: str, moves: Sequence[ReplicaTransfer]) -> bool:
-        """Send and take what machines lack; whether this one has got all that it should."""
+    def _transfer(self, where: str, transfers: Sequence[ReplicaTransfer]) -> bool:
+        """Send and receive missing files; return whether this host is complete."""
         leaders, me = self._leaders(), self._transport.local[0]
-        out = [m for m in moves if leaders[m.source] == me]
-        into = [m for m in moves if leaders[m.target] == me]
+        out = [m for m in transfers if leaders[m.source] == me]
+        into = [m for m in transfers if leaders[m.target] == me]
         to = sorted({leaders[m.target] for m in out})
         of = sorted({leaders[m.source] for m in into})
         made = connect_ranks(me, self._transport.exchange_bytes, self._kind, to, of)
@@ -274,26 +279,26 @@ class CheckpointReplicas:
             return False
         failed: list[BaseException] = []
 
-        def sending(rank: int, peer: socket.socket) -> None:
+        def send_files(rank: int, peer: socket.socket) -> None:
             try:
-                for move in out:
-                    if leaders[move.target] == rank:
-                        path = self._root / where / move.file
+                for transfer in out:
+                    if leaders[transfer.target] == rank:
+                        path = self._root / where / transfer.file
                         if not send_file(peer, where, path, self._patience):
-                            raise OSError(0, f"rank {rank} could not keep {move.file}")
+                            raise OSError(0, f"rank {rank} could not store {transfer.file}")
             except OSError as cause:
                 failed.append(cause)
 
-        def taking(rank: int, peer: socket.socket) -> None:
+        def receive_files(rank: int, peer: socket.socket) -> None:
             try:
-                for _ in [move for move in into if leaders[move.source] == rank]:
+                for _ in [transfer for transfer in into if leaders[transfer.source] == rank]:
                     if not receive_file(peer, self._memory, self._patience):
                         raise ConnectionError(f"rank {rank} has closed the connection")
             except (OSError, ValueError) as cause:
                 failed.append(cause)
 
-        jobs = [(sending, *pair) for pair in made[0].items()]
-        jobs += [(taking, *pair) for pair in made[1].items()]
+        jobs = [(send_files, *pair) for pair in made[0].items()]
+        jobs += [(receive_files, *pair) for pair in made[1].items()]
         threads = [
             threading.Thread(target=do, args=(rank, peer), daemon=True) for do, rank, peer in jobs
         ]
@@ -309,12 +314,14 @@ class CheckpointReplicas:
 
     def _note(self, where: str, cause: BaseException) -> None:
         why = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-        fix = "training goes on; checkpoints on the disk are as they were"
-        self.problems.append(error("FXP513", where=f"copies in memory, {where}", why=why, fix=fix))
+        fix = "training continues; checkpoints on disk are unaffected"
+        self.problems.append(
+            error("FXP513", where=f"checkpoint replicas in memory, {where}", why=why, fix=fix)
+        )
 
 
 def _identity(run: RunDir) -> str:
-    """A run's own random name, made by who asks first: no other run finds its copies. FXP513."""
+    """Return the run's random name, created by the first caller, for its replica folder. FXP513."""
     with files.convert_save_errors(str(run.path)):
         run.path.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), open(run.identity, "x", encoding="ascii") as file:
@@ -323,8 +330,8 @@ def _identity(run: RunDir) -> str:
     return text if files.is_name(text) and len(text) == 16 else "unknown"
 
 
-def _machine() -> str:
-    """A name of this machine, another one after each boot."""
+def _host_name() -> str:
+    """Return a name of this host that changes with each boot."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()[:8]
@@ -332,7 +339,7 @@ def _machine() -> str:
 
 
 def _kind(found: Launch | None) -> SocketKind:
-    """The loopback interface on one machine, else the interface by which the store is reached."""
+    """Use the loopback interface on one host, else the interface that reaches the store."""
     if found is None or found.one_machine:
         return LoopbackSockets()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

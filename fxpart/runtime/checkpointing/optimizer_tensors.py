@@ -1,4 +1,4 @@
-"""Which of a process's tensors stand for a parameter in its optimizers, and which it writes."""
+"""Parameters in the optimizers of a process, and the parts that it writes to checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fxpart.runtime.trainer_base import TrainerBase
 
 @dataclass(frozen=True)
 class OptimizerTensor:
-    """A tensor of an optimizer: of which parameter, and which part of it.
+    """A tensor in an optimizer: its parameter and its part of it.
 
-    shape: of the whole parameter. rank: that runs the stage. writes: whether a checkpoint takes
-    this part from here; first: and what the parameter has but once.
+    shape: of the whole parameter. rank: of the stage. writes: whether this process saves this part.
+    first: whether it also saves the parameter's unsharded state.
     """
 
     name: str
@@ -30,37 +30,37 @@ class OptimizerTensor:
 
 
 def optimizers(trainer: TrainerBase) -> Sequence[torch.optim.Optimizer]:
-    """All of this process."""
+    """Return all optimizers of this process."""
     return list(trainer.optimizers.values())
 
 
 def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
-    """By identity of the optimizers' tensors."""
-    state, held = trainer._state, trainer._held
+    """Map the id of each tensor in the optimizers to its description."""
+    state, shards = trainer._state, trainer._shards
     found: dict[int, OptimizerTensor] = {}
     for name, entry in state.entries.items():
         if not entry.trainable:
             continue
-        pieces = held.pieces(name)
+        pieces = shards.pieces(name)
         regions: dict[int, TensorRegion] = {}
-        # The owner's tensors first: another stage of the same rank may hold the very same ones.
+        # The owner's tensors first: another stage of this rank may share them.
         places = sorted(entry.copies, key=lambda place: place[0] != entry.spec.owner)
         for stage, lane in places:
             if lane not in regions:
                 regions[lane] = region_of(pieces, lane)
             writes = stage == entry.spec.owner and lane in pieces.sources
-            holder = OptimizerTensor(
+            description = OptimizerTensor(
                 name, pieces.shape, regions[lane], state.rank(stage, lane),
                 writes, writes and lane == pieces.sources[0],
             )  # fmt: skip
-            found.setdefault(id(held.of(entry.copies[stage, lane])), holder)
+            found.setdefault(id(shards.of(entry.copies[stage, lane])), description)
     return found
 
 
 def iterate_optimizer_tensors(
     trainer: TrainerBase, known: Mapping[int, OptimizerTensor]
 ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor, OptimizerTensor]]:
-    """Each tensor of this process's optimizers, with its group, and what it is: see holders."""
+    """Yield each tensor of this process's optimizers with its optimizer, group and description."""
     for optimizer in optimizers(trainer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

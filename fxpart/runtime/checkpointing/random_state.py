@@ -1,7 +1,6 @@
-"""The state of this process's generators of random numbers: torch's, NumPy's and Python's.
+"""State of this process's random generators: torch, NumPy and Python.
 
-A program's random ops do not look at it (:mod:`fxpart.rng`); shuffled data and a user's own code
-do.
+Random ops of a program do not depend on it (:mod:`fxpart.rng`); shuffled data and user code do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from fxpart.errors import FxpartError, Problem
 
 
 def capture_torch_generators() -> dict[str, torch.Tensor]:
-    """torch's generators, by kind."""
+    """Return the states of torch's generators by kind."""
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state()
@@ -25,27 +24,27 @@ def capture_torch_generators() -> dict[str, torch.Tensor]:
 
 
 def capture_plain_generators() -> dict[str, Any]:
-    """Python's and NumPy's, by kind; plain data."""
+    """Return the states of Python's and NumPy's generators by kind, as plain data."""
     state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     inner = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in state["state"].items()}
     return {"python": random.getstate(), "numpy": {**state, "state": inner}}
 
 
 def restore_generators(given: Mapping[str, Any], where: str) -> None:
-    """Go on from what the two gave, by kind; kinds that are not there stay as they are.
+    """Restore captured states by kind; missing kinds stay unchanged.
 
-    Raises FXP510 for what is no generator's state, with ``where`` for its place.
+    Raises FXP510 with ``where`` for an invalid state.
     """
-    ways: dict[str, Callable[[Any], object]] = {
+    setters: dict[str, Callable[[Any], object]] = {
         "torch": lambda state: torch.set_rng_state(state.cpu()),
         "cuda": lambda state: torch.cuda.set_rng_state(state) if torch.cuda.is_available() else 0,
         "numpy": np.random.set_state,
         "python": random.setstate,
     }
-    for kind, put in ways.items():
+    for kind, set_state in setters.items():
         if kind in given:
             try:
-                put(given[kind])
+                set_state(given[kind])
             except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as cause:
                 problem = Problem("FXP510", where, f"{kind}: {cause}", "use another checkpoint")
                 raise FxpartError([problem]) from cause

@@ -1,4 +1,6 @@
-"""Which checkpoint to take of what machines' memories hold, and who brings whom which files."""
+"""Selection of an in-memory checkpoint, and of the file transfers between hosts that complete
+it.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,24 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fxpart.runtime.checkpointing.memory_store import Held, step_of
+from fxpart.runtime.checkpointing.memory_store import FileSizes, step_of
 
 
 class CheckpointMemoryInventory(msgspec.Struct, frozen=True):
-    """What one machine's memory holds.
+    """Files in one host's memory.
 
-    held: by checkpoint the bytes of each file that is there. needed: of the checkpoints whose
-    manifest is there, those of every file that belongs to it. free: bytes that still fit.
+    held: sizes of the present files by checkpoint. needed: sizes of all files of checkpoints whose
+    manifest is present. free: free bytes.
     """
 
-    held: Held
-    needed: Held
+    held: FileSizes
+    needed: FileSizes
     free: int
 
 
 @dataclass(frozen=True)
 class ReplicaTransfer:
-    """A file that goes from one machine's memory to another's."""
+    """Transfer of a file from one host's memory to another."""
 
     file: str
     source: str
@@ -36,39 +38,44 @@ def select_checkpoint(
     at_least: int = -1,
     tried: Collection[str] = (),
 ) -> tuple[str, list[ReplicaTransfer]] | None:
-    """The newest checkpoint from that step on whose files are all somewhere, and the moves.
+    """Return the newest checkpoint with all files on some host, and the transfers.
 
-    tried: not these. After the moves every machine has every file. A file is only taken from where
-    it has the bytes that the manifest says; of several machines, each brings about as many bytes.
-    None where no checkpoint is whole, or does not fit. Of the same machines the same on every rank.
+    at_least: first step to consider. tried: checkpoints to skip. After the transfers every host has
+    every file. A source must have the size that the manifest says; sources are balanced by bytes.
+    None if no checkpoint is complete or fits. The result is equal on every rank for equal
+    inventories.
     """
-    known = {where: files for told in machines.values() for where, files in told.needed.items()}
+    known = {
+        where: files for inventory in machines.values() for where, files in inventory.needed.items()
+    }
     for where in sorted(known, key=lambda name: (step_of(name), name), reverse=True):
         if step_of(where) >= at_least and where not in tried:
-            moves = _moves(machines, where, known[where])
-            if moves is not None:
-                return where, moves
+            transfers = _plan_transfers(machines, where, known[where])
+            if transfers is not None:
+                return where, transfers
     return None
 
 
-def _moves(
+def _plan_transfers(
     machines: Mapping[str, CheckpointMemoryInventory], where: str, files: Mapping[str, int]
 ) -> list[ReplicaTransfer] | None:
-    """What brings every file to every machine; None where that cannot be."""
-    moves: list[ReplicaTransfer] = []
-    brought = dict.fromkeys(machines, 0)
-    room = {name: told.free for name, told in machines.items()}
+    """Return the transfers that bring every file to every host; None if impossible."""
+    transfers: list[ReplicaTransfer] = []
+    sent_bytes = dict.fromkeys(machines, 0)
+    free = {name: inventory.free for name, inventory in machines.items()}
     for file, size in files.items():
-        has = [
-            name for name, told in machines.items() if told.held.get(where, {}).get(file) == size
+        sources = [
+            name
+            for name, inventory in machines.items()
+            if inventory.held.get(where, {}).get(file) == size
         ]
         for name in machines:
-            if name in has:
+            if name in sources:
                 continue
-            if not has or room[name] < size:
+            if not sources or free[name] < size:
                 return None
-            source = min(has, key=lambda host: (brought[host], host))
-            brought[source] += size
-            room[name] -= size
-            moves.append(ReplicaTransfer(file, source, name))
-    return moves
+            source = min(sources, key=lambda host: (sent_bytes[host], host))
+            sent_bytes[source] += size
+            free[name] -= size
+            transfers.append(ReplicaTransfer(file, source, name))
+    return transfers

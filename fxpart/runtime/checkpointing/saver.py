@@ -1,8 +1,8 @@
-"""Checkpoints off the step's path: copies are made between two steps, and a thread writes them.
+"""Asynchronous checkpoints: tensors are copied between two steps, and a thread writes them.
 
-Ranks do not talk to each other about a save that is under way but through its folder: each leaves
-word there when its file is on the disk, and rank 0 completes the checkpoint when all have. The
-next save asks all ranks how the last one went.
+During a save ranks communicate only through its folder: each leaves a manifest when its file is on
+disk, and rank 0 completes the checkpoint when all have. The next save exchanges the result of the
+previous one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
@@ -21,7 +21,6 @@ from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
 from fxpart.runtime.checkpointing.snapshot import (
     CheckpointSnapshot,
     StagingBuffers,
@@ -29,8 +28,7 @@ from fxpart.runtime.checkpointing.snapshot import (
     take_snapshot,
 )
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
-from fxpart.runtime.stateful_trainer import StatefulTrainer
-from fxpart.runtime.trainer import Trainer
+from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     agree,
@@ -38,32 +36,40 @@ from fxpart.runtime.transport.agreement import (
     encode_problems,
     merge_problems,
 )
+from fxpart.schedule.weight_modes import FLUSH
 
-_LOOK = 0.02  # seconds between two looks at the folder
-_WORD = 1.0  # seconds after which ranks that wait for a save say so to each other
-_TAKES, _WAITS = "taking a checkpoint", "a checkpoint"  # as the rank's events have it
+if TYPE_CHECKING:
+    from fxpart.runtime.stateful_trainer import StatefulTrainer
+
+_POLL_SECONDS = 0.02  # seconds between two checks of the folder
+_EXCHANGE_SECONDS = 1.0  # seconds between exchanges of ranks that wait for a save
+_SNAPSHOT_EVENT, _WAIT_EVENT = (
+    "taking a checkpoint",
+    "a checkpoint",
+)  # names of flight recorder events
 
 
 class CheckpointReplicator(Protocol):
-    """What keeps copies of files elsewhere."""
+    """Stores replicas of checkpoint files elsewhere."""
 
     def keep(self, step: int, folder: Path, manifest: CheckpointManifest) -> object:
-        """The checkpoint of that step is complete in this folder."""
+        """Copy the complete checkpoint of a step from this folder."""
 
 
 @dataclass
 class _SaveJob:
-    """One save of this process. failure: why there is no checkpoint of it.
+    """One save of this process. failure: why the checkpoint is missing.
 
-    world: ranks that write. missed: which of them will not, as they have ended.
+    world: number of writing ranks. get_lost_ranks: returns ranks that have ended and will not
+    write.
     """
 
     step: int
-    taken: CheckpointSnapshot | None
+    snapshot: CheckpointSnapshot | None
     extra: dict[str, Any]
     calls: int
     world: int
-    missed: Callable[[], set[int]]
+    get_lost_ranks: Callable[[], set[int]]
     failure: FxpartError | None = None
     done: Path | None = None
     written: threading.Event = field(default_factory=threading.Event)
@@ -72,10 +78,10 @@ class _SaveJob:
 
 
 class Saver:
-    """Saves a trainer's checkpoints into a folder that all ranks share.
+    """Saves a trainer's checkpoints into a folder shared by all ranks.
 
-    last: the step of the newest save that is known to be complete. problems: of those that failed,
-    in order. A failed save changes nothing of the training, nor of the checkpoints before it.
+    last: step of the newest save known to be complete. problems: of failed saves, in order. A
+    failed save affects neither training nor earlier checkpoints.
     """
 
     def __init__(
@@ -91,12 +97,12 @@ class Saver:
         strict: bool = False,
         patience: float = 60.0,
     ) -> None:
-        """Every rank makes one, with the same arguments.
+        """Create a saver; every rank creates one with the same arguments.
 
-        keep: how many checkpoints stay, 2 or more; 0: all. generation: of the run. fingerprint,
-        plan_text: by default those that the trainer was made with. copies: told of each checkpoint.
-        strict: raise FXP513, on every rank, where a save has failed. patience: seconds that ranks
-        wait at least for each other's files.
+        keep: number of checkpoints kept, at least 2; 0: all. generation: of the run. fingerprint,
+        plan_text: those of the trainer by default. copies: replicates each checkpoint. strict:
+        raise FXP513 on every rank if a save has failed. patience: least seconds that ranks wait for
+        each other's files.
         """
         self.root = Path(root).absolute()
         self.last: int | None = None
@@ -106,49 +112,53 @@ class Saver:
         self._generation = generation
         self._fingerprint = trainer.fingerprint if fingerprint is None else fingerprint
         self._plan = trainer.plan_text if plan_text is None else plan_text
-        self._copies = copies
+        self._replicator = copies
         self._strict = strict
         self._patience = patience
         self._staging = StagingBuffers()
         self._job: _SaveJob | None = None
 
     def save(self, step: int, extra: dict[str, Any] | None = None, *, wait: bool = False) -> None:
-        """Begin a checkpoint of what the trainer is now, after so many updates; every rank calls.
+        """Start a checkpoint of the trainer after ``step`` updates; every rank calls it.
 
-        extra: plain data that comes back with :func:`~fxpart.runtime.checkpointing.loader.restore`;
-        rank 0's is kept. wait: until the checkpoint is complete (nothing is copied then). One that
-        is still under way is waited for first. An asynchronous trainer is drained. FXP109 where
-        batches wait for an update; what else goes wrong is found in :attr:`problems` later.
+        extra: plain data returned by :func:`~fxpart.runtime.checkpointing.loader.restore`; rank 0's
+        is stored. wait: until the checkpoint is complete (without staging copies). A save in
+        progress is awaited first. An asynchronous trainer is flushed. FXP109 if accumulated
+        gradients wait for an update; other failures are added to :attr:`problems` later.
         """
         flush_before_snapshot(self._trainer)
-        self._conclude()
-        self._trainer.events.put(_TAKES)
+        self._finish_on_all_ranks()
+        self._trainer.events.put(_SNAPSHOT_EVENT)
         transport, calls = self._trainer.transport, self._trainer.calls
-        missed = transport.missed() if isinstance(transport, FaultTolerantTransport) else set[int]
-        job = _SaveJob(step, None, dict(extra or {}), calls, transport.ranks, missed)
+        get_lost_ranks = (
+            transport.watch_lost_ranks()
+            if isinstance(transport, FaultTolerantTransport)
+            else set[int]
+        )
+        job = _SaveJob(step, None, dict(extra or {}), calls, transport.ranks, get_lost_ranks)
         try:
-            self._clear(step)
-            job.taken = take_snapshot(self._trainer, None if wait else self._staging)
+            self._discard_partial(step)
+            job.snapshot = take_snapshot(self._trainer, None if wait else self._staging)
         except FxpartError as failure:
             job.failure = failure
-        # Nobody writes before rank 0 has removed what a process before left of the same save.
+        # Before any rank writes, rank 0 removes remains of an earlier attempt.
         self._exchange(0)
-        self._trainer.events.put(_TAKES, "end")
+        self._trainer.events.put(_SNAPSHOT_EVENT, "end")
         self._job = job
         job.thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
         job.thread.start()
         if wait:
-            self._conclude()
+            self._finish_on_all_ranks()
 
     def finish(self) -> None:
-        """Wait for the save that is under way. Of this process alone: nothing is sent, or raised.
+        """Wait for the save in progress in this process only, without communication or errors.
 
         Every rank calls it, or none.
         """
         job, self._job = self._job, None
         if job is not None and job.thread is not None:
             job.thread.join()
-            self._note(job, [] if job.failure is None else [job.failure])
+            self._record_result(job, [] if job.failure is None else [job.failure])
 
     # -- between the ranks ----------------------------------------------------------------------
 
@@ -157,23 +167,23 @@ class Saver:
         with convert_transport_errors(transport, "saving a checkpoint"):
             return [row[0] for row in transport.exchange([number])]
 
-    def _together(self, done: Callable[[float], bool]) -> None:
-        """Until it is so on every rank. A disk may be slow: no rank waits long for another's word.
+    def _wait_on_all_ranks(self, done: Callable[[float], bool]) -> None:
+        """Wait until done on every rank, exchanging often enough that none waits for long.
 
-        done: waits so many seconds at most, and says whether it is.
+        done: waits at most the given seconds and returns whether it is done.
         """
-        while not all(self._exchange(done(_WORD))):
+        while not all(self._exchange(done(_EXCHANGE_SECONDS))):
             pass
 
-    def _conclude(self) -> None:
-        """Wait for the save that is under way, and hear of all ranks how it went."""
+    def _finish_on_all_ranks(self) -> None:
+        """Wait for the save in progress and exchange its result with all ranks."""
         job, self._job = self._job, None
         if job is None:
             return
         thread, events = job.thread, self._trainer.events
         assert thread is not None
-        events.put(_WAITS, "wait")
-        self._together(job.written.wait)
+        events.put(_WAIT_EVENT, "wait")
+        self._wait_on_all_ranks(job.written.wait)
         if any(self._exchange(job.failure is not None)):
             job.cancelled.set()
 
@@ -181,8 +191,8 @@ class Saver:
             thread.join(seconds)
             return not thread.is_alive()
 
-        self._together(ended)
-        events.put(_WAITS, "end")
+        self._wait_on_all_ranks(ended)
+        events.put(_WAIT_EVENT, "end")
         problems = []
         if any(self._exchange(job.failure is not None)):
             transport = self._trainer.transport
@@ -190,12 +200,12 @@ class Saver:
             with convert_transport_errors(transport, "saving a checkpoint"):
                 problems = merge_problems(transport.exchange_bytes(mine))
             with contextlib.suppress(FxpartError):
-                self._clear(job.step)  # no thread of any rank writes there any more
-        self._note(job, [AllRanksError(problems)] if problems else [])
+                self._discard_partial(job.step)  # no thread of any rank writes there any more
+        self._record_result(job, [AllRanksError(problems)] if problems else [])
         if problems and self._strict:
             raise self.problems[-1]
 
-    def _note(self, job: _SaveJob, failures: list[FxpartError]) -> None:
+    def _record_result(self, job: _SaveJob, failures: list[FxpartError]) -> None:
         self.problems += failures
         if not failures:
             self.last = job.step
@@ -212,33 +222,33 @@ class Saver:
                 job.done = self._complete(job, partial, time.monotonic() + limit)
         except FxpartError as failure:
             job.failure = failure
-        except Exception as cause:  # a thread's exception would be heard by nobody
+        except Exception as cause:  # nobody would see an exception of this thread
             why = f"{type(cause).__name__}: {cause}"
-            job.failure = error("FXP513", where=self._where(), why=why, fix="report it")
+            job.failure = error("FXP513", where=self._where(), why=why, fix="report this bug")
         finally:
-            job.taken = None
+            job.snapshot = None
             if job.failure is not None and not job.written.is_set():
-                self._give_up(job)
+                self._mark_failed(job)
             job.written.set()
 
     def _write(self, job: _SaveJob) -> Path:
-        """This process's files; the folder that they are in."""
-        assert job.taken is not None
+        """Write this process's files; return their folder."""
+        assert job.snapshot is not None
         partial = folder.begin(self.root, job.step, self._generation)
         first = self._trainer.rank
-        for rank, pieces in job.taken.pieces.items():
-            more = {"groups": job.taken.groups} if rank == first else {}
-            write_rank(partial, rank, pieces, values=job.taken.values[rank], more=more)
+        for rank, pieces in job.snapshot.pieces.items():
+            more = {"groups": job.snapshot.groups} if rank == first else {}
+            write_rank(partial, rank, pieces, values=job.snapshot.values[rank], more=more)
         return partial
 
     def _complete(self, job: _SaveJob, partial: Path, limit: float) -> Path:
-        """The complete checkpoint: made by rank 0, waited for by the others."""
+        """Return the complete checkpoint: rank 0 completes it, the others wait."""
         final = self.root / folder.step_name(job.step)
         manifest: CheckpointManifest | None = None
         if 0 in self._trainer.transport.local:
-            shared = dict(job.taken.shared) if job.taken is not None else {}
-            job.taken = None  # the copies' views are needed no more
-            self._await(
+            shared = dict(job.snapshot.shared) if job.snapshot is not None else {}
+            job.snapshot = None  # release the views of the snapshot
+            self._wait_for(
                 job,
                 limit,
                 partial,
@@ -248,13 +258,13 @@ class Saver:
             if self._keep:
                 folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
         else:
-            # One of the same step that is damaged may stand there until ours takes its place.
+            # A damaged checkpoint of the same step may exist there until it is replaced.
             done = (final / NAME).exists
-            self._await(job, limit, partial, lambda: not partial.exists() and done())
-            if self._copies is not None:
+            self._wait_for(job, limit, partial, lambda: not partial.exists() and done())
+            if self._replicator is not None:
                 manifest = Checkpoint.open(final).manifest
-        if self._copies is not None and manifest is not None:
-            self._copies.keep(job.step, final, manifest)
+        if self._replicator is not None and manifest is not None:
+            self._replicator.keep(job.step, final, manifest)
         return final
 
     def _commit(
@@ -263,44 +273,46 @@ class Saver:
         files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
         written = manifest_merge.read_rank_manifests(partial, job.world)
         trainer = self._trainer
-        mode = trainer.weight_mode.name if isinstance(trainer, AsyncTrainerBase) else "flush"
+        mode = trainer.weight_mode.name if is_asynchronous(trainer) else FLUSH
         manifest = manifest_merge.merge(
             written, step=job.step, calls=job.calls, seed=trainer.seed,
             fingerprint=self._fingerprint,
             plan=digest(self._plan.encode()).hexdigest() if self._plan else "",
             generation=self._generation, weights=mode, files=files,
             values={f"trainer/{name}": value for name, value in shared.items()},
-            groups=_groups([each.more.get("groups", []) for each in written], trainer),
+            groups=_merge_groups([each.more.get("groups", []) for each in written], trainer),
             extra=job.extra,
         )  # fmt: skip
         return folder.commit(partial, manifest), manifest
 
-    def _await(self, job: _SaveJob, limit: float, partial: Path, there: Any) -> None:
-        """Until it is there; FXP513 where a rank has given up, or too long has passed."""
-        while not there():
+    def _wait_for(self, job: _SaveJob, limit: float, partial: Path, is_done: Any) -> None:
+        """Wait for a condition; FXP513 if a rank has failed or after the time limit."""
+        while not is_done():
             failed = sorted(path.name for path in partial.glob("*.failed"))
-            gone = not partial.exists() and not there()
+            is_lost = not partial.exists() and not is_done()
             first = 0 in self._trainer.transport.local
-            if first and (lost := job.missed()):
-                gone |= not lost.isdisjoint(manifest_merge.list_missing_ranks(partial, job.world))
-            if failed or gone or job.cancelled.is_set() or time.monotonic() > limit:
+            if first and (lost := job.get_lost_ranks()):
+                is_lost |= not lost.isdisjoint(
+                    manifest_merge.list_missing_ranks(partial, job.world)
+                )
+            if failed or is_lost or job.cancelled.is_set() or time.monotonic() > limit:
                 if first:
                     missing = manifest_merge.list_missing_ranks(partial, job.world)
                     folder.discard(partial)
                     why = f"rank {', '.join(map(str, missing))} did not finish its file"
                 else:
                     why = "it was not completed by rank 0"
-                fix = "see what the other ranks say; a folder that all ranks share"
+                fix = "see the messages of the other ranks, and use a folder that all ranks share"
                 raise error("FXP513", where=self._where(), why=why, fix=fix)
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
-    def _give_up(self, job: _SaveJob) -> None:
-        """Tell the other ranks that this one's file will not come, as far as that can be."""
+    def _mark_failed(self, job: _SaveJob) -> None:
+        """Mark this rank's file as failed for the other ranks, if possible."""
         with contextlib.suppress(OSError, FxpartError):
             partial = folder.begin(self.root, job.step, self._generation)
             (partial / f"rank-{self._trainer.rank:05d}.failed").touch()
 
-    def _clear(self, step: int) -> None:
+    def _discard_partial(self, step: int) -> None:
         if 0 in self._trainer.transport.local:
             folder.discard(folder.begin(self.root, step, self._generation))
 
@@ -309,19 +321,19 @@ class Saver:
 
 
 def save_once(trainer: StatefulTrainer, root: Path, extra: dict[str, Any]) -> Path:
-    """:meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_checkpoint`."""
-    assert isinstance(trainer, (Trainer, AsyncTrainerBase)), "there is no other"
+    """Implement :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_checkpoint`."""
+    assert is_synchronous(trainer) or is_asynchronous(trainer), "there is no other"
     flush_before_snapshot(
         trainer
-    )  # first: only without minibatches in flight do all ranks count alike
+    )  # first: update counts are equal on all ranks only without minibatches in flight
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)
 
     def check() -> tuple[None, str]:
         if trainer.rank == 0 and final.exists():
-            fix = "another folder, or remove it"
-            raise error("FXP513", where=str(final), why="it is there already", fix=fix)
+            fix = "use another folder, or remove it"
+            raise error("FXP513", where=str(final), why="the checkpoint exists already", fix=fix)
         return None, f"step {step} {root}"
 
     agree(trainer.transport, "where a checkpoint is saved", check)
@@ -329,11 +341,13 @@ def save_once(trainer: StatefulTrainer, root: Path, extra: dict[str, Any]) -> Pa
     return final
 
 
-def _groups(told: list[list[dict[str, Any]]], trainer: StatefulTrainer) -> list[dict[str, Any]]:
-    """The groups of all processes merged by position, parameters in the model's order."""
+def _merge_groups(
+    groups_by_rank: list[list[dict[str, Any]]], trainer: StatefulTrainer
+) -> list[dict[str, Any]]:
+    """Merge the groups of all processes by position, parameters in model order."""
     place = {name: index for index, name in enumerate(trainer._state.entries)}
     merged: list[dict[str, Any]] = []
-    for groups in told:
+    for groups in groups_by_rank:
         for index, group in enumerate(groups):
             if index == len(merged):
                 merged.append({**group, "params": []})

@@ -1,4 +1,4 @@
-"""Sparse gradients of tables: they travel as the rows that were touched, and stay sparse."""
+"""Sparse gradients of embedding tables: only touched rows are communicated."""
 
 from __future__ import annotations
 

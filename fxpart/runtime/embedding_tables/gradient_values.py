@@ -1,4 +1,4 @@
-"""The numbers of a gradient, whether it is sparse or not."""
+"""Elements of a dense or sparse gradient."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 
 
 def get_gradient_values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A view of the numbers of a parameter's gradient, None without one; to be changed in place.
+    """Return a view of the elements of a parameter's gradient, to be changed in place; None without
+    one.
 
-    A sparse gradient is coalesced for it: what came for one row in several parts is added up in the
-    order in which it came, as every optimizer does it. Rows without numbers are zeros.
+    A sparse gradient is coalesced first: duplicate rows are summed in their order, as every
+    optimizer does it.
     """
     gradient = parameter.grad
     if gradient is None or not gradient.is_sparse:

@@ -1,4 +1,4 @@
-"""Which of torch's optimizers take which gradients: said before the first step fails."""
+"""Check which optimizers support sparse or dense gradients, before the first step fails."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.embedding_tables.sparse_gradients import SparseGradients
 from fxpart.runtime.state.model_state import ModelState
 
-# They look at all of a gradient: https://docs.pytorch.org/docs/stable/sparse.html
-_PLAIN = (
+# Optimizers of torch without sparse support: https://docs.pytorch.org/docs/stable/sparse.html
+_DENSE_ONLY = (
     "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD", "Rprop",
     "Adafactor", "LBFGS", "Muon",
 )  # fmt: skip
-_FIX = 'optimizer={"tables.*": torch.optim.SparseAdam, "*": torch.optim.AdamW}'
+_FIX = 'use optimizer={"tables.*": torch.optim.SparseAdam, "*": torch.optim.AdamW}'
 
 
 def check_optimizer_support(
     optimizer: torch.optim.Optimizer, state: ModelState, rows: SparseGradients
 ) -> None:
-    """FXP109 if a parameter's optimizer does not take its gradients.
+    """Raise FXP109 if a parameter's optimizer does not support its gradients.
 
-    rows: those with sparse gradients. Classes that are not torch's own are not judged.
+    rows: parameters with sparse gradients. Classes outside torch.optim are not checked.
     """
     sparse = rows.entries
     names = {id(p): name for name, p in state.parameters()}
     problems: list[Problem] = []
     for one in optimizer.each if isinstance(optimizer, MultiOptimizer) else [optimizer]:
         kind = type(one)
-        plain = any(kind is getattr(torch.optim, name, None) for name in _PLAIN)
+        dense_only = any(kind is getattr(torch.optim, name, None) for name in _DENSE_ONLY)
         mine = [names[id(p)] for g in one.param_groups for p in g["params"] if id(p) in names]
         for name in mine:
             where = f"optimizer {kind.__name__}, {name}"
-            if plain and name in sparse:
-                why = "its gradient is sparse (sparse=True), which this optimizer does not take"
+            if dense_only and name in sparse:
+                why = "its gradient is sparse (sparse=True), which this optimizer does not support"
                 problems.append(Problem("FXP109", where, why, _FIX))
             if kind is torch.optim.SparseAdam and name not in sparse:
-                why = "its gradient is not sparse, and this optimizer takes no others"
+                why = "its gradient is dense, but this optimizer supports sparse gradients only"
                 problems.append(Problem("FXP109", where, why, _FIX))
     if problems:
         raise FxpartError(problems)

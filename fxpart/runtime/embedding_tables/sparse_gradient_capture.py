@@ -1,4 +1,4 @@
-"""Sparse gradients as backwards leave them: taken from their parameters at once, and kept apart."""
+"""Capture of sparse gradients per backward, before they accumulate in their parameters."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradient
 
 
 class SparseGradientCapture:
-    """What backwards have given to the parameters that are watched, until it is dropped."""
+    """Gradients that backwards have produced for watched parameters."""
 
     def __init__(self) -> None:
-        """Nothing is watched."""
-        self._given: dict[int, list[torch.Tensor]] = {}
+        """Create a capture without parameters."""
+        self._captured: dict[int, list[torch.Tensor]] = {}
 
     def watch(self, parameter: torch.Tensor) -> None:
-        """Take what each backward gives to a parameter; once is enough."""
-        if id(parameter) not in self._given:
-            self._given[id(parameter)] = []
-            parameter.register_post_accumulate_grad_hook(self._take)
+        """Capture the gradients of a parameter from now on."""
+        if id(parameter) not in self._captured:
+            self._captured[id(parameter)] = []
+            parameter.register_post_accumulate_grad_hook(self._capture)
 
     def pending(self, parameter: torch.Tensor) -> SparseGradientParts | None:
-        """What was taken from a parameter; None where nothing was."""
-        given = self._given.get(id(parameter))
-        return SparseGradientParts.of(given) if given else None
+        """Return the captured gradients of a parameter, or None."""
+        captured = self._captured.get(id(parameter))
+        return SparseGradientParts.of(captured) if captured else None
 
     def drop(self, parameter: torch.Tensor) -> None:
-        """Forget what was taken from a parameter."""
-        self._given.get(id(parameter), []).clear()
+        """Drop the captured gradients of a parameter."""
+        self._captured.get(id(parameter), []).clear()
 
     def reset(self) -> None:
-        """Forget what was taken from all."""
-        for given in self._given.values():
-            given.clear()
+        """Drop all captured gradients."""
+        for captured in self._captured.values():
+            captured.clear()
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def _capture(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self._given[id(parameter)].append(parameter.grad)
+            self._captured[id(parameter)].append(parameter.grad)
             parameter.grad = None

@@ -1,8 +1,8 @@
-"""A sparse gradient as what each backward added to it, and such parts in the order of one process.
+"""A sparse gradient as the parts that each backward added, in single-process order.
 
-Torch adds sparse gradients by merging their rows: the result depends on how they came, part by
-part, and so do the bits of what an optimizer sums. So the parts are kept, those of one microbatch
-are put together in the order of one process, and then added as torch's autograd adds them.
+Torch adds sparse gradients by concatenating their rows, so the result, and the bits of what an
+optimizer sums, depend on the order of the parts. So parts are stored, those of one microbatch are
+put into the order of a single process, and then summed as torch's autograd does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class SparseGradientParts:
-    """Rows of a sparse gradient. lengths: how many each backward added, in order.
+    """Rows of a sparse gradient. lengths: number of rows of each backward, in order.
 
-    ids: [n] int64. values: [n, ...], as the table's rows.
+    ids: [n] int64. values: [n, ...], like the table's rows.
     """
 
     lengths: tuple[int, ...]
@@ -26,8 +26,8 @@ class SparseGradientParts:
 
     @classmethod
     def of(cls, gradients: Sequence[torch.Tensor]) -> SparseGradientParts:
-        """Of what each backward gave, at least one."""
-        # of a compiled stage it may be plain: what is not zero of it
+        """Concatenate the gradients of at least one backward."""
+        # a compiled stage may return a dense gradient: take its non-zero rows
         rows = [g if g.is_sparse else g.to_sparse(1) for g in gradients]
         return cls(
             tuple(g._nnz() for g in rows),
@@ -36,11 +36,11 @@ class SparseGradientParts:
         )
 
     def copy(self) -> SparseGradientParts:
-        """The same in memory of its own."""
+        """Return a copy in memory of its own."""
         return SparseGradientParts(self.lengths, self.ids.clone(), self.values.clone())
 
     def gradient(self, like: torch.Tensor) -> torch.Tensor:
-        """The sparse gradient of the parameter ``like``, added up as autograd does it."""
+        """Return the sparse gradient of the parameter ``like``, summed as autograd does."""
         total: torch.Tensor | None = None
         with torch.no_grad():
             for ids, values in zip(
@@ -55,9 +55,9 @@ class SparseGradientParts:
 
 
 def merge_parts(parts: Iterable[tuple[Iterable[int], SparseGradientParts]]) -> SparseGradientParts:
-    """All of them, by the numbers that are given with each (ascending), in order within a number.
+    """Merge parts by the numbers given with each (ascending), in order within a number.
 
-    numbers: of each of a Parts' lengths, such as its microbatch. Lengths of one number are added.
+    numbers: of each of the part's lengths, such as its microbatch. Lengths of one number are added.
     """
     pieces: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
     for order, (numbers, part) in enumerate(parts):

@@ -1,4 +1,4 @@
-"""What becomes of the sparse gradients of a process between the backwards and the update."""
+"""Sparse gradients of a process between the backwards and the update."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.model_state import ModelState, StateEntry
 
-# A table's holder: what the optimizer has in its place, and this lane's range of the flat table.
+# Returns the tensor in the optimizer for a table, and this mesh rank's range of the flat table.
 Place = Callable[[str, StateEntry, int, torch.Tensor], tuple[torch.Tensor, tuple[int, int]]]
 
 
 class SparseGradients:
-    """The sparse gradients of this process's tables, and how many rows each backward added."""
+    """Sparse gradients of this process's embedding tables, per backward."""
 
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared: bool
     ) -> None:
-        """shared: whether tables that several stages hold are among them too."""
+        """Capture the gradients of tables. shared: include tables that several stages use."""
         self._state = state
         self._meshes = meshes
         self.entries: dict[str, StateEntry] = {
@@ -39,29 +39,29 @@ class SparseGradients:
             for name, entry in state.entries.items()
             if entry.trainable and entry.spec.sparse and (shared or len(entry.stages) == 1)
         }
-        self._taken = SparseGradientCapture()
-        self._summed: dict[
+        self._capture = SparseGradientCapture()
+        self._reduced: dict[
             int, SparseGradientParts
-        ] = {}  # over lanes, of tables that other stages hold, too
+        ] = {}  # over mesh ranks, of tables that other stages use too
         for _, parameter in self._copies():
-            self._taken.watch(parameter)
+            self._capture.watch(parameter)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter's gradient is sparse."""
+        """Return whether a parameter's gradient is sparse."""
         return name in self.entries
 
     def reset(self) -> None:
-        """Gradients were dropped."""
-        self._taken.reset()
-        self._summed.clear()
+        """Drop all gradients."""
+        self._capture.reset()
+        self._reduced.clear()
 
     def drop(self, parameter: torch.Tensor) -> None:
-        """The gradient of one parameter was dropped."""
-        self._taken.drop(parameter)
-        self._summed.pop(id(parameter), None)
+        """Drop the gradient of one parameter."""
+        self._capture.drop(parameter)
+        self._reduced.pop(id(parameter), None)
 
     def finish(self, lane: MeshRank, stage: int) -> None:
-        """Give every lane the rows of all; all lanes of the stage call it."""
+        """Gather the rows of all mesh ranks; all mesh ranks of the stage call it."""
         groups: dict[tuple[str, ...], list[tuple[StateEntry, torch.Tensor]]] = {}
         for entry in self.entries.values():
             parameter = entry.copies.get((stage, lane.index))
@@ -77,12 +77,12 @@ class SparseGradients:
                 if len(entry.stages) == 1:
                     self._set(parameter, parts)
                 elif parts is not None:
-                    self._summed[id(parameter)] = parts
+                    self._reduced[id(parameter)] = parts
 
     def share(self) -> None:
-        """Give all holders of a table the sum of what they have, which the owner puts in order."""
+        """Set the gradient of tied tables to the sum over their stages, ordered by the owner."""
         totals = self.sums()
-        for names, tables in self._together():
+        for names, tables in self._group_tied_tables():
             if not all((name, tables.lane) in totals for name in names):
                 continue
             found = broadcast_owner_rows(tables, [totals[name, tables.lane] for name in names])
@@ -93,24 +93,24 @@ class SparseGradients:
                     self._set(parameter, own)
 
     def sums(self) -> dict[tuple[str, int], SparseGradientParts | None]:
-        """What the holders of each table have together, by name and lane, as the owner has it.
+        """Return the sums of tied tables by name and mesh rank, as the owner orders them.
 
-        None in processes without the owner. Nothing is changed.
+        None in processes without the owner. No gradient changes.
         """
         found: dict[tuple[str, int], SparseGradientParts | None] = {}
-        for names, tables in self._together():
-            here = [self._once(entry, tables.lane) for entry in tables.entries]
+        for names, tables in self._group_tied_tables():
+            here = [self._pending_by_stage(entry, tables.lane) for entry in tables.entries]
             if here[0]:
                 parts = {stage: [own[stage] for own in here] for stage in here[0]}
                 totals = collect_rows_at_owner(tables, parts)
                 found.update(((n, tables.lane), t) for n, t in zip(names, totals, strict=True))
         return found
 
-    def _together(self) -> Iterator[tuple[list[str], TiedTables]]:
-        """Tables that several stages hold: those with the same holders, on each lane.
+    def _group_tied_tables(self) -> Iterator[tuple[list[str], TiedTables]]:
+        """Yield groups of tied tables with the same stages, for each mesh rank.
 
-        Of at most a bucket's bytes together, as they are whole: a process has the rows of so many
-        twice at any moment. All ranks know these sizes.
+        Each group has at most a bucket's bytes of whole tables, which limits the rows in memory.
+        All ranks form the same groups.
         """
         groups: dict[tuple[int, tuple[int, ...]], list[list[str]]] = {}
         room: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -126,21 +126,24 @@ class SparseGradients:
             for lane in self._state.lanes:
                 yield names, TiedTables(self._state, [self.entries[n] for n in names], lane.index)
 
-    def _once(self, entry: StateEntry, lane: int) -> dict[int, SparseGradientParts | None]:
-        """What holders in this process have, by stage; a tensor that several share counts once."""
+    def _pending_by_stage(
+        self, entry: StateEntry, lane: int
+    ) -> dict[int, SparseGradientParts | None]:
+        """Return the gradients in this process by stage; a tensor shared by stages counts once."""
         holders = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
         first: dict[int, int] = {}
         for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
             first.setdefault(id(holders[stage]), stage)
         return {s: self.pending(t) if first[id(t)] == s else None for s, t in holders.items()}
 
-    def settle(self, place: Place) -> None:
-        """ZeRO: leave of each gradient what is this lane's to update; nothing travels."""
+    def shard(self, place: Place) -> None:
+        """ZeRO: restrict each gradient to this mesh rank's range, without communication."""
         for name, entry in self.entries.items():
             for (_, lane), parameter in entry.copies.items():
                 held, (start, stop) = place(name, entry, lane, parameter)
                 if held is not parameter and parameter.grad is not None:
-                    whole = parameter.grad.coalesce()  # in parts it would be summed otherwise
+                    # uncoalesced rows would be summed in another order
+                    whole = parameter.grad.coalesce()
                     held.grad = _range(SparseGradientParts.of([whole]), parameter, start, stop)
                     parameter.grad = None
 
@@ -156,10 +159,10 @@ class SparseGradients:
         return tuple(axis for axis in entry.partial if mesh.shape[mesh.index(axis)] > 1)
 
     def pending(self, parameter: torch.Tensor) -> SparseGradientParts | None:
-        """What backwards have given to a parameter of this process since the last update."""
-        if id(parameter) in self._summed:
-            return self._summed[id(parameter)]
-        return self._taken.pending(parameter)
+        """Return the gradients of a parameter since the last update."""
+        if id(parameter) in self._reduced:
+            return self._reduced[id(parameter)]
+        return self._capture.pending(parameter)
 
     def _set(self, parameter: torch.Tensor, parts: SparseGradientParts | None) -> None:
         self.drop(parameter)
@@ -169,10 +172,10 @@ class SparseGradients:
 def _range(
     parts: SparseGradientParts, parameter: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """The numbers of a range of the flat table, as a sparse gradient of that range."""
+    """Return a range of the flat gradient, as a sparse gradient of that range."""
     width = parameter[0].numel() if len(parameter) else 1
-    near = (parts.ids >= start // width) & (parts.ids * width < stop)
-    ids, values = parts.ids[near], parts.values[near]
+    candidate_rows = (parts.ids >= start // width) & (parts.ids * width < stop)
+    ids, values = parts.ids[candidate_rows], parts.values[candidate_rows]
     places = (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device)).reshape(-1)
     inside = (places >= start) & (places < stop)
     return torch.sparse_coo_tensor(

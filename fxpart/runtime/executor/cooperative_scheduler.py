@@ -1,4 +1,4 @@
-"""Several ranks or stages in one thread: each goes on until it has to wait for another."""
+"""Run several ranks or stages in one thread, each until it has to wait for another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ def run_cooperatively(
     *,
     after: Callable[[T], object] = id,
 ) -> list[T]:
-    """Step each in turn until all are through; those that were left when none could go on.
+    """Step each iterator in turn until all end; return those left when none makes progress.
 
-    progress: of each something that changes with whatever it does. after: called after each turn.
+    progress: returns a value that changes with any activity of the given run. after: called after
+    each turn.
     """
     left, done = dict(runs), object()
     while left:

@@ -1,8 +1,8 @@
-"""The order of dims in memory of what crosses stages: it decides in which order kernels add up.
+"""Memory order of the dims of transferred tensors, which affects the summation order of kernels.
 
-A tensor travels as a contiguous one: its dims are permuted to their order in memory, and permuted
-back where it arrives. The order of a link is sent once, before its first tensor; a tensor that has
-another order later is copied to that of the first.
+A tensor is sent as a contiguous tensor: its dims are permuted to their memory order, and permuted
+back by the receiver. The order of a link is sent once, before its first tensor; a later tensor with
+another order is copied to that of the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Order = tuple[int, ...]
 
 
 def get_dim_order(tensor: torch.Tensor) -> Order:
-    """The dims from the outermost to the innermost in memory; as they are where contiguous."""
+    """Return the dims from outermost to innermost in memory."""
     if tensor.is_contiguous():
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
@@ -23,15 +23,15 @@ def get_dim_order(tensor: torch.Tensor) -> Order:
 
 
 def is_contiguous_order(order: Order) -> bool:
-    """Whether the order is that of a contiguous tensor."""
+    """Return whether the order is that of a contiguous tensor."""
     return order == tuple(range(len(order)))
 
 
 def pack_to_order(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """A contiguous tensor of the same shape whose memory has the dims in the order.
+    """Return a contiguous tensor of the same shape with the dims laid out in the order.
 
-    A view where the tensor lies so. Its own dims mean nothing: :func:`unpack_from_order` restores
-    them.
+    It is a view if the tensor has that layout. Its dims are not meaningful until
+    :func:`unpack_from_order` restores them.
     """
     if is_contiguous_order(order):
         return tensor.contiguous()
@@ -39,7 +39,7 @@ def pack_to_order(tensor: torch.Tensor, order: Order) -> torch.Tensor:
 
 
 def unpack_from_order(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """The inverse of :func:`pack_to_order`: a view."""
+    """Return the inverse of :func:`pack_to_order`, a view."""
     if is_contiguous_order(order):
         return tensor
     shape = tensor.shape
@@ -48,5 +48,5 @@ def unpack_from_order(tensor: torch.Tensor, order: Order) -> torch.Tensor:
 
 
 def has_several_orders(shape: Sequence[object]) -> bool:
-    """Whether tensors of these dims can lie in more than one order."""
+    """Return whether tensors of these dims can have more than one memory order."""
     return len(shape) > 1

@@ -1,7 +1,7 @@
-"""The interpreter of one rank's actions: a short list of prepared calls, run once per step.
+"""The interpreter of one rank's actions: a list of prepared calls, run once per step.
 
-A failure in a stage does not stop the rank's transfers: it goes on with zeros in place of results,
-so that no other rank waits in vain, and the step ends with an error on every rank.
+If a stage fails, the rank continues its transfers with zeros instead of results, so that no other
+rank waits forever. The step then raises on every rank.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ __all__ = ["BackwardHooks", "Executor", "Instruction", "StageFailure", "StepInpu
 class Executor(RankInstructions):
     """Runs one rank of a lowered schedule.
 
-    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for what this rank's
-    stages produce, ``failure`` if a stage raised, ``busy``: nanoseconds of computation, as the
-    host saw them.
+    After :meth:`run`: ``losses`` and ``outputs`` (by name) per microbatch for this rank's stages,
+    ``failure`` if a stage raised, ``busy``: nanoseconds of computation as seen by the host.
     """
 
     def __init__(
@@ -50,21 +49,21 @@ class Executor(RankInstructions):
         train: bool,
         keep_outputs: bool = False,
         on_failure: Callable[[BaseException], None] | None = None,
-        around: BackwardHooks | None = None,
+        hooks: BackwardHooks | None = None,
         threads: bool = False,
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
-        """modules: the rank's own stage modules by stage index.
+        """modules: the rank's stage modules by stage index.
 
-        on_failure: called when a stage has raised. around: called around backwards.
-        threads: the stage's other lanes are in this process: one that is missed has failed there,
-        and no connection is lost. recompute: stages that do not keep their activations. events:
-        where actions are noted; None: nowhere that outlives this.
+        on_failure: called when a stage has raised. hooks: hooks around backwards. threads: the
+        other mesh ranks of the stage are in this process, so a missing peer has failed there and no
+        connection is lost. recompute: stages that do not store their activations. events: the
+        recorder of actions; None: a private one.
         """
         super().__init__(
             spec, modules, schedule, rank, transport, device,
-            train=train, keep_outputs=keep_outputs, around=around, recompute=recompute,
+            train=train, keep_outputs=keep_outputs, hooks=hooks, recompute=recompute,
             events=events,
         )  # fmt: skip
         self._on_failure = on_failure
@@ -74,11 +73,11 @@ class Executor(RankInstructions):
         self.lost = False
         self.busy = 0
         self._instructions = self._prepared
-        self._marks = [self._first_mark(each) for each in self._prepared]
+        self._marks = [self._make_first_mark(each) for each in self._prepared]
         self._computes = [each.action.kind.is_compute for each in self._prepared]
-        # While the ranks compare their batches, one that waits for nobody may begin; but not where
-        # a forward leaves traces (buffers), lest a refused batch leave some, nor where it meets
-        # other ranks in a collective, at which one that makes another call would never arrive.
+        # A rank that waits for no peer may start while the ranks compare their batches. Exceptions:
+        # a forward that changes buffers, because a rejected batch must not change any, and a
+        # forward with collectives, because a rank that makes another call would never join.
         self._alone = int(
             bool(self._instructions)
             and self._instructions[0].action.kind is ActionKind.F
@@ -87,21 +86,21 @@ class Executor(RankInstructions):
             and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
         )
 
-    def wrap(self, around: Callable[[Instruction], Instruction] | None) -> None:
-        """From the next step on run what ``around`` makes of each instruction; None: as before."""
-        self._instructions = self._prepared if around is None else list(map(around, self._prepared))
+    def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
+        """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
+        self._instructions = self._prepared if hooks is None else list(map(hooks, self._prepared))
 
     def run(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[None]:
-        """Execute one step; yields whenever a message is not there yet (in-process only).
+        """Execute one step; yield whenever a message has not arrived (in-process only).
 
-        gate: returns once all ranks are known to run the same step, or raises; nothing is sent or
-        received before. Raises FXP503 or FXP504 where a transfer fails; a stage's own failure is
-        kept in ``failure`` instead.
+        gate: returns once all ranks have agreed to run the same step, or raises; nothing is sent or
+        received before. Raises FXP503 or FXP504 if a transfer fails. A failure of the own stage is
+        stored in ``failure``.
         """
         self._feed = feed
         self.losses, self.outputs, self.failure = {}, {}, None
         self._cells.clear()
-        self._rests.clear()
+        self._weight_backwards.clear()
         self.busy, write, marks, computes = 0, self.events.write, self._marks, self._computes
         for position, instruction in enumerate(self._instructions):
             self.position = position
@@ -109,7 +108,7 @@ class Executor(RankInstructions):
                 gate()
                 for inbox in self._routes.inboxes:
                     inbox.begin(feed.sizes)
-                self._ties.begin(feed.sizes)
+                self._tied_gradients.begin(feed.sizes)
             for inbox, index, _ in instruction.awaits:
                 while not inbox.ready(index):
                     yield
@@ -119,39 +118,39 @@ class Executor(RankInstructions):
             try:
                 self._execute(instruction)
             except (TransferTimeoutError, PeerLostError) as cause:
-                raise self._lost(instruction, cause) from cause
+                raise self._make_lost_error(instruction, cause) from cause
             if computes[position]:
                 self.busy += monotonic_ns() - self.began
         if len(self._instructions) <= self._alone:
             gate()
-        yield from self._late_ties()
+        yield from self._complete_tied_gradients()
         self.position = len(self._instructions)
 
-    def _late_ties(self) -> Iterator[None]:
-        """Sums of shared parameters whose parts may arrive only now."""
-        for inbox, index, _ in self._late:
+    def _complete_tied_gradients(self) -> Iterator[None]:
+        """Complete gradients of tied parameters whose last parts arrive after all actions."""
+        for inbox, index, _ in self._late_arrivals:
             while not inbox.ready(index):
                 yield
-        if self._late:
-            peer = self._late[0][0].source
-            self.events.put("sums of shared parameters", "wait", peer=peer)
+        if self._late_arrivals:
+            peer = self._late_arrivals[0][0].source
+            self.events.put("tied gradients", "wait", peer=peer)
         try:
             if self.failure is None:
-                self._ties.conclude()
-            for inbox, index, _ in self._late:
+                self._tied_gradients.add_late_sums()
+            for inbox, index, _ in self._late_arrivals:
                 inbox.drop(index)
         except (TransferTimeoutError, PeerLostError) as cause:
-            raise self._lost(self._instructions[-1], cause) from cause
+            raise self._make_lost_error(self._instructions[-1], cause) from cause
 
-    def _first_mark(self, instruction: Instruction) -> Mark | None:
-        """What is noted before an action is done; a receive is only posted, and waits later."""
+    def _make_first_mark(self, instruction: Instruction) -> Mark | None:
+        """Return the event before an action; a receive has none, as it is only posted."""
         action = instruction.action
         if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
             return None
         if instruction.awaits:
-            return self._waits_for(action, instruction.awaits[0][0].source)
+            return self._make_wait_mark(action, instruction.awaits[0][0].source)
         if action.kind.is_compute:
-            return self._begins(action)
+            return self._make_start_mark(action)
         assert action.peer is not None
         return self.events.mark(
             str(action), "send", stage=action.stage, microbatch=action.microbatch,
@@ -159,7 +158,7 @@ class Executor(RankInstructions):
         )  # fmt: skip
 
     def _execute(self, instruction: Instruction) -> None:
-        """Do it, or after a failure only what other ranks wait for."""
+        """Run the instruction; after a failure, only the transfers that other ranks wait for."""
         if self.failure is None:
             try:
                 instruction.do()
@@ -170,25 +169,27 @@ class Executor(RankInstructions):
                 self.failure = StageFailure(self.rank, instruction.action, cause)
                 self.events.put(str(instruction.action), "failed", stage=instruction.action.stage)
                 self._cells.clear()
-                self._rests.clear()
+                self._weight_backwards.clear()
                 if self._on_failure is not None:
                     self._on_failure(cause)
-        instruction.drain()
+        instruction.communicate()
 
     def finish(self) -> None:
-        """Wait for the last sends; call it when all ranks are known to have received."""
+        """Wait for the last sends; call it when all ranks have received their messages."""
         while self._sending:
             self._transport.wait(self._sending.popleft())
-        self._ties.finish()
+        self._tied_gradients.finish()
 
     def waiting(self) -> str:
-        """The action that has not been done, for a message."""
+        """Return the action that has not run, for a message."""
         return str(self._instructions[self.position].action)
 
-    def _lost(
+    def _make_lost_error(
         self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:
-        """The error of a failed transfer: what this rank did, and for whom it waited."""
+        """Return the error of a failed transfer: the action of this rank and the peers it waited
+        for.
+        """
         self.lost = True
         action = instruction.action
         peers = {inbox.source for inbox, *_ in instruction.awaits}

@@ -1,4 +1,4 @@
-"""An action made ready to run, and what is done around it."""
+"""A prepared action, and the hooks around backwards."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fxpart.schedule.action import Action
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step's input, cut into microbatches.
+    """One step's input, split into microbatches.
 
     inputs: per microbatch the user's tensors by name. sizes: per microbatch the size of each
-    symbol. weights: each microbatch's share of the batch. keys: what seeds its random ops.
+    symbol. weights: each microbatch's share of the batch. keys: per microbatch the seed of its
+    random ops.
     """
 
     inputs: Sequence[Mapping[str, torch.Tensor]]
@@ -29,16 +30,16 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StageFailure:
-    """What went wrong in a stage, and where."""
+    """An exception in a stage, and where it occurred."""
 
     rank: int
     action: Action
     cause: Exception
 
     def problem(self, fix: str, of: str = "") -> Problem:
-        """What every rank is told of it: FXP504, or what fxpart itself has found.
+        """Return the problem that every rank raises: FXP504, or that of an fxpart error.
 
-        fix: what to do about an exception of the user's. of: what the microbatch is one of.
+        fix: for an exception of user code. of: suffix of the microbatch in the message.
         """
         where = (
             f"rank {self.rank}, stage {self.action.stage}, action {self.action}, "
@@ -52,20 +53,20 @@ class StageFailure:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An action made ready: what it awaits, what it does, what it does after a failure."""
+    """A prepared action: the messages it waits for, its call, and its call after a failure."""
 
     action: Action
     awaits: tuple[Arrival, ...]
     do: Callable[[], None]
-    drain: Callable[[], None]
+    communicate: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class BackwardHooks:
-    """What is done around a stage's backwards; each is called with the stage.
+    """Hooks around a stage's backwards; each is called with the stage.
 
-    last: the last action of a step that adds to its gradients begins. after: one is over. skip:
-    the last one will not be done, after a failure.
+    last: before the step's last action that adds to the gradients of the stage. after: after each
+    backward. skip: the last action is skipped, after a failure.
     """
 
     last: Callable[[int], None]
@@ -74,20 +75,24 @@ class BackwardHooks:
 
 
 def add_backward_hooks(
-    instruction: Instruction, around: BackwardHooks, *, ends: bool
+    instruction: Instruction, hooks: BackwardHooks, *, ends: bool
 ) -> Instruction:
-    """A backward and what is done around it; ends: it is the stage's last one of the step."""
-    inner, empty, stage = instruction.do, instruction.drain, instruction.action.stage
+    """Return a backward with hooks; ends: it is the stage's last one of the step."""
+    inner, inner_communicate, stage = (
+        instruction.do,
+        instruction.communicate,
+        instruction.action.stage,
+    )
 
     def do() -> None:
         if ends:
-            around.last(stage)
+            hooks.last(stage)
         inner()
-        around.after(stage)
+        hooks.after(stage)
 
-    def drain() -> None:
-        empty()
+    def communicate() -> None:
+        inner_communicate()
         if ends:
-            around.skip(stage)
+            hooks.skip(stage)
 
-    return replace(instruction, do=do, drain=drain)
+    return replace(instruction, do=do, communicate=communicate)

@@ -1,6 +1,7 @@
-"""One rank's actions, prepared: everything that can be known before a step is worked out here.
+"""Preparation of one rank's actions.
 
-Which tensors cross, what each action reads, and when a microbatch's tensors are dropped.
+Everything known before a step is computed here: the tensors of each message, the values that each
+action reads, and when a microbatch's tensors are freed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.symbolic_shapes import make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.dim_order import (
     Order,
     get_dim_order,
@@ -39,17 +41,17 @@ from fxpart.runtime.gradients.tied_parameters import TiedGradientReducer
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
 from fxpart.schedule.action import Action, ActionKind, Schedule
 
-# Sends that may be under way before the oldest is waited for; bounds the memory that they hold.
+# Maximum number of sends in flight; bounds the memory of sent tensors.
 WINDOW = 4
-_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # what adds to a stage's gradients
-_ENDS = (ActionKind.B, ActionKind.I)  # what gives a microbatch's tensors up
+_BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # Actions that add to a stage's gradients.
+_ENDS = (ActionKind.B, ActionKind.I)  # Actions that free a microbatch's tensors.
 
 
 class RankInstructions:
-    """The instructions of one rank, and what they share.
+    """The instructions of one rank, and their shared state.
 
-    losses, outputs (by name): per microbatch, for what this rank's stages produce. halves: by
-    stage, what splits its backwards. began: when the newest action had all that it needs, in
+    losses, outputs (by name): per microbatch, for this rank's stages. halves: by stage, the
+    splitter of its backwards. began: when the inputs of the newest action were complete, in
     monotonic nanoseconds.
     """
 
@@ -64,7 +66,7 @@ class RankInstructions:
         *,
         train: bool,
         keep_outputs: bool,
-        around: BackwardHooks | None,
+        hooks: BackwardHooks | None,
         recompute: Mapping[int, Mode] | None,
         events: FlightRecorder | None,
     ) -> None:
@@ -72,7 +74,7 @@ class RankInstructions:
         self.rank = rank
         self.events = FlightRecorder(rank, 64) if events is None else events
         self.began = 0
-        self._around = around
+        self._hooks = hooks
         self._transport = transport
         self._device = device
         self._train = train
@@ -80,38 +82,42 @@ class RankInstructions:
         self._takes = schedule.takes
         self._routes = MessageRoutes(spec, schedule, rank, transport, device)
         found, again = self._routes.found, (recompute or {}) if train else {}
-        self._tables = {
+        self._signatures = {
             index: StageSignature.of(
                 spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none")
             )
             for index, module in modules.items()
         }
         self._cells: dict[tuple[int, int], StageMicrobatch] = {}
-        self._rests: dict[tuple[int, int], WeightBackward | None] = {}
+        self._weight_backwards: dict[tuple[int, int], WeightBackward | None] = {}
         self._sending: deque[Any] = deque()
-        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # of what is sent
+        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # Of sent tensors.
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
-        self._ties = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
-        self._late: list[Arrival] = []
+        self._tied_gradients = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
+        self._late_arrivals: list[Arrival] = []
         self.halves = {
             index: BackwardSplitter(
-                module, self._ties.copies(index), self._tables[index].keeping.recompute
+                module,
+                self._tied_gradients.copies(index),
+                self._signatures[index].keeping.recompute,
             )
             for index, module in modules.items()
         }
         self._prepared = self._prepare(schedule.ranks[rank])
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
-        last = {cell: i for i, a in enumerate(actions) for cell in self._touches(a)}
-        spent = self._spent(actions)
+        last = {cell: i for i, a in enumerate(actions) for cell in self._find_read_cells(a)}
+        unread = self._find_unread_outputs(actions)
         ends_of = {a.stage: i for i, a in enumerate(actions) if a.kind in _BACKWARDS}
         done: list[Instruction] = []
         for index, action in enumerate(actions):
-            final = [cell for cell in self._touches(action) if last[cell] == index]
+            final = [cell for cell in self._find_read_cells(action) if last[cell] == index]
             if action.kind is ActionKind.F:
-                instruction = self._prepare_forward(action, self._outlasts(action, actions))
+                instruction = self._prepare_forward(
+                    action, self._outlives_backward(action, actions)
+                )
             elif action.kind in (ActionKind.B, ActionKind.I):
                 instruction = self._prepare_backward(action)
             elif action.kind is ActionKind.W:
@@ -120,40 +126,42 @@ class RankInstructions:
                 instruction = self._prepare_send(action)
             else:
                 instruction = self._prepare_receive(action)
-            if self._around is not None and action.kind in _BACKWARDS:
+            if self._hooks is not None and action.kind in _BACKWARDS:
                 ends = ends_of[action.stage] == index
-                instruction = add_backward_hooks(instruction, self._around, ends=ends)
-            if index in spent:
-                instruction = self._shedding(instruction, spent[index])
-            done.append(self._dropping(instruction, final) if final else instruction)
+                instruction = add_backward_hooks(instruction, self._hooks, ends=ends)
+            if index in unread:
+                instruction = self._add_output_release(instruction, unread[index])
+            done.append(self._add_cell_release(instruction, final) if final else instruction)
         return done
 
-    def _outlasts(self, forward: Action, actions: Sequence[Action]) -> bool:
-        """Whether a stage of this rank takes a forward's values after the backward only."""
+    def _outlives_backward(self, forward: Action, actions: Sequence[Action]) -> bool:
+        """Return whether a stage of this rank reads a forward's outputs only after its backward."""
         if not self._train:
             return False
         own = [(a.stage, a.kind) for a in actions if a.microbatch == forward.microbatch]
         ends = [at for at, (k, kind) in enumerate(own) if k == forward.stage and kind in _ENDS]
-        users = {k for k, table in self._tables.items() if forward.stage in table.producers}
+        users = {k for k, table in self._signatures.items() if forward.stage in table.producers}
         return bool(ends) and any(k in users and kind is ActionKind.F for k, kind in own[ends[0] :])
 
-    def _here(self, stage: int, microbatch: int) -> bool:
-        """Whether this rank runs a microbatch on a stage."""
+    def _is_local(self, stage: int, microbatch: int) -> bool:
+        """Return whether this rank runs a microbatch on a stage."""
         return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
 
-    def _touches(self, action: Action) -> list[tuple[int, int]]:
-        """The (stage, microbatch) cells that an action may read: its own, and local neighbours'."""
-        if action.kind is ActionKind.W:  # what it needs is kept apart
+    def _find_read_cells(self, action: Action) -> list[tuple[int, int]]:
+        """Return the (stage, microbatch) pairs that an action may read: own and local peers'."""
+        if action.kind is ActionKind.W:  # Its inputs are stored separately.
             return []
-        table, found = self._tables[action.stage], [action.stage]
+        table, found = self._signatures[action.stage], [action.stage]
         if action.kind is ActionKind.F:
-            found += [p for p in table.producers if self._here(p, action.microbatch)]
+            found += [p for p in table.producers if self._is_local(p, action.microbatch)]
         elif action.kind in (ActionKind.B, ActionKind.I):
-            found += [c for c in table.consumers if self._here(c, action.microbatch)]
+            found += [c for c in table.consumers if self._is_local(c, action.microbatch)]
         return [(stage, action.microbatch) for stage in found]
 
-    def _dropping(self, instruction: Instruction, final: list[tuple[int, int]]) -> Instruction:
-        """The same, and what nothing reads after it is dropped."""
+    def _add_cell_release(
+        self, instruction: Instruction, final: list[tuple[int, int]]
+    ) -> Instruction:
+        """Return the instruction with the tensors dropped that no later action reads."""
         inner, cells = instruction.do, self._cells
 
         def do() -> None:
@@ -161,74 +169,77 @@ class RankInstructions:
             for cell in final:
                 cells.pop(cell, None)
 
-        return Instruction(instruction.action, instruction.awaits, do, instruction.drain)
+        return Instruction(instruction.action, instruction.awaits, do, instruction.communicate)
 
-    def _spent(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
-        """By position the cells whose outputs nothing reads after it; where stages recompute."""
+    def _find_unread_outputs(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
+        """Return by position the pairs whose outputs are not read later, for recomputed stages."""
         last: dict[tuple[int, int], int] = {}
         for index, action in enumerate(actions):
             if action.kind is ActionKind.F:
-                last |= dict.fromkeys(self._touches(action), index)
+                last |= dict.fromkeys(self._find_read_cells(action), index)
             elif action.kind is ActionKind.SEND_F:
                 last[action.stage, action.microbatch] = index
         found: dict[int, list[tuple[int, int]]] = {}
         for cell, index in last.items():
-            if self._tables[cell[0]].keeping.recompute is not None:
+            if self._signatures[cell[0]].keeping.recompute is not None:
                 found.setdefault(index, []).append(cell)
         return found
 
-    def _shedding(self, instruction: Instruction, spent: list[tuple[int, int]]) -> Instruction:
-        """The same, and outputs that nothing reads after it are dropped."""
+    def _add_output_release(
+        self, instruction: Instruction, unread: list[tuple[int, int]]
+    ) -> Instruction:
+        """Return the instruction with the outputs dropped that no later action reads."""
         inner, cells = instruction.do, self._cells
 
         def do() -> None:
             inner()
-            for key in spent:
-                cells[key].shed()
+            for key in unread:
+                cells[key].drop_outputs()
 
         return replace(instruction, do=do)
 
-    def _begins(self, action: Action) -> Mark:
-        """That an action has what it needs."""
+    def _make_start_mark(self, action: Action) -> Mark:
+        """Return the event that an action has all its inputs."""
         return self.events.mark(str(action), stage=action.stage, microbatch=action.microbatch)
 
-    def _waits(self, action: Action, arrivals: Sequence[Arrival]) -> list[Mark | None]:
-        """For each arrival that the action waits for its sender; None: as for the one before.
+    def _make_wait_marks(self, action: Action, arrivals: Sequence[Arrival]) -> list[Mark | None]:
+        """Return for each arrival the event of waiting for its sender; None if it equals the
+        previous.
 
-        None for the first, too: the executor says that before the action is looked at.
+        The first is None, too: the executor writes it before the action.
         """
         marks: list[Mark | None] = []
         for at, (inbox, *_) in enumerate(arrivals):
             again = at == 0 or arrivals[at - 1][0].source == inbox.source
-            marks.append(None if again else self._waits_for(action, inbox.source))
+            marks.append(None if again else self._make_wait_mark(action, inbox.source))
         return marks
 
-    def _waits_for(self, action: Action, rank: int) -> Mark:
+    def _make_wait_mark(self, action: Action, rank: int) -> Mark:
         return self.events.mark(
             str(action), "wait", stage=action.stage, microbatch=action.microbatch, peer=rank
         )
 
     def _prepare_receive(self, action: Action) -> Instruction:
-        """A receive is posted here at the latest; the computation that needs it waits for it."""
-        post = self._routes.posting(action) or _nothing
+        """Prepare a receive: it is posted here at the latest, and awaited by its computation."""
+        post = self._routes.posting(action) or _do_nothing
         return Instruction(action, (), post, post)
 
-    def _prepare_forward(self, action: Action, outlasts: bool) -> Instruction:
-        table, microbatch = self._tables[action.stage], action.microbatch
+    def _prepare_forward(self, action: Action, outlives_backward: bool) -> Instruction:
+        table, microbatch = self._signatures[action.stage], action.microbatch
         arrivals = self._routes.arrivals(
             ActionKind.SEND_F, action.stage, microbatch, table.producers
         )
         own = [
             (producer, self._routes.values[producer, action.stage])
             for producer in table.producers
-            if self._here(producer, microbatch)
+            if self._is_local(producer, microbatch)
         ]
         cells, write = self._cells, self.events.write
-        waits, begins = self._waits(action, arrivals), self._begins(action)
+        waits, begins = self._make_wait_marks(action, arrivals), self._make_start_mark(action)
 
         def do() -> None:
             feed, cell = self._feed, StageMicrobatch(table)
-            cell.outlasts = outlasts
+            cell.outlives_backward = outlives_backward
             for position, name in table.user:
                 cell.inputs[position] = feed.inputs[microbatch][name]
             for (inbox, place, carried), mark in zip(arrivals, waits, strict=True):
@@ -249,25 +260,29 @@ class RankInstructions:
             for name, position in table.kept:
                 self.outputs.setdefault(name, {})[microbatch] = cell.outputs[position].detach()
 
-        return Instruction(action, arrivals, do, _dropper(arrivals))
+        return Instruction(action, arrivals, do, _make_drop(arrivals))
 
     def _prepare_backward(self, action: Action) -> Instruction:
-        stage, microbatch, ties = action.stage, action.microbatch, self._ties
-        table, cells = self._tables[stage], self._cells
-        tied, awaited = ties.involves(stage), ties.arrivals(stage, microbatch)
-        if not (table.trains or tied):  # an owner without gradients of its own collects others'
-            return Instruction(action, (), _nothing, _nothing)
+        stage, microbatch, tied_gradients = action.stage, action.microbatch, self._tied_gradients
+        table, cells = self._signatures[stage], self._cells
+        tied, tied_arrivals = (
+            tied_gradients.is_tied_stage(stage),
+            tied_gradients.arrivals(stage, microbatch),
+        )
+        # An owner without own gradients still collects those of other stages.
+        if not (table.trains or tied):
+            return Instruction(action, (), _do_nothing, _do_nothing)
         arrivals = self._routes.arrivals(ActionKind.SEND_B, stage, microbatch, table.consumers)
         own = [
             (consumer, self._routes.returns[consumer, stage])
             for consumer in table.consumers
-            if self._here(consumer, microbatch)
+            if self._is_local(consumer, microbatch)
         ]
-        self._late += ties.arrivals(stage, microbatch, late=True)
+        self._late_arrivals += tied_gradients.arrivals(stage, microbatch, late=True)
         halves = self.halves[stage] if action.kind is ActionKind.I else None
-        write, begins = self.events.write, self._begins(action)
-        waits = self._waits(action, (*arrivals, *awaited))
-        waits_for_ties = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
+        write, begins = self.events.write, self._make_start_mark(action)
+        waits = self._make_wait_marks(action, (*arrivals, *tied_arrivals))
+        tied_waits = [mark for mark in waits[len(arrivals) :] if mark is not None][:1]
 
         def do() -> None:
             cell, roots = cells[stage, microbatch], BackwardRoots(table)
@@ -282,40 +297,40 @@ class RankInstructions:
             if table.loss is not None:
                 roots.add_loss(cell.outputs[table.loss], self._feed.weights[microbatch])
             if tied:
-                for mark in waits_for_ties:
+                for mark in tied_waits:
                     write(mark)
-                roots.add_shared(ties.before(stage, microbatch))
+                roots.add_shared(tied_gradients.receive_roots(stage, microbatch))
             if waits:
                 self.began = write(begins)
             if halves is None:
                 cell.backward(roots)
             else:
-                self._rests[stage, microbatch] = cell.backward_inputs(roots, halves)
+                self._weight_backwards[stage, microbatch] = cell.backward_inputs(roots, halves)
             if tied:
-                ties.after(stage, microbatch)
+                tied_gradients.send_sums(stage, microbatch)
 
-        drop = _dropper((*arrivals, *awaited))
+        drop = _make_drop((*arrivals, *tied_arrivals))
 
-        def drain() -> None:
-            ties.skip(stage, microbatch)
+        def communicate() -> None:
+            tied_gradients.skip(stage, microbatch)
             drop()
 
-        return Instruction(action, (*arrivals, *awaited), do, drain)
+        return Instruction(action, (*arrivals, *tied_arrivals), do, communicate)
 
     def _prepare_weights(self, action: Action) -> Instruction:
-        key, rests = (action.stage, action.microbatch), self._rests
+        key, rests = (action.stage, action.microbatch), self._weight_backwards
 
         def do() -> None:
             rest = rests.pop(key, None)
             if rest is not None:
                 rest.run()
 
-        return Instruction(action, (), do, _nothing)
+        return Instruction(action, (), do, _do_nothing)
 
     def _prepare_send(self, action: Action) -> Instruction:
         carried = self._routes.carried(action)
         if not carried:
-            return Instruction(action, (), _nothing, _nothing)
+            return Instruction(action, (), _do_nothing, _do_nothing)
         assert action.peer is not None
         target = self._stage_rank[action.peer]
         forward = action.kind is ActionKind.SEND_F
@@ -323,8 +338,10 @@ class RankInstructions:
         key, microbatch = (action.stage, action.microbatch), action.microbatch
         expected = [(link, make_shape_function(link.shape)) for link in carried]
 
-        def send(tensors: list[torch.Tensor], fresh: dict[tuple[int, ValueEdge], Order]) -> None:
-            self._orders.update(fresh)
+        def send(
+            tensors: list[torch.Tensor], new_orders: dict[tuple[int, ValueEdge], Order]
+        ) -> None:
+            self._orders.update(new_orders)
             for tensor in tensors:
                 if len(self._sending) >= WINDOW:
                     self._transport.wait(self._sending.popleft())
@@ -333,53 +350,53 @@ class RankInstructions:
         def do() -> None:
             cell, sizes = self._cells[key], self._feed.sizes[microbatch]
             tensors: list[torch.Tensor] = []
-            fresh: dict[tuple[int, ValueEdge], Order] = {}
+            new_orders: dict[tuple[int, ValueEdge], Order] = {}
             for link, of in expected:
                 value = cell.value(link, forward=forward)
-                if value.shape != of(sizes) or value.dtype != link.dtype:
-                    raise _misshapen(link, value, of(sizes))
+                if value.shape != of(sizes) or value.dtype != torch_dtype(link.dtype):
+                    raise _make_shape_error(link, value, of(sizes))
                 value = value.detach()
                 if link.sent != link.dtype:
-                    value = value.to(link.sent)
-                tensors += self._packed(channel, link, value, fresh)
-            send(tensors, fresh)
+                    value = value.to(torch_dtype(link.sent))
+                tensors += self._pack(channel, link, value, new_orders)
+            send(tensors, new_orders)
 
-        def drain() -> None:
+        def communicate() -> None:
             sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
-            fresh: dict[tuple[int, ValueEdge], Order] = {}
+            new_orders: dict[tuple[int, ValueEdge], Order] = {}
             for link, of in expected:
-                zeros = torch.zeros(of(sizes), dtype=link.sent, device=self._device)
-                tensors += self._packed(channel, link, zeros, fresh)
-            send(tensors, fresh)
+                zeros = torch.zeros(of(sizes), dtype=torch_dtype(link.sent), device=self._device)
+                tensors += self._pack(channel, link, zeros, new_orders)
+            send(tensors, new_orders)
 
-        return Instruction(action, (), do, drain)
+        return Instruction(action, (), do, communicate)
 
-    def _packed(
+    def _pack(
         self,
         channel: int,
         link: ValueEdge,
         value: torch.Tensor,
-        fresh: dict[tuple[int, ValueEdge], Order],
+        new_orders: dict[tuple[int, ValueEdge], Order],
     ) -> list[torch.Tensor]:
-        """What is sent of a value: itself, contiguous, and before its link's first its order.
+        """Return the tensors to send for a value, preceded by its dim order the first time.
 
-        fresh: takes an order that is to be sent.
+        new_orders: receives an order that is to be sent.
         """
         if not has_several_orders(link.shape):
             return [value.contiguous()]
         known = self._orders.get((channel, link))
         if known is not None:
             return [pack_to_order(value, known)]
-        order = fresh[channel, link] = get_dim_order(value)
+        order = new_orders[channel, link] = get_dim_order(value)
         head = torch.tensor(order, dtype=torch.int64, device=self._device)
         return [head, pack_to_order(value, order)]
 
 
-def _nothing() -> None:
-    """A transfer without tensors, or a backward without gradients."""
+def _do_nothing() -> None:
+    """Do nothing: a transfer without tensors, or a backward without gradients."""
 
 
-def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
+def _make_drop(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
     def drop() -> None:
         for inbox, place, _ in arrivals:
             inbox.drop(place)
@@ -387,10 +404,13 @@ def _dropper(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
     return drop
 
 
-def _misshapen(link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]) -> FxpartError:
+def _make_shape_error(
+    link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]
+) -> FxpartError:
+    dtype = torch_dtype(link.dtype)
     return error(
         "FXP900",
         where=f"value {link.name} from stage {link.source} to stage {link.target}",
-        why=f"it is {value.dtype} {tuple(value.shape)}, and {link.dtype} {expected} was compiled",
+        why=f"it is {value.dtype} {tuple(value.shape)}, not {dtype} {expected} as compiled",
         fix="",
     )

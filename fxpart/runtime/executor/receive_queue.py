@@ -1,4 +1,4 @@
-"""Messages from one rank over one channel: posted early, in the order in which they are sent."""
+"""Messages from one rank over one channel: posted early, in the order of the sends."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import torch
 
 from fxpart.program.edges import ValueEdge
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.dim_order import Order, has_several_orders, unpack_from_order
 from fxpart.runtime.transport.interface import Transport
 
-# Receives that stand ready beyond the one that is needed next. Two hide the hand-shake of a
-# transfer behind a computation; each costs one boundary tensor of memory.
+# Receives posted beyond the next one needed. Two hide the handshake of a transfer behind a
+# computation; each costs one boundary tensor of memory.
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class StageMessage:
-    """The values of one transfer action: some links of a stage pair, for one microbatch."""
+    """The values of one transfer action: links of a stage pair, for one microbatch."""
 
     links: tuple[ValueEdge, ...]
     microbatch: int
 
 
 class ReceiveQueue:
-    """Receives of one (sender, channel), each with the static shape that its links say.
+    """Receives of one (sender, channel), each with the static shape of its links.
 
-    The order is that of the sender's actions, which every rank knows; so it holds for transports
-    that do not tell messages apart, too.
+    Messages are matched by the order of the sender's actions, which every rank knows. This also
+    works for transports without message tags.
     """
 
     def __init__(
@@ -44,40 +45,44 @@ class ReceiveQueue:
         *,
         orders: bool = False,
     ) -> None:
-        """source, target: ranks. messages: all of one step, in the order in which they are sent.
+        """source, target: ranks. messages: all of one step, in the order of the sends.
 
-        orders: whether the order of a link's dims in memory is sent before its first tensor.
+        orders: whether the memory order of a link's dims is sent before its first tensor.
         """
         self.source = source
         self.channel = channel
         self._transport = transport
-        self._ends = (source, target, channel)
+        self._route = (source, target, channel)
         self._device = device
         self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
         self._plan = [
-            (m.microbatch, [(make_shape_function(link.shape), link.sent) for link in m.links])
+            (m.microbatch, [(make_shape_function(x.shape), torch_dtype(x.sent)) for x in m.links])
             for m in messages
         ]
-        # Where it travels as something else, what each tensor of a message was and is again.
-        self._wanted = [
-            [link.dtype for link in m.links] if any(x.sent != x.dtype for x in m.links) else None
+        # Original dtypes of each message's tensors, if it is sent in another dtype.
+        self._original_dtypes = [
+            [torch_dtype(x.dtype) for x in m.links]
+            if any(x.sent != x.dtype for x in m.links)
+            else None
             for m in messages
         ]
         self._links = [m.links for m in messages]
         self._orders: dict[ValueEdge, Order] | None = {} if orders else None
         self._announced: set[ValueEdge] = set()
-        self._heads: dict[int, list[tuple[ValueEdge, Any]]] = {}  # by message: orders under way
+        self._pending_orders: dict[
+            int, list[tuple[ValueEdge, Any]]
+        ] = {}  # By message: orders in flight.
         self._handles: list[list[Any] | None] = []
         self._sizes: Sequence[Sizes] = ()
 
     def begin(self, sizes: Sequence[Sizes]) -> None:
-        """Start a step: post the first receives. sizes: symbol sizes per microbatch."""
+        """Start a step and post the first receives. sizes: symbol sizes per microbatch."""
         self._sizes = sizes
-        self._handles, self._heads = [], {}
+        self._handles, self._pending_orders = [], {}
         self.ensure(AHEAD)
 
     def ensure(self, count: int) -> None:
-        """Post receives until the first ``count`` messages (or all) are under way."""
+        """Post receives until the first ``count`` messages (or all) are posted."""
         if count <= len(self._handles):
             return
         post, plan, handles = self._transport.post, self._plan, self._handles
@@ -87,25 +92,25 @@ class ReceiveQueue:
             for link, (of, dtype) in zip(self._links[index], tensors, strict=True):
                 if self._orders is not None:
                     self._post_order(index, link)
-                posted.append(post(*self._ends, of(sizes), dtype, self._device))
+                posted.append(post(*self._route, of(sizes), dtype, self._device))
             handles.append(posted)
 
     def _post_order(self, index: int, link: ValueEdge) -> None:
-        """Post the order of a link's dims, which comes before its first tensor."""
+        """Post the receive of a link's dim order, which precedes its first tensor."""
         if link not in self._announced and has_several_orders(link.shape):
             self._announced.add(link)
             shape = (len(link.shape),)
-            handle = self._transport.post(*self._ends, shape, torch.int64, self._device)
-            self._heads.setdefault(index, []).append((link, handle))
+            handle = self._transport.post(*self._route, shape, torch.int64, self._device)
+            self._pending_orders.setdefault(index, []).append((link, handle))
 
     def ready(self, index: int) -> bool:
-        """Whether message ``index`` can be taken without waiting for this process's own turn."""
+        """Return whether message ``index`` can be taken without waiting."""
         if index >= len(self._handles):
             self.ensure(index + 1)
         handles = self._handles[index]
         if handles is None:
             return True
-        heads = [handle for _, handle in self._heads.get(index, ())]
+        heads = [handle for _, handle in self._pending_orders.get(index, ())]
         return all(map(self._transport.ready, (*heads, *handles)))
 
     def take(self, index: int) -> list[torch.Tensor]:
@@ -113,7 +118,7 @@ class ReceiveQueue:
         if index >= len(self._handles):
             self.ensure(index + 1)
         handles = self._handles[index]
-        assert handles is not None, "a message is taken once"
+        assert handles is not None, "a message can be taken only once"
         self._read_orders(index)
         tensors = list(map(self._transport.wait, handles))
         if self._orders:
@@ -124,21 +129,21 @@ class ReceiveQueue:
             ]
         self._handles[index] = None
         self.ensure(index + 1 + AHEAD)
-        wanted = self._wanted[index]
+        wanted = self._original_dtypes[index]
         if wanted is not None:
             tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
         return tensors
 
     def _read_orders(self, index: int) -> None:
-        """Note the orders that come with a message."""
-        for link, handle in self._heads.pop(index, ()):
+        """Store the orders that arrive with a message."""
+        for link, handle in self._pending_orders.pop(index, ()):
             assert self._orders is not None, "orders were posted"
             self._orders[link] = tuple(self._transport.wait(handle).tolist())
 
     def settle(self, index: int) -> None:
-        """Wait for message ``index`` as :meth:`take` does, and leave it there to be taken.
+        """Wait for message ``index`` as :meth:`take` does, but keep it to be taken later.
 
-        Only over a transport between processes, whose transfers can be waited for twice.
+        Only for transports between processes, whose transfers can be waited for twice.
         """
         self.ensure(index + 1)
         self._read_orders(index)
@@ -147,7 +152,7 @@ class ReceiveQueue:
         self.ensure(index + 1 + AHEAD)
 
     def drop(self, index: int) -> None:
-        """Let message ``index`` arrive if it was not taken, and forget it."""
+        """Wait for message ``index`` if it was not taken, and discard it."""
         self.ensure(index + 1)
         if self._handles[index] is not None:
             self.take(index)

@@ -1,17 +1,17 @@
-"""Activations that a forward does not keep: they are made again just before they are needed.
+"""Activation recomputation: forwards run again just before their backward.
 
-"full": a piece of a stage (a block of the model, or the whole stage where its code has no blocks)
-keeps its inputs; when the backward first asks for something that autograd would have saved, the
-piece runs forward again. "selective": the results of long products are kept too (linear layers,
-convolutions, fused attention), so that what runs again is cheap: attention scores, activation
-functions, norms, dropout (Korthikanti et al. 2022, section 5). A piece of which autograd saves
-nothing but weights, its inputs and its results, which are kept anyway, is not run again, unless it
-has collectives: lanes decide each by itself, and have to do the same.
+"full": a piece of a stage (a block of the model, or the whole stage if its code has no blocks)
+stores only its inputs. When the backward first reads a tensor that autograd would have saved, the
+piece runs forward again. "selective": results of long products are stored too (linear layers,
+convolutions, fused attention), so that only cheap ops run again: attention scores, activation
+functions, norms, dropout (Korthikanti et al. 2022, section 5). A piece of which autograd saves only
+weights, inputs and results, which are stored anyway, is not recomputed, unless it has collectives:
+each mesh rank decides by itself, and all have to decide the same.
 
-Every number stays what it was. The autograd graph is that of the plain forward, only its saved
-tensors are handles; random ops are seeded by the microbatch's key; buffers that a forward writes
-are as they were for that forward while it runs again, and afterwards as if it had not; collectives
-run again in the same order on all lanes, whose schedules are the same.
+Results stay identical. The autograd graph is that of the plain forward, with handles for its saved
+tensors. Random ops are seeded by the microbatch's key. Buffers that a forward writes are restored
+to their earlier values while it runs again, and to their current values afterwards. Collectives run
+again in the same order on all mesh ranks, whose schedules are the same.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ Call = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class ForwardWeights(Protocol):
-    """See :class:`fxpart.runtime.weights.forward_recomputation.ForwardRecomputation`."""
+    """Access to the weights of the forward; see
+    :class:`fxpart.runtime.weights.forward_recomputation.ForwardRecomputation`.
+    """
 
     def forward_weights(self) -> AbstractContextManager[Callable[[torch.Tensor], Any] | None]:
-        """Around a forward that runs again: what packs the tensors that it saves."""
+        """Restore the forward's weights for a recomputation; yield what packs its tensors."""
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """A packed tensor as the backward that runs reads it."""
+        """Return a packed tensor as the running backward reads it."""
 
 
 class StageRecomputation:
-    """Calls the pieces of one stage, and makes what they did not keep.
+    """Calls the pieces of one stage, and recomputes what they did not store.
 
-    weights: gives the weights that a forward read, where its backward reads others; None: they are
-    the same. unpacked: while it is a list, what the backward has asked for since it was emptied;
-    see :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: how often a piece
-    was run again.
+    weights: restores the weights that a forward read, if its backward reads others; None: they are
+    the same. unpacked: while it is a list, the handles that the backward has read since it was
+    cleared; see :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: number of
+    recomputations.
     """
 
     def __init__(self, module: nn.Module, mode: Mode) -> None:
@@ -62,7 +64,7 @@ class StageRecomputation:
         self._pieces: dict[str, _RecomputedFunction] = {}
 
     def call(self, piece: Call, key: int, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        """The piece's results; where gradients are wanted nothing but its inputs is kept."""
+        """Return the piece's results; if gradients are enabled, store only its inputs."""
         if not torch.is_grad_enabled():
             return piece(key, *inputs)
         name = getattr(piece, "__name__", "forward")
@@ -73,7 +75,7 @@ class StageRecomputation:
 
 
 class SavedTensorHandle:
-    """Stands for a saved tensor in the autograd graph. value: the tensor, once it was made."""
+    """Placeholder of a saved tensor in the autograd graph. value: the tensor, once recomputed."""
 
     __slots__ = ("__weakref__", "record", "value")
 
@@ -83,12 +85,12 @@ class SavedTensorHandle:
         self.value: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        """The tensor; the first to be asked for brings all of its call."""
+        """Return the tensor; the first read recomputes all tensors of the call."""
         value = self.value
         if value is None:
             self.record.again()
             value = self.value
-            assert value is not None, "the call fills all of its slots"
+            assert value is not None, "the recomputation fills all handles of the call"
         unpacked = self.record.piece.stage.unpacked
         if unpacked is not None:
             unpacked.append(self)
@@ -96,18 +98,18 @@ class SavedTensorHandle:
 
 
 class _RecomputedFunction:
-    """A function of a stage module, and what was learnt from its first call."""
+    """A function of a stage module, with what its first call revealed."""
 
     def __init__(self, stage: StageRecomputation, run: Call) -> None:
         self.stage = stage
         self.run = run
         self.written: list[torch.Tensor] | None = None  # buffers
-        self.changed: tuple[int, ...] = ()  # inputs that it writes in place
-        self.again = True  # whether it runs again
+        self.changed: tuple[int, ...] = ()  # Inputs that it writes in place.
+        self.again = True  # Whether it is recomputed.
         self.products = SelectiveRecomputePolicy() if stage.mode == "selective" else None
 
     def call(self, key: int, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-        """A forward of which only a record stays."""
+        """Run the forward and store only a record of it."""
         if not self.again:
             return self.run(key, *inputs)
         first = self.written is None
@@ -120,19 +122,21 @@ class _RecomputedFunction:
         with hooks, record.products or nullcontext():
             found = self.run(key, *inputs)
         if first:
-            self._learn(record, watched, inputs, found)
+            self._analyze_first_call(record, watched, inputs, found)
         return found
 
-    def _learn(
+    def _analyze_first_call(
         self,
         record: _RecomputedCall,
         watched: list[torch.Tensor],
         inputs: tuple[Any, ...],
         outputs: tuple[torch.Tensor, ...],
     ) -> None:
-        """The first call has copied all that could change; keep what did."""
+        """Find out what the first call changed; it has copied everything that it could change."""
         kept = [*self.stage.module.parameters(), *watched, *inputs, *outputs]
-        self.again = bool(_storages(record.saved) - _storages(kept)) or _exchanges(self.run)
+        self.again = bool(
+            _get_storage_ids(record.saved) - _get_storage_ids(kept)
+        ) or _has_collectives(self.run)
         record.saved.clear()
         pairs = list(zip(watched, record.buffers, strict=True))
         changed = [not torch.equal(buffer, old) for buffer, old in pairs]
@@ -144,7 +148,7 @@ class _RecomputedFunction:
 
 
 class _RecomputedCall:
-    """One call of a piece: what it was given, and a slot for each tensor that autograd saved."""
+    """One call of a piece: its inputs, and a handle for each tensor that autograd saved."""
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class _RecomputedCall:
         self.piece = piece
         self.buffers = buffers
         self.bytes = 0
-        self.saved: list[torch.Tensor] = []  # by a first call, until it is over
+        self.saved: list[torch.Tensor] = []  # Of a first call, until it ends.
         self._key = key
         self._inputs: list[Any] = []
         self._versions: list[int] = []
@@ -177,7 +181,9 @@ class _RecomputedCall:
         self.products = None if products is None else products.keeping()
 
     def settle(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
-        """After a call for which all inputs were copied: those that it has written stay so."""
+        """Keep the copies of only those inputs that the first call has written; return their
+        positions.
+        """
         written = []
         for place, value in enumerate(inputs):
             if isinstance(value, torch.Tensor):
@@ -190,7 +196,7 @@ class _RecomputedCall:
         return self._copied
 
     def pack(self, tensor: torch.Tensor) -> SavedTensorHandle:
-        """What the graph holds in place of a tensor."""
+        """Return the handle that the graph stores instead of a tensor."""
         slot = SavedTensorHandle(self)
         self._slots.append(weakref.ref(slot))
         if self.piece.written is None:
@@ -199,7 +205,7 @@ class _RecomputedCall:
         return slot
 
     def again(self) -> None:
-        """Run the piece again and fill the slots that are still there."""
+        """Run the piece again and fill the handles that are still alive."""
         slots, made = self._slots, 0
         weights = self.piece.stage.weights
         packed: list[tuple[SavedTensorHandle, Any]] = []
@@ -216,47 +222,47 @@ class _RecomputedCall:
                 raise _StopRecomputationError
 
         self.piece.stage.times += 1
-        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _never)
+        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _forbid_unpack)
         kept = nullcontext() if self.products is None else self.products.again()
         reading: AbstractContextManager[Any] = nullcontext()
         if weights is not None:
             reading = weights.forward_weights()
-        with reading as pack, torch.enable_grad(), self._as_before(), kept, hooks:
+        with reading as pack, torch.enable_grad(), self._restore_buffers(), kept, hooks:
             try:
                 self.piece.run(self._key, *self._arguments())
             except _StopRecomputationError:
                 pass
-        for slot, value in packed:  # the parameters hold the backward's weights again
-            assert weights is not None, "it packs"
+        for slot, value in packed:  # The parameters have the backward's weights again.
+            assert weights is not None, "only forward weights pack tensors"
             slot.value = weights.unpack(value)
         if made != len(slots):
             raise error(
                 "FXP900",
                 where=f"recomputing {type(self.piece.stage.module).__name__}",
-                why=f"{made} tensors were saved, and {len(slots)} the first time",
-                fix="leave recompute out for this stage",
+                why=f"it saved {made} tensors, but {len(slots)} in the first run",
+                fix='use recompute="none" for this stage',
             )
 
     def _arguments(self) -> Iterator[Any]:
         for place, (value, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
             if place in self._copied and isinstance(value, torch.Tensor):
-                yield value.clone()  # the piece writes it
+                yield value.clone()  # The piece writes it.
             elif version >= 0 and get_write_count(value) != version:
                 raise error(
                     "FXP109",
                     where=f"recomputing {type(self.piece.stage.module).__name__}",
                     why=f"input {place} was changed in place after it was used",
-                    fix="leave recompute out for this stage, or do not change it in place",
+                    fix='use recompute="none" for this stage, or do not change it in place',
                 )
             else:
                 yield value
 
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Buffers as they were for this call; what they are now comes back."""
+    def _restore_buffers(self) -> Iterator[None]:
+        """Restore the buffers of this call; restore the current ones afterwards."""
         written = self.piece.written or []
         now = [buffer.detach().clone() for buffer in written]
-        # Without a new version: a graph that has saved the buffer finds it as it was.
+        # Writing .data keeps the version, so a graph that has saved the buffer accepts it.
         for buffer, old in zip(written, self.buffers, strict=True):
             buffer.data.copy_(old)
         try:
@@ -266,14 +272,14 @@ class _RecomputedCall:
                 buffer.data.copy_(value)
 
 
-def _exchanges(piece: Call) -> bool:
-    """Whether its code calls collectives."""
+def _has_collectives(piece: Call) -> bool:
+    """Return whether its code calls collectives."""
     code = getattr(inspect.unwrap(getattr(piece, "forward", piece)), "__code__", None)
     return code is None or "collectives" in code.co_names
 
 
-def _storages(values: Iterable[Any]) -> set[int]:
-    """Which memory tensors are in, as long as they live; sparse ones are in their own."""
+def _get_storage_ids(values: Iterable[Any]) -> set[int]:
+    """Return the ids of the tensors' storages while they live; of a sparse tensor its own."""
     found = set()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -283,8 +289,8 @@ def _storages(values: Iterable[Any]) -> set[int]:
 
 
 class _StopRecomputationError(Exception):
-    """Everything that was saved has been made; what follows in the piece need not run again."""
+    """Raised when all saved tensors are recomputed, so the remaining ops need not run."""
 
 
-def _never(packed: object) -> NoReturn:
-    raise AssertionError("nobody goes backward through a forward that is run again")
+def _forbid_unpack(packed: object) -> NoReturn:
+    raise AssertionError("a recomputed forward has no backward of its own")

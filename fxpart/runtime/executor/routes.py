@@ -1,4 +1,4 @@
-"""Which message carries what, and where it comes in: read off the lowered schedule once."""
+"""The content and destination of each message, derived once from the lowered schedule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Arrival = tuple[ReceiveQueue, int, tuple[ValueEdge, ...]]
 class MessageRoutes:
     """A rank's messages.
 
-    found: all links of the program. inboxes: one for each sending rank and direction. values:
-    the links from a stage to another. returns: the links whose gradients a stage sends to another.
+    found: all links of the program. inboxes: one for each sending rank and direction. values: the
+    links from a stage to another. returns: the links whose gradients a stage sends to another.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class MessageRoutes:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        """schedule: lowered. device: where received tensors are put."""
+        """schedule: lowered. device: of received tensors."""
         self.found = find_value_edges(spec)
         self.values: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
         self.returns: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
@@ -61,7 +61,7 @@ class MessageRoutes:
                         self._add(inbox, mine)
 
     def carried(self, send: Action) -> tuple[ValueEdge, ...]:
-        """The links whose values (or gradients) a send carries."""
+        """Return the links whose values (or gradients) a send carries."""
         assert send.peer is not None
         kept = self.values if send.kind is ActionKind.SEND_F else self.returns
         return kept.get((send.stage, send.peer), ())
@@ -69,7 +69,7 @@ class MessageRoutes:
     def arrivals(
         self, kind: ActionKind, stage: int, microbatch: int, peers: Sequence[int]
     ) -> tuple[Arrival, ...]:
-        """What other ranks' sends bring the stage for a microbatch, in the order of ``peers``."""
+        """Return other ranks' messages for a microbatch of the stage, ordered by ``peers``."""
         found = []
         for peer in peers:
             message = self._messages.get((kind, peer, stage, microbatch))
@@ -78,7 +78,7 @@ class MessageRoutes:
         return tuple(found)
 
     def posting(self, receive: Action) -> Callable[[], None] | None:
-        """A call that has the message of a receive posted; None if it carries nothing."""
+        """Return a call that posts the message of a receive; None if it carries nothing."""
         kind = ActionKind.SEND_F if receive.kind is ActionKind.RECV_F else ActionKind.SEND_B
         assert receive.peer is not None
         found = self._messages.get((kind, receive.peer, receive.stage, receive.microbatch))

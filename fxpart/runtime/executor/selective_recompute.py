@@ -1,9 +1,9 @@
-"""Which results selective recomputation keeps: those of products over long sums.
+"""The results that selective recomputation stores: those of products over long sums.
 
-Making a product again takes time in proportion to the length of its sum, whatever its size. So, as
-in pricing (:mod:`fxpart.pricing.joint_recompute`), a result is made again only if that frees, for
-each operation it takes, at least ``WORTH`` times the bytes that recomputing everything frees for
-each operation of the forward.
+The time to recompute an element of a product is proportional to the length of its sum. As in
+pricing (:mod:`fxpart.pricing.joint_recompute`), a result is recomputed only if it frees, per
+operation, at least ``WORTH`` times the bytes that full recomputation frees per operation of the
+forward.
 """
 
 from __future__ import annotations
@@ -19,61 +19,61 @@ WORTH = 2.0
 
 
 class SelectiveRecomputePolicy:
-    """Decides by the first call of a piece, product by product in their order."""
+    """Selects products to store from the first call of a piece, in their order."""
 
     def __init__(self) -> None:
-        """Nothing is known: the first call keeps all products."""
+        """Start without a decision: the first call stores all products."""
         self._save: list[bool] | None = None
 
     def keeping(self) -> ProductCacheMode:
-        """For one call: the context of its forward. ``again()`` is that of when it runs again."""
+        """Return the context of one forward; its ``again()`` is that of the recomputation."""
         return ProductCacheMode(self._save)
 
     def decide(self, first: ProductCacheMode, freed: int) -> None:
-        """From now on only long products, and none that is changed in place afterwards.
+        """Store from now on only long products that are not changed in place afterwards.
 
-        first: those of the first call. freed: bytes that autograd would have saved.
+        first: the products of the first call. freed: bytes that autograd would have saved.
         """
         total = sum(operations for operations, _ in first.costs) or 1.0
         self._save = [
-            held / max(operations, 1.0) < WORTH * freed / total and intact
-            for (operations, held), intact in zip(first.costs, first.settle(), strict=True)
+            size / max(operations, 1.0) < WORTH * freed / total and intact
+            for (operations, size), intact in zip(first.costs, first.settle(), strict=True)
         ]
 
 
 class ProductCacheMode(TorchDispatchMode):
-    """The results of products that one call keeps. costs: operations and bytes of each product."""
+    """Stores results of products of one call. costs: operations and bytes of each product."""
 
     def __init__(self, save: list[bool] | None) -> None:
-        """save: which, in their order; None: all."""
+        """save: whether to store each product, in their order; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs: list[tuple[float, float]] = []
         self._save = save
         self._kept: list[Any] = []
-        self._made: list[Any] = []  # of a first call: as the ops gave them
+        self._made: list[Any] = []  # Of a first call: results as the ops returned them.
 
     def settle(self) -> list[bool]:
-        """After a first call: by product, whether nothing has changed it since; others go."""
+        """Return by product whether it was not changed since; discard the changed ones."""
         found = [all(get_write_count(t) == 0 for t in _tensors(made)) for made in self._made]
         self._kept = [
             kept if intact else None for kept, intact in zip(self._kept, found, strict=True)
         ]
-        self._made = []  # they hold the autograd graph
+        self._made = []  # They keep the autograd graph alive.
         return found
 
     def again(self) -> ProductReplayMode:
-        """The context in which the call runs again; it may be entered once."""
+        """Return the context in which the call is recomputed; it can be entered once."""
         return ProductReplayMode(self)
 
     def give(self, place: int) -> Any:
-        """A result, which is not kept any longer; None where there is none."""
+        """Return and remove a stored result; None if it was not stored."""
         kept, self._kept[place] = self._kept[place], None
         return kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the op, and keep its result if it is a product that is wanted."""
+        """Run the op, and store its result if it is a selected product."""
         found = func(*args, **(kwargs or {}))
         cost = _cost(func, args)
         if cost is not None:
@@ -89,10 +89,10 @@ class ProductCacheMode(TorchDispatchMode):
 
 
 class ProductReplayMode(TorchDispatchMode):
-    """Ops run, but products that were kept do not."""
+    """Skips stored products while a call is recomputed."""
 
     def __init__(self, products: ProductCacheMode) -> None:
-        """products: those of the call that runs again."""
+        """products: those of the call that is recomputed."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._products = products
         self._place = 0
@@ -100,7 +100,7 @@ class ProductReplayMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """The result that was kept, or the op's."""
+        """Return the stored result, or run the op."""
         if _cost(func, args) is not None:
             kept = self._products.give(self._place)
             self._place += 1
@@ -118,7 +118,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def _cost(op: Any, args: tuple[Any, ...]) -> tuple[float, float] | None:
-    """The operations and the bytes of a product's result; None for any other op."""
+    """Return the operations and the bytes of a product's result; None for any other op."""
     name = op.name().removeprefix("aten::").split(".")[0]
     if name in ("mm", "bmm"):
         left, right = args[:2]

@@ -1,16 +1,16 @@
-"""A backward in two halves: first the gradients of a stage's inputs, later those of its weights.
+"""Split backward: first the gradients of a stage's inputs, later those of its weights.
 
-Zero-bubble schedules (Qi et al., ICLR 2024) put the second half where a rank would be idle. What is
-worth putting off are products of an activation and a weight (linear layers, convolutions): each of
-their two gradients is a product of its own. So the first half runs the autograd graph towards the
-inputs only, keeps the gradient that arrives at each product, and drops what every other op saved as
-soon as that op is through; the second half runs each product again, towards its weight alone.
-Nothing is computed twice, and all sums are made in the order of one backward.
+Zero-bubble schedules (Qi et al., ICLR 2024) run the second half where a rank would be idle. Only
+products of an activation and a weight are deferred (linear layers, convolutions), because each of
+their two gradients is a product of its own. The first half runs the autograd graph only towards the
+inputs, stores the gradient that arrives at each product, and frees what every other op saved as
+soon as that op has run. The second half runs each product again, only towards its weight. Nothing
+is computed twice, and all sums have the order of an unsplit backward.
 
-The first half also makes the gradients for which that would not hold: of weights that several
-products use (their sum has an order), of weights beside an op that makes both gradients at once
-(norms, functions of the user's and collectives), of weights whose gradient is cheap and whose
-operands are not (biases and scales by themselves).
+The first half also computes gradients that cannot be deferred under this rule: of weights that
+several products use (the order of their sum matters), of weights next to an op that computes both
+gradients at once (norms, custom autograd functions and collectives), and of weights whose gradient
+is cheap but whose operands are large (separate biases and scales).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpart.compat import own_backward, release_saved, saved_slots
 from fxpart.runtime.executor.recompute import SavedTensorHandle, StageRecomputation
 
-# Autograd's names of ops with two independent products as gradients, without their "Backward0".
+# Autograd's names, without "Backward0", of ops whose gradients are two independent products.
 PRODUCTS = frozenset(
     (
         "Addbmm", "Addmm", "Addmv", "Addr", "Baddbmm", "Bmm", "Convolution",
@@ -39,7 +39,7 @@ Walk = list[tuple[Any, tuple[tuple[int, int], ...]]]
 
 @dataclass(frozen=True, slots=True)
 class _DeferredProduct:
-    """A product (or, None, the roots) that is run again for these parameters."""
+    """A product (None: the roots) that runs again for these parameters."""
 
     node: int | None
     roots: tuple[int, ...]
@@ -48,10 +48,10 @@ class _DeferredProduct:
 
 @dataclass(frozen=True)
 class _BackwardSplit:
-    """What to do with a graph of this shape; nodes by their place in the walk.
+    """The split of graphs of one shape; nodes are indices in the walk.
 
-    early: parameters whose gradients the first half makes. released: nodes that the second half
-    does not run, with the names under which they keep tensors. whole: why nothing can be put off.
+    early: parameters whose gradients the first half computes. released: nodes that the second half
+    does not run, with the names of their saved tensors. whole: why nothing can be deferred.
     """
 
     early: tuple[torch.Tensor, ...]
@@ -68,11 +68,11 @@ class WeightBackward:
     def __init__(
         self, runs: list[tuple[list[GradientEdge], list[torch.Tensor], tuple[torch.Tensor, ...]]]
     ) -> None:
-        """runs: edges to start from with their gradients, and the parameters to go to."""
+        """runs: start edges with their gradients, and the target parameters."""
         self._runs = runs
 
     def run(self) -> None:
-        """Run it, and free what it kept."""
+        """Run it, and free the stored tensors."""
         runs, self._runs = self._runs, []
         runs.reverse()
         while runs:
@@ -81,9 +81,10 @@ class WeightBackward:
 
 
 class BackwardSplitter:
-    """Splits the backwards of one stage; graphs of the same shape are looked into once.
+    """Splits the backwards of one stage; graphs of one shape are analyzed once.
 
-    early: the attribute (or number) of each parameter whose gradient the first half makes, and why.
+    early: the attribute (or number) of each parameter whose gradient the first half computes, and
+    why.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class BackwardSplitter:
         tied: Sequence[torch.Tensor] = (),
         recompute: StageRecomputation | None = None,
     ) -> None:
-        """tied: parameters whose gradients others wait for: the first half makes them.
+        """Prepare to split the backwards of the module.
 
-        recompute: what has called the module, if it does not keep all; that runs in the first half.
+        tied: parameters whose gradients other stages wait for; the first half computes them.
+        recompute: the recomputation of the module, if any; it runs in the first half.
         """
         self._recompute = recompute
         self._names = {id(p): name for name, p in module.named_parameters()}
@@ -109,17 +111,18 @@ class BackwardSplitter:
         gradients: Sequence[torch.Tensor],
         leaves: Sequence[torch.Tensor],
     ) -> WeightBackward | None:
-        """Add gradients to ``leaves`` (the inputs), and return what is left to do; None: nothing.
+        """Add gradients to ``leaves`` (the inputs), and return the second half, None if there is
+        none.
 
-        tensors, gradients: where the backward starts, as for torch.autograd.backward; a tensor's
-        place in the graph may stand for it.
+        tensors, gradients: start of the backward, as for torch.autograd.backward; a graph edge may
+        replace a tensor.
         """
         if not tensors:
             return None
         roots = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors]
         nodes, shape = _walk(roots, {id(leaf) for leaf in leaves})
         if self._plan is None or shape != self._shape:
-            self._plan = self._look(nodes, shape)
+            self._plan = self._analyze(nodes, shape)
             self._shape = shape
         plan = self._plan
         if not plan.late:
@@ -127,17 +130,17 @@ class BackwardSplitter:
             return None
         goals = (*leaves, *plan.early)
         if self._recompute is None:
-            return _first(plan, nodes, roots, gradients, goals)
+            return _run_first_half(plan, nodes, roots, gradients, goals)
         self._recompute.unpacked = []
         try:
-            return _first(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
+            return _run_first_half(plan, nodes, roots, gradients, goals, self._recompute.unpacked)
         finally:
             self._recompute.unpacked = None
 
-    def _look(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
-        """Decide for a graph of this shape."""
-        if any(_compiled(node) for node in nodes):  # torch frees what such a node holds at once
-            plan = _BackwardSplit((), (), (), "made by torch.compile")
+    def _analyze(self, nodes: list[Any], shape: Walk) -> _BackwardSplit:
+        """Analyze a graph of this shape."""
+        if any(_is_compiled(node) for node in nodes):  # torch frees its tensors at once.
+            plan = _BackwardSplit((), (), (), "compiled by torch.compile")
         else:
             plan = _BackwardGraphAnalysis(nodes, shape, self._tied).plan()
         names = (self._names.get(id(p), f"#{i}") for i, p in enumerate(plan.early))
@@ -146,9 +149,9 @@ class BackwardSplitter:
 
 
 def _walk(roots: Sequence[GradientEdge], leaves: set[int]) -> tuple[list[Any], Walk]:
-    """All nodes below the roots, and the graph's shape: per node its kind and its edges.
+    """Return all nodes below the roots, and the graph's shape: per node its kind and edges.
 
-    The last entry of the shape stands for the roots. A leaf's kind is its tensor's identity, or
+    The last entry of the shape represents the roots. A leaf's kind is its tensor's identity, or
     None for an input.
     """
     index: dict[Any, int] = {}
@@ -158,7 +161,7 @@ def _walk(roots: Sequence[GradientEdge], leaves: set[int]) -> tuple[list[Any], W
             index[edge.node] = len(nodes)
             nodes.append(edge.node)
     shape: Walk = []
-    for node in nodes:  # grows while it is walked
+    for node in nodes:  # The list grows during the walk.
         edges = []
         for slot, (below, place) in enumerate(node.next_functions):
             if below is not None:
@@ -177,11 +180,11 @@ def _walk(roots: Sequence[GradientEdge], leaves: set[int]) -> tuple[list[Any], W
     return nodes, shape
 
 
-def _compiled(node: Any) -> bool:
+def _is_compiled(node: Any) -> bool:
     return own_backward(node) is not None and node.name().startswith("CompiledFunction")
 
 
-def _first(
+def _run_first_half(
     plan: _BackwardSplit,
     nodes: list[Any],
     roots: Sequence[GradientEdge],
@@ -189,17 +192,23 @@ def _first(
     goals: tuple[torch.Tensor, ...],
     unpacked: list[SavedTensorHandle] | None = None,
 ) -> WeightBackward:
-    """Run the first half towards ``goals``. unpacked: what nodes ask for, if it was recomputed."""
+    """Run the first half towards ``goals``. unpacked: handles read by nodes, if recomputed."""
     arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
     hooks = []
     if goals:
         for late in plan.late:
             if late.node is not None:
-                hooks.append(nodes[late.node].register_prehook(_keeper(arrived, late.node)))
+                hooks.append(
+                    nodes[late.node].register_prehook(_make_store_hook(arrived, late.node))
+                )
                 if unpacked is not None:
-                    hooks.append(nodes[late.node].register_hook(_forgetter(unpacked)))
+                    hooks.append(nodes[late.node].register_hook(_make_forget_hook(unpacked)))
         for place, slots in plan.released:
-            release = _releaser(nodes[place], slots) if unpacked is None else _emptier(unpacked)
+            release = (
+                _make_release_hook(nodes[place], slots)
+                if unpacked is None
+                else _make_empty_hook(unpacked)
+            )
             hooks.append(nodes[place].register_hook(release))
         try:
             torch.autograd.backward(roots, gradients, retain_graph=True, inputs=goals)
@@ -217,26 +226,28 @@ def _first(
             for slot, gradient in enumerate(arrived.get(late.node, ()))
             if gradient is not None
         ]
-        if found:  # otherwise no gradient came so far
+        if found:  # Otherwise no gradient has arrived.
             runs.append(([e for e, _ in found], [g for _, g in found], late.parameters))
     return WeightBackward(runs)
 
 
-def _keeper(arrived: dict[int, tuple[torch.Tensor | None, ...]], at: int) -> Callable[..., None]:
+def _make_store_hook(
+    arrived: dict[int, tuple[torch.Tensor | None, ...]], at: int
+) -> Callable[..., None]:
     def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
         arrived[at] = gradients
 
     return keep
 
 
-def _releaser(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
+def _make_release_hook(node: Any, slots: tuple[str, ...]) -> Callable[..., None]:
     def release(inputs: object, outputs: object) -> None:
         release_saved(node, slots)
 
     return release
 
 
-def _emptier(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+def _make_empty_hook(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     def empty(inputs: object, outputs: object) -> None:
         for slot in unpacked:
             slot.value = None
@@ -245,7 +256,7 @@ def _emptier(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     return empty
 
 
-def _forgetter(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
+def _make_forget_hook(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
     def forget(inputs: object, outputs: object) -> None:
         unpacked.clear()
 
@@ -253,7 +264,7 @@ def _forgetter(unpacked: list[SavedTensorHandle]) -> Callable[..., None]:
 
 
 class _BackwardGraphAnalysis:
-    """Which gradients of a graph can be put off; parameters are bits of a number."""
+    """Finds the gradients of a graph that can be deferred; parameters are bits of an integer."""
 
     def __init__(self, nodes: list[Any], shape: Walk, tied: set[int]) -> None:
         """tied: parameters (by identity) that are needed early."""
@@ -262,64 +273,79 @@ class _BackwardGraphAnalysis:
             node.variable if kind is not None and not edges and hasattr(node, "variable") else None
             for node, (kind, edges) in zip(nodes, shape, strict=False)
         ]
-        self._order = _below_first(shape)
-        # What lies below: an input (or what must be there early), and which other parameters.
-        self._goal = [False] * (len(nodes) + 1)
-        self._under = [0] * (len(nodes) + 1)
+        self._order = _sort_below_first(shape)
+        # Per node: whether an input (or an early parameter) is below it, and which other
+        # parameters.
+        self._reaches_goal = [False] * (len(nodes) + 1)
+        self._parameters_below = [0] * (len(nodes) + 1)
         for at in self._order:
             kind, edges = shape[at]
             parameter = self._parameters[at] if at < self._end else None
             if not edges and at < self._end:
-                self._goal[at] = hasattr(nodes[at], "variable") and (kind is None or kind in tied)
-            self._under[at] = 1 << at if parameter is not None and not self._goal[at] else 0
+                self._reaches_goal[at] = hasattr(nodes[at], "variable") and (
+                    kind is None or kind in tied
+                )
+            self._parameters_below[at] = (
+                1 << at if parameter is not None and not self._reaches_goal[at] else 0
+            )
             for below, _, _ in edges:  # type: ignore[misc]
-                self._goal[at] |= self._goal[below]
-                self._under[at] |= self._under[below]
+                self._reaches_goal[at] |= self._reaches_goal[below]
+                self._parameters_below[at] |= self._parameters_below[below]
 
     def plan(self) -> _BackwardSplit:
-        """The decision."""
-        fronts = self._fronts()
-        early = self._early(fronts)
+        """Return the split."""
+        fronts = self._find_fronts()
+        early = self._find_early(fronts)
         late = []
         for at, slots in fronts.items():
             under = 0
             for _, below in slots:
-                under |= self._under[below] if not self._under[below] & early else 0
+                under |= (
+                    self._parameters_below[below]
+                    if not self._parameters_below[below] & early
+                    else 0
+                )
             if under:
                 parameters = tuple(self._tensors(under))
-                starts = tuple(slot for slot, below in slots if not self._under[below] & early)
+                starts = tuple(
+                    slot for slot, below in slots if not self._parameters_below[below] & early
+                )
                 late.append(_DeferredProduct(None if at == self._end else at, starts, parameters))
-        forced = [p for at, p in enumerate(self._parameters) if p is not None and self._goal[at]]
+        forced = [
+            p for at, p in enumerate(self._parameters) if p is not None and self._reaches_goal[at]
+        ]
         before = (*forced, *self._tensors(early))
         if not late:
-            return _BackwardSplit(before, (), (), "no product can be put off")
-        return _BackwardSplit(before, tuple(late), self._released(fronts, early))
+            return _BackwardSplit(before, (), (), "no product can be deferred")
+        return _BackwardSplit(before, tuple(late), self._find_released(fronts, early))
 
-    def _fronts(self) -> dict[int, list[tuple[int, int]]]:
-        """Where ways to inputs and ways to parameters alone part: per node (slot, node below)."""
+    def _find_fronts(self) -> dict[int, list[tuple[int, int]]]:
+        """Return where paths to inputs and to parameters only separate: per node (slot, node
+        below).
+        """
         found: dict[int, list[tuple[int, int]]] = {}
         for at in reversed(self._order):
-            if at != self._end and not self._goal[at]:
+            if at != self._end and not self._reaches_goal[at]:
                 continue
             for below, slot, _ in self._shape[at][1]:  # type: ignore[misc]
-                if not self._goal[below] and self._under[below]:
+                if not self._reaches_goal[below] and self._parameters_below[below]:
                     found.setdefault(at, []).append((slot, below))
         return found
 
-    def _early(self, fronts: dict[int, list[tuple[int, int]]]) -> int:
-        """Parameters whose gradients the first half makes although they are no input's."""
+    def _find_early(self, fronts: dict[int, list[tuple[int, int]]]) -> int:
+        """Return parameters whose gradients the first half computes although none is an input's."""
         once = early = 0
         for at, slots in fronts.items():
             under = 0
             for _, below in slots:
-                under |= self._under[below]
+                under |= self._parameters_below[below]
             early |= once & under
             once |= under
             if at != self._end and not self._is_product(at):
                 early |= under
-        masks = [self._under[below] for slots in fronts.values() for _, below in slots]
+        masks = [self._parameters_below[below] for slots in fronts.values() for _, below in slots]
         grown = -1
-        while grown != early:  # whoever shares a way with one of them goes with it
+        while grown != early:  # A parameter that shares a path with an early one is early too.
             grown = early
             for mask in masks:
                 early |= mask if mask & early else 0
@@ -329,20 +355,20 @@ class _BackwardGraphAnalysis:
         name = self._nodes[at].name()
         return name.rstrip("0123456789").removesuffix("Backward") in PRODUCTS
 
-    def _released(
+    def _find_released(
         self, fronts: dict[int, list[tuple[int, int]]], early: int
     ) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Nodes that keep tensors and are not run by the second half."""
+        """Return nodes that save tensors and are not run by the second half."""
         again = {
             at
             for at, slots in fronts.items()
-            if any(not self._under[below] & early for _, below in slots)
+            if any(not self._parameters_below[below] & early for _, below in slots)
         }
         waiting = [
             below
             for slots in fronts.values()
             for _, below in slots
-            if not self._under[below] & early
+            if not self._parameters_below[below] & early
         ]
         while waiting:
             at = waiting.pop()
@@ -356,8 +382,8 @@ class _BackwardGraphAnalysis:
         return [p for at, p in enumerate(self._parameters) if p is not None and bits >> at & 1]
 
 
-def _below_first(shape: Walk) -> list[int]:
-    """All places, each after those below it; the roots are last."""
+def _sort_below_first(shape: Walk) -> list[int]:
+    """Return all indices, each after those below it; the roots are last."""
     found: list[int] = []
     state = [0] * len(shape)
     waiting = [len(shape) - 1]

@@ -1,4 +1,4 @@
-"""One microbatch on one stage: its forward, its backward, and what stays alive between them."""
+"""One microbatch on one stage: forward, backward, and the tensors alive between them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,30 @@ Root = torch.Tensor | GradientEdge
 class StageMicrobatch:
     """The tensors of one microbatch on one stage.
 
-    inputs: as received, leaves of autograd where their gradient is sent back. outputs: of the
-    stage module. relayed: values of this stage's own, at which gradients of later users of the
-    same input enter. gradients: by input position, after :meth:`backward`. outlasts: whether a
-    stage of this rank reads outputs after the backward, as one may that gives no gradient back.
+    inputs: as received; leaves of autograd if their gradient is sent back. outputs: of the stage
+    module. relayed: inputs as used by this stage, at which gradients of later users of the same
+    value enter. gradients: by input position, after :meth:`backward`. outlives_backward: whether a
+    stage of this rank reads outputs after the backward, as a stage that returns no gradient may.
     """
 
-    __slots__ = ("_edges", "gradients", "inputs", "outlasts", "outputs", "relayed", "table")
+    __slots__ = (
+        "_edges",
+        "gradients",
+        "inputs",
+        "outlives_backward",
+        "outputs",
+        "relayed",
+        "table",
+    )
 
     def __init__(self, table: StageSignature) -> None:
-        """table: the stage."""
+        """table: the signature of the stage."""
         self.table = table
         self.inputs: list[Any] = [None] * table.arity
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.relayed: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor] = {}
-        self.outlasts = False
+        self.outlives_backward = False
         self._edges: tuple[GradientEdge | None, ...] | None = None
 
     def forward(self, key: int, *, train: bool) -> None:
@@ -44,7 +52,7 @@ class StageMicrobatch:
             if train:
                 for position in table.gradient_inputs:
                     leaf = used[position].requires_grad_()
-                    # Accumulated, it would get the strides of the leaf.
+                    # An accumulated gradient would get the strides of the leaf.
                     leaf.register_hook(partial(self.gradients.__setitem__, position))
                 if table.relayed:
                     used = list(used)
@@ -55,11 +63,11 @@ class StageMicrobatch:
             self.outputs = table.keeping.call(table.module, key, used, train=train)
 
     def value(self, link: ValueEdge, *, forward: bool) -> torch.Tensor:
-        """What a link carries from here: an output, or the gradient of an input."""
+        """Return the tensor that a link carries: an output, or the gradient of an input."""
         return self.outputs[link.output] if forward else self.gradients[link.input]
 
-    def shed(self) -> None:
-        """Drop the outputs, which nobody reads any more; their places in the graph stay."""
+    def drop_outputs(self) -> None:
+        """Drop the outputs, which are not read again; keep their edges in the graph."""
         loss = self.table.loss
         self._edges = tuple(
             get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in self.outputs
@@ -70,14 +78,14 @@ class StageMicrobatch:
         )
 
     def root(self, position: int) -> Root | None:
-        """Where the gradient of an output enters the backward; None if it needs none."""
+        """Return where the gradient of an output enters the backward; None if it needs none."""
         if self._edges is not None:
             return self._edges[position]
         output = self.outputs[position]
         return output if output.requires_grad else None
 
     def backward(self, roots: BackwardRoots) -> None:
-        """Add to the parameters' gradients, and find those of the inputs; zeros where none came."""
+        """Add to the parameters' gradients, and store those of the inputs (zeros if none)."""
         tensors, gradients = roots.of(self)
         if tensors:
             torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
@@ -86,7 +94,7 @@ class StageMicrobatch:
     def backward_inputs(
         self, roots: BackwardRoots, halves: BackwardSplitter
     ) -> WeightBackward | None:
-        """The gradients of the inputs; what is left to do for those of the parameters."""
+        """Compute the inputs' gradients; return the second half for those of the parameters."""
         tensors, gradients = roots.of(self)
         leaves = [self.inputs[position] for position in self.table.gradient_inputs]
         rest = halves.first(tensors, gradients, leaves)
@@ -98,45 +106,45 @@ class StageMicrobatch:
             leaf = self.inputs[position]
             if leaf.grad is None:
                 self.gradients[position] = torch.zeros_like(leaf)
-            elif position not in self.gradients:  # it was set, not accumulated
+            elif position not in self.gradients:  # It was set, not accumulated.
                 self.gradients[position] = leaf.grad
-        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlasts else ()
+        kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlives_backward else ()
         self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
 
 
 class BackwardRoots:
-    """The gradients that a backward starts from, added up in the order in which they are given.
+    """The gradients that a backward starts from, summed in the order in which they are added.
 
-    Given by descending consumer, which is the order in which autograd sums in one process.
+    They are added by descending consumer, which is the order of autograd in a single process.
     """
 
     __slots__ = ("_entering", "_outputs", "_shared", "_table")
 
     def __init__(self, table: StageSignature) -> None:
-        """table: the stage."""
+        """table: the signature of the stage."""
         self._table = table
         self._outputs: dict[int, torch.Tensor] = {}
         self._entering: dict[int, torch.Tensor] = {}
         self._shared: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add_shared(self, sums: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Parameters that later stages hold too, with the gradients that those have summed."""
+        """Add tied parameters with the gradients that later stages have summed."""
         self._shared += sums
 
     def add(self, link: ValueEdge, gradient: torch.Tensor) -> None:
-        """A gradient that came over a link: of an output, or of an input that others use too."""
+        """Add a gradient received over a link: of an output, or of an input with other users."""
         if link.source == self._table.index:
             _add(self._outputs, link.output, gradient)
         else:
             _add(self._entering, self._table.positions[link.name], gradient)
 
     def add_loss(self, loss: torch.Tensor, weight: float) -> None:
-        """The loss counts with its microbatch's share of the batch."""
+        """Add the loss, weighted by its microbatch's share of the batch."""
         assert self._table.loss is not None
         _add(self._outputs, self._table.loss, torch.full_like(loss, weight))
 
     def of(self, cell: StageMicrobatch) -> tuple[list[Root], list[torch.Tensor]]:
-        """Tensors (or their places in the graph) and gradients, for torch.autograd.backward."""
+        """Return tensors (or graph edges) and gradients for torch.autograd.backward."""
         found: list[tuple[Root | None, torch.Tensor]] = [*self._shared]
         found += [(cell.relayed[p], g) for p, g in self._entering.items()]
         found += [(cell.root(p), g) for p, g in self._outputs.items()]

@@ -1,4 +1,4 @@
-"""What an executor looks up about one of its stages, worked out once."""
+"""Lookup table of one stage for the executor, computed once."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import nn
 
 from fxpart.collectives.parameter_regather import ParameterRegather
 from fxpart.program.edges import ValueEdge
-from fxpart.program.spec import ProgramSpec, StageSpec
+from fxpart.program.spec import ProgramSpec, StageSpec, has_backward
 from fxpart.runtime.executor.recompute import Mode, StageRecomputation
 
 
 class SavedTensorPolicy:
-    """What autograd keeps of a stage's forward: not the parameters that are gathered for it.
+    """Selects what autograd saves of a stage's forward: not the parameters gathered for it.
 
-    recompute: what calls the stage where it does not keep its activations either.
+    recompute: calls the stage if its activations are not stored either.
     """
 
     def __init__(
         self, spec: ProgramSpec, stage: StageSpec, module: nn.Module, recompute: Mode = "none"
     ) -> None:
-        """Only a stage that holds a part of a parameter can gather one."""
+        """Prepare hooks; only a stage with a sharded parameter can gather one."""
         self.recompute: StageRecomputation | None = None
         if recompute != "none":
             self.recompute = StageRecomputation(module, recompute)
-            self._in_blocks = hasattr(module, "call")  # its code says where blocks begin
-        held = {} if spec.sharding is None else spec.sharding.state
-        cut = any("S(" in held[s.name].placements for s in stage.state if s.name in held)
+            self._in_blocks = hasattr(module, "call")  # Its code marks the start of blocks.
+        sharding = {} if spec.sharding is None else spec.sharding.state
+        cut = any("S(" in sharding[s.name].placements for s in stage.state if s.name in sharding)
         self.regather = ParameterRegather() if cut else None
 
     def call(
         self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The stage's outputs."""
+        """Return the stage's outputs."""
         found: tuple[torch.Tensor, ...]
         if self.recompute is not None and train:
             if not self._in_blocks:
@@ -51,21 +51,21 @@ class SavedTensorPolicy:
         before = again.dropped
         with again.hooks():
             found = module(key, *inputs)
-        if again.dropped == before:  # it gathers none: the hooks would only cost time
+        if again.dropped == before:  # It gathers no parameter: the hooks would only cost time.
             self.regather = None
         return found
 
 
 @dataclass(frozen=True)
 class StageSignature:
-    """A stage module and the positions that matter.
+    """A stage module and the positions of its inputs and outputs.
 
     user: inputs that come from the batch. gradient_inputs: inputs whose gradient is sent back.
-    producers: stages that inputs come from (ascending). consumers: stages that gradients come
-    from (descending). relayed: inputs whose gradient so far comes from a later user. loss: the
-    output that is the loss. kept: outputs to hand to the user. trains: whether the stage takes part
-    in the backward pass. positions: of the inputs that are values of other stages, by name.
-    keeping: calls the module.
+    producers: stages that send inputs (ascending). consumers: stages that send gradients
+    (descending). relayed: inputs whose partial gradient comes from a later user. loss: the output
+    that is the loss. kept: outputs to return to the user. trains: whether the stage takes part in
+    the backward pass. positions: of inputs that are values of other stages, by name. keeping: calls
+    the module.
     """
 
     index: int
@@ -92,7 +92,7 @@ class StageSignature:
         keep_outputs: bool,
         recompute: Mode = "none",
     ) -> StageSignature:
-        """The table of one stage; ``found``: all links of the program."""
+        """Build the signature of one stage; ``found``: all links of the program."""
         names = [output.name for output in stage.outputs]
         into = [link for link in found if link.target == stage.index]
         returned = [link for link in found if link.gradient and link.back == stage.index]
@@ -120,17 +120,3 @@ class StageSignature:
             {link.name: link.input for link in into},
             SavedTensorPolicy(spec, stage, module, recompute),
         )
-
-
-def has_backward(spec: ProgramSpec, stage: StageSpec) -> bool:
-    """Whether a stage takes part in the backward pass; every rank computes it alike."""
-    back = any(
-        value.requires_grad and source >= 0
-        for value, source in zip(stage.inputs, stage.sources, strict=True)
-    )
-    ahead = any(
-        value.requires_grad and bool(targets)
-        for value, targets in zip(stage.outputs, stage.targets, strict=True)
-    )
-    ends = any(value.name == spec.loss for value in stage.outputs)
-    return back or ahead or (ends and any(state.requires_grad for state in stage.state))

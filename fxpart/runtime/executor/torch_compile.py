@@ -1,7 +1,7 @@
-"""Stages compiled by torch.compile: forward and backward of each as generated code.
+"""Stages compiled by torch.compile: generated code for forward and backward.
 
-Everything else stays as it is: the stage modules hold the same parameters, the executor calls them
-in the same order. What cannot be compiled with the promised numbers is refused with the reason.
+The stage modules keep their parameters, and the executor calls them in the same order. A stage is
+rejected, with the reason, if its compiled results would differ.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import nn
 from fxpart.compat import compile_counters, compiler_fault
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.schedule.spec import list_schedules
 
 DEFAULT = "inductor"
 
 
 @dataclass(frozen=True)
 class StageCompilation:
-    """What torch.compile made of this process's stages up to now.
+    """The result of torch.compile on this process's stages so far.
 
-    graphs: how many were compiled; one for each stage where nothing breaks, and another where a
-    size turned out to vary. breaks: why a stage became several graphs, with how often; the code in
-    between runs in eager.
+    graphs: number of compiled graphs: one per stage without graph breaks, and another if a size
+    varies. breaks: why a stage became several graphs, with counts; the code in between runs in
+    eager mode.
     """
 
     backend: str
@@ -36,46 +37,46 @@ class StageCompilation:
 
 @dataclass(frozen=True)
 class StageCompiler:
-    """Compiles stages and tells what came of it. before: torch's counters when it began."""
+    """Compiles stages and reports the result. before: torch's counters at the start."""
 
     backend: str
     before: Mapping[str, Mapping[str, int]]
 
     def found(self) -> StageCompilation:
-        """Graphs and breaks since it began, in this process."""
+        """Return graphs and breaks in this process since the start."""
         now = compile_counters()
         breaks: dict[str, int] = {}
-        for why, count in _since(now, self.before, "graph_break").items():
-            first = why.strip().partition("\n")[0]  # torch goes on with hints for its own users
+        for why, count in _subtract_counters(now, self.before, "graph_break").items():
+            first = why.strip().partition("\n")[0]  # torch appends hints for its own users.
             breaks[first] = breaks.get(first, 0) + count
-        graphs = _since(now, self.before, "stats").get("unique_graphs", 0)
+        graphs = _subtract_counters(now, self.before, "stats").get("unique_graphs", 0)
         return StageCompilation(self.backend, graphs, breaks)
 
 
 def get_compile_backend(wanted: bool | str) -> str:
-    """The backend's name; "" where nothing is to be compiled."""
+    """Return the backend's name, "" if nothing is to be compiled."""
     return (DEFAULT if wanted else "") if isinstance(wanted, bool) else wanted
 
 
 def compile_stages(
     wanted: bool | str,
-    lanes: Sequence[MeshRank],
+    mesh_ranks: Sequence[MeshRank],
     devices: Sequence[torch.device],
     *,
     recompute: Mapping[int, Any],
     splits: bool,
 ) -> StageCompiler | None:
-    """Have the stage modules of these lanes compiled when they are first called; None if not asked.
+    """Compile the stage modules of these mesh ranks at their first call; None if disabled.
 
-    wanted: a backend of torch.compile, or whether to take inductor. recompute: by stage, what does
-    not keep its activations. splits: backwards are done in halves. Raises FXP601 where the backend
-    cannot work here, FXP109 for an unknown one and for what compiled stages cannot do. Random ops
-    stay as they are, seeded one by one between the graphs, so that they draw the same numbers.
+    wanted: a backend of torch.compile, or whether to use inductor. recompute: by stage, its
+    recompute mode. splits: backwards are split. Raises FXP601 if the backend does not work here,
+    FXP109 for an unknown backend and for what compiled stages do not support. Random ops stay
+    uncompiled and seeded one by one between the graphs, so that they draw the same numbers.
     """
     backend = get_compile_backend(wanted)
     if not backend:
         return None
-    if problems := list(_faults(backend, lanes, recompute, splits)):
+    if problems := list(_find_problems(backend, mesh_ranks, recompute, splits)):
         raise FxpartError(problems)
     kind = "cuda" if any(device.type == "cuda" for device in devices) else "cpu"
     fault = compiler_fault(backend, kind)
@@ -84,19 +85,19 @@ def compile_stages(
             "FXP601",
             where=f"compile_stages={backend!r}",
             why=fault,
-            fix="install it, or leave the option out; `fxpart env` tells what works here",
+            fix="install it, or leave the option out; `fxpart env` shows what works here",
         )
-    for lane in lanes:
-        for module in lane.modules.values():
+    for mesh_rank in mesh_ranks:
+        for module in mesh_rank.modules.values():
             _compile(module, backend)
     return StageCompiler(backend, compile_counters())
 
 
 def _compile(module: nn.Module, backend: str) -> None:
-    """In place: parameters, names and hooks of the module stay.
+    """Compile in place: parameters, names and hooks of the module stay.
 
-    Sizes are constants until one varies, and are then symbols: a batch that is cut unevenly
-    compiles a stage twice, not once for each microbatch.
+    Sizes are constants until one varies, and then become symbols: a batch that is split unevenly
+    compiles a stage twice, not once per microbatch.
     """
     own = type(module).forward.__globals__
     if "seeded" in own:
@@ -104,29 +105,31 @@ def _compile(module: nn.Module, backend: str) -> None:
     module.compile(backend=backend)
 
 
-def _faults(
-    backend: str, lanes: Sequence[MeshRank], recompute: Mapping[int, Any], splits: bool
+def _find_problems(
+    backend: str, mesh_ranks: Sequence[MeshRank], recompute: Mapping[int, Any], splits: bool
 ) -> list[Problem]:
-    """Why these stages cannot be compiled."""
+    """Return why these stages cannot be compiled."""
     where, found = f"compile_stages={backend!r}", []
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        found.append(Problem("FXP109", where, "torch knows no such backend", ", ".join(known)))
-    if lanes and lanes[0].spec.sharding is not None:
-        why = "ranks that share a stage exchange tensors inside it, which torch.compile cannot see"
         found.append(
-            Problem("FXP109", where, why, 'one rank a stage: constraints={"mesh": "none"}')
+            Problem("FXP109", where, "torch has no such backend", "use one of " + ", ".join(known))
         )
+    if mesh_ranks and mesh_ranks[0].spec.sharding is not None:
+        why = "the ranks of a stage call collectives inside it, which torch.compile cannot see"
+        fix = 'use one rank per stage: constraints={"mesh": "none"}'
+        found.append(Problem("FXP109", where, why, fix))
     if recompute:
-        why = "a stage that recomputes its activations is run piece by piece"
-        found.append(Problem("FXP109", where, why, 'recompute="none"'))
+        why = "a stage that recomputes its activations runs piece by piece"
+        found.append(Problem("FXP109", where, why, 'use recompute="none"'))
     if splits:
-        why = "the schedule does backwards in halves, and a compiled backward is one piece"
-        found.append(Problem("FXP109", where, why, "schedule 1f1b, gpipe or interleaved"))
+        why = "the schedule splits backwards, and a compiled backward cannot be split"
+        whole = list_schedules(trains=True, flushes=True, splits_backward=False)
+        found.append(Problem("FXP109", where, why, f"use schedule {' or '.join(whole)}"))
     return found
 
 
-def _since(
+def _subtract_counters(
     now: Mapping[str, Mapping[str, int]], before: Mapping[str, Mapping[str, int]], kind: str
 ) -> dict[str, int]:
     old = before.get(kind, {})

@@ -1,1 +1,1 @@
-"""Gradients between a backward and an update: buckets, reduction, norms, tied parameters."""
+"""Gradients between backward and update: buckets, reduction, norms, tied parameters."""

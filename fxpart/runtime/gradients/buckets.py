@@ -1,4 +1,4 @@
-"""Which gradients a stage's lanes sum, and in which buckets: known before anything runs."""
+"""Partial gradients of a stage and their buckets, determined before anything runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 
 from fxpart.runtime.gradients import reduce_scatter
 
-FIRST = 1 << 20  # bytes of the first bucket, so that something moves soon, as in PyTorch's DDP
+# Bytes of the first bucket; small, so that communication starts early, as in PyTorch's DDP.
+FIRST = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class PartialGradient:
-    """A gradient that is a sum over lanes.
+    """A gradient that must be summed over mesh ranks.
 
-    held: what the optimizer has in the parameter's place. axes: those of the sum. scattered: the
-    axis over whose lanes the sum's pieces are spread, "" where all get all of it. bytes: of the
-    lane that has the most.
+    shard: the optimizer's tensor for the parameter. axes: mesh axes of the sum. scattered: the axis
+    along which the sum is reduce-scattered, "" for an all-reduce. bytes: the maximum over the mesh
+    ranks.
     """
 
     parameter: torch.Tensor
-    held: torch.Tensor
+    shard: torch.Tensor
     axes: tuple[str, ...]
     scattered: str
     bytes: int
@@ -30,10 +31,10 @@ class PartialGradient:
 
 @dataclass(frozen=True, eq=False)
 class GradientBucket:
-    """Gradients that travel together.
+    """Gradients that are reduced together.
 
-    flags: terms of which each lane tells, behind the gradients, whether it has one. A gradient that
-    a lane has not counts as zeros; one that no lane has stays away.
+    flags: terms for which each mesh rank sends, after the gradients, whether it has one. A missing
+    gradient counts as zeros; if no mesh rank has it, the gradient stays None.
     """
 
     axes: tuple[str, ...]
@@ -43,14 +44,14 @@ class GradientBucket:
 
     @property
     def bytes(self) -> int:
-        """Of the lane that has the most."""
+        """The maximum over the mesh ranks."""
         return sum(term.bytes for term in self.terms)
 
 
 def make_buckets(terms: Sequence[PartialGradient]) -> list[GradientBucket]:
-    """Neighbours of a kind in buckets of at most 25 MiB; larger ones alone; equal on all lanes.
+    """Put adjacent terms of a kind into buckets of at most 25 MiB, equal on all mesh ranks.
 
-    terms: in the order in which they become final, as far as it is known.
+    A larger term gets its own bucket. terms: in the expected order in which they become final.
     """
     done: list[GradientBucket] = []
     open_: dict[tuple[object, ...], list[PartialGradient]] = {}
@@ -60,21 +61,23 @@ def make_buckets(terms: Sequence[PartialGradient]) -> list[GradientBucket]:
         group = open_.setdefault(key, [])
         limit = reduce_scatter.BUCKET if done else min(FIRST, reduce_scatter.BUCKET)
         if group and sum(each.bytes for each in group) + term.bytes > limit:
-            done.append(_bucket(group))
+            done.append(_make_bucket(group))
             group = open_[key] = []
         group.append(term)
-    done += [_bucket(group) for group in open_.values()]
-    return _flagged(done, terms)
+    done += [_make_bucket(group) for group in open_.values()]
+    return _add_flags(done, terms)
 
 
-def _bucket(terms: Sequence[PartialGradient]) -> GradientBucket:
+def _make_bucket(terms: Sequence[PartialGradient]) -> GradientBucket:
     first = terms[0]
     axes = (first.scattered,) if first.scattered else first.axes
     return GradientBucket(axes, first.scattered, tuple(terms))
 
 
-def _flagged(done: list[GradientBucket], terms: Sequence[PartialGradient]) -> list[GradientBucket]:
-    """The last bucket carries its axes' flags; those of other axes are buckets of their own."""
+def _add_flags(
+    done: list[GradientBucket], terms: Sequence[PartialGradient]
+) -> list[GradientBucket]:
+    """Add the flags to the last bucket; flags of other axes become buckets of their own."""
     groups: dict[tuple[str, ...], list[PartialGradient]] = {}
     for term in terms:
         groups.setdefault(term.axes, []).append(term)

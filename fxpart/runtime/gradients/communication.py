@@ -1,4 +1,4 @@
-"""What gradients need between the last backward and the update: ties shared, or all gathered."""
+"""Communication of gradients between the last backward and the update."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
 
 
-def send_tied_gradients(state: ModelState, held: OptimizerShards) -> None:
-    """Give every copy of a shared parameter the owner's gradient, which is the sum of all.
+def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
+    """Send the owner's total gradient of each tied parameter to its other copies.
 
-    The sums themselves are made during the backward passes
-    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each lane sends within its own pipeline.
+    The sums are computed during the backward passes
+    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each mesh rank sends within its own pipeline.
     """
     for name, entry in find_tied_entries(state):
-        if name in held.rows:
+        if name in shards.rows:
             continue
-        for lane in state.lanes:
-            _share_tie(state, held, entry, lane.index)
+        for mesh_rank in state.lanes:
+            _send_tied_gradient(state, shards, entry, mesh_rank.index)
 
 
 def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
-    """The trainable entries that several stages hold, sorted by name."""
+    """Return the trainable entries that several stages own, sorted by name."""
     return sorted(
         (name, entry)
         for name, entry in state.entries.items()
@@ -33,53 +33,55 @@ def find_tied_entries(state: ModelState) -> list[tuple[str, StateEntry]]:
     )
 
 
-def _share_tie(state: ModelState, held: OptimizerShards, entry: StateEntry, lane: int) -> None:
+def _send_tied_gradient(
+    state: ModelState, shards: OptimizerShards, entry: StateEntry, mesh_rank: int
+) -> None:
     transport, owner = state.transport, entry.spec.owner
-    home = state.rank(owner, lane)
-    copies = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+    home = state.rank(owner, mesh_rank)
+    copies = {stage: t for (stage, at), t in entry.copies.items() if at == mesh_rank}
     shared = [s for s, t in copies.items() if t is copies.get(owner) and s != owner]
     others = [s for s in sorted(entry.stages, reverse=True) if s != owner and s not in shared]
     sends = []
     if owner in copies:
-        total = _gradient(held.of(copies[owner]))
+        total = _gradient(shards.of(copies[owner]))
         for stage in others:
-            # In one process a message is the tensor itself, and copies must not share memory.
-            rank = state.rank(stage, lane)
+            # Within a process a message is the tensor itself, and copies must not share memory.
+            rank = state.rank(stage, mesh_rank)
             if rank == home:
-                held.of(copies[stage]).grad = total.clone()
+                shards.of(copies[stage]).grad = total.clone()
                 continue
             message = total.clone() if rank in transport.local else total.contiguous()
             sends.append(transport.send(home, rank, STATE, message))
     for stage in others:
-        if stage in copies and state.rank(stage, lane) != home:
-            copy = held.of(copies[stage])
-            copy.grad = transport.wait(_post(state, home, state.rank(stage, lane), copy))
+        if stage in copies and state.rank(stage, mesh_rank) != home:
+            copy = shards.of(copies[stage])
+            copy.grad = transport.wait(_post(state, home, state.rank(stage, mesh_rank), copy))
     for handle in sends:
         transport.wait(handle)
 
 
 def gather_gradients(
-    state: ModelState, held: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
+    state: ModelState, shards: OptimizerShards, own: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Whole gradients by name on every process, where there are any.
+    """Return whole gradients by name on every process, if there are any.
 
-    own: per lane of this process the owners' gradients, in parts as the lane or its optimizer has
-    them.
+    own: per mesh rank of this process the owners' gradients, sharded as in the mesh rank or in its
+    optimizer.
     """
     names = [name for name, entry in state.entries.items() if entry.trainable]
     found: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
     flat = {}
-    for lane, gradients in own.items():
+    for mesh_rank, gradients in own.items():
         for name, gradient in gradients.items():
-            found[name][lane] = gradient
-            if tuple(gradient.shape) != state.entries[name].pieces.local_shape(lane):
-                flat[name] = held.axis(name)
-    # 1: there is one; 3: each lane's optimizer has a piece of it
+            found[name][mesh_rank] = gradient
+            if tuple(gradient.shape) != state.entries[name].pieces.local_shape(mesh_rank):
+                flat[name] = shards.axis(name)
+    # 1: a gradient exists; 3: each mesh rank's optimizer has a shard of it.
     message = bytes(bool(found[name]) + 2 * (name in flat) for name in names)
     rows = state.transport.exchange_bytes(message)
     there = {name: max(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
     wanted = {name: found[name] for name in names if there[name]}
-    cut = {name: held.axis(name) for name in wanted if there[name] == 3}
+    cut = {name: shards.axis(name) for name in wanted if there[name] == 3}
     return state.gather(wanted, flat=cut)
 
 

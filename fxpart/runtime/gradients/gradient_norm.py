@@ -1,4 +1,4 @@
-"""The norm of all gradients and their clipping, with the numbers of one process."""
+"""The global gradient norm and clipping, identical to single-process training."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class GradientNorms:
     total: torch.Tensor
 
     def of(self, names: Sequence[str]) -> float:
-        """The norm of some parameters' gradients together."""
+        """Return the joint norm of some parameters' gradients."""
         wanted = set(names)
         picked = torch.tensor([name in wanted for name in self.names], dtype=torch.bool)
         return float(torch.linalg.vector_norm(self.each[picked & self.there], 2.0))
 
 
-def compute_gradient_norms(state: ModelState, held: OptimizerShards) -> GradientNorms:
-    """All norms, each tie's once; call it after the gradients of ties are shared.
+def compute_gradient_norms(state: ModelState, shards: OptimizerShards) -> GradientNorms:
+    """Compute all norms, each tied parameter once, after tied gradients have been sent.
 
-    The same operations as torch.nn.utils.clip_grad_norm_ on one process, in the model's own order
-    of parameters, so the result is the same bit for bit where nothing is cut.
+    Uses the operations of torch.nn.utils.clip_grad_norm_ in the model's order of parameters, so the
+    result is bitwise identical to a single process if nothing is sharded.
     """
     names = [name for name, entry in state.entries.items() if entry.trainable]
-    # Sums with zeros are exact, and so is float64 for every smaller type.
+    # Sums with zeros are exact, and float64 represents every smaller dtype exactly.
     table = torch.zeros(2, len(names), dtype=torch.float64)
     for index, name in enumerate(names):
-        _note_norms(table, index, state, held, name)
+        _add_norms(table, index, state, shards, name)
     state.transport.total(table)
-    cut = torch.tensor([len(held.pieces(name).sources) > 1 for name in names], dtype=torch.bool)
+    cut = torch.tensor([len(shards.pieces(name).sources) > 1 for name in names], dtype=torch.bool)
     norms = torch.where(cut, table[0].sqrt(), table[0])
     there = table[1] > 0
     present = norms[there].to(_norm_dtype(state, names))
-    parameters = [held.of(parameter) for _, parameter in state.parameters()]
+    parameters = [shards.of(parameter) for _, parameter in state.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
     total = torch.linalg.vector_norm(present.to(device), 2.0)
     assert isinstance(total, torch.Tensor)
@@ -56,40 +56,40 @@ def compute_gradient_norms(state: ModelState, held: OptimizerShards) -> Gradient
 
 
 def clip_gradient_norm(
-    state: ModelState, held: OptimizerShards, norm: torch.Tensor, largest: float
+    state: ModelState, shards: OptimizerShards, norm: torch.Tensor, largest: float
 ) -> None:
-    """Scale all gradients so that their global norm, which is ``norm``, is at most ``largest``."""
+    """Scale all gradients so that their global norm, given as ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     for _, parameter in state.parameters():
-        gradient = get_gradient_values(held.of(parameter))
+        gradient = get_gradient_values(shards.of(parameter))
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device))
 
 
-def clip_gradient_value(state: ModelState, held: OptimizerShards, largest: float) -> None:
-    """Bring every number of every gradient between ``-largest`` and ``largest``."""
+def clip_gradient_value(state: ModelState, shards: OptimizerShards, largest: float) -> None:
+    """Clamp every element of every gradient to ``-largest`` ... ``largest``."""
     for _, parameter in state.parameters():
-        gradient = get_gradient_values(held.of(parameter))
+        gradient = get_gradient_values(shards.of(parameter))
         if gradient is not None:
             gradient.clamp_(-largest, largest)
 
 
-def divide_gradients(state: ModelState, held: OptimizerShards, divisor: float) -> None:
-    """Divide all gradients, after they are shared: sums over batches become a mean."""
+def divide_gradients(state: ModelState, shards: OptimizerShards, divisor: float) -> None:
+    """Divide all gradients after reduction, so that sums over batches become a mean."""
     for _, parameter in state.parameters():
-        gradient = get_gradient_values(held.of(parameter))
+        gradient = get_gradient_values(shards.of(parameter))
         if gradient is not None:
             gradient.div_(divisor)
 
 
-def _note_norms(
-    table: torch.Tensor, index: int, state: ModelState, held: OptimizerShards, name: str
+def _add_norms(
+    table: torch.Tensor, index: int, state: ModelState, shards: OptimizerShards, name: str
 ) -> None:
-    """Put a parameter's norm into the table; squared where several lanes hold pieces of it."""
-    entry, sources = state.entries[name], held.pieces(name).sources
-    for lane, parameter in entry.owned().items():
-        gradient = get_gradient_values(held.of(parameter))
-        if gradient is None or lane not in sources:
+    """Add a parameter's norm to the table; squared if several mesh ranks own shards of it."""
+    entry, sources = state.entries[name], shards.pieces(name).sources
+    for mesh_rank, parameter in entry.owned().items():
+        gradient = get_gradient_values(shards.of(parameter))
+        if gradient is None or mesh_rank not in sources:
             continue
         norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()
         table[0, index] += norm if len(sources) == 1 else norm**2

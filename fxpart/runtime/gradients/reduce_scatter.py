@@ -1,4 +1,4 @@
-"""Many tensors in buckets, a few at a time; gradients on their way to the lanes' pieces of them."""
+"""Bucketed collectives, and reduce-scatter of gradients into optimizer shards."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from fxpart.collectives import BucketedCollective, Communicator, start_reduce_scatter
 
-BUCKET = 25 << 20  # bytes of gradients that are sent together, as in PyTorch's data parallelism
-_UNDER_WAY = 1  # buckets that move while the next is filled; each holds its gradients once more
+BUCKET = 25 << 20  # Bytes of gradients per bucket, as in PyTorch's DDP.
+_UNDER_WAY = 1  # Buckets in flight while the next is filled; each holds a copy of its gradients.
 
 
 def run_in_buckets(sizes: Sequence[int], start: Callable[[slice], BucketedCollective]) -> None:
-    """``start`` collectives over neighbours of about BUCKET bytes each, and wait for all.
+    """Call ``start`` for slices of about BUCKET bytes each, and wait for all collectives.
 
-    sizes: of each tensor, in bytes. Only a few are under way at a time, since a bucket is a copy.
+    sizes: of each tensor, in bytes. Only a few buckets are in flight, because each is a copy.
     """
     sent: deque[BucketedCollective] = deque()
-    first = held = 0
+    first = filled = 0
     for index, size in enumerate(sizes):
-        held += size
-        if held >= BUCKET or index == len(sizes) - 1:
+        filled += size
+        if filled >= BUCKET or index == len(sizes) - 1:
             sent.append(start(slice(first, index + 1)))
-            first, held = index + 1, 0
+            first, filled = index + 1, 0
             if len(sent) > _UNDER_WAY:
                 sent.popleft().wait()
     while sent:
@@ -32,34 +32,34 @@ def run_in_buckets(sizes: Sequence[int], start: Callable[[slice], BucketedCollec
 
 
 class GradientReduceScatter:
-    """Reduce-scatters of one stage of one lane.
+    """Reduce-scatters of one stage on one mesh rank.
 
-    All lanes add the same parameters in the same order. A parameter's gradient is dropped as soon
-    as its bucket is on its way, so what is there twice is never more than a few buckets.
+    All mesh ranks add the same parameters in the same order. A gradient is freed as soon as its
+    bucket is sent, so at most a few buckets of gradients exist twice.
     """
 
     def __init__(self, mesh: Communicator, axis: str) -> None:
-        """axis: along which the optimizer's tensors are cut."""
+        """axis: the mesh axis along which the optimizer's tensors are sharded."""
         self._mesh = mesh
         self._axis = axis
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has begun, after a failure."""
+        """Discard pending buckets, after a failure."""
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bytes = 0
         self._sent: deque[tuple[BucketedCollective, list[torch.Tensor]]] = deque()
 
-    def add(self, parameter: torch.Tensor, held: torch.Tensor) -> None:
-        """Take the parameter's gradient; its sum's piece is added to that of ``held``."""
+    def add(self, parameter: torch.Tensor, shard: torch.Tensor) -> None:
+        """Take the parameter's gradient; its reduced part is added to that of ``shard``."""
         assert parameter.grad is not None
-        self._bucket.append((parameter, held))
+        self._bucket.append((parameter, shard))
         self._bytes += parameter.grad.nbytes
         if self._bytes >= BUCKET:
             self._send()
 
     def finish(self) -> None:
-        """Send the rest, and wait for everything."""
+        """Send the last bucket, and wait for all."""
         if self._bucket:
             self._send()
         while self._sent:
@@ -70,18 +70,18 @@ class GradientReduceScatter:
         pending = start_reduce_scatter(self._mesh, lines, self._axis)
         for parameter, _ in self._bucket:
             parameter.grad = None
-        self._sent.append((pending, [held for _, held in self._bucket]))
+        self._sent.append((pending, [shard for _, shard in self._bucket]))
         self._bucket, self._bytes = [], 0
         if len(self._sent) > _UNDER_WAY:
             self._receive()
 
     def _receive(self) -> None:
         pending, targets = self._sent.popleft()
-        for held, piece in zip(targets, pending.wait(), strict=True):
-            held.grad = piece if held.grad is None else held.grad.add_(piece)
+        for shard, piece in zip(targets, pending.wait(), strict=True):
+            shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
 
 
 def get_dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter that has one, as a plain tensor."""
+    """Return the gradient of a parameter that has one, as a dense tensor."""
     assert parameter.grad is not None
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -1,20 +1,22 @@
-"""Sums of gradients between lanes that start while a stage's last backward of a step still runs.
+"""Gradient reduction that overlaps with a stage's last backward of a step.
 
-A stage's gradients lie in buckets (:mod:`fxpart.runtime.gradients.buckets`) whose contents and
-order are known before anything runs and equal on all lanes. A bucket is started when its gradients
-are final and those before it have been started, whatever the order in which gradients come; so all
-lanes start the same transfers in the same order, and none of them waits for one that another has
-not begun. They travel in groups of their own, beside the collectives of forward and backward.
+A stage's gradients are grouped into buckets (:mod:`fxpart.runtime.gradients.buckets`) whose
+contents and order are fixed before anything runs and equal on all mesh ranks. A bucket starts when
+its gradients are final and all earlier buckets have started, whatever the order of gradients. So
+all mesh ranks start the same transfers in the same order, and none waits for one that another has
+not started. They use process groups of their own, separate from the collectives of forward and
+backward.
 
-At most UNDER_WAY buckets of a rank move at once. Waiting for the oldest before a new one starts
-cannot end in a circle: every wait comes after the start that it needs in the order of the
-schedule, which is the same on all lanes and can be run.
+At most UNDER_WAY buckets of a rank are in flight. Waiting for the oldest before a new one starts
+cannot deadlock: in the order of the schedule, which is the same on all mesh ranks and can be
+executed, every wait comes after the start that it needs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -23,73 +25,73 @@ from fxpart.errors import error
 from fxpart.runtime.gradients.buckets import GradientBucket, PartialGradient
 from fxpart.runtime.gradients.reduce_scatter import get_dense_gradient
 
-UNDER_WAY = 4  # buckets of a rank that move at once: what is received takes their memory once more
+UNDER_WAY = 4  # Buckets in flight per rank; the received data needs their memory once more.
 
 
 class ReductionQueue:
-    """What a rank has under way, oldest first."""
+    """A rank's reductions in flight, oldest first."""
 
     def __init__(self) -> None:
-        """Nothing."""
+        """Start empty."""
         self._ends: deque[Callable[[], None]] = deque()
 
     def make_room(self) -> None:
-        """Finish the oldest where as many as may be are under way."""
+        """Finish the oldest reductions while the maximum number is in flight."""
         while len(self._ends) >= UNDER_WAY:
             self._ends.popleft()()
 
     def add(self, end: Callable[[], None]) -> None:
-        """Something has been started; ``end`` waits for it."""
+        """Add a started reduction; ``end`` waits for it."""
         self._ends.append(end)
 
     def finish(self) -> None:
-        """Wait for everything."""
+        """Wait for all reductions."""
         while self._ends:
             self._ends.popleft()()
 
     def clear(self) -> None:
-        """Forget everything, after a failure."""
+        """Discard all, after a failure."""
         self._ends.clear()
 
 
 class StageGradientReducer:
-    """The sums of one stage of one lane, once for each update.
+    """The gradient reduction of one stage on one mesh rank, once per update.
 
-    Either :meth:`arm`, a backward and :meth:`rest`, and later :meth:`finish`; or that alone.
+    Call :meth:`arm`, run a backward, call :meth:`rest`, and later :meth:`finish`; or only finish.
 
-    armed: between the first two.
+    armed: whether a backward runs between arm and rest.
     """
 
     def __init__(
         self, mesh: Communicator, buckets: Sequence[GradientBucket], queue: ReductionQueue
     ) -> None:
-        """mesh: for these sums alone. buckets: as they are started. queue: of the rank."""
+        """mesh: used only for these reductions. buckets: in starting order. queue: of the rank."""
         self._mesh = mesh
         self._buckets = list(buckets)
         self._queue = queue
         self._terms = [term for bucket in buckets for term in bucket.terms]
         self._bucket_of = [at for at, bucket in enumerate(buckets) for _ in bucket.terms]
-        # How often a gradient is added to in the last backward, known once there was one.
+        # How often the last backward adds to each gradient; known after the first one.
         self._expected = [0] * len(self._terms)
         self.armed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._begin()
+        self._reset_counts()
 
     @property
     def parameters(self) -> set[int]:
-        """The parameters whose gradients are summed here, by identity."""
+        """The ids of the parameters whose gradients are reduced here."""
         return {id(term.parameter) for term in self._terms}
 
     def arm(self) -> None:
-        """The last backward before an update begins: start what becomes final."""
+        """Start buckets as they become final during the last backward before an update."""
         self.armed = True
         self._hooks = [
-            term.parameter.register_post_accumulate_grad_hook(self._counter(index))
+            term.parameter.register_post_accumulate_grad_hook(self._make_count_hook(index))
             for index, term in enumerate(self._terms)
         ]
 
     def rest(self) -> None:
-        """The backward is over: start all that is left."""
+        """Start all remaining buckets after the backward."""
         if self.armed:
             self._disarm()
             self._expected = list(self._seen)
@@ -97,36 +99,38 @@ class StageGradientReducer:
             self._start(self._buckets[self._next])
 
     def skip(self) -> None:
-        """The backward failed: give zeros for all that is left, since the other lanes wait."""
+        """After a failed backward, reduce zeros for all remaining buckets, as other mesh ranks
+        wait.
+        """
         self._disarm()
         for term in self._terms:
             term.parameter.grad = None
         self.rest()
 
     def finish(self) -> None:
-        """Start what is left and wait for all; the gradients are sums then."""
+        """Start the remaining buckets and wait for all; the gradients are then reduced."""
         self.rest()
         self._queue.finish()
-        self._begin()
+        self._reset_counts()
 
     def reset(self) -> None:
-        """Forget what has begun."""
+        """Discard started reductions."""
         self._disarm()
         self._queue.clear()
-        self._begin()
+        self._reset_counts()
 
-    def _begin(self) -> None:
+    def _reset_counts(self) -> None:
         self._next = 0
         self._seen = [0] * len(self._terms)
         self._waiting = [len(bucket.terms) for bucket in self._buckets]
-        self._absent: list[PartialGradient] = []
+        self._missing: list[PartialGradient] = []
 
     def _disarm(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.armed = [], False
 
-    def _counter(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _make_count_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         at = self._bucket_of[index]
 
         def count(parameter: torch.Tensor) -> None:
@@ -135,25 +139,25 @@ class StageGradientReducer:
                 self._waiting[at] -= 1
                 self._advance()
             elif self._seen[index] == self._expected[index] + 1 > 1:
-                self._again(index, at)
+                self._handle_extra_addition(index, at)
 
         return count
 
     def _advance(self) -> None:
-        """Start the buckets whose turn it is; one with flags only when the backward is over."""
+        """Start the buckets that are complete in order; one with flags only after the backward."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if self._waiting[self._next] or bucket.flags:
                 return
             self._start(bucket)
 
-    def _again(self, index: int, at: int) -> None:
-        """More comes to a gradient than in the step before: it is final at the end only."""
+    def _handle_extra_addition(self, index: int, at: int) -> None:
+        """Handle more additions to a gradient than in the previous step: it is final at the end."""
         if at < self._next:
             raise error(
                 "FXP900",
                 where="the last backward of a step",
-                why="it has added to a gradient whose sum over the lanes was on its way",
+                why="a gradient was added to after its reduction had started",
                 fix="",
             )
         self._waiting[at] += 1
@@ -163,29 +167,29 @@ class StageGradientReducer:
         self._next += 1
         with torch.no_grad():
             if bucket.scattered:
-                lines = [self._line(term) for term in bucket.terms]
+                lines = [self._flatten_gradient(term) for term in bucket.terms]
                 self._queue.add(self._start_scatter(bucket, lines))
             else:
                 self._queue.add(self._start_sum(bucket))
 
-    def _line(self, term: PartialGradient) -> torch.Tensor:
-        """The gradient as a flat tensor; zeros where there is none."""
+    def _flatten_gradient(self, term: PartialGradient) -> torch.Tensor:
+        """Return the gradient as a flat tensor; zeros if there is none."""
         if term.parameter.grad is None:
-            self._absent.append(term)
+            self._missing.append(term)
             return torch.zeros_like(term.parameter, memory_format=torch.contiguous_format).view(-1)
         return get_dense_gradient(term.parameter).reshape(-1)
 
     def _start_sum(self, bucket: GradientBucket) -> Callable[[], None]:
-        lines = [self._line(term) for term in bucket.terms]
-        layouts = [_layout(term.parameter.grad) for term in bucket.terms]
+        lines = [self._flatten_gradient(term) for term in bucket.terms]
+        layouts = [_get_strides(term.parameter.grad) for term in bucket.terms]
         if bucket.flags:
-            absent = {id(term) for term in self._absent}
+            absent = {id(term) for term in self._missing}
             there = [0.0 if id(term) in absent else 1.0 for term in bucket.flags]
-            # In the dtype of the bucket: torch.cat would convert all gradients to a wider one.
+            # Keep the dtype of the bucket: torch.cat would convert all gradients to a wider one.
             like = (bucket.terms or bucket.flags)[0].parameter
             lines = [*lines, torch.tensor(there, dtype=like.dtype, device=like.device)]
         flat = lines[0] if len(lines) == 1 else torch.cat(lines)
-        del lines  # the bucket has them; what is received takes as much once more
+        del lines  # The bucket has copied them; the received data needs the memory.
         for term in bucket.terms:
             term.parameter.grad = None
         handle = self._mesh.start_all_reduce(flat, bucket.axes, reuse=True)
@@ -195,10 +199,10 @@ class StageGradientReducer:
             for term, layout in zip(bucket.terms, layouts, strict=True):
                 count = term.parameter.numel()
                 total = found.narrow(0, at, count).view(term.parameter.shape)
-                term.parameter.grad = total if layout is None else _laid(total, layout)
+                term.parameter.grad = total if layout is None else _apply_strides(total, layout)
                 at += count
-            if bucket.flags and self._absent:
-                self._drop(bucket.flags, found[at:])
+            if bucket.flags and self._missing:
+                self._remove_absent(bucket.flags, found[at:])
 
         return end
 
@@ -211,26 +215,58 @@ class StageGradientReducer:
 
         def end() -> None:
             for term, piece in zip(bucket.terms, pending.wait(), strict=True):
-                held = term.held
-                held.grad = piece if held.grad is None else held.grad.add_(piece)
+                shard = term.shard
+                shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
 
         return end
 
-    def _drop(self, terms: Sequence[PartialGradient], there: torch.Tensor) -> None:
-        """No gradient where no lane had one: an optimizer leaves such a parameter alone."""
-        for term, lanes in zip(terms, there.tolist(), strict=True):
-            if not lanes:
-                term.parameter.grad = term.held.grad = None
+    def _remove_absent(self, terms: Sequence[PartialGradient], there: torch.Tensor) -> None:
+        """Remove gradients that no mesh rank has: an optimizer skips such a parameter."""
+        for term, mesh_ranks in zip(terms, there.tolist(), strict=True):
+            if not mesh_ranks:
+                term.parameter.grad = term.shard.grad = None
 
 
-def _layout(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
-    """The strides of a gradient that is not contiguous."""
+def _get_strides(gradient: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Return the strides of a gradient that is not contiguous."""
     if gradient is None or gradient.is_sparse or gradient.is_contiguous():
         return None
     return gradient.stride()
 
 
-def _laid(total: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same numbers with these strides, in which norms add them up in the same order."""
+def _apply_strides(total: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return the same values with these strides, so that norms sum them in the same order."""
     like = torch.empty_strided(total.shape, strides, dtype=total.dtype, device=total.device)
     return like.copy_(total)
+
+
+@dataclass
+class GradientAccumulation:
+    """The batches whose gradients are accumulated for the next update.
+
+    A batch's weight is the divisor of its loss, such as the number of valid tokens, or its rows.
+    Gradients are sums of each batch's gradient times its weight divided by the weight of the first
+    batch. The gradient of the first batch is therefore exactly that of an update without
+    accumulation.
+
+    batches: their number. total: the sum of their weights, in units of the first weight.
+    """
+
+    batches: int = 0
+    total: float = 0.0
+    _unit: float = 1.0
+
+    def factor(self, weight: float) -> float:
+        """Return the factor for the gradient of another batch of this weight."""
+        return weight / self._unit if self.batches else 1.0
+
+    def add(self, weight: float) -> None:
+        """Count a batch whose gradients were added."""
+        if not self.batches:
+            self._unit = weight or 1.0
+        self.total += weight / self._unit
+        self.batches += 1
+
+    def reset(self) -> None:
+        """Reset to zero batches."""
+        self.batches, self.total, self._unit = 0, 0.0, 1.0

@@ -1,130 +1,56 @@
-"""Stages of several copies: microbatches in turn, one gradient for all.
+"""Gradient reduction over the replicas of a stage (:mod:`fxpart.program.replicas`).
 
-Where stages differ in how many ranks they have, a stage is copied onto each of its ranks, which
-take microbatches in a round of turns: one after another (PipeDream's round robin, Narayanan et al.,
-SOSP 2019), or the faster ones more often. A copy is a stage of the program like any other; what
-makes it a copy is that it takes its own microbatches only, and that its gradients are summed with
-those of the others at the end of a step, in the order of the copies: all take the same step.
+The gradients of all replicas are summed at the end of a step, in the order of the replicas, so
+that all of them take the same optimizer step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 
 from fxpart.collectives.buckets import bucketed
-from fxpart.errors import error
-from fxpart.program.spec import ProgramSpec, StageSpec
 from fxpart.runtime.gradients import reduce_scatter
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
-from fxpart.schedule.action import list_group_stages
 
-if TYPE_CHECKING:
-    from fxpart.plan.model import Plan
-
-_UNDER_WAY = 1  # of a holder's buckets, while the next is packed; each holds its gradients again
+# Buckets in flight per stage while the next is packed; each holds a copy of its gradients.
+_UNDER_WAY = 1
 
 
-def replicate_stages(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
-    """The program with copies of its stages, one after another.
+def reduce_replica_gradients(state: ModelState, shards: OptimizerShards) -> None:
+    """Sum the gradients of replicas (and of parameters tied to replicated stages) at the owners.
 
-    rounds: by stage, its copies from 0 on in the order of their turns: (0, 1) for two, (0, 0, 1)
-    where the first takes two microbatches of three, (0,) for none. The stage modules of copies are
-    those of the stage. Raises FXP109 for rounds that do not fit, and for stages of several ranks,
-    which share their work otherwise.
-    """
-    counts = [1 + max(turns, default=-1) for turns in rounds]
-    whole = all(set(turns) == set(range(n)) for turns, n in zip(rounds, counts, strict=True))
-    if len(rounds) != len(spec.stages) or min(counts, default=0) < 1 or not whole:
-        why = f"{len(spec.stages)} stages need a round each, of copies from 0 on"
-        raise error("FXP109", where=f"replicas={tuple(rounds)}", why=why, fix="")
-    if max(counts) == 1:
-        return spec
-    if spec.sharding is not None or spec.replicas:
-        raise error(
-            "FXP109",
-            where=f"replicas={tuple(rounds)}",
-            why="the ranks of a stage share its work already",
-            fix='copies of stages need mesh="none"',
-        )
-    firsts = [0, *accumulate(counts)][:-1]
-    groups = [tuple(range(first, first + n)) for first, n in zip(firsts, counts, strict=True)]
-
-    def copied(stage: StageSpec, index: int) -> StageSpec:
-        return msgspec.structs.replace(
-            stage,
-            index=index,
-            sources=tuple(s if s < 0 else firsts[s] for s in stage.sources),
-            targets=tuple(tuple(firsts[t] for t in targets) for targets in stage.targets),
-            state=tuple(msgspec.structs.replace(s, owner=firsts[s.owner]) for s in stage.state),
-        )
-
-    return msgspec.structs.replace(
-        spec,
-        stages=tuple(
-            copied(stage, index)
-            for stage, group in zip(spec.stages, groups, strict=True)
-            for index in group
-        ),
-        ties={
-            name: tuple(copy for stage in stages for copy in groups[stage])
-            for name, stages in spec.ties.items()
-        },
-        replicas=tuple(
-            tuple(first + copy for copy in turns)
-            for first, turns, n in zip(firsts, rounds, counts, strict=True)
-            if n > 1
-        ),
-    )
-
-
-def get_original_stage(spec: ProgramSpec, stage: int) -> int:
-    """The stage that a stage is a copy of, counted without copies."""
-    return stage - sum(
-        sum(1 for copy in list_group_stages(group) if min(group) < copy <= stage)
-        for group in spec.replicas
-    )
-
-
-def get_replica_rounds(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """By stage that is no copy the round of its copies, as :func:`replicate_stages` takes them."""
-    groups = {group[0]: group for group in plan.replicas}
-    return tuple(
-        tuple(copy - first for copy in groups.get(first, (first,))) for first in plan.firsts
-    )
-
-
-def reduce_replica_gradients(state: ModelState, held: OptimizerShards) -> None:
-    """Sum the gradients of copies (and of ties, whose holders are copied) at the owners.
-
-    Each holder sends what it has in common with the owner in buckets of 25 MiB (or of one
-    parameter). Holders add up in the order of the stages. Does nothing in a program without
-    copies; what the owner has is given back by
-    :func:`fxpart.runtime.gradients.communication.send_tied_gradients`.
+    Each stage sends its common parameters' gradients to the owner in buckets of 25 MiB (or of one
+    parameter). The owner adds them in the order of the stages. Does nothing in a program without
+    replicas. :func:`fxpart.runtime.gradients.communication.send_tied_gradients` sends the totals
+    back.
     """
     spec = state.lanes[0].spec
     if not spec.replicas:
         return
-    for (owner, holders), entries in _groups(state, held).items():
-        _sum_group(state, held, owner, holders, entries)
+    for (owner, stages), entries in _group_by_owner(state, shards).items():
+        _sum_group(state, shards, owner, stages, entries)
 
 
 @contextmanager
-def reduce_gradients_temporarily(state: ModelState, held: OptimizerShards) -> Iterator[None]:
-    """What :func:`reduce_replica_gradients` does, undone at the end: accumulation goes on."""
+def reduce_gradients_temporarily(state: ModelState, shards: OptimizerShards) -> Iterator[None]:
+    """Reduce as :func:`reduce_replica_gradients` does, and undo it at the end.
+
+    Used while gradient accumulation continues.
+    """
     spec = state.lanes[0].spec
-    entries = [e for group in _groups(state, held).values() for e in group if spec.replicas]
-    mine = [held.of(copy) for entry in entries for copy in entry.copies.values()]
+    entries = [
+        e for group in _group_by_owner(state, shards).values() for e in group if spec.replicas
+    ]
+    mine = [shards.of(copy) for entry in entries for copy in entry.copies.values()]
     before = [None if p.grad is None else p.grad.clone() for p in mine]
-    reduce_replica_gradients(state, held)
+    reduce_replica_gradients(state, shards)
     try:
         yield
     finally:
@@ -132,35 +58,35 @@ def reduce_gradients_temporarily(state: ModelState, held: OptimizerShards) -> It
             parameter.grad = gradient
 
 
-def _groups(
-    state: ModelState, held: OptimizerShards
+def _group_by_owner(
+    state: ModelState, shards: OptimizerShards
 ) -> dict[tuple[int, tuple[int, ...]], list[StateEntry]]:
-    """Parameters by owner and holders, each in the model's order, the same on every rank."""
+    """Return parameters by owner and stages, in the model's order, equal on every rank."""
     found: dict[tuple[int, tuple[int, ...]], list[StateEntry]] = {}
     for name, entry in state.entries.items():
-        if entry.trainable and len(entry.stages) > 1 and name not in held.rows:
+        if entry.trainable and len(entry.stages) > 1 and name not in shards.rows:
             found.setdefault((entry.spec.owner, entry.stages), []).append(entry)
     return found
 
 
 def _sum_group(
     state: ModelState,
-    held: OptimizerShards,
+    shards: OptimizerShards,
     owner: int,
-    holders: tuple[int, ...],
+    stages: tuple[int, ...],
     entries: list[StateEntry],
 ) -> None:
-    """In buckets, so that a rank has few of its gradients twice at any moment."""
+    """Sum in buckets, so that few gradients of a rank exist twice."""
     transport, home = state.transport, state.rank(owner, 0)
-    own = _held_by(held, entries, owner)
+    own = _get_stage_parameters(shards, entries, owner)
     others, sending, seen = [], [], {id(parameter) for parameter in own}
-    for holder in sorted(holders):
-        if holder == owner or (own and _shared(state, entries[0], owner, holder)):
+    for stage in sorted(stages):
+        if stage == owner or (own and _is_same_tensor(state, entries[0], owner, stage)):
             continue
-        rank = state.rank(holder, 0)
+        rank = state.rank(stage, 0)
         others.append(rank)
-        mine = _held_by(held, entries, holder) if rank in transport.local else []
-        if mine and id(mine[0]) not in seen:  # else the same tensors, on the owner's rank
+        mine = _get_stage_parameters(shards, entries, stage) if rank in transport.local else []
+        if mine and id(mine[0]) not in seen:  # Otherwise they are the owner's tensors.
             sending.append((rank, mine))
     known = own or (sending[0][1] if sending else [])
     sends: deque[Any] = deque()
@@ -180,14 +106,16 @@ def _sum_group(
         transport.wait(handle)
 
 
-def _held_by(held: OptimizerShards, entries: list[StateEntry], stage: int) -> list[torch.Tensor]:
-    """The stage's parameters, where this process has it."""
-    return [held.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
+def _get_stage_parameters(
+    shards: OptimizerShards, entries: list[StateEntry], stage: int
+) -> list[torch.Tensor]:
+    """Return the stage's parameters, if the stage is in this process."""
+    return [shards.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
 
 
-def _shared(state: ModelState, entry: StateEntry, owner: int, holder: int) -> bool:
-    """Whether two stages of one rank hold the same tensor."""
-    mine, theirs = entry.copies.get((owner, 0)), entry.copies.get((holder, 0))
+def _is_same_tensor(state: ModelState, entry: StateEntry, owner: int, stage: int) -> bool:
+    """Return whether two stages of one rank use the same tensor."""
+    mine, theirs = entry.copies.get((owner, 0)), entry.copies.get((stage, 0))
     return mine is not None and mine is theirs
 
 

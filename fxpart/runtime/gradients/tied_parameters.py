@@ -1,14 +1,14 @@
-"""Gradients of parameters that several stages hold, summed microbatch by microbatch.
+"""Gradients of parameters that several stages share, reduced per microbatch.
 
-One process adds, for each microbatch, the contributions of all uses (later uses first) and then
-adds that sum to the gradient. Floating sums depend on their order, so this is done here too: a
-stage that holds a copy sends its sum to the holder before it, where it enters autograd ahead of
-that stage's own contributions, and so on down to the owner. The owner's gradient is then that of
-one process in every bit. The transfers run beside computation; the price is one message for each
-microbatch instead of one for each step.
+A single process adds, for each microbatch, the contributions of all uses (later uses first) and
+then adds that sum to the gradient. Floating-point sums depend on their order, so the same order is
+used here: a stage with a copy sends its sum to the previous stage with a copy, where it enters
+autograd before that stage's own contributions, and so on down to the owner. The owner's gradient is
+then bitwise identical to single-process training. The transfers overlap with computation; the cost
+is one message per microbatch instead of one per step.
 
-A holder whose backward need not come before that of the holder before it (a branch beside it)
-sends its part to the owner, which adds it at the end of the step.
+A stage whose backward need not come before that of the previous stage (a parallel branch) sends its
+part to the owner, which adds it at the end of the step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from fxpart.program.edges import ValueEdge, find_stage_edges, torch_dtype
-from fxpart.program.spec import ProgramSpec
+from fxpart.program.edges import ValueEdge, find_stage_edges
+from fxpart.program.spec import ProgramSpec, has_backward
 from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
-from fxpart.runtime.executor.stage_signature import has_backward
 from fxpart.runtime.transport.interface import STATE, Transport
 from fxpart.schedule.action import ActionKind, Schedule
 from fxpart.schedule.rendezvous import execute
@@ -36,7 +35,7 @@ Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 @dataclass(frozen=True)
 class TiedParameterRoutes:
-    """A shared parameter. routes: per contributing stage, the stage that its sum is sent to."""
+    """A tied parameter. routes: per contributing stage, the stage that it sends its sum to."""
 
     link: ValueEdge
     owner: int
@@ -47,59 +46,60 @@ class TiedParameterRoutes:
 def find_tied_parameters(
     spec: ProgramSpec, *, sparse: bool = True
 ) -> tuple[TiedParameterRoutes, ...]:
-    """The trainable parameters that several training stages hold, sorted by name.
+    """Return the trainable parameters that several training stages share, sorted by name.
 
-    sparse: whether tables with sparse gradients are among them. None where stages have copies: then
-    all holders are summed at the end of a step (:mod:`fxpart.runtime.gradients.stage_replicas`).
+    sparse: whether to include embedding tables with sparse gradients. Empty if stages have
+    replicas, whose gradients are all summed at the end of a step
+    (:mod:`fxpart.runtime.gradients.stage_replicas`).
     """
     if spec.replicas:
         return ()
     names: dict[str, dict[int, str]] = {}
     found: dict[str, TiedParameterRoutes] = {}
-    reached = find_backward_predecessors(spec)
+    predecessors = find_backward_predecessors(spec)
     for stage in spec.stages:
         for state in stage.state:
             if state.name in spec.ties and state.requires_grad and (sparse or not state.sparse):
-                held = names.setdefault(state.name, {})
-                held[stage.index] = state.attribute
-                dtype = torch_dtype(state.dtype)  # sums are never rounded on their way
+                attributes = names.setdefault(state.name, {})
+                attributes[stage.index] = state.attribute
+                dtype = state.dtype  # Partial sums are never rounded for the transfer.
                 link = ValueEdge(state.name, 0, 0, 0, 0, dtype, tuple(state.shape), True, dtype)
                 active = [
                     s
-                    for s in sorted(held)
+                    for s in sorted(attributes)
                     if s == state.owner or has_backward(spec, spec.stages[s])
                 ]
                 routes = {
-                    later: before if later in reached[before] else state.owner
+                    later: before if later in predecessors[before] else state.owner
                     for before, later in pairwise(active)
                 }
-                found[state.name] = TiedParameterRoutes(link, state.owner, routes, held)
+                found[state.name] = TiedParameterRoutes(link, state.owner, routes, attributes)
     return tuple(found[name] for name in sorted(found))
 
 
 def find_backward_predecessors(spec: ProgramSpec) -> dict[int, set[int]]:
-    """Per stage the stages whose backward always comes before its own: its gradients' sources."""
-    reached: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
+    """Return per stage the stages whose backward always precedes its own."""
+    predecessors: dict[int, set[int]] = {stage.index: set() for stage in spec.stages}
     for edge in sorted(find_stage_edges(spec), key=lambda e: e.source, reverse=True):
         if edge.backward:
-            reached[edge.source] |= {edge.target} | reached[edge.target]
-    return reached
+            predecessors[edge.source] |= {edge.target} | predecessors[edge.target]
+    return predecessors
 
 
 def is_tied_gradient_order_exact(spec: ProgramSpec) -> bool:
-    """Whether every shared gradient is added up in the order of one process."""
+    """Return whether every tied gradient is summed in the order of a single process."""
     if spec.replicas:
         return False
-    reached = find_backward_predecessors(spec)
+    predecessors = find_backward_predecessors(spec)
     return all(
-        source in reached[target] and list(item.routes.values()).count(target) == 1
+        source in predecessors[target] and list(item.routes.values()).count(target) == 1
         for item in find_tied_parameters(spec)
         for source, target in item.routes.items()
     )
 
 
 class TiedGradientReducer:
-    """What one rank does for shared parameters around each backward of its stages."""
+    """Reduction of tied gradients around each backward of one rank's stages."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class TiedGradientReducer:
         transport: Transport,
         device: torch.device,
     ) -> None:
-        """modules: the rank's own stage modules by stage index. schedule: lowered."""
+        """modules: the rank's stage modules by stage index. schedule: lowered."""
         self._rank = rank
         self._transport = transport
         self._device = device
         self._stage_rank = schedule.stage_rank
-        # Sparse gradients are put together at the end of a step (fxpart.runtime.embedding_tables).
+        # Sparse gradients are combined at the end of a step (fxpart.runtime.embedding_tables).
         self._shared = find_tied_parameters(spec, sparse=False)
-        self._reached = find_backward_predecessors(spec)
+        self._predecessors = find_backward_predecessors(spec)
         self._copies: dict[tuple[str, int], torch.Tensor] = {
             (item.link.name, stage): attrgetter(name)(modules[stage])
             for item in self._shared
@@ -129,16 +129,16 @@ class TiedGradientReducer:
         self._totals: dict[str, torch.Tensor | None] = {}
         self._sending: deque[object] = deque()
         self._late_routes = any(
-            source not in self._reached[target]
+            source not in self._predecessors[target]
             for item in self._shared
             for source, target in item.routes.items()
         )
         self._inboxes: list[ReceiveQueue] = []
-        self._arrivals = self._make_inboxes(schedule)
-        self._window = self._lag(schedule) if self._shared else 0
+        self._arrivals = self._make_receive_queues(schedule)
+        self._window = self._compute_window(schedule) if self._shared else 0
 
-    def _make_inboxes(self, schedule: Schedule) -> dict[Key, Arrival]:
-        """Per message from another rank where it arrives, in the order of the sends."""
+    def _make_receive_queues(self, schedule: Schedule) -> dict[Key, Arrival]:
+        """Create the receive queues; return per message its arrival, in the order of the sends."""
         where: dict[Key, Arrival] = {}
         for source, actions in enumerate(schedule.ranks):
             if source == self._rank:
@@ -147,7 +147,7 @@ class TiedGradientReducer:
                 ((action.stage, target, action.microbatch), tuple(item.link for item in items))
                 for action in actions
                 if action.kind in (ActionKind.B, ActionKind.I)
-                for target, items in self._sent(action.stage).items()
+                for target, items in self._find_targets(action.stage).items()
                 if self._stage_rank[target] == self._rank
             ]
             if mine:
@@ -159,15 +159,16 @@ class TiedGradientReducer:
                 where |= {key: (inbox, i, links) for i, (key, links) in enumerate(mine)}
         return where
 
-    def _lag(self, schedule: Schedule) -> int:
-        """How many of this rank's messages may be on their way, so that waiting is never in vain.
+    def _compute_window(self, schedule: Schedule) -> int:
+        """Return how many messages of this rank may be in flight so that waiting cannot deadlock.
 
-        In one order in which the whole schedule can be run: at most so many lie between the oldest
-        that has not been taken and the newest. More are never needed, and each holds memory.
+        In one valid order of the whole schedule, it is the maximum number of messages between the
+        oldest that has not been received and the newest. More are never needed, and each uses
+        memory.
         """
-        into = {s: list(self._sources(s, late=False)) for s in range(schedule.stages)}
-        out = {s: self._sent(s) for s in range(schedule.stages)}
-        untaken: dict[Key, int] = {}  # in the order of the sends, with the number of the first
+        into = {s: list(self._find_sources(s, late=False)) for s in range(schedule.stages)}
+        out = {s: self._find_targets(s) for s in range(schedule.stages)}
+        untaken: dict[Key, int] = {}  # In the order of the sends, with the number of the first.
         count, most = 0, 1
         for action in execute(schedule.ranks, schedule.stage_rank).order:
             if action.kind not in (ActionKind.B, ActionKind.I):
@@ -183,35 +184,35 @@ class TiedGradientReducer:
                     most = max(most, count - next(iter(untaken.values())))
         return most
 
-    def _sent(self, stage: int) -> dict[int, list[TiedParameterRoutes]]:
-        """What a stage sends after a backward, by receiving stage in ascending order."""
+    def _find_targets(self, stage: int) -> dict[int, list[TiedParameterRoutes]]:
+        """Return what a stage sends after a backward, by receiving stage in ascending order."""
         found: dict[int, list[TiedParameterRoutes]] = {}
         for item in self._shared:
             if stage in item.routes:
                 found.setdefault(item.routes[stage], []).append(item)
         return dict(sorted(found.items()))
 
-    def _sources(self, stage: int, *, late: bool) -> dict[int, list[str]]:
-        """The stages that send sums to a stage, later ones first, and the names that they send."""
+    def _find_sources(self, stage: int, *, late: bool) -> dict[int, list[str]]:
+        """Return the stages that send sums to a stage, later ones first, with the names sent."""
         found: dict[int, list[str]] = {}
         for item in self._shared:
             for source, target in item.routes.items():
-                if target == stage and (source not in self._reached[stage]) == late:
+                if target == stage and (source not in self._predecessors[stage]) == late:
                     found.setdefault(source, []).append(item.link.name)
         return dict(sorted(found.items(), reverse=True))
 
-    def involves(self, stage: int) -> bool:
-        """Whether the stage takes part in a shared sum."""
-        sources = {**self._sources(stage, late=False), **self._sources(stage, late=True)}
-        return bool(sources or self._sent(stage))
+    def is_tied_stage(self, stage: int) -> bool:
+        """Return whether the stage takes part in the reduction of a tied gradient."""
+        sources = {**self._find_sources(stage, late=False), **self._find_sources(stage, late=True)}
+        return bool(sources or self._find_targets(stage))
 
     def copies(self, stage: int) -> list[torch.Tensor]:
-        """The stage's copies of parameters whose sums others wait for."""
+        """Return the stage's copies of tied parameters."""
         return [copy for (_, at), copy in self._copies.items() if at == stage]
 
     def arrivals(self, stage: int, microbatch: int, *, late: bool = False) -> tuple[Arrival, ...]:
-        """Messages from other ranks that a backward waits for, or (``late``) the step's end."""
-        keys = [(source, stage, microbatch) for source in self._sources(stage, late=late)]
+        """Return messages of other ranks that a backward or (``late``) the step's end awaits."""
+        keys = [(source, stage, microbatch) for source in self._find_sources(stage, late=late)]
         return tuple(self._arrivals[key] for key in keys if key in self._arrivals)
 
     def begin(self, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -221,23 +222,25 @@ class TiedGradientReducer:
         for inbox in self._inboxes:
             inbox.begin(sizes)
 
-    def before(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Sums of later holders, as roots of the stage's backward: (parameter, gradient so far)."""
-        for items in self._sent(stage).values():
+    def receive_roots(self, stage: int, microbatch: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return sums of later stages as roots of the stage's backward: (parameter, gradient)."""
+        for items in self._find_targets(stage).values():
             for item in items:
                 self._copies[item.link.name, stage].grad = None
         for name in self._late_names(stage):
             copy = self._copies[name, stage]
             self._totals[name], copy.grad = copy.grad, None
-        entering = self._take(stage, microbatch, late=False)
+        entering = self._receive_sums(stage, microbatch, late=False)
         return [(self._copies[name, stage], gradient) for name, gradient in entering.items()]
 
-    def after(self, stage: int, microbatch: int) -> None:
-        """Send the stage's sums on; keep the owner's apart if late ones have yet to come."""
-        for target, items in self._sent(stage).items():
+    def send_sums(self, stage: int, microbatch: int) -> None:
+        """Send the stage's sums; store the owner's separately if late sums are outstanding."""
+        for target, items in self._find_targets(stage).items():
             for item in items:
                 copy = self._copies[item.link.name, stage]
-                self._give(item.link.name, (stage, target, microbatch), _dense(copy))
+                self._send_sum(
+                    item.link.name, (stage, target, microbatch), _get_dense_gradient(copy)
+                )
                 copy.grad = None
         names = self._late_names(stage)
         if names:
@@ -248,20 +251,20 @@ class TiedGradientReducer:
             self._waiting.append((stage, microbatch, parts))
 
     def skip(self, stage: int, microbatch: int) -> None:
-        """After a failure: send zeros, so that no stage waits in vain."""
-        for target, items in self._sent(stage).items():
+        """After a failure, send zeros, so that no stage waits forever."""
+        for target, items in self._find_targets(stage).items():
             for item in items:
                 zeros = torch.zeros_like(self._copies[item.link.name, stage])
-                self._give(item.link.name, (stage, target, microbatch), zeros)
+                self._send_sum(item.link.name, (stage, target, microbatch), zeros)
 
     def late(self) -> list[tuple[int, int]]:
-        """The (stage, microbatch) whose sums wait for the end of the step, in order."""
+        """Return the (stage, microbatch) pairs whose sums wait for the end of the step."""
         return [(stage, microbatch) for stage, microbatch, _ in self._waiting]
 
-    def conclude(self) -> None:
-        """Add what came late, microbatch by microbatch."""
+    def add_late_sums(self) -> None:
+        """Add the late sums, microbatch by microbatch."""
         for stage, microbatch, parts in self._waiting:
-            found = self._take(stage, microbatch, late=True)
+            found = self._receive_sums(stage, microbatch, late=True)
             for name, own in parts.items():
                 total = found[name] if own is None else found[name] + own
                 copy = self._copies[name, stage]
@@ -277,24 +280,24 @@ class TiedGradientReducer:
             self._transport.wait(self._sending.popleft())
 
     def _late_names(self, stage: int) -> list[str]:
-        late = self._sources(stage, late=True)
+        late = self._find_sources(stage, late=True)
         return sorted({name for names in late.values() for name in names})
 
-    def _give(self, name: str, key: Key, gradient: torch.Tensor) -> None:
+    def _send_sum(self, name: str, key: Key, gradient: torch.Tensor) -> None:
         target = self._stage_rank[key[1]]
         if target == self._rank:
             self._local[name, key] = gradient
         else:
-            if not self._late_routes:  # late sums are received at the end of the step only
+            if not self._late_routes:  # Late sums are received only at the end of the step.
                 while len(self._sending) >= self._window:
                     self._transport.wait(self._sending.popleft())
             message = gradient.contiguous()
             self._sending.append(self._transport.send(self._rank, target, STATE, message))
 
-    def _take(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
-        """The sums that were sent to a stage, by name; several for one name later ones first."""
+    def _receive_sums(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
+        """Return the sums sent to a stage, by name; several of one name are added, later first."""
         found: dict[str, torch.Tensor] = {}
-        for source, names in self._sources(stage, late=late).items():
+        for source, names in self._find_sources(stage, late=late).items():
             key = (source, stage, microbatch)
             if key in self._arrivals:
                 inbox, place, links = self._arrivals[key]
@@ -306,8 +309,8 @@ class TiedGradientReducer:
         return found
 
 
-def _dense(copy: torch.Tensor) -> torch.Tensor:
-    """The gradient of a copy; zeros where it has none."""
+def _get_dense_gradient(copy: torch.Tensor) -> torch.Tensor:
+    """Return the dense gradient of a copy; zeros if it has none."""
     if copy.grad is None:
         return torch.zeros_like(copy)
     return copy.grad.to_dense() if copy.grad.is_sparse else copy.grad

@@ -1,7 +1,7 @@
-"""Each rank watches the others: who is gone, who is silent, and what each did last.
+"""Heartbeats between ranks: detection of lost, silent and diverged ranks.
 
-Only in a job that a launcher supervises (torchrun, ``fxpart train --nproc``). Everywhere else there
-is no watch, no thread and no connection, and all functions here do nothing.
+Used only in a job with a launcher (torchrun, ``fxpart train --nproc``). Otherwise there is no
+monitor, thread or connection, and all functions here do nothing.
 """
 
 from fxpart.runtime.heartbeat.monitor import HeartbeatMonitor

@@ -1,6 +1,6 @@
-"""Which trainer call this process is in, and whether its last one raised an exception.
+"""The current trainer call of this process, and whether the last one raised an exception.
 
-Every rank makes the same calls. A rank that waits in one compares these numbers with those of the
+Every rank makes the same calls. A rank that waits in a call compares these values with those of the
 rank that it waits for.
 """
 
@@ -12,31 +12,31 @@ _LONGEST = 400  # characters of a message
 
 
 class TrainerCallTracker:
-    """The outermost trainer calls of one process.
+    """Outermost trainer calls of one process.
 
-    number: how many were begun. name: the one that is under way, "" if none is. failed: the number
-    of the last one that raised an exception which the other ranks need not share, 0 if none did;
-    code and problem: that exception.
+    number: of calls begun. name: of the call in progress, or "". failed: number of the last call
+    that raised an exception the other ranks may not share, or 0. code, problem: describe that
+    exception.
     """
 
     __slots__ = ("code", "failed", "name", "number", "problem")
 
     def __init__(self) -> None:
-        """No call was made."""
+        """Create a tracker without calls."""
         self.number, self.name = 0, ""
         self.failed, self.code, self.problem = 0, "", ""
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Record the begin of a call."""
         self.number += 1
         self.name = name
 
     def end(self) -> None:
-        """The call has returned, or raised an exception that every rank raises."""
+        """Record that the call has returned, or raised an exception that every rank raises."""
         self.name = ""
 
     def fail(self, cause: BaseException) -> None:
-        """The call has raised an exception that the other ranks do not know of."""
+        """Record an exception that the other ranks do not know."""
         self.code, self.problem = "FXP507", f"{type(cause).__name__}"
         text = str(cause)
         if isinstance(cause, FxpartError):

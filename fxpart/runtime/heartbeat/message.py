@@ -1,4 +1,4 @@
-"""What the watches of two ranks say to each other: a length, and a record as JSON."""
+"""Messages between the monitors of two ranks: a length, then a record as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _LONGEST = 1 << 14
 
 
 class HeartbeatMessage(msgspec.Struct, tag="beat", frozen=True):
-    """A rank is there. event: the last that it noted, ``ago`` seconds before.
+    """Sent periodically by a running rank.
 
-    waits: for which rank its main thread waits in a transfer, for ``waited`` seconds; NOBODY, ALL.
-    call, number: the trainer call that its main thread is in, "" outside of all, and how many it
-    has made. failed: the number of the last call that raised an exception on this rank, else 0;
-    code and problem: what it raised. alive: silent ranks of its machine whose processes run.
+    event: last recorded event, ``ago`` seconds before. waits: rank that the main thread waits for
+    in a transfer, since ``waited`` seconds; or NOBODY, ALL. call, number: current trainer call of
+    the main thread, or "", and the number of calls so far. failed: number of the last call that
+    raised an exception on this rank only, or 0; code and problem describe it. alive: silent ranks
+    of the same host whose processes are running.
     """
 
     event: str = ""
@@ -35,13 +36,13 @@ class HeartbeatMessage(msgspec.Struct, tag="beat", frozen=True):
 
 
 class ExitNotice(msgspec.Struct, tag="left", frozen=True):
-    """A rank ends by itself. why: the exception that ends it, if one does."""
+    """Sent by a rank that ends by itself. why: exception that ends it, or ""."""
 
     why: str = ""
 
 
 class PeerLossNotice(msgspec.Struct, tag="lost", frozen=True):
-    """The rank gives the job up, because of another one, for the reason that the code names."""
+    """Sent by a rank that ends because of another rank, for the reason given by the code."""
 
     code: str
     rank: int
@@ -52,13 +53,13 @@ Message = HeartbeatMessage | ExitNotice | PeerLossNotice
 
 
 def encode_message(message: Message) -> bytes:
-    """As it is sent."""
+    """Return the message as bytes."""
     content = msgspec.json.encode(message)
     return _LENGTH.pack(len(content)) + content
 
 
 def decode_messages(buffer: bytearray) -> Iterator[Message]:
-    """The whole messages of what has come, which are taken out of it; ValueError."""
+    """Pop all complete messages from a buffer; ValueError for invalid data."""
     while len(buffer) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(buffer)
         if length > _LONGEST:

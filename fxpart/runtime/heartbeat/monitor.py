@@ -1,4 +1,4 @@
-"""The thread of a rank that watches the others, and wakes or ends this one when one is lost."""
+"""Thread that monitors the other ranks, and wakes or ends this rank if one is lost."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from fxpart.runtime.heartbeat.message import (
 from fxpart.runtime.heartbeat.monitored_peer import MonitoredPeer, RankIdentity
 from fxpart.runtime.heartbeat.peer_diagnosis import PeerDiagnosis
 
-EVERY = 0.5  # seconds between two beats
-MISSED = 2.5 * EVERY  # seconds after which a rank counts as silent, where a wait has failed
-_PAUSED = 4 * EVERY  # between two looks: this process itself was stopped
-_APART = 3.0  # seconds of a wait after which the ranks' calls are compared
-_NEWS = 0.5  # seconds that word of a lost rank may take, after a connection has ended
-_WAKE = 2.0  # seconds that the main thread has to notice by itself
+EVERY = 0.5  # seconds between two heartbeats
+MISSED = 2.5 * EVERY  # seconds after which a rank counts as silent if a wait has failed
+_PAUSED = 4 * EVERY  # between two iterations: this process itself was stopped
+_COMPARE_AFTER = 3.0  # seconds of a wait after which the calls of the ranks are compared
+_NOTICE_SECONDS = 0.5  # seconds to wait for a loss notice after a connection has ended
+_WAKE_SECONDS = 2.0  # seconds for the main thread to notice the loss by itself
 _FIX = {
-    "FXP514": "start again from the last checkpoint; a supervised run does so by itself",
-    "FXP515": "see what holds it up: swap, a debugger, a full disk; a larger timeout",
+    "FXP514": "restart from the last checkpoint; a supervised run does so automatically",
+    "FXP515": "check that rank for swapping, a debugger or a full disk, or use a larger timeout",
     "FXP501": "make every call of the trainer on every rank, in the same order",
 }
-_OTHER_FIX = "correct it on that rank and start the job again"
+_OTHER_FIX = "fix the error on that rank and restart the job"
 
 _log = logging.getLogger("fxpart")
 
 
 class HeartbeatMonitor:
-    """A rank's view of the others.
+    """Monitor of the other ranks in one process.
 
-    found: who is to blame, once somebody is. last_words: called with the error before this process
-    ends itself. silence: gives the seconds that a rank may say nothing while it is waited for.
-    busy: the same for a rank whose process is known to run. calls: the trainer calls of this rank.
+    found: diagnosis of the rank that caused the failure, or None. last_words: callbacks that
+    receive the error before this process ends itself. silence: returns the seconds that an awaited
+    rank may be silent. busy: the same for a rank whose process is known to run. calls: trainer
+    calls of this rank.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class HeartbeatMonitor:
         busy: Callable[[], float] | None = None,
         calls: TrainerCallTracker = calls,
     ) -> None:
-        """peers: those that it has a connection to. busy: by default as ``silence``."""
+        """Start the monitor. peers: ranks with a connection. busy: ``silence`` by default."""
         self.rank = rank
         self.found: PeerDiagnosis | None = None
         self.last_words: list[Callable[[FxpartError], object]] = []
@@ -72,17 +73,17 @@ class HeartbeatMonitor:
         self._me = me
         self._waiting = waiting
         self._peers = dict(sorted(peers.items()))
-        self._wake: list[Callable[[], object]] = []
-        self._event: Callable[[], tuple[str, float]] = _nothing
-        self._told = False
+        self._wake_callbacks: list[Callable[[], object]] = []
+        self._last_event: Callable[[], tuple[str, float]] = _no_event
+        self._reported = False
         self._lock = threading.RLock()
-        self._news = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._since = math.inf  # when it was found
-        self._looked = math.inf  # when the processes were last looked at
-        self._ear, self._mouth = os.pipe()
+        self._since = math.inf  # when a rank was diagnosed
+        self._checked = math.inf  # when the processes were last checked
+        self._wake_reader, self._wake_writer = os.pipe()
         self._poll = select.poll()
-        self._poll.register(self._ear, select.POLLIN)
+        self._poll.register(self._wake_reader, select.POLLIN)
         for peer in self._peers.values():
             peer.connection.setblocking(False)
             self._poll.register(peer.connection, select.POLLIN)
@@ -91,113 +92,117 @@ class HeartbeatMonitor:
 
     # -- for the main thread ---------------------------------------------------------------------
 
-    def tell(self, last: Callable[[], tuple[str, float]]) -> None:
-        """What this rank did last, and how many seconds ago; the others hear it with each beat."""
-        self._event = last
+    def set_event_source(self, last: Callable[[], tuple[str, float]]) -> None:
+        """Set the source of this rank's last event and its age in seconds, sent in each
+        heartbeat.
+        """
+        self._last_event = last
 
-    def wakes(self, do: Callable[[], object]) -> None:
-        """Call it when a rank is lost: it ends the waits of the main thread. From any thread."""
+    def add_wake_callback(self, do: Callable[[], object]) -> None:
+        """Call ``do`` if a rank is lost, to end the waits of the main thread; from any thread."""
         with self._lock:
-            self._wake.append(do)
+            self._wake_callbacks.append(do)
             known = self.found is not None
         if known:
             do()
 
-    def judge(self, what: str, *, timed_out: float | None) -> FxpartError | None:
-        """The error of a wait that has failed: which rank is to blame, if that can be known.
+    def diagnose_wait(self, what: str, *, timed_out: float | None) -> FxpartError | None:
+        """Return the error of a failed wait, with the rank that caused it, if that is known.
 
-        what: this rank did. timed_out: the seconds that it has waited; None: a connection ended.
-        Nothing is done about this process afterwards: its main thread has been told.
+        what: action of this rank. timed_out: seconds waited, or None if a connection has ended. The
+        monitor does not end this process afterwards, because its main thread has the error.
         """
-        limit = time.monotonic() + _NEWS
-        with self._news:
+        limit = time.monotonic() + _NOTICE_SECONDS
+        with self._changed:
             waits, waited = self._waiting.rank, time.monotonic() - self._waiting.since
             self._waiting.rank = NOBODY
             while self.found is None and not self._closed:
                 now = time.monotonic()
-                limit_of_silence = MISSED if timed_out is not None else math.inf
-                self._consider(now, limit_of_silence, limit_of_silence)
+                silence_limit = MISSED if timed_out is not None else math.inf
+                self._diagnose(now, silence_limit, silence_limit)
                 if self.found is None and (timed_out is not None or now >= limit):
                     peers = list(self._peers.values())
-                    self._blame(peer_diagnosis.diagnose_blocking_peer(peers, self.rank, waits, now))
+                    self._set_diagnosis(
+                        peer_diagnosis.diagnose_blocking_peer(peers, self.rank, waits, now)
+                    )
                     break
-                self._news.wait(max(0.01, limit - now))
+                self._changed.wait(max(0.01, limit - now))
             if self.found is None:
                 return None
-            self._told = True
+            self._reported = True
             return self._error(what if waits == NOBODY else f"{what}, {waited:.1f} s")
 
     def others(self) -> str:
-        """What each other rank did last, a line for each."""
+        """Describe the last event of each other rank, one line each."""
         with self._lock:
             return peer_diagnosis.describe_peers(self._peers.values(), time.monotonic())
 
     def close(self, why: str = "") -> None:
-        """Say that this rank leaves, and watch no longer. why: the exception that ends it."""
+        """Announce that this rank ends, and stop monitoring. why: exception that ends it."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             for peer in self._peers.values():
                 peer.send(ExitNotice(why[:400]))
-            self._news.notify_all()
-        os.write(self._mouth, b"\0")
+            self._changed.notify_all()
+        os.write(self._wake_writer, b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * EVERY)
         self.forget()
 
     def forget(self) -> None:
-        """Close the connections without a word; in a forked child, whose they are not."""
+        """Close the connections silently, in a forked child that does not own them."""
         self._closed = True
         for peer in self._peers.values():
             peer.connection.close()
-        for descriptor in (self._ear, self._mouth):
+        for descriptor in (self._wake_reader, self._wake_writer):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        last_iteration = time.monotonic()
         beat = 0.0
         while not self._closed:
-            # All ranks of a machine beat at once, so that each is woken once for all of them.
+            # All ranks of a host send heartbeats at the same time, so that each wakes once for all.
             pause = EVERY - time.monotonic() % EVERY
             try:
-                came = self._poll.poll(1e3 * pause + 1)
+                events = self._poll.poll(1e3 * pause + 1)
             except OSError:
                 return
             now = time.monotonic()
             with self._lock:
                 if self._closed:
                     return
-                if now - looked > _PAUSED:
-                    self._excuse(now)
-                looked = now
-                self._read({descriptor for descriptor, _ in came}, now)
-                if now - beat >= 0.5 * EVERY and (not came or now - beat >= EVERY):
+                if now - last_iteration > _PAUSED:
+                    self._reset_silence(now)
+                last_iteration = now
+                self._read({descriptor for descriptor, _ in events}, now)
+                if now - beat >= 0.5 * EVERY and (not events or now - beat >= EVERY):
                     beat = now
-                    self._say(self._beat(now))
-                self._look_at_processes(now)
+                    self._broadcast(self._make_heartbeat(now))
+                self._check_processes(now)
                 waits = self._waiting.rank != NOBODY
-                self._consider(
+                self._diagnose(
                     now, self.silence() if waits else math.inf, self.busy() if waits else math.inf
                 )
-                if waits and now - self._waiting.since >= _APART and self.found is None:
-                    self._blame(
+                if waits and now - self._waiting.since >= _COMPARE_AFTER and self.found is None:
+                    self._set_diagnosis(
                         peer_diagnosis.diagnose_diverged_call(self._peers.values(), self._calls)
                     )
-            self._end_if_deaf(now)
+            self._end_if_unresponsive(now)
 
-    def _read(self, came: set[int], now: float) -> None:
+    def _read(self, events: set[int], now: float) -> None:
         for peer in self._peers.values():
-            if peer.gone is None and peer.connection.fileno() in came:
+            if peer.gone is None and peer.connection.fileno() in events:
                 for message in peer.read(now):
-                    self._hear(peer, message)
+                    self._handle(peer, message)
                 if peer.gone is not None:
                     self._poll.unregister(peer.connection)
 
-    def _hear(self, peer: MonitoredPeer, message: Message) -> None:
+    def _handle(self, peer: MonitoredPeer, message: Message) -> None:
         if isinstance(message, HeartbeatMessage):
             peer.beat = message
             for rank in message.alive:
@@ -208,60 +213,65 @@ class HeartbeatMonitor:
         else:
             peer.lost = message
 
-    def _beat(self, now: float) -> HeartbeatMessage:
-        event, ago = self._event()
+    def _make_heartbeat(self, now: float) -> HeartbeatMessage:
+        event, ago = self._last_event()
         waits, since = self._waiting.rank, self._waiting.since
         mine = self._calls
         return HeartbeatMessage(
             event, round(ago, 2), waits, round(now - since, 2) if waits != NOBODY else 0.0,
             mine.name, mine.number, mine.failed, mine.code, mine.problem,
-            tuple(rank for rank, peer in self._peers.items() if peer.alive == self._looked),
+            tuple(rank for rank, peer in self._peers.items() if peer.alive == self._checked),
         )  # fmt: skip
 
-    def _say(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for peer in self._peers.values():
             peer.send(message)
 
-    def _excuse(self, now: float) -> None:
-        """After this process was stopped: nobody else was silent for that."""
+    def _reset_silence(self, now: float) -> None:
+        """Reset the silence of all ranks after this process itself was stopped."""
         for peer in self._peers.values():
             if peer.gone is None:
                 peer.heard = now
 
-    def _look_at_processes(self, now: float) -> None:
-        """Ask the kernel about silent ranks of this machine: one may be too busy to answer.
+    def _check_processes(self, now: float) -> None:
+        """Check the processes of silent ranks on this host with the kernel.
 
-        A long call into C code, for instance, may keep the interpreter from its other threads.
+        A running process may be too busy to answer: a long call into C code can block the
+        interpreter.
         """
-        self._looked = now
+        self._checked = now
         for peer in self._peers.values():
             here = peer.gone is None and peer.person.host == self._me.host
             if here and now - peer.heard > MISSED and peer.person.runs():
                 peer.alive = now
 
-    def _consider(self, now: float, silence: float, busy: float) -> None:
-        """Find out whether a rank is to blame, by the limits for silent and for busy ranks."""
+    def _diagnose(self, now: float, silence: float, busy: float) -> None:
+        """Diagnose lost and silent ranks, by the limits for silent and for busy ranks."""
         if self.found is None:
             peers = self._peers.values()
-            self._blame(
+            self._set_diagnosis(
                 peer_diagnosis.diagnose_lost_peer(peers, now)
                 or peer_diagnosis.diagnose_silent_peer(peers, now, silence, busy)
             )
 
-    def _blame(self, found: PeerDiagnosis | None) -> None:
-        """Once: tell the others, end what is stopped here, and wake the main thread."""
+    def _set_diagnosis(self, found: PeerDiagnosis | None) -> None:
+        """Act on the first diagnosis: tell the other ranks, kill stopped ones, wake the main
+        thread.
+        """
         if found is None or self.found is not None:
             return
         self.found, self._since = found, time.monotonic()
-        self._say(PeerLossNotice(found.code, found.rank, found.why[:400]))
-        self._fence(found)
-        self._news.notify_all()
-        for do in self._wake:
+        self._broadcast(PeerLossNotice(found.code, found.rank, found.why[:400]))
+        self._kill_stuck_ranks(found)
+        self._changed.notify_all()
+        for do in self._wake_callbacks:
             with contextlib.suppress(Exception):
                 do()
 
-    def _fence(self, found: PeerDiagnosis) -> None:
-        """Kill ranks of this machine that are stopped, or blamed: no job can go on with them."""
+    def _kill_stuck_ranks(self, found: PeerDiagnosis) -> None:
+        """Kill ranks of this host that are stopped or diagnosed: the job cannot continue with
+        them.
+        """
         for peer in self._peers.values():
             if peer.person.host != self._me.host or peer.gone is not None:
                 continue
@@ -270,21 +280,23 @@ class HeartbeatMonitor:
             if quiet and (blamed or is_stopped(peer.person.pid)):
                 peer.person.kill()
 
-    def _end_if_deaf(self, now: float) -> None:
-        """The main thread did not notice within two seconds: this process ends itself."""
+    def _end_if_unresponsive(self, now: float) -> None:
+        """End this process if its main thread has not noticed the loss within two seconds."""
         with self._lock:
-            found, told = self.found, self._told
-            if found is None or told or self._closed or now - self._since < _WAKE:
+            found, reported = self.found, self._reported
+            if found is None or reported or self._closed or now - self._since < _WAKE_SECONDS:
                 return
-            accused = found.rank == self.rank and found.code in ("FXP514", "FXP515")
-            if not (found.certain or accused or self._waiting.rank != NOBODY):
+            is_this_rank = found.rank == self.rank and found.code in ("FXP514", "FXP515")
+            if not (found.certain or is_this_rank or self._waiting.rank != NOBODY):
                 return
-            self._told = True
-            fault = self._error(f"the main thread at {_main_place()}")
+            self._reported = True
+            failure = self._error(f"the main thread at {_describe_main_thread()}")
         for do in self.last_words:
             with contextlib.suppress(Exception):
-                do(fault)
-        _log.critical("%s\nThis process ends itself: its main thread cannot be reached.", fault)
+                do(failure)
+        _log.critical(
+            "%s\nThis process ends itself because its main thread does not respond.", failure
+        )
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -299,14 +311,14 @@ class HeartbeatMonitor:
         )  # fmt: skip
 
 
-def _nothing() -> tuple[str, float]:
+def _no_event() -> tuple[str, float]:
     return "", 0.0
 
 
-def _main_place() -> str:
-    """Where the main thread is, for a message."""
+def _describe_main_thread() -> str:
+    """Return the source line of the main thread, for a message."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return "its end"
+        return "interpreter exit"
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"

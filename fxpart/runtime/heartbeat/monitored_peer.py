@@ -1,4 +1,4 @@
-"""What is known of another rank, and the connection to it."""
+"""State of another rank, and the connection to it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from fxpart.runtime.heartbeat.message import (
 )
 
 _READ = 1 << 14
-_BACKLOG = 1 << 16  # bytes that a rank which reads nothing is kept
+_BACKLOG = 1 << 16  # bytes kept for a rank that does not read
 
 
 class RankIdentity(msgspec.Struct, frozen=True):
-    """Which process a rank is. host: the number of its launcher. begun: see proc(5), None unknown.
-
-    stages: that it runs, in words.
-    """
+    """Process of a rank. host: number of its launcher. begun: start time from proc(5), or None."""
 
     host: int
     pid: int
@@ -35,20 +32,20 @@ class RankIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, host: int) -> RankIdentity:
-        """This process."""
+        """Return the identity of this process."""
         return cls(host, os.getpid(), start_time(os.getpid()))
 
     def runs(self) -> bool:
-        """Whether it is still the same process and not stopped; only for one of this machine.
+        """Return whether the same process is still running, not stopped; only on this host.
 
-        The kernel answers, so that a process counts which is too busy to answer by itself.
+        The kernel answers, so a process that is too busy to answer counts as running.
         """
         return (
             self.begun is not None and start_time(self.pid) == self.begun and is_running(self.pid)
         )
 
     def kill(self) -> bool:
-        """End it, if it is still the same process; only for one of this machine."""
+        """Kill the process if it is still the same; only on this host."""
         if self.begun is None or start_time(self.pid) != self.begun:
             return False
         try:
@@ -60,10 +57,10 @@ class RankIdentity(msgspec.Struct, frozen=True):
 
 @dataclass
 class MonitoredPeer:
-    """Another rank. heard: when it last said anything. gone: when its connection ended.
+    """Another rank. heard: time of its last message. gone: time when its connection ended.
 
-    alive: when its process was last known to run, though it said nothing.
-    left, lost: its word of that, if it gave one. All times are of this machine's monotonic clock.
+    alive: time when its process was last known to run while it was silent. left, lost: its exit or
+    loss notice. All times are of this host's monotonic clock.
     """
 
     rank: int
@@ -75,11 +72,13 @@ class MonitoredPeer:
     left: ExitNotice | None = None
     lost: PeerLossNotice | None = None
     alive: float = 0.0
-    _came: bytearray = field(default_factory=bytearray)
-    _goes: bytearray = field(default_factory=bytearray)
+    _received: bytearray = field(default_factory=bytearray)
+    _unsent: bytearray = field(default_factory=bytearray)
 
     def read(self, now: float) -> list[Message]:
-        """What has come, without waiting; notes the end of the connection."""
+        """Return the messages that have arrived, without blocking; record the end of the
+        connection.
+        """
         found: list[Message] = []
         try:
             while True:
@@ -88,27 +87,27 @@ class MonitoredPeer:
                     self.gone = now
                     break
                 self.heard = now
-                self._came += data
+                self._received += data
         except BlockingIOError:
             pass
         except OSError:
             self.gone = now
         try:
-            found.extend(decode_messages(self._came))
+            found.extend(decode_messages(self._received))
         except (ValueError, msgspec.MsgspecError):
             self.gone = now
         return found
 
     def send(self, message: Message | None = None) -> None:
-        """Say something, without waiting: what cannot go now goes with the next."""
-        if message is not None and len(self._goes) < _BACKLOG:
-            self._goes += encode_message(message)
+        """Send a message without blocking; unsent bytes are sent with the next one."""
+        if message is not None and len(self._unsent) < _BACKLOG:
+            self._unsent += encode_message(message)
         if self.gone is not None:
             return
         try:
-            while self._goes:
-                del self._goes[: self.connection.send(self._goes)]
+            while self._unsent:
+                del self._unsent[: self.connection.send(self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            pass  # what it had said is still to be read; then the end is seen
+            pass  # its messages are still to be read; then the end is recorded

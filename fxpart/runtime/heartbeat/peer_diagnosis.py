@@ -1,4 +1,4 @@
-"""Who is to blame: from what is known of all other ranks, the one that the job ended with."""
+"""Diagnosis of the rank that caused a failure, from the state of all other ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxpart.runtime.heartbeat.monitored_peer import MonitoredPeer
 
 @dataclass(frozen=True)
 class PeerDiagnosis:
-    """A rank was lost (FXP514) or does not answer (FXP515), and why that is said.
+    """A rank was lost (FXP514) or does not answer (FXP515), and why.
 
-    Other codes: it made another call than this rank (FXP501), or its call raised an exception.
-    certain: its process is gone, so that nothing is left to wait for.
+    Other codes: it made a different call (FXP501), or its call raised an exception. certain: its
+    process has ended, so no further information can arrive.
     """
 
     code: str
@@ -26,10 +26,10 @@ class PeerDiagnosis:
 
 
 def diagnose_lost_peer(peers: Iterable[MonitoredPeer], now: float) -> PeerDiagnosis | None:
-    """The first that is gone without a word, or whose word was that it failed, or blamed another.
+    """Diagnose the first rank that ended abruptly, failed, or reported another rank.
 
-    One that ended as it should is none: the job may be over for it. Of one that another found
-    silent, and killed for it, the other's word is the reason: it was sent before the kill.
+    A rank that ended normally is not reported: it may have finished. For a rank that was killed for
+    being silent, the notice of the killer, sent before, gives the reason.
     """
     found = [peer for peer in peers if peer.gone is not None or peer.left or peer.lost]
     for peer in sorted(found, key=lambda peer: peer.gone or now):
@@ -37,14 +37,14 @@ def diagnose_lost_peer(peers: Iterable[MonitoredPeer], now: float) -> PeerDiagno
             killed = _killed_for_silence(peer, found)
             if killed is not None:
                 return killed
-            why = f"{name(peer)} ended without a word{_last(peer, now)}"
+            why = f"{name(peer)} ended abruptly{_describe_last_event(peer, now)}"
             return PeerDiagnosis("FXP514", peer.rank, why, certain=True)
     for peer in found:
         if peer.left is not None and peer.left.why:
             return PeerDiagnosis("FXP514", peer.rank, f"{name(peer)} ended: {peer.left.why}")
     for peer in found:
         if peer.lost is not None:
-            why = f"{peer.lost.why} (rank {peer.rank} says so)"
+            why = f"{peer.lost.why} (reported by rank {peer.rank})"
             code = peer.lost.code if peer.lost.code in CODES else "FXP514"
             return PeerDiagnosis(code, peer.lost.rank, why)
     return None
@@ -54,10 +54,10 @@ def _killed_for_silence(
     gone: MonitoredPeer, peers: Iterable[MonitoredPeer]
 ) -> PeerDiagnosis | None:
     for peer in peers:
-        said = peer.lost
-        if said is not None and said.rank == gone.rank and said.code == "FXP515":
+        notice = peer.lost
+        if notice is not None and notice.rank == gone.rank and notice.code == "FXP515":
             return PeerDiagnosis(
-                said.code, said.rank, f"{said.why} (rank {peer.rank} says so)", True
+                notice.code, notice.rank, f"{notice.why} (reported by rank {peer.rank})", True
             )
     return None
 
@@ -65,64 +65,67 @@ def _killed_for_silence(
 def diagnose_silent_peer(
     peers: Iterable[MonitoredPeer], now: float, limit: float, busy: float | None = None
 ) -> PeerDiagnosis | None:
-    """The rank that has been silent for longest, if that is longer than ``limit`` seconds.
+    """Diagnose the rank that has been silent longest, if longer than ``limit`` seconds.
 
-    busy: the limit for one whose process is known to run, by default the same.
+    busy: limit for a rank whose process is known to run; ``limit`` by default.
     """
-    most = limit if busy is None else busy
+    busy_limit = limit if busy is None else busy
     found = [
         peer
         for peer in peers
         if peer.gone is None
         and now - peer.heard > limit
-        and (now - peer.alive > limit or now - peer.heard > most)
+        and (now - peer.alive > limit or now - peer.heard > busy_limit)
     ]
     if not found:
         return None
     peer = min(found, key=lambda peer: peer.heard)
-    why = f"{name(peer)} has been silent for {now - peer.heard:.1f} s{_last(peer, now)}"
+    why = f"{name(peer)} has been silent for {now - peer.heard:.1f} s"
+    why += f"{_describe_last_event(peer, now)}"
     return PeerDiagnosis("FXP515", peer.rank, why)
 
 
 def diagnose_blocking_peer(
     peers: Sequence[MonitoredPeer], me: int, waits: int, now: float
 ) -> PeerDiagnosis | None:
-    """Where everybody is heard of: the rank that the others wait for, and that waits for none.
+    """Diagnose the rank that others wait for and that waits for none, if all ranks respond.
 
-    Followed from the one that this rank waits for.
+    Follows the chain of waits from the rank that this rank waits for.
     """
     known = {peer.rank: peer for peer in peers}
     seen = {me}
     while waits in known and waits not in seen:
         peer = known[waits]
         if peer.left is not None:
-            why = f"{name(peer)} had ended as it should, while others waited for it"
+            why = f"{name(peer)} had ended normally while others waited for it"
             return PeerDiagnosis("FXP514", peer.rank, why)
         if peer.beat.waits == NOBODY:
-            return _idle(peer, now)
+            return _diagnose_blocker(peer, now)
         seen.add(waits)
         waits = peer.beat.waits
     left = [peer for peer in peers if peer.left is not None]
-    idle = left or [peer for peer in peers if peer.gone is None and peer.beat.waits == NOBODY]
-    if len(idle) != 1:
+    not_waiting = left or [
+        peer for peer in peers if peer.gone is None and peer.beat.waits == NOBODY
+    ]
+    if len(not_waiting) != 1:
         return None
     if left:
-        return PeerDiagnosis("FXP514", left[0].rank, f"{name(left[0])} had ended as it should")
-    return _idle(idle[0], now)
+        return PeerDiagnosis("FXP514", left[0].rank, f"{name(left[0])} had ended normally")
+    return _diagnose_blocker(not_waiting[0], now)
 
 
-def _idle(peer: MonitoredPeer, now: float) -> PeerDiagnosis:
-    why = f"{name(peer)} holds up the others{_last(peer, now)}"
+def _diagnose_blocker(peer: MonitoredPeer, now: float) -> PeerDiagnosis:
+    why = f"{name(peer)} blocks the others{_describe_last_event(peer, now)}"
     return PeerDiagnosis("FXP515", peer.rank, why)
 
 
 def diagnose_diverged_call(
     peers: Iterable[MonitoredPeer], mine: TrainerCallTracker
 ) -> PeerDiagnosis | None:
-    """Why this rank, which waits in a trainer call, waits for ever: another rank is elsewhere.
+    """Diagnose why this rank would wait forever in a trainer call.
 
-    Either that rank is in another call, though it has made as many, or its call has raised an
-    exception of which the other ranks cannot know.
+    Another rank has made as many calls but is in a different one, or its call has raised an
+    exception that the other ranks do not know.
     """
     for peer in peers:
         beat = peer.beat
@@ -139,33 +142,33 @@ def diagnose_diverged_call(
 
 
 def describe_peers(peers: Iterable[MonitoredPeer], now: float) -> str:
-    """What each other rank did last, a line for each."""
-    return "\n".join(f"rank {peer.rank}: {_did(peer, now)}" for peer in peers)
+    """Describe the last event of each rank, one line each."""
+    return "\n".join(f"rank {peer.rank}: {_describe_state(peer, now)}" for peer in peers)
 
 
 def name(peer: MonitoredPeer) -> str:
-    """For a message."""
+    """Return the name of a rank for messages."""
     return f"rank {peer.rank} (process {peer.person.pid})"
 
 
-def _did(peer: MonitoredPeer, now: float) -> str:
+def _describe_state(peer: MonitoredPeer, now: float) -> str:
     beat, parts = peer.beat, []
     since = now - peer.heard
     if beat.event:
         parts.append(f"{beat.event}, {beat.ago + since:.1f} s ago")
     if beat.waits != NOBODY and peer.gone is None:
-        whom = f"rank {beat.waits}" if beat.waits >= 0 else "all ranks"
-        parts.append(f"has waited for {whom} for {beat.waited + since:.1f} s")
+        target = f"rank {beat.waits}" if beat.waits >= 0 else "all ranks"
+        parts.append(f"has been waiting for {target} for {beat.waited + since:.1f} s")
     if peer.left is not None:
-        parts.append("ended" + (f": {peer.left.why}" if peer.left.why else " as it should"))
+        parts.append("ended" + (f": {peer.left.why}" if peer.left.why else " normally"))
     elif peer.lost is not None:
         parts.append(f"gave up because of rank {peer.lost.rank}")
     elif peer.gone is not None:
-        parts.append(f"gone {now - peer.gone:.1f} s ago")
+        parts.append(f"ended {now - peer.gone:.1f} s ago")
     return "; ".join(parts) or "no event yet"
 
 
-def _last(peer: MonitoredPeer, now: float) -> str:
+def _describe_last_event(peer: MonitoredPeer, now: float) -> str:
     if not peer.beat.event:
         return ""
     ago = peer.beat.ago + now - peer.heard

@@ -1,4 +1,4 @@
-"""The watch of this process, if it has one: a process is one rank of one job."""
+"""The monitor of this process, if it has one: a process is one rank of one job."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from collections.abc import Callable
 from fxpart.errors import FxpartError
 from fxpart.runtime.heartbeat.monitor import HeartbeatMonitor
 
-_watches: list[HeartbeatMonitor] = []
+_monitors: list[HeartbeatMonitor] = []
 
 
 def get_monitor() -> HeartbeatMonitor | None:
-    """The watch of this process."""
-    return _watches[-1] if _watches else None
+    """Return the monitor of this process, or None."""
+    return _monitors[-1] if _monitors else None
 
 
-def install_monitor(made: HeartbeatMonitor) -> None:
-    """This is the watch of this process from now on, until it ends or forks."""
-    if not _watches:
-        atexit.register(_leave)
+def install_monitor(monitor: HeartbeatMonitor) -> None:
+    """Make this the monitor of the process until it ends or forks."""
+    if not _monitors:
+        atexit.register(_close_at_exit)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_forget)
-    while _watches:
-        _watches.pop().close()
-    _watches.append(made)
+            os.register_at_fork(after_in_child=_forget_after_fork)
+    while _monitors:
+        _monitors.pop().close()
+    _monitors.append(monitor)
 
 
 def report_last_event(last: Callable[[], tuple[str, float]]) -> None:
-    """Report this rank's last event; see :meth:`HeartbeatMonitor.report_last_event`."""
-    for watch in _watches:
-        watch.tell(last)
+    """Set the source of this rank's last event; see :meth:`HeartbeatMonitor.set_event_source`."""
+    for monitor in _monitors:
+        monitor.set_event_source(last)
 
 
 def set_exit_callback(do: Callable[[FxpartError], object]) -> None:
-    """Have it called with the error before this process ends itself; replaces what was there."""
-    for watch in _watches:
-        watch.last_words = [do]
+    """Set the callback that receives the error before this process ends itself."""
+    for monitor in _monitors:
+        monitor.last_words = [do]
 
 
 def diagnose_failed_wait(what: str, timed_out: float | None) -> FxpartError | None:
-    """FXP514 or FXP515 for a wait that has failed; see :meth:`HeartbeatMonitor.judge`."""
+    """Return FXP514 or FXP515 for a failed wait; see :meth:`HeartbeatMonitor.diagnose_wait`."""
     found = get_monitor()
-    return None if found is None else found.judge(what, timed_out=timed_out)
+    return None if found is None else found.diagnose_wait(what, timed_out=timed_out)
 
 
 def describe_exit_exception() -> str:
-    """The exception that ends this process, as far as it is known when it ends."""
+    """Return the exception that ends this process, if it is known at exit."""
     cause = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if cause is None:
         return ""
@@ -59,12 +59,12 @@ def describe_exit_exception() -> str:
     return f"{type(cause).__name__}: {text[0]}" if text else type(cause).__name__
 
 
-def _leave() -> None:
-    while _watches:
-        _watches.pop().close(describe_exit_exception())
+def _close_at_exit() -> None:
+    while _monitors:
+        _monitors.pop().close(describe_exit_exception())
 
 
-def _forget() -> None:
-    """A forked child is no rank: it must not hold the connections open after its parent."""
-    while _watches:
-        _watches.pop().forget()
+def _forget_after_fork() -> None:
+    """Close the connections in a forked child, which is not a rank."""
+    while _monitors:
+        _monitors.pop().forget()

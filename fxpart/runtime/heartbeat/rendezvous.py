@@ -1,4 +1,4 @@
-"""How the watches of all ranks find each other, before anything else connects them."""
+"""Connection of the monitors of all ranks, before any other connection exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fxpart.runtime.transport.handshake import (
     connect_all_pairs,
 )
 
-_ALL = 64  # ranks up to which each watches all others
+_ALL = 64  # up to this many ranks, each monitors all others
 
 
 def connect_monitor(
@@ -35,26 +35,28 @@ def connect_monitor(
     busy: Callable[[], float] | None = None,
     kind: SocketKind | None = None,
 ) -> HeartbeatMonitor | None:
-    """The watch of this process, connected to those of the other ranks; None where it cannot be.
+    """Start the monitor of this process, connected to the other ranks; None if it cannot connect.
 
-    spread: gives a message to all and returns everybody's, see
-    :func:`fxpart.runtime.transport.handshake.connect_all_pairs`. Called by all ranks at the same
-    time. Of more than 64 ranks each watches a few, and what one finds out goes round.
+    spread: all-gathers a message, see :func:`fxpart.runtime.transport.handshake.connect_all_pairs`.
+    Called by all ranks at the same time. With more than 64 ranks each monitors a few, and diagnoses
+    are forwarded.
     """
     if found.world < 2:
         return None
     me = RankIdentity.here(found.host)
-    people = [
+    identities = [
         msgspec.json.decode(text, type=RankIdentity) for text in spread(msgspec.json.encode(me))
     ]
-    way = kind or (LoopbackSockets() if found.one_machine else NetworkSockets(own_address(found)))
+    direction = kind or (
+        LoopbackSockets() if found.one_machine else NetworkSockets(own_address(found))
+    )
     others = partners(found.rank, found.world)
-    connections = connect_all_pairs(found.rank, found.world, spread, way, others)
+    connections = connect_all_pairs(found.rank, found.world, spread, direction, others)
     if connections is None:
         return None
     now = time.monotonic()
     peers = {
-        rank: MonitoredPeer(rank, people[rank], made, now) for rank, made in connections.items()
+        rank: MonitoredPeer(rank, identities[rank], made, now) for rank, made in connections.items()
     }
     made = HeartbeatMonitor(found.rank, peers, me, waiting, silence=silence, busy=busy)
     install_monitor(made)
@@ -62,32 +64,34 @@ def connect_monitor(
 
 
 def partners(rank: int, ranks: int) -> tuple[int, ...]:
-    """The ranks that a rank watches: all, or those at distances of powers of two both ways."""
+    """Return the ranks that a rank monitors: all, or those at distances of powers of two."""
     if ranks <= _ALL:
         return tuple(other for other in range(ranks) if other != rank)
-    far = [1 << power for power in range((ranks - 1).bit_length())]
-    found = {(rank + way * distance) % ranks for distance in far for way in (1, -1)}
+    distances = [1 << power for power in range((ranks - 1).bit_length())]
+    found = {
+        (rank + direction * distance) % ranks for distance in distances for direction in (1, -1)
+    }
     return tuple(sorted(found - {rank}))
 
 
 def own_address(found: Launch) -> str:
-    """The address of this machine from which it reaches the job's store."""
+    """Return the address of this host that reaches the job's store."""
     family, kind, _, _, target = socket.getaddrinfo(
         found.address, found.port, type=socket.SOCK_DGRAM
     )[0]
-    with socket.socket(family, kind) as asking:
-        asking.connect(target)  # sends nothing
-        return str(asking.getsockname()[0])
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def exchange_through_store(store: Any, rank: int, ranks: int, timeout: float) -> Spread:
-    """Spreads messages through a store that all ranks share; for a few small ones."""
-    turn = 0
+    """Return a function that all-gathers small messages through a store shared by all ranks."""
+    exchange = 0
 
     def spread(message: bytes) -> list[bytes]:
-        nonlocal turn
-        turn += 1
-        names = [f"spread/{turn}/{other}" for other in range(ranks)]
+        nonlocal exchange
+        exchange += 1
+        names = [f"spread/{exchange}/{other}" for other in range(ranks)]
         store.set(names[rank], message or b"\0")
         try:
             store.wait(names, timedelta(seconds=timeout))
@@ -96,8 +100,8 @@ def exchange_through_store(store: Any, rank: int, ranks: int, timeout: float) ->
             raise error(
                 "FXP516",
                 where=f"rank {rank} of {ranks}",
-                why=f"not all ranks went on within {timeout:g} s",
-                fix="look at the other ranks' messages: one of them ended",
+                why=f"not all ranks responded within {timeout:g} s",
+                fix="see the messages of the other ranks; one of them has ended",
             ) from cause
         return [b"" if text == b"\0" else text for text in found]
 

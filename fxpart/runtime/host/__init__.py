@@ -1,1 +1,1 @@
-"""The host process: CPU affinity and heap."""
+"""Host settings of the process: CPU affinity and heap."""

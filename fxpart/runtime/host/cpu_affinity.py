@@ -1,4 +1,4 @@
-"""Each local rank on cores of its own: disjoint, equal shares of those this process may use."""
+"""CPU affinity: disjoint, equal shares of the available cores for the local ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SYS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, order=True)
 class LogicalCpu:
-    """A logical CPU: its NUMA node, its physical core there, and its number."""
+    """A logical CPU: its NUMA node, its physical core in the node, and its number."""
 
     node: int
     physical: int
@@ -26,12 +26,12 @@ class LogicalCpu:
 
 
 def split_cores(cores: Sequence[LogicalCpu], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Which CPUs each rank gets, as many each; fewer cores than ranks give no shares at all.
+    """Return the CPUs of each rank, equally many; empty if there are fewer cores than ranks.
 
-    Physical cores are dealt out whole, with all their hyperthreads, while there are enough for one
-    each; neighbours by node, so that a rank seldom spans two. What does not divide is left over. A
-    rank gets its cores' first hyperthreads first. With fewer physical cores than ranks, logical
-    CPUs are dealt out.
+    Physical cores are assigned whole, with all their hyperthreads, if there is at least one per
+    rank; adjacent by node, so that a rank rarely spans two nodes. A remainder stays unused. The
+    first hyperthread of each core comes first. With fewer physical cores than ranks, logical CPUs
+    are assigned.
     """
     whole: dict[tuple[int, int], list[int]] = {}
     for core in sorted(cores):
@@ -42,7 +42,7 @@ def split_cores(cores: Sequence[LogicalCpu], ranks: int) -> tuple[tuple[int, ...
     each = len(units) // ranks if ranks > 0 else 0
     if not each:
         return ()
-    groups = _by_node(units, each, ranks, {c.cpu: c.node for c in cores})
+    groups = _group_by_node(units, each, ranks, {c.cpu: c.node for c in cores})
     depth = max(map(len, units))
     return tuple(
         tuple(unit[level] for level in range(depth) for unit in group if level < len(unit))
@@ -50,10 +50,10 @@ def split_cores(cores: Sequence[LogicalCpu], ranks: int) -> tuple[tuple[int, ...
     )
 
 
-def _by_node(
+def _group_by_node(
     units: list[list[int]], each: int, ranks: int, node: dict[int, int]
 ) -> list[list[list[int]]]:
-    """Groups of ``each`` units within nodes where that makes enough of them, else in a row."""
+    """Return groups of ``each`` units within nodes if there are enough, else consecutive ones."""
     by: dict[int, list[list[int]]] = {}
     for unit in units:
         by.setdefault(node[unit[0]], []).append(unit)
@@ -65,12 +65,12 @@ def _by_node(
 
 
 def count_physical_cores(share: Sequence[int], cores: Sequence[LogicalCpu]) -> int:
-    """How many physical cores a share has: as many threads as are worth computing with."""
+    """Return the number of physical cores of a share, which is the useful number of threads."""
     return len({(c.node, c.physical) for c in cores if c.cpu in set(share)})
 
 
 def read_cpu_topology(cpus: Sequence[int], root: Path = _SYS) -> tuple[LogicalCpu, ...]:
-    """What /sys says of these CPUs; each a core of its own where it says nothing."""
+    """Read the topology of these CPUs from /sys; without data, each is a core of its own."""
     found = []
     for cpu in cpus:
         folder = root / f"cpu{cpu}"
@@ -91,7 +91,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True)
 class CpuAffinity:
-    """What was set, and what to put back. why: why nothing was pinned, "" where it was."""
+    """The affinity that was set, and the previous one. why: why nothing was pinned, else ""."""
 
     cpus: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
@@ -99,23 +99,24 @@ class CpuAffinity:
     why: str = ""
 
     def restore(self) -> None:
-        """The cores and threads that the process had."""
+        """Restore the previous cores and threads of the process."""
         if self.before:
             _set_affinity(self.before)
             torch.set_num_threads(self.threads)
 
 
 def pin_process(wanted: bool | str, local_rank: int, local_world: int) -> CpuAffinity:
-    """Bind this process to its share of the cores, and torch's threads to their number.
+    """Bind this process to its share of the cores, and set torch's threads to their number.
 
-    wanted: True, False, or "auto": only where every rank gets two physical cores or more, since on
-    one core each nothing was gained. All local ranks must be given the same. FXP109 for other
-    values; where it cannot be done, ``why`` says so and nothing changes.
+    wanted: True, False, or "auto": only if every rank gets at least two physical cores, because
+    pinning to a single core has shown no gain. All local ranks must pass the same value. FXP109 for
+    other values; if pinning is impossible, ``why`` has the reason and nothing changes.
     """
     if wanted not in (True, False, "auto"):
-        raise error("FXP109", where=f"pin={wanted!r}", why="not known", fix='True, False or "auto"')
+        why = "it is not a valid value"
+        raise error("FXP109", where=f"pin={wanted!r}", why=why, fix='use True, False or "auto"')
     if wanted is False:
-        return CpuAffinity(why="not asked for")
+        return CpuAffinity(why="it was not requested")
     if not hasattr(os, "sched_setaffinity"):
         return CpuAffinity(why="this system cannot bind a process to cores")
     if local_world < 2:
@@ -124,11 +125,11 @@ def pin_process(wanted: bool | str, local_rank: int, local_world: int) -> CpuAff
     cores = read_cpu_topology(before)
     found = split_cores(cores, local_world)
     if not found:
-        return CpuAffinity(why=f"{len(before)} cores for {local_world} ranks")
+        return CpuAffinity(why=f"there are {len(before)} cores for {local_world} ranks")
     mine = found[local_rank]
     count = count_physical_cores(mine, cores)
     if wanted == "auto" and min(count_physical_cores(share, cores) for share in found) < 2:
-        return CpuAffinity(why="each rank has one core, where pinning gains nothing")
+        return CpuAffinity(why="each rank has one core, and pinning gains nothing then")
     threads = torch.get_num_threads()
     _set_affinity(mine)
     torch.set_num_threads(max(1, count))
@@ -136,9 +137,7 @@ def pin_process(wanted: bool | str, local_rank: int, local_world: int) -> CpuAff
 
 
 def pin_rank(wanted: bool | str, transport: Transport) -> CpuAffinity:
-    """:func:`pin_process` for the rank of this process, among those that say they are on the same
-    host.
-    """
+    """Pin this process's rank with :func:`pin_process`, among the ranks of the same host."""
     if wanted is False or len(transport.local) > 1:
         return pin_process(wanted, 0, 1)
     hosts = transport.exchange_bytes(platform.node().encode())
@@ -147,15 +146,15 @@ def pin_rank(wanted: bool | str, transport: Transport) -> CpuAffinity:
 
 
 def _set_affinity(cpus: Sequence[int]) -> None:
-    """All threads of the process: those that are there keep the cores they were started on."""
-    for thread in _threads():
+    """Set the affinity of all existing threads; each was started with its own."""
+    for thread in _list_threads():
         try:
             os.sched_setaffinity(thread, cpus)
-        except ProcessLookupError:  # it has ended in between
+        except ProcessLookupError:  # It has ended in the meantime.
             continue
 
 
-def _threads() -> list[int]:
+def _list_threads() -> list[int]:
     try:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:

@@ -1,1 +1,1 @@
-"""The ranks of a stage's mesh: coordinates and communicators."""
+"""Ranks of a stage's mesh: mesh ranks and communicators."""

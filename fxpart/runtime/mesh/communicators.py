@@ -1,4 +1,4 @@
-"""What connects the lanes of each stage: a communicator for every (stage, lane) of this process."""
+"""A communicator for every stage and mesh rank of this process."""
 
 from __future__ import annotations
 
@@ -19,114 +19,119 @@ from fxpart.sharding import Mesh
 class MeshCommunicators:
     """The communicators of this process.
 
-    threads: whether all lanes are in this process, each in a thread of its own.
+    threads: whether all mesh ranks are in this process, each in its own thread.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         sums: Collection[tuple[str, ...]] = (),
     ) -> None:
-        """ranks: of each stage and lane. sums: axes over which gradients are summed.
+        """Create the communicators; every rank must call it.
 
-        Every rank must call it.
+        ranks: of each stage and mesh rank. sums: mesh axes over which gradients are reduced.
         """
         if {rank for stage in ranks for rank in stage} != set(range(transport.ranks)):
             raise error(
                 "FXP109",
-                where=f"the stages' ranks, {ranks}",
-                why=f"they are not all of the {transport.ranks} that there are, each once",
+                where=f"the ranks of the stages, {ranks}",
+                why=f"they do not include each of the {transport.ranks} ranks",
                 fix=f"{len(ranks)} stages on the mesh {mesh} need {len(ranks) * mesh.size} ranks",
             )
         self.mesh = mesh
         self._ranks = ranks
         self.threads = len(transport.local) == transport.ranks
         self._hubs: list[InProcessHub] = []
-        self._sum_hubs: list[InProcessHub] = []
-        self._ends: dict[tuple[int, int], Communicator] = {}
-        self._sums: dict[tuple[int, int], Communicator] = {}
+        self._reduction_hubs: list[InProcessHub] = []
+        self._communicators: dict[tuple[int, int], Communicator] = {}
+        self._reduction_communicators: dict[tuple[int, int], Communicator] = {}
         if self.threads:
-            self._hubs, self._ends = _hubs(mesh, len(ranks))
+            self._hubs, self._communicators = _hubs(mesh, len(ranks))
             if sums:
-                self._sum_hubs, self._sums = _hubs(mesh, len(ranks))
+                self._reduction_hubs, self._reduction_communicators = _hubs(mesh, len(ranks))
         else:
-            self._ends = _groups(mesh, ranks, transport)
+            self._communicators = _make_group_communicators(mesh, ranks, transport)
             if sums:
-                self._sums = _groups(mesh, ranks, transport, sums)
-        for place, end in self._sums.items():
-            end.counts = self._ends[place].counts
-        for lane in lanes:
-            self.attach(lane.index, lane.modules)
+                self._reduction_communicators = _make_group_communicators(
+                    mesh, ranks, transport, sums
+                )
+        for place, end in self._reduction_communicators.items():
+            end.counts = self._communicators[place].counts
+        for mesh_rank in mesh_ranks:
+            self.attach(mesh_rank.index, mesh_rank.modules)
 
-    def sums(self, stage: int, lane: int) -> Communicator:
-        """The lane's end for sums of gradients, which pass the stage's other collectives."""
-        return self._sums[stage, lane]
+    def sums(self, stage: int, mesh_rank: int) -> Communicator:
+        """Return the communicator for gradient reduction, independent of other collectives."""
+        return self._reduction_communicators[stage, mesh_rank]
 
-    def of(self, stage: int, lane: int) -> Communicator:
-        """The lane's end at a stage."""
-        return self._ends[stage, lane]
+    def of(self, stage: int, mesh_rank: int) -> Communicator:
+        """Return the communicator of a mesh rank at a stage."""
+        return self._communicators[stage, mesh_rank]
 
-    def attach(self, lane: int, modules: Mapping[int, nn.Module]) -> None:
-        """Give stage modules their communicator, as ``module.mesh``."""
+    def attach(self, mesh_rank: int, modules: Mapping[int, nn.Module]) -> None:
+        """Set the communicators of stage modules, as ``module.mesh``."""
         for stage, module in modules.items():
-            vars(module)["mesh"] = self._ends[stage, lane]
+            vars(module)["mesh"] = self._communicators[stage, mesh_rank]
 
     def watch(self, around: Callable[[int], Callable[[str, Start], Start]] | None) -> None:
-        """Have every rank's collectives started through ``around(rank)``; None: as ever."""
-        for (stage, lane), end in self._ends.items():
-            end.watch(None if around is None else around(self._ranks[stage][lane]))
+        """Start every rank's collectives through ``around(rank)``; None: undo."""
+        for (stage, mesh_rank), end in self._communicators.items():
+            end.watch(None if around is None else around(self._ranks[stage][mesh_rank]))
 
-    def leave(self, lane: int, cause: BaseException | str) -> None:
-        """The lane has ended or failed: no thread of this process waits for it any more."""
-        for hub in (*self._hubs, *self._sum_hubs):
-            hub.abort(lane, cause)
+    def leave(self, mesh_rank: int, cause: BaseException | str) -> None:
+        """Report that a mesh rank has ended or failed, so that no thread waits for it."""
+        for hub in (*self._hubs, *self._reduction_hubs):
+            hub.abort(mesh_rank, cause)
 
     def recover(self) -> None:
-        """All lanes of this process are through: they may meet again."""
+        """Reset after all mesh ranks of this process have ended their tasks."""
         for hub in self._hubs:
             hub.reset()
-        for hub in self._sum_hubs:
+        for hub in self._reduction_hubs:
             hub.revive()
 
     def forget(self) -> None:
-        """After a failure: sums that have begun in this process are of no use."""
-        for hub in self._sum_hubs:
+        """Discard started gradient reductions of this process, after a failure."""
+        for hub in self._reduction_hubs:
             hub.reset()
 
     def close(self) -> None:
-        """Give back what connects processes; nothing may be called after it."""
-        for end in {id(e): e for e in (*self._ends.values(), *self._sums.values())}.values():
+        """Release the process groups; no method may be called afterwards."""
+        for end in {
+            id(e): e
+            for e in (*self._communicators.values(), *self._reduction_communicators.values())
+        }.values():
             if isinstance(end, GroupCommunicator):
                 end.close()
 
 
 def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
-    """The sets of axes over which gradients are summed or their pieces spread."""
-    found = {held.partial for held in sharding.state.values() if held.partial}
+    """Return the sets of mesh axes over which gradients are reduced or scattered."""
+    found = {tensor.partial for tensor in sharding.state.values() if tensor.partial}
     if sharding.zero and any(sharding.zero_axis in axes for axes in found):
         found.add((sharding.zero_axis,))
     return found
 
 
-Ends = dict[tuple[int, int], Communicator]
+CommunicatorTable = dict[tuple[int, int], Communicator]
 
 
-def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], Ends]:
-    """All lanes in this process: a hub for each stage, and the ends by stage and lane."""
+def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], CommunicatorTable]:
+    """Create a hub per stage for mesh ranks in one process, and the communicators."""
     hubs = [InProcessHub(mesh) for _ in range(stages)]
     return hubs, {(s, end.lane): end for s, hub in enumerate(hubs) for end in hub.communicators}
 
 
-def _groups(
+def _make_group_communicators(
     mesh: Mesh,
     ranks: Ranks,
     transport: Transport,
     axes: Collection[tuple[str, ...]] | None = None,
-) -> Ends:
-    """One rank in this process: its end at each stage; stages on the same ranks share one."""
+) -> CommunicatorTable:
+    """Create communicators of this process's rank; stages on the same ranks share one."""
     rows = list(dict.fromkeys(ranks))
     made = make_groups(mesh, rows, transport.timeout, axes)
     (here,) = transport.local

@@ -1,4 +1,4 @@
-"""Lanes: the pipelines that share the work of every stage, and the threads that run them here."""
+"""Mesh ranks: the pipelines that share every stage's work, and their threads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fxpart.runtime.torch_modes import is_flush_denormal_set
 from fxpart.sharding import Mesh
 
 T = TypeVar("T")
-Ranks = tuple[tuple[int, ...], ...]  # [stage][lane]
+Ranks = tuple[tuple[int, ...], ...]  # [stage][mesh rank]
 
 
 @dataclass(frozen=True)
 class MeshRank:
-    """One lane of every stage: a pipeline of its own, whose stages share work with the other lanes.
+    """One mesh rank of every stage: a pipeline that shares each stage's work with the others.
 
-    index: its place in the mesh of a stage. spec: its program, with local shapes. modules: the
-    stage modules of this process, by stage.
+    index: its rank in the mesh of a stage. spec: its program, with local shapes. modules: the stage
+    modules of this process, by stage.
     """
 
     index: int
@@ -34,38 +34,40 @@ class MeshRank:
 
 
 def get_stage_mesh(spec: ProgramSpec) -> Mesh:
-    """The mesh of every stage; one lane where the program is not sharded."""
+    """Return the mesh of every stage; of size one if the program is not sharded."""
     return Mesh() if spec.sharding is None else Mesh.parse(spec.sharding.mesh)
 
 
-def build_rank_table(ranks: Sequence[int | Sequence[int]], lanes: int) -> Ranks:
-    """The rank of each stage's lanes; a number stands for itself and those that follow it.
+def build_rank_table(ranks: Sequence[int | Sequence[int]], mesh_ranks: int) -> Ranks:
+    """Return the rank of each stage's mesh ranks; an int denotes consecutive ranks from it.
 
-    A rank may hold several stages (virtual stages), always of the same lane. Raises FXP109 where a
-    stage has too few ranks or a rank runs two lanes.
+    A rank may run several stages (virtual stages), always of the same mesh rank. Raises FXP109 if a
+    stage has too few ranks or a rank is used for two mesh ranks.
     """
     table = tuple(
-        tuple(range(given, given + lanes)) if isinstance(given, int) else tuple(given)
+        tuple(range(given, given + mesh_ranks)) if isinstance(given, int) else tuple(given)
         for given in ranks
     )
-    places = {(rank, lane) for stage in table for lane, rank in enumerate(stage)}
-    if any(len(stage) != lanes for stage in table) or len({r for r, _ in places}) != len(places):
+    places = {(rank, mesh_rank) for stage in table for mesh_rank, rank in enumerate(stage)}
+    if any(len(stage) != mesh_ranks for stage in table) or len({r for r, _ in places}) != len(
+        places
+    ):
         raise error(
             "FXP109",
             where=f"ranks={table}",
-            why=f"each stage needs {lanes} of its own, one a lane, and a rank is of one lane",
-            fix="ranks[stage][lane]",
+            why=f"each stage needs {mesh_ranks} ranks, and a rank can have only one mesh rank",
+            fix="pass ranks[stage][mesh_rank]",
         )
     return table
 
 
-def get_pipeline_ranks(ranks: Ranks, lane: int) -> tuple[int, ...]:
-    """The ranks of a lane's stages."""
-    return tuple(stage[lane] for stage in ranks)
+def get_pipeline_ranks(ranks: Ranks, mesh_rank: int) -> tuple[int, ...]:
+    """Return the ranks of a mesh rank's stages."""
+    return tuple(stage[mesh_rank] for stage in ranks)
 
 
 def encode_common_spec(spec: ProgramSpec) -> str:
-    """What is equal in all lanes' programs, as text: all of it but the local shapes."""
+    """Return as text the parts of a program that all mesh ranks share: all but local shapes."""
     if spec.sharding is None:
         return msgspec.json.encode(spec).decode()
     whole = msgspec.structs.replace(spec, inputs=spec.sharding.inputs, stages=())
@@ -84,43 +86,45 @@ def encode_common_spec(spec: ProgramSpec) -> str:
 
 
 class MeshRankThreads:
-    """The threads of this process's lanes, one for each; kept, since a new one starts slowly.
+    """The threads of this process's mesh ranks, reused because starting a thread is slow.
 
-    A single lane runs in the caller's own thread.
+    A single mesh rank runs in the caller's thread.
     """
 
     def __init__(
-        self, lanes: Sequence[int], leave: Callable[[int, BaseException | str], Any]
+        self, mesh_ranks: Sequence[int], leave: Callable[[int, BaseException | str], Any]
     ) -> None:
-        """leave: called with the lane and the reason when a task ends: no other waits for it."""
-        self._lanes = tuple(lanes)
+        """leave: called with the mesh rank and the reason when a task ends, to release waiters."""
+        self._mesh_ranks = tuple(mesh_ranks)
         self._leave = leave
-        self._pool = None if len(lanes) == 1 else ThreadPoolExecutor(len(lanes), "lane")
+        self._pool = (
+            None if len(mesh_ranks) == 1 else ThreadPoolExecutor(len(mesh_ranks), "mesh-rank")
+        )
 
-    def together(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
-        """Run each lane's task at the same time, since they wait for each other; by lane.
+    def run_all(self, tasks: Mapping[int, Callable[[], T]]) -> dict[int, T]:
+        """Run the tasks of all mesh ranks concurrently, since they wait for each other.
 
-        If any raises, the first exception is raised when all have ended.
+        If any raises, the first exception is raised after all have ended.
         """
-        assert tuple(tasks) == self._lanes, "one task for each lane"
+        assert tuple(tasks) == self._mesh_ranks, "there must be one task per mesh rank"
         if self._pool is None:
-            return {lane: task() for lane, task in tasks.items()}
+            return {mesh_rank: task() for mesh_rank, task in tasks.items()}
         raised: list[BaseException] = []
         modes = torch.is_grad_enabled(), is_flush_denormal_set()
         running = {
-            lane: self._pool.submit(self._run, lane, task, modes, raised)
-            for lane, task in tasks.items()
+            mesh_rank: self._pool.submit(self._run, mesh_rank, task, modes, raised)
+            for mesh_rank, task in tasks.items()
         }
         try:
             wait(running.values())
-        except BaseException as cause:  # Ctrl-C: the lanes must not go on without their caller
-            for lane in tasks:
-                self._leave(lane, cause)
+        except BaseException as cause:  # Ctrl-C: stop the mesh ranks, too.
+            for mesh_rank in tasks:
+                self._leave(mesh_rank, cause)
             wait(running.values())
             raise
         if raised:
             raise raised[0]
-        return {lane: future.result() for lane, future in running.items()}
+        return {mesh_rank: future.result() for mesh_rank, future in running.items()}
 
     def close(self) -> None:
         """End the threads."""
@@ -129,23 +133,23 @@ class MeshRankThreads:
 
     def _run(
         self,
-        lane: int,
+        mesh_rank: int,
         task: Callable[[], T],
         modes: tuple[bool, bool],
         raised: list[BaseException],
     ) -> T:
-        """modes: of the caller's thread: whether gradients are on and denormal numbers flushed."""
+        """Run a task. modes: the caller's grad mode and denormal flushing."""
         gradients, flushed = modes
         if is_flush_denormal_set() != flushed:
             torch.set_flush_denormal(flushed)
-        # A backward runs in its lane's own thread: torch has one thread for each GPU, and a lane
-        # that waits in it for another would keep the other out.
+        # Run backwards in this thread: torch has one backward thread per GPU, and a mesh rank that
+        # waits in it would block the others.
         with torch.set_grad_enabled(gradients), torch.autograd.set_multithreading_enabled(False):
             try:
                 result = task()
-                self._leave(lane, "it has ended")
+                self._leave(mesh_rank, "it has ended")
                 return result
             except BaseException as cause:
                 raised.append(cause)
-                self._leave(lane, cause)
+                self._leave(mesh_rank, cause)
                 raise

@@ -1,1 +1,1 @@
-"""What a run measures of itself: times, memory, clocks, stragglers."""
+"""Measurements of a run: times, memory, clocks, stragglers."""

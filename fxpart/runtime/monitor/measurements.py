@@ -1,4 +1,4 @@
-"""What the processes measured, on its way to one recording."""
+"""Measurements of the processes, and their merge into one timeline."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Issued = tuple[int, int, int, str, int, int]  # rank, target, step, action, sta
 
 
 class MessageArrival(msgspec.Struct, frozen=True, array_like=True):
-    """When a message was there, in nanoseconds; exact: it was waited for until then.
+    """The arrival time of a message, in nanoseconds.
 
-    kind: of the action that sent it.
+    kind: of the action that sent it. exact: whether the receiver was waiting when it arrived.
     """
 
     step: int
@@ -46,22 +46,22 @@ class LocalMeasurements:
     whole: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def add(self, rank: int, step: int, lane: Lane, name: str, start: int, end: int) -> None:
-        """A span."""
+        """Add a span."""
         self.spans.append((rank, step, lane, name, start, end))
 
     def forget(self, step: int) -> None:
-        """Drop what was noted of a step."""
+        """Discard the measurements of a step."""
         self.spans = [span for span in self.spans if span[1] != step]
         self.sends = [send for send in self.sends if send[2] != step]
         self.arrivals = [arrival for arrival in self.arrivals if arrival.step != step]
 
     def send(self, rank: int, target: int, step: int, name: str, start: int, end: int) -> None:
-        """A send that was issued from start to end."""
+        """Add a send that was issued from start to end."""
         self.sends.append((rank, target, step, name, start, end))
 
 
 class MeasurementMessage(msgspec.Struct, frozen=True):
-    """A process's measurements as they are sent; offset: what its clock is ahead of rank 0's."""
+    """A process's measurements as sent. offset: its clock minus that of rank 0."""
 
     offset: int
     within: int
@@ -74,7 +74,7 @@ class MeasurementMessage(msgspec.Struct, frozen=True):
     def of(
         gathered: LocalMeasurements, offset: int, within: int, memory: list[MeasuredMemory]
     ) -> MeasurementMessage:
-        """With the clock's offset and what it may be off by, in nanoseconds."""
+        """Build the message. within: the uncertainty of the clock offset, in nanoseconds."""
         whole: list[_Raw] = [
             (rank, step, "whole", "", *times) for (rank, step), times in gathered.whole.items()
         ]
@@ -86,11 +86,11 @@ class MeasurementMessage(msgspec.Struct, frozen=True):
 def merge_measurements(
     recording: MeasuredTimeline, messages: Sequence[MeasurementMessage]
 ) -> MeasuredTimeline:
-    """The recording with the spans of all processes, on one clock.
+    """Return the recording with the spans of all processes, on one clock.
 
-    recording: all that is known but spans, clocks and memory.
+    recording: complete except for spans, clocks and memory.
     """
-    aligned = [_aligned(message) for message in messages]
+    aligned = [_align(message) for message in messages]
     raw = [span for message in aligned for span in message.spans]
     begin = min((span[4] for span in raw if span[2] == "whole"), default=0)
     whole = {(rank, step) for rank, step, lane, *_ in raw if lane == "whole"}
@@ -103,7 +103,7 @@ def merge_measurements(
         )
 
     found = [span(*each) for each in raw if each[:2] in whole]
-    for rank, target, step, name, start, end, exact in _transfers(aligned):
+    for rank, target, step, name, start, end, exact in _find_transfers(aligned):
         if (rank, step) in whole:
             found.append(span(rank, step, "send", name, start, end, exact))
             other = str(get_transfer_partner(parse(name)))
@@ -122,8 +122,8 @@ def merge_measurements(
     )
 
 
-def _aligned(message: MeasurementMessage) -> MeasurementMessage:
-    """The same on rank 0's clock."""
+def _align(message: MeasurementMessage) -> MeasurementMessage:
+    """Return the message with times of rank 0's clock."""
     off = message.offset
     if not off:
         return message
@@ -137,13 +137,13 @@ def _aligned(message: MeasurementMessage) -> MeasurementMessage:
     )
 
 
-def _transfers(
+def _find_transfers(
     messages: Sequence[MeasurementMessage],
 ) -> list[tuple[int, int, int, str, int, int, bool]]:
-    """Each transfer from its issue to its arrival: sender, receiver, step, send, times, exact.
+    """Return each transfer from issue to arrival: sender, receiver, step, send, times, exact.
 
-    A connection carries one message at a time in order, so none has arrived later than the next
-    one, and none starts before the last one has ended.
+    A connection carries messages one at a time in order: none arrives after the next one, and none
+    starts before the previous one has ended.
     """
     there = {
         (a.step, a.source, a.target, a.kind, a.microbatch): a
@@ -159,12 +159,12 @@ def _transfers(
             connections.setdefault((step, rank, target), []).append((name, start, done, exact))
     found = []
     for (step, rank, target), sends in connections.items():
-        for name, start, end, exact in _in_order(sends):
+        for name, start, end, exact in _order_sends(sends):
             found.append((rank, target, step, name, start, end, exact))
     return found
 
 
-def _in_order(
+def _order_sends(
     sends: Iterable[tuple[str, int, int, bool]],
 ) -> list[tuple[str, int, int, bool]]:
     ordered = sorted(sends, key=lambda send: send[1])

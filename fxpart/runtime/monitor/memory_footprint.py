@@ -1,7 +1,7 @@
-"""How much memory a rank's process needs while it trains: what it had before, and the peak since.
+"""Memory of a rank's process during training: the baseline and the peak since.
 
-On a CPU the process's resident set as Linux keeps it, on CUDA the allocator's statistics; both cost
-nothing while the steps run. Counting the live tensors one by one is possible beside it, and slow.
+On a CPU it is the process's resident set from Linux, on CUDA the allocator's statistics; neither
+slows down a step. Live tensors can also be counted one by one, which is slow.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_RESET = "5"  # see proc_pid_clear_refs(5): the peak becomes what is resident now
+_RESET = "5"  # See proc_pid_clear_refs(5): resets the peak to the current resident set.
 
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """Bytes of one process on one device.
+    """Memory of one process on one device, in bytes.
 
-    baseline: when the footprint was started. peak: the most since then; on CUDA of what tensors
-    hold. reserved: the most that CUDA's allocator took from the device, elsewhere 0. live: the most
-    that tensors made since then held at once, 0 where they were not counted. exact: whether peak is
-    that since the start; otherwise the kernel would not forget an earlier, higher one.
+    baseline: when the footprint was started. peak: the maximum since then; on CUDA that of
+    allocated tensors. reserved: the maximum that CUDA's allocator reserved, elsewhere 0. live: the
+    maximum of live tensors created since then, 0 if not counted. exact: False if the kernel could
+    not reset an earlier, higher peak.
     """
 
     baseline: int
@@ -40,32 +40,32 @@ class MemoryPeaks:
 
 
 class MemoryFootprint:
-    """Memory of this process between ``start()`` and ``peaks()``, as often as wanted.
+    """Memory of this process between ``start()`` and ``peaks()``; reusable.
 
-    tensors: count the live tensors too, on any device: every op then passes through Python.
+    tensors: also count live tensors, on any device; every op then passes through Python.
     """
 
     def __init__(self, device: torch.device | None = None, *, tensors: bool = False) -> None:
-        """Of a device; by default the process's memory on the CPU."""
+        """device: by default the process's memory on the CPU."""
         self._device = device if device is not None and device.type == "cuda" else None
         self._live = LiveTensorCounter() if tensors else None
         self._baseline = 0
         self._exact = True
 
     def start(self) -> None:
-        """Forget earlier peaks; what is held now is the baseline."""
+        """Reset the peaks; the current memory becomes the baseline."""
         if self._device is not None:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
         else:
-            self._exact = _forget_peak()
+            self._exact = _reset_peak()
             self._baseline = read_resident_bytes()
         if self._live is not None:
             self._live.start()
 
     def peaks(self) -> MemoryPeaks:
-        """The peaks since ``start()``; counting goes on."""
+        """Return the peaks since ``start()``; measurement continues."""
         live = self._live.peak if self._live is not None else 0
         if self._device is not None:
             return MemoryPeaks(
@@ -74,25 +74,25 @@ class MemoryFootprint:
                 reserved=torch.cuda.max_memory_reserved(self._device),
                 live=live,
             )
-        # Linux counts resident pages in batches: just after start() its peak may be a little less.
+        # Linux counts resident pages in batches: right after start() its peak may be slightly less.
         peak = max(read_peak_bytes(), self._baseline)
         return MemoryPeaks(baseline=self._baseline, peak=peak, live=live, exact=self._exact)
 
     def stop(self) -> None:
-        """End the count of live tensors, if any. Of several footprints the last one first."""
+        """Stop counting live tensors, if enabled. Stop nested footprints in reverse order."""
         if self._live is not None:
             self._live.stop()
 
 
 class LiveTensorCounter(TorchDispatchMode):
-    """Counts the bytes of storages that ops make while it is on, and the most there were at once.
+    """Counts the bytes of live storages that ops create, and their maximum.
 
-    Storages are counted once, whole, and until they are freed. What an op allocates and frees
-    inside itself is not seen: :mod:`fxpart.profiling.memory` sees that.
+    A storage counts once, with its full size, until it is freed. Temporary allocations within an op
+    are not visible here; :mod:`fxpart.profiling.memory` measures them.
     """
 
     def __init__(self) -> None:
-        """Nothing counted yet."""
+        """Start with zero bytes."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
@@ -100,20 +100,20 @@ class LiveTensorCounter(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def start(self) -> None:
-        """Count from here; what lives already stays counted as it was."""
+        """Reset the peak and start counting; live counted storages stay counted."""
         self.peak = self.now
         if not self._on:
             self._on = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Count no new tensors."""
+        """Stop counting new tensors."""
         if self._on:
             self._on = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op, and count the storages of its results that are new."""
+        """Run the op, and count the new storages of its results."""
         result = func(*args, **(kwargs or {}))
         old = {
             id(t.untyped_storage())
@@ -140,17 +140,17 @@ class LiveTensorCounter(TorchDispatchMode):
 
 
 def read_resident_bytes() -> int:
-    """Bytes of this process that are in memory now, with those it shares (libraries)."""
-    return _status("VmRSS") or _usage()
+    """Return the resident bytes of this process, including shared libraries."""
+    return _read_status("VmRSS") or _read_peak_usage()
 
 
 def read_peak_bytes() -> int:
-    """The most bytes of this process that were in memory at once, since the last reset."""
-    return _status("VmHWM") or _usage()
+    """Return the peak resident bytes of this process since the last reset."""
+    return _read_status("VmHWM") or _read_peak_usage()
 
 
-def _forget_peak() -> bool:
-    """Set the kernel's peak to what is resident now; whether it could be."""
+def _reset_peak() -> bool:
+    """Reset the kernel's peak to the current resident set; return whether it was possible."""
     try:
         _CLEAR.write_text(_RESET)
     except OSError:
@@ -158,8 +158,8 @@ def _forget_peak() -> bool:
     return True
 
 
-def _status(name: str) -> int:
-    """A line of Linux' status of this process in bytes, 0 where there is none."""
+def _read_status(name: str) -> int:
+    """Return a field of Linux' process status in bytes, 0 if there is none."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -168,7 +168,7 @@ def _status(name: str) -> int:
     return 1024 * int(found[0]) if found else 0
 
 
-def _usage() -> int:
-    """The process's highest resident set, as POSIX tells it: kibibytes, on macOS bytes."""
+def _read_peak_usage() -> int:
+    """Return the peak resident set from getrusage: kibibytes, on macOS bytes."""
     unit = 1 if os.uname().sysname == "Darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,12 +1,11 @@
-"""Whether a rank has become slow: from how long each computes, step by step.
+"""Straggler detection from the computation time of each rank in each step.
 
-Every rank hears of every step how long each rank computed, by the way, with the row that ends a
-pass (or a call's word, of a stream). So all come to the same result at the same step without a
-message of their own.
+The computation times of all ranks are part of the status that the ranks exchange at the end of each
+step. So all ranks reach the same result at the same step without extra messages.
 
-What a rank takes is compared with its own past, that with what the others take of theirs (the lower
-median, so that a larger batch or a busy machine is nobody's fault), and with the plan. A quarter of
-the steps of a window may look as they like, so neither noise nor pauses make a rank slow.
+A rank's time is compared with its own past, divided by the same ratio of the other ranks (the lower
+median, so that a larger batch or a busy host does not count), and with the plan. A quarter of the
+steps of a window may be outliers, so neither noise nor pauses make a rank slow.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-WINDOW = 20  # steps that are looked at
-EVERY = 5  # steps from a look to the next
-WARM_UP = 3  # steps that are not looked at: memory is taken, kernels are chosen
-SLOWER = 1.5  # times its own past, beside the others: told
-UNPLANNED = 2.5  # times the plan's seconds, beside the others: told
-AGAIN = 1.2  # times its past: no longer slow
-_LEAST = 0.0005  # seconds of a step that are worth a word
+WINDOW = 20  # Steps per evaluation.
+EVERY = 5  # Steps from one evaluation to the next.
+WARM_UP = 3  # Ignored steps: memory is allocated, kernels are selected.
+SLOWER = 1.5  # Report above this multiple of its own past, relative to the other ranks.
+UNPLANNED = 2.5  # Report above this multiple of the plan's time, relative to the other ranks.
+AGAIN = 1.2  # No longer slow below this multiple of its past.
+_LEAST = 0.0005  # Minimum computation time per step in seconds to report.
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that has become slow, or (over) is no longer.
+    """A rank that has become slow, or (over) is no longer slow.
 
-    stage: its plan's. step: when this was found. seconds: of computation in a step, the median of
-    the last ``steps``. before: its own, earlier. planned: the plan's, None where it is not known.
-    times: how much slower it is than ``by`` says, after what the others are. others: the least and
-    the most of them, in times their own past.
+    stage: its stage in the plan. step: when it was detected. seconds: computation time per step,
+    the median of the last ``steps``. before: its earlier time. planned: the plan's time, None if
+    unknown. times: how much slower it is than ``by`` names, relative to the other ranks. others:
+    minimum and maximum of the other ranks' times, as multiples of their own past.
     """
 
     rank: int
@@ -49,29 +48,29 @@ class Straggler:
     over: bool = False
 
     def __str__(self) -> str:
-        who, now = f"rank {self.rank} (stage {self.stage})", _time(self.seconds)
+        who, now = f"rank {self.rank} (stage {self.stage})", _format_seconds(self.seconds)
         if self.over:
-            return f"{who} is no longer slow at step {self.step}: {now} of computation a step"
-        planned = "" if self.planned is None else f", {_time(self.planned)} by the plan"
+            return f"{who} is no longer slow at step {self.step}: {now} of computation per step"
+        planned = "" if self.planned is None else f", {_format_seconds(self.planned)} by the plan"
         low, high = self.others
         return (
             f"{who} is {self.times:.1f} times slower than {self.by} at step {self.step}: {now} of "
-            f"computation a step, the median of {self.steps}; {_time(self.before)} before{planned};"
-            f" the other ranks take {low:.2f} to {high:.2f} times what they took"
+            f"computation per step (median of {self.steps}); {_format_seconds(self.before)} before"
+            f"{planned}; the other ranks take {low:.2f} to {high:.2f} times their earlier time"
         )
 
 
 class StragglerDetector:
-    """How long each rank computes in a step.
+    """Detects ranks whose computation has become slow.
 
-    past: by rank, the least that it computed in a step, the median of a window; empty at first.
-    listeners: are told of each :class:`Straggler`, on every rank after the same step.
+    past: by rank, its fastest computation time per step (median of a window); empty at first.
+    listeners: called with each :class:`Straggler`, on every rank after the same step.
     """
 
     def __init__(
         self, ranks: Sequence[Sequence[int]], *, window: int = WINDOW, warns: bool = False
     ) -> None:
-        """ranks: of each stage and lane. window: steps that are looked at. warns: as a listener."""
+        """ranks: of each stage and mesh rank. window: in steps. warns: whether to warn."""
         places = list(dict.fromkeys(tuple(row) for row in ranks))
         self._stage = {rank: stage for stage, row in enumerate(places) for rank in row}
         self._rows: deque[Sequence[int]] = deque(maxlen=window)
@@ -82,14 +81,14 @@ class StragglerDetector:
         self.listeners: list[Callable[[Straggler], object]] = [_warn] if warns else []
 
     def expect(self, seconds: Mapping[int, float]) -> None:
-        """What each rank is predicted to compute in a step."""
+        """Set the predicted computation time per step of each rank."""
         whole = set(seconds) >= set(self._stage) and all(each > 0 for each in seconds.values())
         self._planned = dict(seconds) if whole else {}
 
     def note(self, step: int, busy: Sequence[int]) -> None:
-        """After a step: the nanoseconds that each rank computed; 0: they are not known.
+        """Record a step's nanoseconds of computation of each rank; 0: unknown.
 
-        Nothing comes of it where one process holds all ranks.
+        Does nothing if one process runs all ranks.
         """
         if len(busy) < 2 or len(busy) != len(self._stage) or not all(busy):
             return
@@ -98,12 +97,12 @@ class StragglerDetector:
             return
         self._rows.append(busy)
         if len(self._rows) == self._rows.maxlen and self._seen % EVERY == 0:
-            for found in self._look(step):
+            for found in self._find_changes(step):
                 for listener in self.listeners:
                     listener(found)
 
     def forget(self, listener: Callable[[Straggler], object]) -> None:
-        """Tell it no more, if it was told."""
+        """Remove a listener, if present."""
         self.listeners[:] = [each for each in self.listeners if each != listener]
 
     @property
@@ -112,16 +111,16 @@ class StragglerDetector:
         return tuple(sorted(self._slow))
 
     def seconds(self) -> dict[int, float]:
-        """By rank, how long it computes in a step: the median of the window; empty at first."""
+        """Return by rank the median computation time of the window; empty at first."""
         if not self._rows:
             return {}
         return {rank: median(row[rank] for row in self._rows) / 1e9 for rank in self._stage}
 
-    def _look(self, step: int) -> list[Straggler]:
+    def _find_changes(self, step: int) -> list[Straggler]:
         now = self.seconds()
         self.past = self.past or now
-        past = self._beside(self.past)
-        planned = self._beside(self._planned) if self._planned else {}
+        past = self._compare_with_others(self.past)
+        planned = self._compare_with_others(self._planned) if self._planned else {}
         times = {rank: seconds / self.past[rank] for rank, seconds in now.items()}
         found = []
         for rank, (least, usual) in past.items():
@@ -139,14 +138,15 @@ class StragglerDetector:
             elif now[rank] >= _LEAST and by_plan > UNPLANNED:
                 found.append(replace(state, times=usual_by_plan, by="the plan says"))
         self._slow ^= {each.rank for each in found}
-        # The best that a rank has done; what a slow one does says nothing of that.
+        # The best time of a rank; times of a slow rank do not count.
         for rank in now.keys() - self._slow:
             self.past[rank] = min(now[rank], self.past[rank])
         return found
 
-    def _beside(self, base: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-        """By rank, in times of ``base`` and of the others': what three steps of four exceed, and
-        the median.
+    def _compare_with_others(self, base: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+        """Return by rank its multiple of ``base`` relative to the other ranks.
+
+        The first value is exceeded by three of four steps, the second is the median.
         """
         ratios: dict[int, list[float]] = {rank: [] for rank in self._stage}
         for row in self._rows:
@@ -161,6 +161,6 @@ def _warn(found: Straggler) -> None:
     warnings.warn(str(found), stacklevel=6)
 
 
-def _time(seconds: float) -> str:
-    """As a person reads it."""
+def _format_seconds(seconds: float) -> str:
+    """Format a duration."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,1 +1,1 @@
-"""Optimizers of a trainer: parameter groups, ZeRO shards, state, the user's own instances."""
+"""Optimizers of a trainer: parameter groups, ZeRO shards, state, the user's instances."""

@@ -1,10 +1,10 @@
-"""Whether an optimizer gives the same when a model is divided between several of it.
+"""Check whether an optimizer updates a divided model as it updates the whole model.
 
 Small tensors in the groups of the real optimizer are stepped twice: all by one optimizer, and
-divided in each way in which the plan divides parameters. What differs then depends on more than
-each part. One part at a time has by far the largest gradients, and the scales go from small to
-large, so that whatever limit an optimizer sets to a norm lies between a part's and the whole's.
-Late in training is looked at too: numbers that count the steps are set ahead.
+divided in each way in which the plan divides parameters. If the results differ, the optimizer mixes
+the parts. One part at a time has by far the largest gradients, and their scale grows, so that any
+limit on a norm lies between that of a part and that of the whole. Counters of steps are advanced to
+also test a late phase of training.
 """
 
 from __future__ import annotations
@@ -21,48 +21,50 @@ import torch
 from fxpart.compat import has_step_hooks, optimizer_over
 from fxpart.compat.multi_optimizer import MultiOptimizer
 from fxpart.errors import FxpartError, error
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.user_optimizer import needs_closure
 from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import Shard
 
-Members = list[list[tuple[torch.Tensor, torch.Tensor]]]  # by group: a real parameter, a small one
+# By group: pairs of a real parameter and a small one.
+Members = list[list[tuple[torch.Tensor, torch.Tensor]]]
 
-# Each number of a parameter is updated by its own gradient and state alone.
+# Each element of a parameter is updated from only its own gradient and state.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
     "Rprop", "SparseAdam",
 )  # fmt: skip
 
-# Of the two largest dims: some optimizers treat matrices of 128 and more otherwise. The larger one
-# stays the larger one.
+# Of the two largest dims, whose order is kept; some optimizers treat matrices with 128 or more rows
+# differently.
 _LARGEST = (144, 130)
-_OTHER = 2  # numbers of a further dim
-_MANY = 20_000  # numbers of a tensor, of which fewer are taken
-_SHAPES = 3  # of the parameters that are otherwise alike
-_PARTS = 4  # of a dim
-_UNEVEN = 30.0  # times the gradients of one part
-# Of the gradients of each step. The first one may be all that a tensor of zeros shows.
+_OTHER = 2  # Size of a further dim.
+_MANY = 20_000  # Above this number of elements, fewer tensors are used.
+_SHAPES = 3  # Shapes per otherwise equal parameters.
+_PARTS = 4  # Per dim.
+_UNEVEN = 30.0  # Factor of one part's gradients.
+# Scales of the gradients of each step. Tensors that start at zero may show a difference only in the
+# first.
 _FIRST = (10.0, 1.0)
 _EARLY = (3e-5, 1e-3, 0.03, 1.0, 30.0, 3e-5, 0.3, 1e-3, 3.0, 0.03, 1.0, 30.0)
 _LATE = (1.0, 0.03, 1e-3, 1.0)
-_AHEAD = 998 - len(_EARLY)  # by which the steps are counted further before the late ones
-_RATE = 1e-2  # where a warm-up has begun with none
+_AHEAD = 998 - len(_EARLY)  # Number of steps to skip before the late ones.
+_RATE = 1e-2  # Learning rate if a warm-up starts at zero.
 _SEED = 20_261
-_SHIFT = 1021  # numbers by which gradients of tensors and steps lie apart at most
+_SHIFT = 1021  # Maximum offset between the random numbers of different tensors and steps.
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How parameters are taken apart: flat, or along dims; a number of parts for each."""
+    """How a parameter is split: into flat ranges, or along dims; the number of parts of each."""
 
     flat: int = 1
     dims: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, pieces: ShardLayout) -> ParameterSplit:
-        """As the optimizers of lanes have a parameter, in no more parts of a dim than tell."""
+        """Return the split of a parameter over mesh ranks, with a limited number of parts."""
         sizes = dict(zip(pieces.mesh.names, pieces.mesh.shape, strict=True))
         dims: dict[int, int] = {}
         for size, placement in zip(pieces.mesh.shape, pieces.placements, strict=False):
@@ -71,7 +73,7 @@ class ParameterSplit:
         return cls(min(sizes.get(pieces.flat, 1), _PARTS), tuple(sorted(dims.items())))
 
     def __call__(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a contiguous tensor, views where one has more than one number."""
+        """Return the parts of a contiguous tensor, as views."""
         if self.flat > 1:
             return list(whole.reshape(-1).chunk(self.flat))
         found = [whole]
@@ -84,9 +86,9 @@ class ParameterSplit:
 class OptimizerDivision:
     """How a plan divides parameters between optimizers.
 
-    between: whether parameters of the model belong to optimizers of different ranks. copies:
-    whether this process has several ranks with the same parameters. cut: those of which a rank
-    updates a part only, by name.
+    between: whether optimizers of different ranks own different parameters. copies: whether this
+    process has several ranks with the same parameters. cut: parameters of which a rank updates only
+    a part, by name.
     """
 
     between: bool
@@ -95,7 +97,7 @@ class OptimizerDivision:
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is known, or says by ``elementwise = True``, to update number by number."""
+    """Return whether the class is known as element-wise or has ``elementwise = True``."""
     kind = type(optimizer)
     if getattr(kind, "elementwise", False):
         return True
@@ -105,49 +107,51 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def check_division(
     optimizer: torch.optim.Optimizer, division: OptimizerDivision, names: dict[int, str]
 ) -> bool:
-    """Return whether parameters are updated independently; raise where the plan needs it and not.
+    """Return whether parameters are updated independently; raise if the plan requires it.
 
-    names: of the optimizer's parameters, by identity. FXP109 where a part of a parameter is not
-    updated as the whole, FXP115 where parameters depend on each other, or the step needs a closure.
+    names: of the optimizer's parameters, by identity. FXP109 if a part of a parameter is updated
+    differently from the whole. FXP115 if parameters depend on each other, or the step needs a
+    closure.
     """
     if isinstance(optimizer, MultiOptimizer):
-        found = [check_division(each, division, names) for each in optimizer.each]  # all of them
+        # Check all of them.
+        found = [check_division(each, division, names) for each in optimizer.each]
         return all(found)
     kind = type(optimizer).__name__
     if is_elementwise(optimizer):
         return True
     mine = {names[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in names}
     cut = {name: take for name, take in division.cut.items() if name in mine}
-    if cut and (why := _differs(optimizer, names, cut)):
-        raise _parts(kind, list(cut), why)
+    if cut and (why := _find_difference(optimizer, names, cut)):
+        raise _make_parts_error(kind, list(cut), why)
     if needs_closure(optimizer):
-        fix = "an optimizer whose step() needs no closure, such as torch.optim.AdamW"
-        why = "its step needs a closure that computes the loss again, and a trainer has none"
-        raise _refused(kind, why, fix)
+        fix = "use an optimizer whose step() needs no closure, such as torch.optim.AdamW"
+        why = "its step needs a closure that recomputes the loss, which a trainer does not provide"
+        raise _make_error(kind, why, fix)
     if not (division.between or division.copies) or not mine:
         return True
-    why = _differs(optimizer, names, None)
+    why = _find_difference(optimizer, names, None)
     if why and division.between:
-        raise _refused(
+        raise _make_error(
             kind,
-            "the update of a parameter depends on other parameters, which the plan gives to "
-            f"other ranks: {why}",
-            'one stage without sharding (constraints={"stages": 1}), or an optimizer that treats '
-            "each parameter by itself",
+            "the update of a parameter depends on other parameters, which are on other ranks of "
+            f"the plan: {why}",
+            'use one stage without sharding (constraints={"stages": 1}), or an optimizer that '
+            "updates each parameter independently",
         )
     return not why
 
 
 def check_step_hooks(optimizer: torch.optim.Optimizer, division: OptimizerDivision) -> None:
-    """FXP115 for hooks on the steps of an optimizer whose tensors several ranks have parts of."""
+    """Raise FXP115 for step hooks of an optimizer whose tensors are divided between ranks."""
     each = optimizer.each if isinstance(optimizer, MultiOptimizer) else (optimizer,)
     divided = division.between or division.copies or division.cut
     for one in each if divided else ():
         if has_step_hooks(one):
-            raise _refused(
+            raise _make_error(
                 type(one).__name__,
-                "it has step hooks, and each rank steps an optimizer of its own tensors",
-                "clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
+                "it has step hooks, but each rank steps an optimizer of its own tensors",
+                "use clip_norm= or clip_value= of the trainer, a callback of fit, or one rank",
             )
 
 
@@ -168,11 +172,11 @@ def split_optimizer(
 
 
 def get_optimizer_division(
-    state: ModelState, held: OptimizerShards, *, by_stage: bool
+    state: ModelState, shards: OptimizerShards, *, by_stage: bool
 ) -> OptimizerDivision:
     """Return how a program's parameters are divided.
 
-    by_stage: whether each stage has an optimizer of its own, also where a rank has several.
+    by_stage: whether each stage has its own optimizer, even if a rank runs several.
     """
     owners: dict[int, set[str]] = {}
     every: set[str] = set()
@@ -187,40 +191,41 @@ def get_optimizer_division(
     return OptimizerDivision(
         between=any(names != every for names in owners.values()),
         copies=not by_stage and sum(bool(owners.get(rank)) for rank in state.transport.local) > 1,
-        cut={name: ParameterSplit.of(held.pieces(name)) for name in held.cut()},
+        cut={name: ParameterSplit.of(shards.pieces(name)) for name in shards.cut()},
     )
 
 
 # -- the comparison ---------------------------------------------------------------------------
 
 
-def _differs(
+def _find_difference(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, ParameterSplit] | None
 ) -> str:
-    """Step small parameters as a whole and in parts; why they differ, "" if they do not.
+    """Step small parameters whole and in parts; return how they differ, "" if they do not.
 
-    cut: parts of parameters by name; None: each part has whole parameters.
+    cut: splits of parameters by name; None: each part has whole parameters.
     """
-    real = _representatives(optimizer, names, cut)
-    wide = {torch.float32: torch.float64}  # in which the smallest update is no rounding
+    real = _select_parameters(optimizer, names, cut)
+    # Float64 distinguishes the smallest update from rounding.
+    wide = {torch.float32: torch.float64}
     failed = ""
-    with _random_state_kept():
+    with _preserve_random_state():
         for dtypes, ahead in ((wide, _AHEAD), (wide, 0), ({}, _AHEAD), ({}, 0)):
             try:
                 starts = _TrialParameters(real, names, cut, dtypes)
                 first = _compare(optimizer, starts, _FIRST, (), ahead)
                 return first or _compare(optimizer, starts, _EARLY, _LATE, ahead)
             except _UndividedOptimizerError as cause:
-                failed = f"a step of it on small tensors fails: {cause}"
+                failed = f"its step on small tensors fails: {cause}"
     return failed
 
 
 class _UndividedOptimizerError(Exception):
-    """The optimizer of all small tensors raised this."""
+    """The optimizer of all small tensors raised an exception."""
 
 
 class _TrialParameters:
-    """The small tensors: for each its real parameter, how it begins, and how it is taken apart."""
+    """The small tensors: for each its real parameter, initial value, and split."""
 
     def __init__(
         self,
@@ -229,16 +234,16 @@ class _TrialParameters:
         cut: Mapping[str, ParameterSplit] | None,
         dtypes: Mapping[torch.dtype, torch.dtype],
     ) -> None:
-        """real: of each group. dtypes: those of small tensors in place of others."""
+        """real: parameters of each group. dtypes: replacements for dtypes of small tensors."""
         make = torch.Generator().manual_seed(_SEED)
         self.groups: Members = []
         for group in real:
             self.groups.append([])
             for p in group:
-                # Half of them begin with zeros, as biases do; without cuts some for both parts.
-                copies = 2 if cut is not None or math.prod(_small_shape(p.shape)) > _MANY else 4
+                # Half of them start at zero, as biases do; without splits, each part needs some.
+                copies = 2 if cut is not None or math.prod(_shrink_shape(p.shape)) > _MANY else 4
                 self.groups[-1] += [
-                    (p, _small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
+                    (p, _make_small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
                 ]
         self.flat = [pair for group in self.groups for pair in group]
         self.cuts = [None if cut is None else cut[names[id(p)]] for p, _ in self.flat]
@@ -249,15 +254,15 @@ class _TrialParameters:
             default=0,
         )
 
-    def taken(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
-        """What a part has of a tensor for each start; every second one where none is cut."""
+    def select_part(self, values: Sequence[torch.Tensor], part: int) -> list[list[torch.Tensor]]:
+        """Return a part of each tensor; without splits, every second tensor."""
         return [
             ([value] if at % 2 == part else []) if cut is None else cut(value)[part : part + 1]
             for at, (value, cut) in enumerate(zip(values, self.cuts, strict=True))
         ]
 
     def gradients(self, step: int, scale: float) -> list[torch.Tensor]:
-        """Drawn for each start; those of one part, another one at each step, are the largest."""
+        """Return random gradients; those of one part, which changes every step, are the largest."""
         drawn = []
         for at, (_, p) in enumerate(self.flat):
             start = (step * 101 + at * 37) % _SHIFT
@@ -265,37 +270,38 @@ class _TrialParameters:
                 scale * (1 + 2 * (at % 2))
             )
             drawn.append(made.to(p.device, p.dtype))
-        for mine in self.taken(drawn, step % max(self.parts, 1)):
+        for mine in self.select_part(drawn, step % max(self.parts, 1)):
             for each in mine:
                 each.mul_(_UNEVEN)
         return drawn
 
 
 class _TrialOptimizer:
-    """A copy of the optimizer over what a part has of the small tensors; None: over all."""
+    """A copy of the optimizer over one part of the small tensors; None: over all."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, starts: _TrialParameters, part: int | None
     ) -> None:
         self._starts, self._part = starts, part
-        self._held = [
+        self._parameters = [
             [torch.nn.Parameter(t.clone(memory_format=torch.contiguous_format)) for t in mine]
-            for mine in self._mine([p for _, p in starts.flat])
+            for mine in self._select_part([p for _, p in starts.flat])
         ]
         members: Members = []
         state: dict[torch.Tensor, dict[Any, Any]] = {}
-        held = iter(self._held)
+        copies = iter(self._parameters)
         cuts = iter(starts.cuts)
         for group in starts.groups:
             members.append([])
             for real, small in group:
                 cut, kept = next(cuts), optimizer.state.get(real)
-                for q in next(held):
+                for q in next(copies):
                     members[-1].append((real, q))
                     if kept:
                         take = None if part is None else cut
                         state[q] = {
-                            k: _corner(v, real, small, take, part or 0) for k, v in kept.items()
+                            k: _slice_state(v, real, small, take, part or 0)
+                            for k, v in kept.items()
                         }
         self._made = optimizer_over(optimizer, members, torch.nn.Parameter(torch.empty(0)))
         self._made.state.update(state)
@@ -305,17 +311,17 @@ class _TrialOptimizer:
                 options["lr"] = options.get("initial_lr") or _RATE
 
     def step(self, gradients: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Step with parts of gradients, and write what parameters have become into values."""
-        for mine, given in zip(self._held, self._mine(gradients), strict=True):
+        """Step with this part of the gradients, and write the new parameters into values."""
+        for mine, given in zip(self._parameters, self._select_part(gradients), strict=True):
             for q, g in zip(mine, given, strict=True):
                 q.grad = g.clone(memory_format=torch.contiguous_format)
         self._made.step()
-        for mine, given in zip(self._held, self._mine(values), strict=True):
+        for mine, given in zip(self._parameters, self._select_part(values), strict=True):
             for q, t in zip(mine, given, strict=True):
                 t.copy_(q.detach().nan_to_num())
 
-    def counted(self) -> dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]]:
-        """Every number in the groups, the state and the attributes: where it is, and what."""
+    def find_numbers(self) -> dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]]:
+        """Return every number in groups, state and attributes, with its location."""
         found: dict[tuple[int, Any], tuple[MutableMapping[Any, Any], Any, float]] = {}
         made = self._made
         for place in chain((vars(made),), made.param_groups, made.state.values()):
@@ -327,16 +333,16 @@ class _TrialOptimizer:
                         found[id(place), key] = place, key, float(value)
         return found
 
-    def count_on(self, before: Mapping[tuple[int, Any], Any], by: int) -> None:
-        """Add to each number that has grown by one since."""
-        for at, (place, key, value) in self.counted().items():
+    def advance_counters(self, before: Mapping[tuple[int, Any], Any], by: int) -> None:
+        """Add ``by`` to each number that has grown by one since ``before``."""
+        for at, (place, key, value) in self.find_numbers().items():
             if at in before and value - before[at][2] == 1.0:
-                place[key] += by  # in place where it is a tensor
+                place[key] += by  # In place if it is a tensor.
 
-    def _mine(self, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    def _select_part(self, values: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         if self._part is None:
             return [[value] for value in values]
-        return self._starts.taken(values, self._part)
+        return self._starts.select_part(values, self._part)
 
 
 def _compare(
@@ -346,13 +352,13 @@ def _compare(
     late: Sequence[float],
     ahead: int,
 ) -> str:
-    """See :func:`_differs`.
+    """Compare the steps on whole tensors and on parts; see :func:`_find_difference`.
 
-    early, late: scales of gradients. ahead: by how much steps are counted further between them.
+    early, late: scales of gradients. ahead: number of steps to skip between them.
     """
     if not starts.flat:
         return ""
-    with _whole_error():
+    with _convert_errors():
         one = _TrialOptimizer(optimizer, starts, None)
     copies = [one, *(_TrialOptimizer(optimizer, starts, part) for part in range(starts.parts))]
     whole, parts = ([p.clone() for _, p in starts.flat] for _ in range(2))
@@ -360,30 +366,30 @@ def _compare(
     for step, scale in enumerate((*early, *late)):
         gradients = starts.gradients(step, scale)
         count_on = bool(late and ahead) and step == len(early) - 1
-        before = [copy.counted() for copy in copies] if count_on else []
+        before = [copy.find_numbers() for copy in copies] if count_on else []
         old = [(a.clone(), b.clone()) for a, b in zip(whole, parts, strict=True)]
-        with _whole_error():
+        with _convert_errors():
             one.step(gradients, whole)
         try:
             for part in copies[1:]:
                 part.step(gradients, parts)
         except Exception as cause:
-            return f"a step on parts fails: {type(cause).__name__}: {cause}"
+            return f"its step on parts fails: {type(cause).__name__}: {cause}"
         for a, b, (a_old, b_old) in zip(whole, parts, old, strict=True):
-            if why := _apart(a, b, a_old, b_old):
+            if why := _describe_difference(a, b, a_old, b_old):
                 return why
             still = still and torch.equal(a, a_old)
         for copy, was in zip(copies, before, strict=False):
-            copy.count_on(was, ahead)
+            copy.advance_counters(was, ahead)
     if still and late:
-        return "none of its steps moves small tensors, so that nothing is known of it"
+        return "its steps do not change small tensors, so it cannot be checked"
     return ""
 
 
-def _apart(
+def _describe_difference(
     one: torch.Tensor, other: torch.Tensor, one_old: torch.Tensor, other_old: torch.Tensor
 ) -> str:
-    """Whether a step has moved a tensor and its parts alike, however far apart they were."""
+    """Return how a step has changed a tensor and its parts differently, "" if it has not."""
     if torch.equal(one, other) and torch.equal(one_old, other_old):
         return ""
     moved = float((one - one_old).abs().max())
@@ -391,21 +397,21 @@ def _apart(
     rounding = 16 * torch.finfo(one.dtype).eps * float(one.abs().max())
     if apart <= max(1e-3 * moved, rounding):
         return ""
-    return f"small tensors that move by {moved:.1g} end {apart:.1g} apart"
+    return f"small tensors that change by {moved:.1g} differ by {apart:.1g}"
 
 
 @contextmanager
-def _whole_error() -> Iterator[None]:
+def _convert_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as cause:  # whatever a class raises
+    except Exception as cause:  # User code may raise any exception.
         raise _UndividedOptimizerError(f"{type(cause).__name__}: {cause}") from cause
 
 
-def _representatives(
+def _select_parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], cut: dict[str, ParameterSplit] | None
 ) -> list[list[torch.Tensor]]:
-    """Of each group parameters of every dtype, number of dims and cut; with cut only such."""
+    """Return for each group one parameter per dtype, number of dims and split."""
     found: list[list[torch.Tensor]] = []
     for group in optimizer.param_groups:
         kinds: dict[Any, dict[tuple[int, ...], torch.Tensor]] = {}
@@ -413,14 +419,14 @@ def _representatives(
             name = names.get(id(p))
             if name is not None and p.numel() and (cut is None or name in cut):
                 kind = (p.dim(), p.dtype, None if cut is None else cut[name])
-                kinds.setdefault(kind, {}).setdefault(_small_shape(p.shape), p)
+                kinds.setdefault(kind, {}).setdefault(_shrink_shape(p.shape), p)
         most = 1 if cut is None else _SHAPES
-        found.append([p for shapes in kinds.values() for p in _telling(shapes, most)])
+        found.append([p for shapes in kinds.values() for p in _select_shapes(shapes, most)])
     return found
 
 
-def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
-    """Those of the largest, the highest and the widest shape, if they are too many."""
+def _select_shapes(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[torch.Tensor]:
+    """Return at most ``most`` of the largest, tallest and widest shapes."""
     if len(shapes) <= most:
         return list(shapes.values())
     high = sorted(shapes, key=lambda s: s[0] / s[-1] if len(s) > 1 else s[0])
@@ -428,8 +434,8 @@ def _telling(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) -> list[
     return [shapes[shape] for shape in list(kept)[:most]]
 
 
-def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """As many dims, cut to a size that is stepped in no time."""
+def _shrink_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with as many dims, reduced to a size that is fast to step."""
     largest = sorted(range(len(shape)), key=lambda d: -shape[d])[:2]
     most = dict(zip(largest, _LARGEST, strict=False))
     if len(largest) > 1 and shape[largest[0]] == shape[largest[1]]:
@@ -437,18 +443,18 @@ def _small_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(min(size, most.get(dim, _OTHER)) for dim, size in enumerate(shape))
 
 
-def _small(
+def _make_small(
     like: torch.Tensor, make: torch.Generator, dtypes: Mapping[torch.dtype, torch.dtype]
 ) -> torch.Tensor:
-    """A tensor of as many dims on the same device."""
-    made = torch.randn(_small_shape(like.shape), generator=make, dtype=torch.float32)
+    """Return a tensor with as many dims on the same device."""
+    made = torch.randn(_shrink_shape(like.shape), generator=make, dtype=torch.float32)
     return made.to(like.device, dtypes.get(like.dtype, like.dtype))
 
 
-def _corner(
+def _slice_state(
     value: Any, real: torch.Tensor, small: torch.Tensor, take: ParameterSplit | None, number: int
 ) -> Any:
-    """One value of a real parameter's state, for a small one."""
+    """Return one value of a real parameter's state, for a small one."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != real.shape or not value.dim():
@@ -459,8 +465,8 @@ def _corner(
 
 
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Gradients are recorded nowhere, and generators are as they were afterwards."""
+def _preserve_random_state() -> Iterator[None]:
+    """Disable gradients, and restore the random state afterwards."""
     state = torch.get_rng_state()
     try:
         with torch.no_grad():
@@ -469,17 +475,17 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _parts(kind: str, cut: list[str], why: str) -> FxpartError:
+def _make_parts_error(kind: str, cut: list[str], why: str) -> FxpartError:
     shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
     return error(
         "FXP109",
         where=f"optimizer {kind}",
-        why=f"each rank updates only a part of {shown}, and a part is not updated as the whole "
-        f"is: {why}",
+        why=f"each rank updates only a part of {shown}, and a part is updated differently from the "
+        f"whole: {why}",
         fix=f"use one of {', '.join(ELEMENTWISE)}; or shard neither these parameters nor the "
-        "optimizer's state",
+        "optimizer state",
     )
 
 
-def _refused(kind: str, why: str, fix: str) -> FxpartError:
+def _make_error(kind: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"optimizer {kind}", why=why, fix=fix)

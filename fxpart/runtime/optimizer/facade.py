@@ -1,9 +1,9 @@
-"""The optimizer that a trainer shows: options and parameters of this process, safe to touch.
+"""The optimizer that a trainer exposes: options and parameters of this process.
 
-The optimizers that update the weights belong to ranks or stages, and have pieces of parameters
-under ZeRO. What a user or a scheduler sets here, or in an instance that was given, reaches all of
-them before the next update. Parameters are the stages' own tensors, of which pieces are views, so
-that what is written into them counts.
+The optimizers that update the weights belong to ranks or stages, and own shards of parameters under
+ZeRO. What a user or a scheduler sets here, or in the instance that the user passed, reaches all of
+them before the next update. The parameters are the stages' own tensors, whose shards are views, so
+writing to them takes effect.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 class FacadeOwner(Protocol):
-    """What the facade asks of its trainer."""
+    """What the facade calls on its trainer."""
 
     def step_by_hand(self) -> None:
-        """Update with the gradients that are there; FXP115 where that cannot be."""
+        """Update with the current gradients; FXP115 if that is impossible."""
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
 
 
 class FacadeParameters(list[torch.Tensor]):
-    """The parameters of a group; touch: called when they are read, raises where they may not be."""
+    """The parameters of a group; touch: called at each access, raises if access is forbidden."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], touch: Callable[[], None]) -> None:
-        """As a list."""
+        """Create the list."""
         super().__init__(tensors)
         self.touch = touch
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Note that they are read."""
+        """Report the access."""
         self.touch()
         return super().__iter__()
 
     def __getitem__(self, key: Any) -> Any:
-        """Note that they are read."""
+        """Report the access."""
         self.touch()
         return super().__getitem__(key)
 
     def __len__(self) -> int:
-        """Note that they are read."""
+        """Report the access."""
         self.touch()
         return super().__len__()
 
 
 class FacadeGroup(dict[str, Any]):
-    """One parameter group: options, and under "params" this process's :class:`FacadeParameters`."""
+    """A parameter group: options, and ``params`` as :class:`FacadeParameters`."""
 
     def __getitem__(self, key: str) -> Any:
-        """Note that parameters are read, also where a C function looks into the list."""
+        """Report access to parameters, because C functions bypass the list's methods."""
         found = super().__getitem__(key)
         if key == "params":
             found.touch()
@@ -68,11 +68,11 @@ class FacadeGroup(dict[str, Any]):
 
 
 class OptimizerFacade(torch.optim.Optimizer):
-    """Shows one optimizer for all of this process; learning-rate schedulers take it.
+    """One optimizer that represents all of this process, for users and learning-rate schedulers.
 
-    changed: what was set since ranks last compared it, as text. touched: whether the parameters
-    were read, and so may have been written to. closed: the trainer is, and the user's instance is
-    its own again.
+    changed: options set since the ranks last compared them, as text. touched: whether the
+    parameters were accessed, and may have been written. closed: whether the trainer is closed,
+    which releases the user's instance.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class OptimizerFacade(torch.optim.Optimizer):
         withheld: str = "",
         final: bool = False,
     ) -> None:
-        """optimizers: those of this process, with equal groups. members: each group's parameters.
+        """optimizers: of this process, with equal groups. members: each group's parameters.
 
-        user: the instance that was given, whose options count too. withheld: why nobody may read
-        the parameters. final: gradients are not summed over ranks after a backward.
+        user: the user's instance, whose options count too. withheld: why the parameters must not be
+        accessed, "" if they may. final: gradients after a backward are already reduced over ranks.
         """
         self._trainer = weakref.ref(trainer)
         self._optimizers = tuple(optimizers)
@@ -109,49 +109,49 @@ class OptimizerFacade(torch.optim.Optimizer):
         ]
         replace_step(self, OptimizerFacade._step)
         if user is not None and user.followed:
-            _follow(user.instance, self)
+            _redirect_calls(user.instance, self)
 
     def __repr__(self) -> str:
-        """Return the class that steps, and the options of each group."""
+        """Return the class of the optimizer, and the options of each group."""
         kind = type(self._optimizers[0]).__name__
         return f"{kind} of a trainer {list(map(_options, self._groups))}"
 
     @property
     def param_groups(self) -> list[FacadeGroup]:  # type: ignore[override]
-        """The groups, with what was set in the user's instance."""
-        self._pull()
+        """The groups, including options set in the user's instance."""
+        self._read_user_options()
         return self._groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state by tensor of the optimizers: under ZeRO the pieces of parameters."""
+        """The state by tensor; under ZeRO the tensors are shards of parameters."""
         if len(self._optimizers) == 1:
             return self._optimizers[0].state
         return {p: kept for each in self._optimizers for p, kept in each.state.items()}
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """As the class that steps has them."""
+        """The defaults of the optimizer's class."""
         return self._optimizers[0].defaults
 
     def apply(self) -> None:
-        """Give every optimizer the options that were set here, or in the user's instance."""
-        self._pull()
+        """Set options from here or from the user's instance in every optimizer."""
+        self._read_user_options()
         for index, (group, seen) in enumerate(zip(self._groups, self._seen, strict=True)):
-            found = _changes(group, seen)
+            found = _find_changes(group, seen)
             if not found:
                 continue
             for optimizer in self._optimizers:
                 _set(optimizer.param_groups[index], found)
             seen.update(_options(found))
-            plain = {key: _plain(value) for key, value in found.items()}
+            plain = {key: _convert_to_plain(value) for key, value in found.items()}
             self.changed += f" group {index} {plain}"
 
     def stepped(self) -> None:
-        """An update was made: options that the optimizer has set itself are shown."""
+        """After an update, show the options that the optimizer has set itself."""
         own = self._optimizers[0].param_groups
         for group, mine, seen in zip(self._groups, own, self._seen, strict=True):
-            if found := _changes(mine, seen):
+            if found := _find_changes(mine, seen):
                 _set(group, found)
                 seen.update(_options(found))
         mark_stepped(self)
@@ -159,71 +159,72 @@ class OptimizerFacade(torch.optim.Optimizer):
             mark_stepped(self._user)
 
     def reload(self) -> None:
-        """A state was loaded: show the options of the optimizers, also in the user's instance."""
+        """After a load, show the optimizers' options, also in the user's instance."""
         for group, mine in zip(self._groups, self._optimizers[0].param_groups, strict=True):
-            _set(group, _changes(mine, group))
+            _set(group, _find_changes(mine, group))
         self._seen = [_options(group) for group in self._groups]
         theirs = [] if self._user is None else self._user.param_groups
         for group, known in zip(self._groups, theirs, strict=False):
-            _set(known, _changes(group, known))
+            _set(known, _find_changes(group, known))
         self._user_seen = [_options(group) for group in theirs]
 
     def is_of(self, optimizer: object) -> bool:
-        """Whether an optimizer is this one, or the user's instance."""
+        """Return whether an optimizer is this one or the user's instance."""
         return optimizer is self or (self._user is not None and optimizer is self._user)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self._of().zero_grad()
+        """Clear all gradients."""
+        self._get_trainer().zero_grad()
 
     def _step(self, closure: Callable[[], float] | None = None) -> None:
         """Update with the gradients of :meth:`~fxpart.runtime.trainer.Trainer.backward`."""
         if closure is not None:
-            raise _refused("step(closure)", "a trainer computes the loss itself", "step() alone")
-        self._of().step_by_hand()
+            fix = "call step() without arguments"
+            raise _make_error("step(closure)", "a trainer computes the loss itself", fix)
+        self._get_trainer().step_by_hand()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused, FXP115."""
-        raise _refused(
-            "add_param_group()", "the parameters of each group were divided between the ranks",
-            "give all groups before the trainer is made",
+        """Raise FXP115."""
+        raise _make_error(
+            "add_param_group()", "the parameters of each group are already divided between ranks",
+            "add all groups before the trainer is created",
         )  # fmt: skip
 
     def state_dict(self) -> NoReturn:
-        """Refused, FXP115: it would be that of this process alone."""
-        raise _refused(
-            "state_dict()", "this process has a part of the state only",
-            "trainer.optimizer_state_dict(), or trainer.save_checkpoint()",
+        """Raise FXP115: the state would be that of this process alone."""
+        raise _make_error(
+            "state_dict()", "this process has only a part of the state",
+            "use trainer.optimizer_state_dict() or trainer.save_checkpoint()",
         )  # fmt: skip
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:
-        """Refused, FXP115."""
-        raise _refused(
-            "load_state_dict()", "this process has a part of the state only",
-            "trainer.load_optimizer_state_dict(), or trainer.load_checkpoint()",
+        """Raise FXP115."""
+        raise _make_error(
+            "load_state_dict()", "this process has only a part of the state",
+            "use trainer.load_optimizer_state_dict() or trainer.load_checkpoint()",
         )  # fmt: skip
 
-    def _no_hook(self, *_: Any, **__: Any) -> NoReturn:
-        raise _refused(
-            "hooks of the optimizer's step", "each rank steps for the parameters that it has",
-            "a callback of fit, or calls around trainer.step() in your own loop",
+    def _reject_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise _make_error(
+            "hooks of the optimizer's step", "each rank steps only its own parameters",
+            "use a callback of fit, or call your function around trainer.step()",
         )  # fmt: skip
 
-    register_step_pre_hook = register_step_post_hook = _no_hook
-    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hook
-    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hook
+    register_step_pre_hook = register_step_post_hook = _reject_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _reject_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _reject_hook
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
-    def _pull(self) -> None:
-        """Take what was set in the user's instance."""
+    def _read_user_options(self) -> None:
+        """Read options set in the user's instance."""
         if self._user is None:
             return
         if self._user_sizes() != self._sizes:
             self.add_param_group({})
         groups = self._user.param_groups
         for group, theirs, seen in zip(self._groups, groups, self._user_seen, strict=True):
-            found = _changes(theirs, seen)
+            found = _find_changes(theirs, seen)
             if found:
                 _set(group, found)
                 seen.update(_options(found))
@@ -232,22 +233,22 @@ class OptimizerFacade(torch.optim.Optimizer):
         groups = [] if self._user is None else self._user.param_groups
         return [len(group["params"]) for group in groups]
 
-    def _of(self) -> FacadeOwner:
+    def _get_trainer(self) -> FacadeOwner:
         trainer = self._trainer()
         if trainer is None or self.closed:
-            raise _refused("a call", "its trainer is closed", "make another trainer")
+            raise _make_error("a call", "its trainer is closed", "create another trainer")
         return trainer
 
     def _touch(self) -> None:
         if self._withheld:
-            fix = "change what trainer.state_dict() gives, and trainer.load_state_dict() it"
-            raise _refused('param_groups["params"]', self._withheld, fix)
+            fix = "change trainer.state_dict(), and pass it to trainer.load_state_dict()"
+            raise _make_error('param_groups["params"]', self._withheld, fix)
         if not self.touched:
             self.touched = True
             self.note_gradients()
 
     def note_gradients(self) -> None:
-        """Gradients are there: remember them, to see whether anybody writes to them."""
+        """Record the current gradients, to detect later writes to them."""
         if self.touched and not self._final:
             self._gradients = [
                 (p, p.grad, -1 if p.grad is None else p.grad._version)
@@ -256,18 +257,18 @@ class OptimizerFacade(torch.optim.Optimizer):
             ]
 
     def check_gradients(self) -> None:
-        """FXP115 where gradients were changed that ranks have yet to sum."""
+        """Raise FXP115 if gradients were changed before the ranks have reduced them."""
         for p, gradient, version in self._gradients:
             now = p.grad
             if now is not gradient or (now is not None and now._version != version):
-                raise _refused(
-                    "gradients", "they were changed before the ranks have summed them",
-                    "clip_norm= or clip_value= of trainer(), or a smaller learning rate",
+                raise _make_error(
+                    "gradients", "they were changed before the ranks have reduced them",
+                    "use clip_norm= or clip_value= of trainer(), or a smaller learning rate",
                 )  # fmt: skip
 
 
 def find_scheduled_optimizers(scheduler: object) -> list[torch.optim.Optimizer]:
-    """The optimizers that a scheduler sets, those of schedulers within among them."""
+    """Return the optimizers of a scheduler and of schedulers inside it."""
     found: list[torch.optim.Optimizer] = []
     for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
         several = value if isinstance(value, (list, tuple)) else [value]
@@ -280,20 +281,20 @@ def find_scheduled_optimizers(scheduler: object) -> list[torch.optim.Optimizer]:
 
 
 def check_scheduler(scheduler: object, optimizer: OptimizerFacade | None) -> None:
-    """FXP115 for a scheduler of another optimizer than the trainer's."""
+    """Raise FXP115 if a scheduler belongs to another optimizer than the trainer's."""
     name = type(scheduler).__name__
     if optimizer is None or not all(map(optimizer.is_of, find_scheduled_optimizers(scheduler))):
         raise error(
             "FXP115",
             where=f"scheduler {name}",
             why="it sets the options of another optimizer than the trainer's",
-            fix=f"make {name} of trainer.optimizer, or of the instance that was given to "
+            fix=f"create {name} with trainer.optimizer, or with the instance that was passed to "
             "compile() or trainer()",
         )
 
 
-def _follow(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
-    """Have calls of the user's instance do what those of the facade do, while its trainer lives."""
+def _redirect_calls(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
+    """Redirect calls of the user's instance to the facade while its trainer is open."""
     found = weakref.ref(facade)
 
     def follows(name: str) -> Callable[..., Any]:
@@ -312,7 +313,7 @@ def _follow(instance: torch.optim.Optimizer, facade: OptimizerFacade) -> None:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, tensors copied."""
+    """Return a group's options, with tensors copied."""
     return {k: _copy(v) for k, v in group.items() if k not in _NO_OPTIONS}
 
 
@@ -322,8 +323,8 @@ def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def _changes(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that differ from those that were seen."""
+def _find_changes(group: Mapping[str, Any], seen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from ``seen``."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if key in _NO_OPTIONS:
@@ -346,7 +347,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set options; a tensor keeps its own memory where it has one."""
+    """Set options; write into existing tensors of the same shape."""
     for key, value in options.items():
         current = dict.get(group, key)
         if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -356,9 +357,9 @@ def _set(group: dict[str, Any], options: Mapping[str, Any]) -> None:
         group[key] = _copy(value)
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _refused(where: str, why: str, fix: str) -> FxpartError:
+def _make_error(where: str, why: str, fix: str) -> FxpartError:
     return error("FXP115", where=f"trainer.optimizer, {where}", why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""One torch optimizer over the parameters of this process, from whatever the user gave."""
+"""Create one torch optimizer over this process's parameters from the user's specification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, assign_groups
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 
-_FIX = "give a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
+_FIX = "pass a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
 
 def make_optimizer(
@@ -24,32 +24,32 @@ def make_optimizer(
     groups: Sequence[dict[str, Any]] = (),
     names: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer for ``parameters``.
+    """Return the optimizer for ``parameters``.
 
     given: an Optimizer class, its name ("adamw"), a functools.partial or function of a parameter
-    list, or an Optimizer instance, whose class and options are used again (its parameters are
-    not); or a mapping of patterns to such, with a group for each (:func:`make_parameter_groups`);
-    or a :class:`~fxpart.runtime.optimizer.user_optimizer.UserOptimizer`, which needs ``names``,
-    those of the parameters, and is copied without its state. A rank without parameters gets one
-    that does nothing. groups: the same parameters in groups, of which some may be empty
+    list, or an Optimizer instance, whose class and options are used (but not its parameters); a
+    mapping of patterns to these, with a group for each (:func:`make_parameter_groups`); or a
+    :class:`~fxpart.runtime.optimizer.user_optimizer.UserOptimizer`, which needs the parameters'
+    ``names`` and is copied without its state. A rank without parameters gets an optimizer that does
+    nothing. groups: the same parameters in groups, possibly empty
     (:func:`~fxpart.runtime.optimizer.parameter_groups.make_local_groups`). Raises FXP109 for
-    anything else, and FXP115 where the class or function raises.
+    anything else, and FXP115 if the class or function raises.
     """
     if isinstance(given, UserOptimizer):
         return given.over_named(list(zip(names, parameters, strict=True)))
     if isinstance(given, Mapping):
-        assert len(groups) == len(given), "a group of parameters for each optimizer"
+        assert len(groups) == len(given), "there must be one group per optimizer"
         return MultiOptimizer([
             make_optimizer(one, group["params"], [group])
             for one, group in zip(given.values(), groups, strict=True)
         ])  # fmt: skip
     mine: list[Any] = list(groups or parameters)
     if isinstance(given, torch.optim.Optimizer):
-        return _again(given, mine or [nn.Parameter(torch.empty(0))])
+        return _make_from_instance(given, mine or [nn.Parameter(torch.empty(0))])
     factory = choose(given).make if isinstance(given, str) else given
-    made = _called(factory, mine) if callable(factory) else None
+    made = _call_factory(factory, mine) if callable(factory) else None
     if not isinstance(made, torch.optim.Optimizer):
-        what = f"{given!r} is no optimizer" if made is None else f"it returned {made!r}"
+        what = f"{given!r} is not an optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
     return made
 
@@ -57,23 +57,23 @@ def make_optimizer(
 def make_parameter_groups(
     given: Any, groups: Groups | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[ParameterGroup, ...]:
-    """The parameter groups of the whole model: the user's, or one for each of several optimizers.
+    """Return the groups of the whole model: the user's, or one per optimizer of a mapping.
 
-    shapes: of the whole trainable parameters. FXP109 for faults of either.
+    shapes: of the whole trainable parameters. FXP109 for invalid groups or mappings.
     """
     if isinstance(given, UserOptimizer):
         if groups is not None:
             raise error(
-                "FXP109", where="groups", why="the optimizer's instance has groups of its own",
-                fix="leave groups= out, or give the optimizer's class",
+                "FXP109", where="groups", why="the optimizer instance has its own groups",
+                fix="leave groups= out, or pass the optimizer's class",
             )  # fmt: skip
         return given.groups(shapes)
     if not isinstance(given, Mapping):
         return () if groups is None else assign_groups(groups, shapes)
     if groups is not None:
         raise error(
-            "FXP109", where="groups", why="the optimizer is given by names already",
-            fix="a pattern of its own for each group, with functools.partial(AdamW, lr=...)",
+            "FXP109", where="groups", why="the optimizers are already given by name patterns",
+            fix="use one pattern per group, with functools.partial(AdamW, lr=...)",
         )  # fmt: skip
     return tuple(
         ParameterGroup({"name": pattern}, tuple(names))
@@ -82,7 +82,7 @@ def make_parameter_groups(
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> str:
-    """The options of each group in text, for ranks to compare."""
+    """Return the options of each group as text, for comparison between ranks."""
     return "\n".join(
         " ".join(
             f"{key}={_text(value)}"
@@ -100,12 +100,14 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
-def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.Optimizer:
-    """A new optimizer of the same class with the instance's present options."""
+def _make_from_instance(
+    given: torch.optim.Optimizer, parameters: list[Any]
+) -> torch.optim.Optimizer:
+    """Create an optimizer of the same class with the instance's current options."""
     if len(given.param_groups) != 1:
-        raise _not_again(
-            given, f"it has {len(given.param_groups)} parameter groups, and which parameter is in "
-            "which cannot be carried over"
+        raise _make_instance_error(
+            given, f"it has {len(given.param_groups)} parameter groups, whose assignment of "
+            "parameters cannot be copied"
         )  # fmt: skip
     group = given.param_groups[0]
     known = inspect.signature(type(given)).parameters
@@ -113,19 +115,19 @@ def _again(given: torch.optim.Optimizer, parameters: list[Any]) -> torch.optim.O
     try:
         return type(given)(parameters, **options)
     except (TypeError, ValueError) as cause:
-        raise _not_again(given, str(cause)) from cause
+        raise _make_instance_error(given, str(cause)) from cause
 
 
-def _not_again(given: torch.optim.Optimizer, why: str) -> FxpartError:
+def _make_instance_error(given: torch.optim.Optimizer, why: str) -> FxpartError:
     return error("FXP109", where=f"optimizer {type(given).__name__}", why=why, fix=_FIX)
 
 
-def _called(factory: Any, mine: list[Any]) -> Any:
-    """What the factory makes of a rank's parameters, of which there may be too few for it.
+def _call_factory(factory: Any, mine: list[Any]) -> Any:
+    """Call the factory with a rank's parameters, which may be too few for it.
 
-    torch refuses an empty list, Muon any but matrices, and a function that picks parameters may
-    find none. A parameter without numbers, which never gets a gradient and so is never touched, of
-    one dim or two, stands in their place.
+    torch rejects an empty list, Muon accepts only matrices, and a function that selects parameters
+    may find none. In these cases an empty parameter of one or two dims is added, which never gets a
+    gradient and is therefore never updated.
     """
     fillers = [[nn.Parameter(torch.empty(0))], [nn.Parameter(torch.empty(0, 0))]]
     fillers.append([made for each in fillers for made in each])
@@ -141,15 +143,15 @@ def _called(factory: Any, mine: list[Any]) -> Any:
             return factory(attempt)
         except FxpartError:
             raise
-        except Exception as cause:  # whatever a class or function of the user's raises
+        except Exception as cause:  # User code may raise any exception.
             first = first or cause
-    assert first is not None, "something was tried"
+    assert first is not None, "at least one attempt was made"
     name = getattr(factory, "__name__", type(factory).__name__)
     raise error(
         "FXP115",
         where=f"optimizer {name}",
-        why=f"a rank has {len(mine)} of the model's parameters or groups, and it raises "
+        why=f"a rank has {len(mine)} of the model's parameters or groups, for which it raises "
         f"{type(first).__name__}: {first}",
-        fix="an optimizer that takes any of the model's parameters, or several by pattern: "
+        fix="use an optimizer that accepts any of the model's parameters, or several by pattern: "
         '{"*.weight": Muon, "*": AdamW}',
     ) from first

@@ -1,10 +1,10 @@
-"""What the optimizer holds of each parameter: all that its lane has, or the lane's piece of that.
+"""Optimizer shards (ZeRO): the part of each parameter that a rank's optimizer owns.
 
-ZeRO-1 and -2 (Rajbhandari et al., SC 2020): lanes that hold equal copies of a parameter need not
-all keep its optimizer state. Each lane of ``zero_axis`` updates one piece and gives it to the
-others. The pieces are equal ranges of the flat parameter: each lane keeps 1/n of every tensor to
-the element, whatever its shape, and a piece is a view, so that it costs no memory. The optimizer is
-made with the parameters themselves, so groups that look at shapes stay right.
+ZeRO-1 and -2 (Rajbhandari et al., SC 2020): mesh ranks with equal copies of a parameter share its
+optimizer state. Each mesh rank along ``zero_axis`` updates one shard and sends it to the others.
+The shards are equal ranges of the flat parameter: each mesh rank owns 1/n of every tensor, to the
+element, whatever its shape. A shard is a view and costs no memory. The optimizer is created with
+the parameters themselves, so groups that depend on shapes are correct.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from fxpart.collectives import BucketedCollective, Communicator, start_all_gather, start_sum
-from fxpart.program.shard_layout import ShardLayout
+from fxpart.program.spec import has_backward
 from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
 from fxpart.runtime.executor.executor import BackwardHooks
-from fxpart.runtime.executor.stage_signature import has_backward
 from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
 from fxpart.runtime.gradients.reduce_scatter import (
     GradientReduceScatter,
@@ -30,62 +29,64 @@ from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReduce
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along_axis
+from fxpart.runtime.state.shard_layout import ShardLayout
 
 
 class OptimizerShards:
-    """The optimizer's tensors of this process, and the sums of gradients that lead to them.
+    """The optimizer's tensors of this process, and the gradient reductions into them.
 
-    Calls with a lane are made by all lanes at once.
+    Methods with a mesh rank are called by all mesh ranks at once.
     """
 
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared_rows: bool = True
     ) -> None:
-        """meshes: None where the program is not sharded.
+        """meshes: None if the program is not sharded.
 
-        shared_rows: whether sparse gradients of tables that several stages hold stay sparse.
+        shared_rows: whether sparse gradients of embedding tables that several stages share stay
+        sparse.
         """
         self._state = state
         self._meshes = meshes
         sharding = state.lanes[0].spec.sharding
         self.zero = 0 if sharding is None or meshes is None else sharding.zero
         self._axis = sharding.zero_axis if sharding is not None and self.zero else ""
-        self._pieces: dict[int, nn.Parameter] = {}
+        self._shards: dict[int, nn.Parameter] = {}
         for name, entry in state.entries.items():
             if self.axis(name):
                 for (_, at), copy in entry.copies.items():
-                    self._pieces.setdefault(id(copy), _piece(entry, at, self._axis, copy))
+                    self._shards.setdefault(id(copy), _make_shard(entry, at, self._axis, copy))
         self.rows = SparseGradients(state, meshes, shared=shared_rows)
         self._scatters: dict[tuple[int, int], GradientReduceScatter] = {}
-        if meshes is not None and self._pieces:
-            for lane in state.lanes:
-                for stage in lane.modules:
-                    mesh = meshes.of(stage, lane.index)
-                    self._scatters[stage, lane.index] = GradientReduceScatter(mesh, self._axis)
-        self._sums = self._make_sums()
-        self.closing = False  # an update follows the step that runs: its sums may start
+        if meshes is not None and self._shards:
+            for mesh_rank in state.lanes:
+                for stage in mesh_rank.modules:
+                    mesh = meshes.of(stage, mesh_rank.index)
+                    self._scatters[stage, mesh_rank.index] = GradientReduceScatter(mesh, self._axis)
+        self._reducers = self._make_reducers()
+        self.closing = False  # An update follows the current step, so its reductions may start.
         if self.zero == 2:
             self._send_early()
 
     def axis(self, name: str) -> str:
-        """The axis along which what a lane holds of a parameter is cut for the optimizer, or "".
+        """Return the mesh axis along which a parameter is sharded for the optimizer, or "".
 
-        A parameter that is a single number without dims is not worth it: every lane updates it.
+        A scalar without dims is not sharded: every mesh rank updates it.
         """
         entry = self._state.entries[name]
         cut = entry.trainable and entry.pieces.shape and self._axis not in entry.pieces.axes
         return self._axis if cut else ""
 
     def pieces(self, name: str) -> ShardLayout:
-        """How the parameter lies over the optimizers of the lanes."""
+        """Return how the parameter is sharded over the optimizers of the mesh ranks."""
         return shard_along_axis(self._state.entries[name].pieces, self.axis(name))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the optimizer has in a parameter's place."""
-        return self._pieces.get(id(parameter), parameter)
+        """Return the optimizer's tensor for a parameter."""
+        return self._shards.get(id(parameter), parameter)
 
     def cut(self) -> list[str]:
-        """Parameters of which an optimizer of this process holds a part only."""
+        """Return parameters of which an optimizer of this process owns only a part."""
         return [
             name
             for name, entry in self._state.entries.items()
@@ -93,76 +94,82 @@ class OptimizerShards:
         ]
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the lanes' pieces, and what state it has already cut as they are."""
-        if not self._pieces:
+        """Replace the optimizer's parameters by their shards, and slice existing state."""
+        if not self._shards:
             return
         for group in optimizer.param_groups:
-            group["params"] = [self._take_over(optimizer, p) for p in group["params"]]
+            group["params"] = [self._replace_parameter(optimizer, p) for p in group["params"]]
 
-    def _take_over(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        held = self.of(parameter)
-        if held is not parameter and parameter in optimizer.state:
-            start = held.storage_offset() - parameter.storage_offset()
+    def _replace_parameter(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+    ) -> torch.Tensor:
+        shard = self.of(parameter)
+        if shard is not parameter and parameter in optimizer.state:
+            start = shard.storage_offset() - parameter.storage_offset()
             shape = parameter.shape
-            optimizer.state[held] = {
-                key: value.reshape(-1)[start : start + held.numel()].clone()
+            optimizer.state[shard] = {
+                key: value.reshape(-1)[start : start + shard.numel()].clone()
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape
                 else value
                 for key, value in optimizer.state.pop(parameter).items()
             }
-        return held
+        return shard
 
     # -- gradients ------------------------------------------------------------------------------
 
-    def around(self, lane: int) -> BackwardHooks | None:
-        """What is done around the backwards of a lane's stages; None: nothing."""
-        if self.zero != 2 and not self._sums:
+    def hooks(self, mesh_rank: int) -> BackwardHooks | None:
+        """Return the hooks around the backwards of a mesh rank's stages, None if there are none."""
+        if self.zero != 2 and not self._reducers:
             return None
         return BackwardHooks(
-            partial(self._last, lane), partial(self._after, lane), partial(self._skip, lane)
+            partial(self._last, mesh_rank),
+            partial(self._after, mesh_rank),
+            partial(self._skip, mesh_rank),
         )
 
-    def _last(self, lane: int, stage: int) -> None:
-        if self.closing and (stage, lane) in self._sums:
-            self._sums[stage, lane].arm()
+    def _last(self, mesh_rank: int, stage: int) -> None:
+        if self.closing and (stage, mesh_rank) in self._reducers:
+            self._reducers[stage, mesh_rank].arm()
 
-    def _after(self, lane: int, stage: int) -> None:
+    def _after(self, mesh_rank: int, stage: int) -> None:
         if self.zero == 2:
-            self.after_backward(lane, stage)
-        sums = self._sums.get((stage, lane))
-        if sums is not None and sums.armed:
-            sums.rest()
+            self.after_backward(mesh_rank, stage)
+        reducer = self._reducers.get((stage, mesh_rank))
+        if reducer is not None and reducer.armed:
+            reducer.rest()
 
-    def _skip(self, lane: int, stage: int) -> None:
-        """After a failure lanes of other processes wait; those of this one are told otherwise."""
+    def _skip(self, mesh_rank: int, stage: int) -> None:
+        """After a failure, release mesh ranks in other processes; local ones are aborted
+        separately.
+        """
         assert self._meshes is not None
-        if self.closing and (stage, lane) in self._sums and not self._meshes.threads:
-            self._sums[stage, lane].skip()
+        if self.closing and (stage, mesh_rank) in self._reducers and not self._meshes.threads:
+            self._reducers[stage, mesh_rank].skip()
 
-    def conclude(self, lane: MeshRank) -> None:
-        """After a failure that all ranks know of: let what is under way arrive, and drop it."""
+    def conclude(self, mesh_rank: MeshRank) -> None:
+        """After a failure that all ranks know of, complete and discard pending reductions."""
         if self._meshes is not None and self._meshes.threads:
             return
-        for stage in sorted(lane.modules):
-            if (stage, lane.index) in self._sums:
-                self._sums[stage, lane.index].finish()
+        for stage in sorted(mesh_rank.modules):
+            if (stage, mesh_rank.index) in self._reducers:
+                self._reducers[stage, mesh_rank.index].finish()
 
-    def after_backward(self, lane: int, stage: int) -> None:
-        """ZeRO-2: keep this lane's pieces of the gradients that a backward has left.
+    def after_backward(self, mesh_rank: int, stage: int) -> None:
+        """ZeRO-2: keep this mesh rank's shards of the gradients that a backward has computed.
 
-        Most have been sent while it ran; the sums of ties are complete only now.
+        Most are sent during the backward; tied gradients are complete only now.
         """
-        self._scatter(lane, stage, list(self._owned(lane, stage)))
+        self._scatter(mesh_rank, stage, list(self._iterate_owned(mesh_rank, stage)))
 
-    def collect(self, lane: MeshRank) -> None:
-        """ZeRO-2: the same for what came at the end of a step, which are late sums of ties."""
-        for stage in sorted(lane.modules):
-            self.after_backward(lane.index, stage)
+    def collect(self, mesh_rank: MeshRank) -> None:
+        """ZeRO-2: the same for late tied gradients at the end of a step."""
+        for stage in sorted(mesh_rank.modules):
+            self.after_backward(mesh_rank.index, stage)
 
     def reset(self) -> None:
-        """Drop all gradients."""
-        for sums in self._sums.values():
-            sums.reset()
+        """Clear all gradients."""
+        for reducer in self._reducers.values():
+            reducer.reset()
         if self._meshes is not None:
             self._meshes.forget()
         self.rows.reset()
@@ -171,81 +178,81 @@ class OptimizerShards:
         for _, parameter in self._state.parameters():
             parameter.grad = self.of(parameter).grad = None
 
-    def finish(self, lane: MeshRank) -> None:
-        """Make the sums over lanes that all gradients of the owners still need."""
-        for stage in sorted(lane.modules):
-            mine = list(self._owned(lane.index, stage))
-            done = self._finish_sums(lane.index, stage)
-            self._scatter(lane.index, stage, mine)
-            self.rows.finish(lane, stage)
+    def finish(self, mesh_rank: MeshRank) -> None:
+        """Complete the reductions over mesh ranks of all gradients of the owners."""
+        for stage in sorted(mesh_rank.modules):
+            mine = list(self._iterate_owned(mesh_rank.index, stage))
+            done = self._finish_reducer(mesh_rank.index, stage)
+            self._scatter(mesh_rank.index, stage, mine)
+            self.rows.finish(mesh_rank, stage)
             summed: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
             for name, entry, parameter in mine:
-                held, axes = self.of(parameter), self._rest(name, entry)
+                shard, axes = self.of(parameter), self._get_partial_axes(name, entry)
                 if name in self.rows:
                     continue
-                if axes and held.grad is not None and id(held) not in done:
-                    held.grad = get_dense_gradient(held)
-                    summed[name] = axes, held.grad
-            self._sum(lane.index, stage, summed)
+                if axes and shard.grad is not None and id(shard) not in done:
+                    shard.grad = get_dense_gradient(shard)
+                    summed[name] = axes, shard.grad
+            self._all_reduce(mesh_rank.index, stage, summed)
 
     def share_rows(self) -> None:
-        """Sparse gradients: to all that hold a table, and of each what its lane updates."""
+        """Exchange sparse gradients between owners of a table, and keep those to update here."""
         self.rows.share()
-        if self._pieces:
-            self.rows.settle(self._range)
+        if self._shards:
+            self.rows.shard(self._get_shard_range)
 
-    def _range(
-        self, name: str, entry: StateEntry, lane: int, parameter: torch.Tensor
+    def _get_shard_range(
+        self, name: str, entry: StateEntry, mesh_rank: int, parameter: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[int, int]]:
-        """What the optimizer has in a parameter's place, and the range of the flat one it is."""
+        """Return the optimizer's tensor for a parameter, and its range of the flat parameter."""
         size = parameter.numel()
-        held = self.of(parameter)
-        if held is parameter:
-            return held, (0, size)
-        return held, shard_along_axis(entry.pieces, self.axis(name)).range(lane, size)
+        shard = self.of(parameter)
+        if shard is parameter:
+            return shard, (0, size)
+        return shard, shard_along_axis(entry.pieces, self.axis(name)).range(mesh_rank, size)
 
     def current(
         self,
-        lane: MeshRank,
+        mesh_rank: MeshRank,
         *,
         summed: bool,
         rows: Mapping[tuple[str, int], SparseGradientParts | None],
     ) -> dict[str, torch.Tensor]:
-        """Copies of the owners' gradients as they are, or will be, after :meth:`finish`, by name.
+        """Return copies of the owners' gradients as after :meth:`finish`, by name.
 
-        summed: whether they have been finished. rows: sparse gradients that several stages have a
-        part of, by name and lane. They are cut as the optimizer's tensors are where those have the
-        gradient already; sparse ones are given as plain tensors.
+        summed: whether finish was called. rows: sparse gradients that several stages contribute to,
+        by name and mesh rank. A gradient is sharded if the optimizer's tensor has it already;
+        sparse gradients are returned dense.
         """
         found: dict[str, torch.Tensor] = {}
-        for stage in sorted(lane.modules):
+        for stage in sorted(mesh_rank.modules):
             mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
-            for name, entry, parameter in self._owned(lane.index, stage):
-                held = self.of(parameter)
-                if held.grad is not None and (name, lane.index) not in rows:
-                    rest = () if summed else self._rest(name, entry)
-                    mine[name] = rest, get_dense_gradient(held).clone()
-                elif (parts := rows.get((name, lane.index))) is not None:
+            for name, entry, parameter in self._iterate_owned(mesh_rank.index, stage):
+                shard = self.of(parameter)
+                if shard.grad is not None and (name, mesh_rank.index) not in rows:
+                    rest = () if summed else self._get_partial_axes(name, entry)
+                    mine[name] = rest, get_dense_gradient(shard).clone()
+                elif (parts := rows.get((name, mesh_rank.index))) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif (parts := self.rows.pending(parameter)) is not None:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, get_dense_gradient(parameter).clone()
-            self._sum(lane.index, stage, mine)
+            self._all_reduce(mesh_rank.index, stage, mine)
             found |= {name: tensor for name, (_, tensor) in mine.items()}
         return found
 
-    def spread(self, lane: MeshRank) -> None:
-        """After the optimizer's step: every lane's pieces to the others."""
-        if not self._pieces or self._meshes is None:
+    def spread(self, mesh_rank: MeshRank) -> None:
+        """After the optimizer's step, all-gather the shards of every mesh rank."""
+        if not self._shards or self._meshes is None:
             return
-        for stage in sorted(lane.modules):
+        for stage in sorted(mesh_rank.modules):
             mine = [
-                entry.copies[stage, lane.index]
+                entry.copies[stage, mesh_rank.index]
                 for name, entry in self._state.entries.items()
-                if self.axis(name) and (stage, lane.index) in entry.copies
+                if self.axis(name) and (stage, mesh_rank.index) in entry.copies
             ]
-            mesh = self._meshes.of(stage, lane.index)
+            mesh = self._meshes.of(stage, mesh_rank.index)
             pieces = [self.of(parameter).detach() for parameter in mine]
             wholes = [parameter.data.view(-1) for parameter in mine]
             run_in_buckets(
@@ -253,33 +260,37 @@ class OptimizerShards:
                 partial(_start_gather, mesh, self._axis, pieces, wholes),
             )
 
-    def _finish_sums(self, lane: int, stage: int) -> set[int]:
-        """Wait for the stage's early sums; the parameters that they were for, by identity."""
-        sums = self._sums.get((stage, lane))
-        if sums is None:
+    def _finish_reducer(self, mesh_rank: int, stage: int) -> set[int]:
+        """Wait for the stage's early reductions; return the ids of their parameters."""
+        reducer = self._reducers.get((stage, mesh_rank))
+        if reducer is None:
             return set()
-        sums.finish()
-        return sums.parameters
+        reducer.finish()
+        return reducer.parameters
 
-    def _make_sums(self) -> dict[tuple[int, int], StageGradientReducer]:
-        """By stage and lane the sums of gradients that do not wait for other stages'."""
+    def _make_reducers(self) -> dict[tuple[int, int], StageGradientReducer]:
+        """Create by stage and mesh rank the reducers of gradients that no other stage contributes
+        to.
+        """
         found: dict[tuple[int, int], StageGradientReducer] = {}
         queues: dict[int, ReductionQueue] = {}
-        for lane in self._state.lanes:
-            for stage in sorted(lane.modules):
-                terms = list(self._terms(lane, stage))
+        for mesh_rank in self._state.lanes:
+            for stage in sorted(mesh_rank.modules):
+                terms = list(self._find_partial_gradients(mesh_rank, stage))
                 if terms and self._meshes is not None:
-                    queue = queues.setdefault(self._state.rank(stage, lane.index), ReductionQueue())
-                    mesh = self._meshes.sums(stage, lane.index)
-                    found[stage, lane.index] = StageGradientReducer(
+                    queue = queues.setdefault(
+                        self._state.rank(stage, mesh_rank.index), ReductionQueue()
+                    )
+                    mesh = self._meshes.sums(stage, mesh_rank.index)
+                    found[stage, mesh_rank.index] = StageGradientReducer(
                         mesh, make_buckets(terms), queue
                     )
         return found
 
-    def _terms(self, lane: MeshRank, stage: int) -> Iterator[PartialGradient]:
-        """The stage's own sums, in reverse order of use; equal on all lanes but for shapes."""
-        spec = lane.spec.stages[stage]
-        if self._meshes is None or not has_backward(lane.spec, spec):
+    def _find_partial_gradients(self, mesh_rank: MeshRank, stage: int) -> Iterator[PartialGradient]:
+        """Yield the stage's own reductions in reverse order of use; equal on all mesh ranks."""
+        spec = mesh_rank.spec.stages[stage]
+        if self._meshes is None or not has_backward(mesh_rank.spec, spec):
             return
         for state in reversed(spec.state):
             entry = self._state.entries[state.name]
@@ -289,80 +300,85 @@ class OptimizerShards:
                 continue
             if state.name in self.rows:
                 continue
-            parameter = entry.copies[stage, lane.index]
-            held, cut = self.of(parameter), self.axis(state.name)
-            # Under ZeRO-2 each backward sends its own; what is equal on the axis is cut at the end.
+            parameter = entry.copies[stage, mesh_rank.index]
+            shard, cut = self.of(parameter), self.axis(state.name)
+            # Under ZeRO-2 each backward sends its own; gradients equal along the axis are sliced at
+            # the end.
             if not cut or (self.zero == 1 and cut in axes):
                 yield PartialGradient(
-                    parameter, held, axes, cut, entry.pieces.most * parameter.itemsize
+                    parameter, shard, axes, cut, entry.pieces.most * parameter.itemsize
                 )
 
-    def _owned(self, lane: int, stage: int) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
+    def _iterate_owned(
+        self, mesh_rank: int, stage: int
+    ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
         for name, entry in self._state.entries.items():
-            if entry.trainable and entry.spec.owner == stage and (stage, lane) in entry.copies:
-                yield name, entry, entry.copies[stage, lane]
+            if entry.trainable and entry.spec.owner == stage and (stage, mesh_rank) in entry.copies:
+                yield name, entry, entry.copies[stage, mesh_rank]
 
-    def _rest(self, name: str, entry: StateEntry) -> tuple[str, ...]:
-        """The axes over which a gradient is still a sum where the optimizer's tensor has it."""
+    def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
+        """Return the axes over which the gradient of the optimizer's tensor is still partial."""
         return tuple(axis for axis in entry.partial if axis != self.axis(name))
 
     def _scatter(
-        self, lane: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
+        self, mesh_rank: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
     ) -> None:
-        """Move gradients from parameters to the lane's pieces of them."""
-        if self._meshes is None or not self._pieces:
+        """Move gradients from parameters to the mesh rank's shards."""
+        if self._meshes is None or not self._shards:
             return
-        scatter = self._scatters[stage, lane]
-        scatter.finish()  # what a backward has given it, whose gradients may not be there twice
+        scatter = self._scatters[stage, mesh_rank]
+        scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
         for name, entry, parameter in mine:
-            held = self.of(parameter)
-            if parameter.grad is None or held is parameter or name in self.rows:
+            shard = self.of(parameter)
+            if parameter.grad is None or shard is parameter or name in self.rows:
                 continue
             if self._axis in entry.partial:
-                scatter.add(parameter, held)
-            else:  # equal on all lanes of the axis: a part is enough
+                scatter.add(parameter, shard)
+            else:  # Equal on all mesh ranks of the axis: a slice is enough.
                 line = get_dense_gradient(parameter).reshape(-1)
                 pieces = shard_along_axis(entry.pieces, self._axis)
-                piece = line[slice(*pieces.range(lane, len(line)))].clone()
-                held.grad = piece if held.grad is None else held.grad.add_(piece)
+                piece = line[slice(*pieces.range(mesh_rank, len(line)))].clone()
+                shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
                 parameter.grad = None
         scatter.finish()
 
     def _send_early(self) -> None:
-        """ZeRO-2: a gradient is on its way as soon as a backward has made it."""
+        """ZeRO-2: send a gradient as soon as a backward has computed it."""
         for name, entry in self._state.entries.items():
             if not self.axis(name) or len(entry.stages) > 1 or self._axis not in entry.partial:
                 continue
             if name in self.rows:
                 continue
             for place, parameter in entry.copies.items():
-                send = partial(self._scatters[place].add, held=self.of(parameter))
+                send = partial(self._scatters[place].add, shard=self.of(parameter))
                 parameter.register_post_accumulate_grad_hook(send)
 
-    def _sum(
+    def _all_reduce(
         self,
-        lane: int,
+        mesh_rank: int,
         stage: int,
         gradients: dict[str, tuple[tuple[str, ...], torch.Tensor]],
     ) -> None:
-        """Sum gradients in place, those over the same axes in the same buckets."""
+        """All-reduce gradients in place, in buckets of the same axes."""
         if self._meshes is None:
             return
         groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
         for axes, gradient in gradients.values():
             if axes:
                 groups.setdefault(axes, []).append(gradient)
-        mesh = self._meshes.of(stage, lane)
+        mesh = self._meshes.of(stage, mesh_rank)
         for axes, tensors in groups.items():
             run_in_buckets([t.nbytes for t in tensors], partial(_start_sum, mesh, axes, tensors))
 
 
-def _piece(entry: StateEntry, lane: int, axis: str, parameter: torch.Tensor) -> nn.Parameter:
-    """A view of the lane's piece; the parameter is made contiguous first."""
+def _make_shard(
+    entry: StateEntry, mesh_rank: int, axis: str, parameter: torch.Tensor
+) -> nn.Parameter:
+    """Return a view of the mesh rank's shard; make the parameter contiguous first."""
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
     line = parameter.data.view(-1)
-    start, stop = shard_along_axis(entry.pieces, axis).range(lane, len(line))
+    start, stop = shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line))
     return nn.Parameter(line[start:stop])
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state by original parameter name: gathered from all ranks, and taken in again."""
+"""Optimizer state by original parameter name: gathered from all ranks, and loaded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import msgspec
 import torch
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.program.shard_layout import ShardLayout
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
 from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import Transport
 
 
 class _StateValue(msgspec.Struct, frozen=True):
     """One value of one parameter's state: a tensor's dtype and shape, or a plain value.
 
-    part: it has a number for each number that the lane's optimizer holds of the parameter.
+    part: it has one element per element of the parameter in the mesh rank's optimizer.
     """
 
     name: str
@@ -29,12 +29,12 @@ class _StateValue(msgspec.Struct, frozen=True):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     value: Any = None
-    lane: int = 0
+    mesh_rank: int = 0
     part: bool = False
 
 
 class _LocalOptimizerState(msgspec.Struct, frozen=True):
-    """What one process has: slots in order, options of each group, parameter names per group."""
+    """One process's state: values, options of each group, parameter names per group."""
 
     slots: tuple[_StateValue, ...]
     options: tuple[dict[str, Any], ...]
@@ -42,15 +42,19 @@ class _LocalOptimizerState(msgspec.Struct, frozen=True):
 
 
 def gather_optimizer_state(
-    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer, *, first_only: bool
+    state: ModelState,
+    shards: OptimizerShards,
+    optimizer: torch.optim.Optimizer,
+    *,
+    first_only: bool,
 ) -> dict[str, Any]:
-    """``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
+    """Return ``{"state": {name: {key: value}}, "param_groups": [{options, "params": names}]}``.
 
-    The same on every rank, or on rank 0 only (elsewhere empty). A tie's state is its owner's.
-    Tensors are whole, whatever each lane's optimizer holds of them.
+    It is the same on every rank, or only on rank 0 (else empty). The state of a tied parameter is
+    its owner's. Tensors are whole, independent of sharding.
     """
     transport = state.transport
-    report, tensors = _report(state, held, optimizer)
+    report, tensors = _describe_local(state, shards, optimizer)
     messages = transport.exchange_bytes(msgspec.json.encode(report))
     reports = [msgspec.json.decode(message, type=_LocalOptimizerState) for message in messages]
     found: dict[str, dict[str, Any]] = {}
@@ -59,24 +63,27 @@ def gather_optimizer_state(
         for slot in theirs.slots:
             value = slot.value
             if slot.dtype:
-                value = _spread(transport, slot, process, next(mine, None))
-            slots, pieces = found.setdefault(slot.name, {}), held.pieces(slot.name)
+                value = _broadcast_value(transport, slot, process, next(mine, None))
+            slots, pieces = found.setdefault(slot.name, {}), shards.pieces(slot.name)
             if slot.part and len(pieces.sources) > 1:
                 if slot.key not in slots:
                     slots[slot.key] = torch.empty(
                         pieces.shape, dtype=value.dtype, device=value.device
                     )
-                pieces.put(slots[slot.key], slot.lane, value)
+                pieces.put(slots[slot.key], slot.mesh_rank, value)
             else:
                 slots[slot.key] = value
     if first_only and 0 not in transport.local:
         return {}
     order = [name for name in state.entries if name in found]
-    return {"state": {name: found[name] for name in order}, "param_groups": _groups(reports, state)}
+    return {
+        "state": {name: found[name] for name in order},
+        "param_groups": _merge_groups(reports, state),
+    }
 
 
 def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
-    """One view of all: the same groups with everybody's parameters, and all state."""
+    """Return one view of all: the same groups with all parameters, and all state."""
     first, *others = optimizers.values()
     if not others:
         return first
@@ -93,29 +100,29 @@ def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
 
 def plan_state_load(
     state: ModelState,
-    held: OptimizerShards,
+    shards: OptimizerShards,
     optimizer: torch.optim.Optimizer,
     given: Mapping[str, Any],
     groups: Sequence[ParameterGroup] = (),
 ) -> Callable[[], None]:
-    """What puts gathered state back; FXP110 before it for parameters that it does not hold.
+    """Return a function that loads gathered state; FXP110 now for missing parameters.
 
-    groups: those of the whole model by name, where it was given any. A group of which this process
-    has no parameter takes its options by the names of others' parameters, or by its number.
+    groups: of the whole model by name, if the user passed any. A group without parameters in this
+    process takes its options by the names of other processes' parameters, or by its index.
     """
     place = {name: group for group in given["param_groups"] for name in group["params"]}
     wanted_names = [n for g in groups for n in g.names] if groups else list(state.trainable())
     missing = [name for name in wanted_names if name not in place]
     if missing:
-        fix = "give the optimizer state of the same model"
+        fix = "pass the optimizer state of the same model"
         raise FxpartError(
-            Problem("FXP110", name, "the optimizer state does not hold it", fix) for name in missing
+            Problem("FXP110", name, "the optimizer state does not have it", fix) for name in missing
         )
-    holders = {
-        id(held.of(tensor)): (name, lane)
+    owners = {
+        id(shards.of(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
-        for (_, lane), tensor in entry.copies.items()
+        for (_, mesh_rank), tensor in entry.copies.items()
     }
     current = optimizer.state_dict()
     wanted: dict[int, Any] = {}
@@ -123,13 +130,13 @@ def plan_state_load(
     for index, group in enumerate(optimizer.param_groups):
         source = find_source_group(index, given["param_groups"], groups, place)
         for parameter in group["params"]:
-            name, lane = holders.get(id(parameter), (None, 0))
+            name, mesh_rank = owners.get(id(parameter), (None, 0))
             if name is not None:
                 source = place[name]
                 if name in given["state"]:
-                    pieces = held.pieces(name)
+                    pieces = shards.pieces(name)
                     wanted[number] = {
-                        k: _mine(pieces, lane, v) if isinstance(v, torch.Tensor) else v
+                        k: _slice_value(pieces, mesh_rank, v) if isinstance(v, torch.Tensor) else v
                         for k, v in given["state"][name].items()
                     }
             number += 1
@@ -147,23 +154,23 @@ def find_source_group(
     groups: Sequence[ParameterGroup],
     place: Mapping[str, Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """The given group that stands for one of the optimizer's, as far as names do not tell it."""
+    """Return the given group for one of the optimizer's groups without local parameters."""
     names = groups[index].names if groups else ()
     if names:
         return place[names[0]]
     return given[index] if index < len(given) else {}
 
 
-def _report(
-    state: ModelState, held: OptimizerShards, optimizer: torch.optim.Optimizer
+def _describe_local(
+    state: ModelState, shards: OptimizerShards, optimizer: torch.optim.Optimizer
 ) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
-    """What this process's optimizer holds for the parameters that it owns, each element once."""
+    """Return the state of the parameters that this process owns, each element once."""
     owned = {
-        id(held.of(tensor)): (name, lane)
+        id(shards.of(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
-        for lane, tensor in entry.owned().items()
-        if lane in held.pieces(name).sources
+        for mesh_rank, tensor in entry.owned().items()
+        if mesh_rank in shards.pieces(name).sources
     }
     slots: list[_StateValue] = []
     tensors: list[torch.Tensor] = []
@@ -171,28 +178,31 @@ def _report(
     for group in optimizer.param_groups:
         mine = [(owned[id(p)], p) for p in group["params"] if id(p) in owned]
         names.append(tuple(dict.fromkeys(name for (name, _), _ in mine)))
-        for (name, lane), parameter in mine:
-            first = lane == held.pieces(name).sources[0]
+        for (name, mesh_rank), parameter in mine:
+            first = mesh_rank == shards.pieces(name).sources[0]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    value = value.to_dense() if value.is_sparse else value  # momentum of rows
+                    # Momentum of sparse rows.
+                    value = value.to_dense() if value.is_sparse else value
                     shape = tuple(value.shape)
                     part = bool(shape) and shape == tuple(parameter.shape)
                     if part or first:
                         slots.append(
-                            _StateValue(name, key, str(value.dtype)[6:], shape, None, lane, part)
+                            _StateValue(
+                                name, key, str(value.dtype)[6:], shape, None, mesh_rank, part
+                            )
                         )
                         tensors.append(value)
                 elif first:
                     slots.append(_StateValue(name, key, value=value))
     options = tuple(
-        {k: _told(v) for k, v in group.items() if k not in ("params", "param_names")}
+        {k: _encode_option(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.state_dict()["param_groups"]
     )
     return _LocalOptimizerState(tuple(slots), options, tuple(names)), tensors
 
 
-def _spread(
+def _broadcast_value(
     transport: Transport, slot: _StateValue, process: int, mine: torch.Tensor | None
 ) -> torch.Tensor:
     if mine is None:
@@ -202,14 +212,14 @@ def _spread(
     return transport.broadcast(tensor, transport.local[0] if mine is not None else process)
 
 
-def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
-    """The groups of all processes merged by position, parameters in the model's order."""
+def _merge_groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict[str, Any]]:
+    """Merge the groups of all processes by index, parameters in the model's order."""
     place = {name: index for index, name in enumerate(state.entries)}
     merged: list[dict[str, Any]] = []
     for report in reports:
         for index, (options, names) in enumerate(zip(report.options, report.names, strict=True)):
             if index == len(merged):
-                merged.append({k: _heard(v) for k, v in options.items()} | {"params": []})
+                merged.append({k: _decode_option(v) for k, v in options.items()} | {"params": []})
             known = [*merged[index]["params"], *names]
             merged[index]["params"] = list(dict.fromkeys(known))
     for group in merged:
@@ -217,35 +227,35 @@ def _groups(reports: list[_LocalOptimizerState], state: ModelState) -> list[dict
     return merged
 
 
-def _mine(pieces: ShardLayout, lane: int, value: torch.Tensor) -> torch.Tensor:
-    """A copy of what the lane's optimizer keeps of one value."""
+def _slice_value(pieces: ShardLayout, mesh_rank: int, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the mesh rank's part of one value."""
     if value.dim() and tuple(value.shape) == pieces.shape:
-        value = pieces.part(value, lane)
+        value = pieces.part(value, mesh_rank)
     return value.clone()
 
 
-_TENSOR = "tensor"  # in a message: an option that is one, or holds some
+_TENSOR = "tensor"  # Marks an option that is a tensor in a message.
 
 
-def _told(value: Any) -> Any:
-    """An option as plain data: a learning rate may be a tensor, and betas a tuple of them."""
+def _encode_option(value: Any) -> Any:
+    """Convert an option to plain data; a learning rate may be a tensor, betas a tuple of them."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR: [str(value.dtype)[6:], value.detach().cpu().tolist()]}
-    return [_told(each) for each in value] if isinstance(value, (tuple, list)) else value
+    return [_encode_option(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
-def _heard(value: Any) -> Any:
-    """The option again; a tensor is of the CPU, as torch's checkpoints have it."""
+def _decode_option(value: Any) -> Any:
+    """Convert an option from plain data; tensors are on the CPU, as in torch's checkpoints."""
     if isinstance(value, dict) and set(value) == {_TENSOR}:
         dtype, numbers = value[_TENSOR]
         return torch.tensor(numbers, dtype=torch_dtype(dtype))
-    return [_heard(each) for each in value] if isinstance(value, list) else value
+    return [_decode_option(each) for each in value] if isinstance(value, list) else value
 
 
 def convert_option(current: Any, value: Any) -> Any:
-    """An option in the type that the optimizer has it in: JSON turns tuples into lists."""
+    """Convert an option to the type that the optimizer uses: JSON turns tuples into lists."""
     if isinstance(current, torch.Tensor):
-        # A copy: several groups, or what the state was taken from, would share it.
+        # Copy it: several groups, or the source of the state, could share it.
         made = torch.as_tensor(value, dtype=current.dtype, device=current.device)
         return made.detach().clone()
     if isinstance(current, tuple) and isinstance(value, (list, tuple)):

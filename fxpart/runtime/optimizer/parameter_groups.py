@@ -1,4 +1,4 @@
-"""Parameter groups by original name: every parameter in exactly one, the same on every rank."""
+"""Parameter groups by original name: each parameter in one group, equal on every rank."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ Groups = Sequence[Mapping[str, Any]] | Callable[..., Mapping[str, Any] | None]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One parameter group of the whole model: its options, and its parameters by name."""
+    """A parameter group of the whole model: its options, and its parameters by name."""
 
     options: Mapping[str, Any]
     names: tuple[str, ...]
 
     def label(self, index: int) -> str:
-        """The name it was given, or its number."""
+        """Return its name, or its index."""
         return str(self.options.get("name", index))
 
 
 def assign_groups(given: Groups, shapes: Shapes) -> tuple[ParameterGroup, ...]:
-    """The group of each parameter.
+    """Assign each parameter to a group.
 
-    given: dicts as torch's optimizers take them, with fnmatch patterns of names as ``params``
-    ("*.bias", or several), where at most one dict without ``params`` takes all others; or a
-    function (name) or (name, shape) -> options, where parameters with equal options share a group
-    and None means the optimizer's own. Parameters that nothing names form a last group with the
-    optimizer's own options. shapes: of the whole trainable parameters, in the model's order.
+    given: dicts as for torch's optimizers, with fnmatch patterns of names as ``params`` ("*.bias",
+    or several); at most one dict without ``params`` gets all other parameters. Or a function (name)
+    or (name, shape) -> options; parameters with equal options share a group, and None means the
+    optimizer's own options. Parameters that match no group form a last group with the optimizer's
+    own options. shapes: of the whole trainable parameters, in the model's order.
 
-    Raises FXP109 with every fault: a pattern that matches nothing, a parameter that two groups
-    name, a dict that is none.
+    Raises FXP109 with every problem: a pattern without a match, a parameter in two groups, a group
+    that is not a dict.
     """
     if callable(given):
-        return _by_function(given, shapes)
+        return _assign_by_function(given, shapes)
     problems: list[Problem] = []
-    named = [_patterns(entry, index, problems) for index, entry in enumerate(given)]
+    named = [_read_patterns(entry, index, problems) for index, entry in enumerate(given)]
     rest = [index for index, patterns in enumerate(named) if patterns is None]
     if len(rest) > 1:
-        problems.append(_problem(f"groups {rest}", "several have no params", "at most one"))
+        fix = "leave params out of at most one group"
+        problems.append(_make_problem(f"groups {rest}", "several groups have no params", fix))
     if problems:
         raise FxpartError(problems)
     taken: dict[str, int] = {}
@@ -55,11 +56,12 @@ def assign_groups(given: Groups, shapes: Shapes) -> tuple[ParameterGroup, ...]:
         for pattern in patterns or ():
             found = [name for name in shapes if fnmatchcase(name, pattern)]
             if not found:
-                problems.append(_unmatched(index, pattern, shapes))
+                problems.append(_make_unmatched_problem(index, pattern, shapes))
             for name in found:
                 if taken.setdefault(name, index) != index:
-                    why = f"{name} is in group {taken[name]}, too"
-                    problems.append(_problem(_at(index, pattern), why, "patterns that exclude"))
+                    why = f"{name} is also in group {taken[name]}"
+                    fix = "use patterns that do not overlap"
+                    problems.append(_make_problem(_format_place(index, pattern), why, fix))
         members[index] = [name for name in shapes if taken.get(name) == index]
     if problems:
         raise FxpartError(problems)
@@ -76,10 +78,10 @@ def assign_groups(given: Groups, shapes: Shapes) -> tuple[ParameterGroup, ...]:
 def make_local_groups(
     groups: Sequence[ParameterGroup], parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> list[dict[str, Any]]:
-    """The groups as torch's optimizers take them, with this process's parameters.
+    """Return the groups with this process's parameters, in the format of torch's optimizers.
 
-    All of them, also those of which it has no parameter, so that learning-rate schedulers find the
-    same on every rank. Parameters that are in no group are not trained.
+    Includes groups without parameters here, so that learning-rate schedulers see the same groups on
+    every rank. Parameters in no group are not trained.
     """
     place = {name: index for index, group in enumerate(groups) for name in group.names}
     made: list[dict[str, Any]] = [{**group.options, "params": []} for group in groups]
@@ -92,10 +94,10 @@ def make_local_groups(
 def no_decay(
     weight_decay: float = 0.01, *, skip: Iterable[str] = ()
 ) -> Callable[[str, tuple[int, ...]], Mapping[str, Any]]:
-    """Groups for the usual convention: vectors and numbers (biases, norms) are not decayed.
+    """Return groups without weight decay for vectors and scalars (biases, norms).
 
-    weight_decay: of all others. skip: fnmatch patterns of further names that are not decayed, such
-    as "*embed*".
+    weight_decay: of all other parameters. skip: fnmatch patterns of further names without decay,
+    such as "*embed*".
     """
     patterns = tuple(skip)
 
@@ -107,8 +109,8 @@ def no_decay(
     return options
 
 
-def _by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGroup, ...]:
-    both = _takes_two(given)
+def _assign_by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGroup, ...]:
+    both = _takes_two_arguments(given)
     found: list[tuple[dict[str, Any], list[str]]] = []
     for name, shape in shapes.items():
         options = given(name, shape) if both else given(name)
@@ -125,7 +127,7 @@ def _by_function(given: Callable[..., Any], shapes: Shapes) -> tuple[ParameterGr
     return tuple(ParameterGroup(options, tuple(names)) for options, names in found)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
+def _takes_two_arguments(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -135,33 +137,37 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len(required) == 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _patterns(entry: Any, index: int, problems: list[Problem]) -> tuple[str, ...] | None:
-    """The patterns of one group; None if it takes what the others leave."""
-    fix = 'give {"params": "*.bias", "weight_decay": 0.0}'
+def _read_patterns(entry: Any, index: int, problems: list[Problem]) -> tuple[str, ...] | None:
+    """Return the patterns of one group; None if it gets all other parameters."""
+    fix = 'use the form {"params": "*.bias", "weight_decay": 0.0}'
     if not isinstance(entry, Mapping):
-        problems.append(_problem(f"group {index}", f"it is {type(entry).__name__}, no dict", fix))
+        problems.append(
+            _make_problem(f"group {index}", f"it is a {type(entry).__name__}, not a dict", fix)
+        )
         return ()
     given = entry.get("params")
     if given is None:
         return None
     patterns = (given,) if isinstance(given, str) else tuple(given)
     if not all(isinstance(pattern, str) for pattern in patterns):
-        why = "its params are not names: each rank holds only some of the model's parameters"
-        problems.append(_problem(f"group {index}", why, fix))
+        why = "its params are not names: each rank has only some of the model's parameters"
+        problems.append(_make_problem(f"group {index}", why, fix))
         return ()
     return patterns
 
 
-def _unmatched(index: int, pattern: str, shapes: Shapes) -> Problem:
+def _make_unmatched_problem(index: int, pattern: str, shapes: Shapes) -> Problem:
     some = ", ".join(list(shapes)[:4])
     more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
-    why = "no trainable parameter has such a name"
-    return _problem(_at(index, pattern), why, f"names are {some or 'none'}{more}")
+    why = "no trainable parameter has a matching name"
+    return _make_problem(
+        _format_place(index, pattern), why, f"use a pattern for names such as {some}{more}"
+    )
 
 
-def _at(index: int, pattern: str) -> str:
+def _format_place(index: int, pattern: str) -> str:
     return f"group {index}, params {pattern!r}"
 
 
-def _problem(where: str, why: str, fix: str) -> Problem:
+def _make_problem(where: str, why: str, fix: str) -> Problem:
     return Problem("FXP109", where, why, fix)

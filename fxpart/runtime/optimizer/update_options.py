@@ -1,8 +1,8 @@
-"""The options of parameter groups (rates, momentum, decay) by update, recorded on submission.
+"""The options of parameter groups (learning rate, momentum, weight decay) per update.
 
-In an asynchronous pipeline the update of a minibatch runs calls after the minibatch was submitted,
-and on each stage at another time. Options that are set between two calls of ``step`` count from the
-update of the next minibatch on, on every stage: as in plain PyTorch.
+In an asynchronous pipeline the update of a minibatch runs several calls after the minibatch was
+submitted, and at a different time on each stage. Options that are set between two calls of ``step``
+apply from the update of the next minibatch on, on every stage, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 class UpdateOptions:
-    """Records the options of an optimizer's groups for each update, for optimizers of stages.
+    """Records the options of an optimizer's groups for each update, for the stages' optimizers.
 
-    source: shows the stages' optimizers to the user and schedulers. scheduler: of ``source``,
-    stepped once for each update that is submitted; None where the user steps one, or none is
-    wanted. digest: of all changes so far, equal on ranks that made the same.
+    source: represents the stages' optimizers for the user and schedulers. scheduler: of ``source``,
+    stepped once per submitted update; None if there is none or the user steps it. digest: of all
+    changes so far, equal on ranks with the same changes.
     """
 
     def __init__(
@@ -40,20 +40,20 @@ class UpdateOptions:
         source: OptimizerFacade,
         make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     ) -> None:
-        """make_scheduler: makes one of ``source``. FXP115 for one whose step needs an argument."""
+        """make_scheduler: creates one for ``source``. FXP115 if its step needs an argument."""
         self.source = source
         self.digest = 0
         self._seen = copy_options(source)
-        self._changes: list[tuple[int, list[Options]]] = []  # (first update, what is set)
-        self._first = 0  # number of the first of these; older ones are applied everywhere
+        self._changes: list[tuple[int, list[Options]]] = []  # (First update, changed options).
+        self._first = 0  # Index of the first change; older ones are applied everywhere.
         self.scheduler = None if make_scheduler is None else make_scheduler(source)
         if self.scheduler is not None and not has_argument_free_step(self.scheduler):
             raise _needs_argument(self.scheduler)
         self._coming = FutureOptions(source, self.scheduler)
-        self._submitted = -1  # the newest update that was submitted
+        self._submitted = -1  # The newest submitted update.
 
     def submit(self, update: int, done: int) -> None:
-        """A minibatch is submitted, of which this is the update.
+        """Record that the minibatch of this update is submitted.
 
         done: updates that every stage of this process has made.
         """
@@ -65,7 +65,7 @@ class UpdateOptions:
         self._forget(done)
 
     def record(self, update: int) -> None:
-        """What was changed since the last call counts from this update on."""
+        """Record changes since the last call, which apply from this update on."""
         now = self.source.param_groups
         if all(map(_same, now, self._seen)):
             return
@@ -85,7 +85,7 @@ class UpdateOptions:
         self._changes.append((update, changed))
 
     def apply(self, optimizer: torch.optim.Optimizer, update: int, applied: int) -> int:
-        """Set the optimizer's options for an update. applied: what the last call returned, or 0."""
+        """Set the optimizer's options for an update. applied: the last result, or 0."""
         while applied < self._first + len(self._changes):
             first, changed = self._changes[applied - self._first]
             if first > update:
@@ -97,9 +97,9 @@ class UpdateOptions:
     def coming(
         self, optimizer: torch.optim.Optimizer, update: int, count: int, applied: int
     ) -> list[list[Options]]:
-        """The plain options of each group at so many updates, of which ``update`` is the first.
+        """Return the plain options of each group at ``count`` updates from ``update`` on.
 
-        Those that are submitted are known; further ones are read from a copy of the scheduler.
+        Options of submitted updates are known; later ones are read from a copy of the scheduler.
         """
         now, found = plain_options(optimizer), []
         place = applied - self._first
@@ -119,7 +119,7 @@ class UpdateOptions:
         return found
 
     def reload(self, update: int) -> None:
-        """Options were loaded into the stages' optimizers; ``update`` is the next one."""
+        """Reset after options were loaded into the stages' optimizers. update: the next one."""
         self.source.reload()
         self._seen = copy_options(self.source)
         self._first += len(self._changes)
@@ -129,23 +129,23 @@ class UpdateOptions:
 
     @property
     def count(self) -> int:
-        """Changes so far: what :meth:`apply` returns for an optimizer that has all of them."""
+        """Number of changes: the result of :meth:`apply` for an optimizer with all of them."""
         return self._first + len(self._changes)
 
     def _forget(self, done: int) -> None:
-        """Drop changes that all stages have applied."""
+        """Discard changes that all stages have applied."""
         while self._changes and self._changes[0][0] < done:
             del self._changes[0]
             self._first += 1
 
 
 class StageUpdateOptions(FutureOptions):
-    """The options of one stage's optimizer: set for each update, known for those to come."""
+    """The options of one stage's optimizer: set for each update, known for future ones."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, options: UpdateOptions, update: Callable[[], int]
     ) -> None:
-        """update: the number of the stage's next update."""
+        """update: returns the number of the stage's next update."""
         super().__init__(optimizer, None)
         self._options = options
         self._update = update
@@ -156,16 +156,16 @@ class StageUpdateOptions(FutureOptions):
         self._applied = self._options.apply(self.optimizer, self._update(), self._applied)
 
     def reload(self) -> None:
-        """The optimizer's options were loaded, and are those of all stages."""
+        """Reset after options were loaded into all stages' optimizers."""
         self._applied = self._options.count
 
     def groups(self, updates: int) -> list[list[Options]]:
-        """As they were submitted, and as a scheduler goes on."""
+        """Return the options as submitted, and then as the scheduler continues."""
         return self._options.coming(self.optimizer, self._update(), updates, self._applied)
 
 
 def copy_options(optimizer: torch.optim.Optimizer) -> list[Options]:
-    """The options of each group; tensors copied."""
+    """Return the options of each group, with tensors copied."""
     return [
         {k: _copy(v) for k, v in group.items() if k not in _NO_OPTIONS}
         for group in optimizer.param_groups
@@ -173,7 +173,7 @@ def copy_options(optimizer: torch.optim.Optimizer) -> list[Options]:
 
 
 def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Options]) -> None:
-    """Set options of groups; tensors are copied."""
+    """Set options of groups, with tensors copied."""
     for group, new in zip(groups, options, strict=True):
         group.update({k: _copy(v) for k, v in new.items()})
 
@@ -203,6 +203,6 @@ def _needs_argument(scheduler: LRScheduler) -> FxpartError:
     return error(
         "FXP115",
         where=f"scheduler {name}",
-        why="its step needs an argument, and each update steps it without one",
-        fix=f"make {name} of trainer.optimizer and step it in your own loop",
+        why="its step needs an argument, but each update steps it without one",
+        fix=f"create {name} with trainer.optimizer and step it in your own loop",
     )

@@ -1,4 +1,4 @@
-"""An optimizer instance of the user's: its groups, its parameters and its state, by name."""
+"""The user's optimizer instance: groups, parameters and state by name."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from fxpart.compat import (
-    has_step_hooks,
     optimizer_over,
     step_of,
-    steps_as_its_class,
-    storage_identity,
 )
-from fxpart.errors import FxpartError, error
+from fxpart.compat.optimizer_parameters import (
+    name_optimizer_parameters,
+    optimizer_error,
+)
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
 from fxpart.runtime.state.model_state import ModelState
@@ -27,11 +28,11 @@ Locate = Callable[[torch.Tensor], tuple[str, Callable[[torch.Tensor], torch.Tens
 
 
 class UserOptimizer:
-    """An optimizer instance, and which parameters of the model it has.
+    """An optimizer instance, and the names of its parameters in the model.
 
-    instance: the user's own. names: for each of its groups the names of its parameters, in order.
-    A call with pairs (name, parameter) makes one of the same class, groups and state over them,
-    which is what ``named`` says.
+    instance: the user's. names: for each of its groups the names of its parameters, in order.
+    Calling it with pairs (name, parameter) creates an optimizer of the same class, groups and state
+    over them, as ``named`` indicates.
     """
 
     named = True
@@ -43,44 +44,22 @@ class UserOptimizer:
         *,
         followed: bool = True,
     ) -> None:
-        """model: the model's parameters, those of a loss module included, by name.
+        """Map the instance's parameters to names of the model.
 
-        followed: whether calls of the instance are to be those of the trainer while that lives.
-        Raises FXP115 for an instance over other parameters, with a parameter twice, with hooks, or
-        with a step or an optimizer of its own inside, which no copy would repeat.
+        model: the model's parameters by name, including those of a loss module. followed: whether
+        calls of the instance are redirected to the trainer while it is open. Raises FXP115 for an
+        instance over other parameters, with a parameter twice, with hooks, or with its own step or
+        an inner optimizer, which a copy would not repeat.
         """
         self.instance = instance
         self.followed = followed
         self.kind = type(instance).__name__
-        known = {id(tensor): name for name, tensor in model.items()}
-        shared = {storage_identity(t): n for n, t in model.items() if t.numel()}
-        found = [
-            [known.get(id(p), shared.get(storage_identity(p)) if p.numel() else None) for p in mine]
-            for mine in (group["params"] for group in instance.param_groups)
-        ]
-        every = [name for mine in found for name in mine]
-        foreign = sum(name is None for name in every)
-        if foreign:
-            raise _refused(
-                self.kind,
-                f"{foreign} of its {len(every)} parameters are not the model's",
-                "make it from model.parameters() of the model that is compiled (not of a copy), "
-                "or give its class",
-            )
-        self.names = tuple(tuple(str(name) for name in mine) for mine in found)
-        twice = sorted({str(name) for name in every if every.count(name) > 1})
-        if twice:
-            raise _refused(
-                self.kind,
-                f"it has {', '.join(twice[:3])} twice, and each step would update it twice",
-                "list each parameter once, in one group",
-            )
+        self.names = name_optimizer_parameters(instance, model)
         own = (p for group in instance.param_groups for p in group["params"])
-        self._own = dict(zip((str(name) for name in every), own, strict=True))
-        self._check_step()
+        self._own = dict(zip(chain.from_iterable(self.names), own, strict=True))
 
     def groups(self, trainable: Iterable[str]) -> tuple[ParameterGroup, ...]:
-        """Its groups with the names of those parameters that are trained; the options as now."""
+        """Return its groups with the names of trained parameters, and its current options."""
         wanted = set(trainable)
         return tuple(
             ParameterGroup(
@@ -97,11 +76,11 @@ class UserOptimizer:
         empty = torch.nn.Parameter(torch.empty(0))
         try:
             return optimizer_over(self.instance, members, empty)
-        except Exception as cause:  # what the attributes of a user's class raise
-            raise _refused(
+        except Exception as cause:  # Attributes of a user's class may raise any exception.
+            raise optimizer_error(
                 self.kind,
-                f"a copy for each rank cannot be made: {type(cause).__name__}: {cause}",
-                "give its class, or a function of parameters, instead of the instance",
+                f"it cannot be copied for each rank: {type(cause).__name__}: {cause}",
+                "pass its class, or a function of parameters, instead of the instance",
             ) from cause
 
     def over_named(self, mine: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
@@ -117,30 +96,35 @@ class UserOptimizer:
         """Return a copy over these parameters, by name, with the instance's state."""
         mine = list(pairs)
         made = self.over_named(mine)
-        places = {id(tensor): (name, _whole) for name, tensor in mine}
-        self._fill(made, lambda p: places.get(id(p)))
+        places = {id(tensor): (name, _return_whole) for name, tensor in mine}
+        self._copy_state(made, lambda p: places.get(id(p)))
         return made
 
     def fill(
-        self, state: ModelState, held: OptimizerShards, optimizers: Iterable[torch.optim.Optimizer]
+        self,
+        state: ModelState,
+        shards: OptimizerShards,
+        optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
-        """Give the optimizers of this process their parts of the instance's state."""
+        """Copy the instance's state into the optimizers of this process."""
         places: dict[int, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
         for name, entry in state.entries.items():
             if not entry.trainable:
                 continue
-            pieces = held.pieces(name)
-            for (_, lane), tensor in entry.copies.items():
+            pieces = shards.pieces(name)
+            for (_, mesh_rank), tensor in entry.copies.items():
 
-                def part(value: torch.Tensor, lane: int = lane, pieces: Any = pieces) -> Any:
-                    return pieces.part(value, lane)
+                def part(
+                    value: torch.Tensor, mesh_rank: int = mesh_rank, pieces: Any = pieces
+                ) -> Any:
+                    return pieces.part(value, mesh_rank)
 
-                places[id(held.of(tensor))] = name, part
+                places[id(shards.of(tensor))] = name, part
         for optimizer in optimizers:
-            self._fill(optimizer, lambda p: places.get(id(p)))
+            self._copy_state(optimizer, lambda p: places.get(id(p)))
 
     def describe(self) -> str:
-        """Its state in text, for ranks to compare; the options are compared beside it."""
+        """Return its state as text for ranks to compare; options are compared separately."""
         made = hashlib.blake2b(digest_size=8)
         own = self._own
         for name in sorted(own):
@@ -149,9 +133,9 @@ class UserOptimizer:
                 made.update(f"{name} {key} {checksum(value) if tensor else value!r}".encode())
         return f"of {[len(names) for names in self.names]} state {made.hexdigest()}"
 
-    # -- inner ----------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------
 
-    def _fill(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
+    def _copy_state(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
         own = self._own
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -162,11 +146,11 @@ class UserOptimizer:
                 kept = self.instance.state.get(own[name])
                 if kept:
                     optimizer.state[parameter] = {
-                        key: self._value(name, key, value, parameter, part)
+                        key: self._convert_value(name, key, value, parameter, part)
                         for key, value in kept.items()
                     }
 
-    def _value(
+    def _convert_value(
         self,
         name: str,
         key: Any,
@@ -174,7 +158,7 @@ class UserOptimizer:
         parameter: torch.Tensor,
         part: Callable[[torch.Tensor], torch.Tensor],
     ) -> Any:
-        """One value of a parameter's state for a tensor that holds a part of it."""
+        """Return one value of a parameter's state for a tensor that is a part of it."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         own = self._own[name]
@@ -182,54 +166,28 @@ class UserOptimizer:
         if value.dim() and value.shape == own.shape:
             value = part(value.to_dense() if value.is_sparse and cut else value)
         elif cut and value.numel() > 1:
-            raise _refused(
+            raise optimizer_error(
                 self.kind,
-                f"its state {key!r} of {name} has the shape {list(value.shape)}, and the plan "
+                f"its state {key!r} of {name} has the shape {list(value.shape)}, but the plan "
                 "divides the parameter",
-                "shard neither this parameter nor the optimizer's state, or give the class",
+                "shard neither this parameter nor the optimizer state, or pass the class",
             )
         made = value.detach().clone()
         if value.dim() and made.dtype == own.dtype:
             made = made.to(parameter.dtype)
         return made.to(parameter.device) if value.device == own.device else made
 
-    def _check_step(self) -> None:
-        inner = [k for k, v in vars(self.instance).items() if _is_optimizer(v)]
-        why = ""
-        if has_step_hooks(self.instance):
-            why = "hooks are registered on its step, which look at the whole model"
-        elif not steps_as_its_class(self.instance) and not is_followed(self.instance):
-            why = "its step was replaced in the instance"
-        elif inner:
-            why = f"its attribute {inner[0]!r} is another optimizer"
-        if why:
-            raise _refused(self.kind, why, "give a plain instance, its class, or a function")
-
-
-def is_followed(instance: torch.optim.Optimizer) -> bool:
-    """Whether a trainer has replaced the instance's step."""
-    step = getattr(vars(instance).get("step"), "__func__", None)
-    return bool(getattr(step, "of_trainer", False))
-
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step cannot be called without a closure (LBFGS, SAM)."""
+    """Return whether its step cannot be called without a closure (LBFGS, SAM)."""
     parameters = list(inspect.signature(step_of(type(optimizer))).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _return_whole(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
 def _key(item: tuple[Any, Any]) -> str:
     return str(item[0])
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, torch.optim.Optimizer)
-
-
-def _refused(kind: str, why: str, fix: str) -> FxpartError:
-    return error("FXP115", where=f"optimizer {kind}", why=why, fix=fix)

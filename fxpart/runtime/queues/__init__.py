@@ -1,4 +1,4 @@
-"""Copies of stages that take microbatches from queues, whichever is free; one that dies is missed.
+"""Replicated stages that take microbatches from queues and survive the loss of a replica.
 
-See ``fxpart/docs/heterogeneous.md``.
+See ``fxpart/docs/heterogeneous_devices.md``.
 """

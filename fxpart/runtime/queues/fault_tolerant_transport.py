@@ -1,6 +1,6 @@
-"""A transport between the ranks that live, for what looks at the whole model.
+"""Transport between the ranks that are alive, for calls that use the whole model.
 
-Exchanges go through rank 0, which waits only for ranks that live.
+Exchanges go through rank 0, which waits only for ranks that are alive.
 """
 
 from __future__ import annotations
@@ -24,70 +24,75 @@ _Handle = tuple[_Box, int, torch.device]
 
 
 class FaultTolerantTransport:
-    """A :class:`Transport` over connections that each end for themselves.
+    """A :class:`Transport` whose connections fail independently.
 
-    ranks, local: of those that are known by all to live, who are numbered anew by :meth:`shrink`.
-    wire: the copies' mail over the same connections.
+    ranks, local: of the ranks that all know to be alive, renumbered by :meth:`shrink`. wire: the
+    messenger of the replicas, on the same connections.
     """
 
     def __init__(self, inner: Transport, patience: float) -> None:
-        """See :class:`~fxpart.runtime.queues.socket_messenger.SocketMessenger`."""
-        (self._own,) = inner.local
+        """Create a transport; see
+        :class:`~fxpart.runtime.queues.socket_messenger.SocketMessenger`.
+        """
+        (self._own_rank,) = inner.local
         self.ranks, self.local, self.timeout = inner.ranks, inner.local, inner.timeout
         self._inner = inner
-        self._real = list(range(inner.ranks))
-        self._here = threading.Condition()
+        self._original_ranks = list(range(inner.ranks))
+        self._condition = threading.Condition()
         self._arrived: defaultdict[_Box, deque[torch.Tensor]] = defaultdict(deque)
         self._done: dict[tuple[_Box, int], torch.Tensor] = {}
         self._posted: defaultdict[_Box, int] = defaultdict(int)
         self._taken: defaultdict[_Box, int] = defaultdict(int)
-        self._words: dict[int, dict[int, bytes]] = {}
-        self._told: dict[int, tuple[bytes, ...]] = {}
+        self._contributions: dict[int, dict[int, bytes]] = {}
+        self._results: dict[int, tuple[bytes, ...]] = {}
         self._exchanges = 0
-        self.wire = SocketMessenger(inner, patience, self._hear, self._stir)
+        self.wire = SocketMessenger(inner, patience, self._receive, self._wake_waiters)
 
-    def _hear(
-        self, rank: int, said: TensorFrame | ExchangeContribution | ExchangeResult, tensors: Tensors
+    def _receive(
+        self,
+        rank: int,
+        message: TensorFrame | ExchangeContribution | ExchangeResult,
+        tensors: Tensors,
     ) -> None:
-        with self._here:
-            if isinstance(said, TensorFrame):
-                self._arrived[rank, said.channel].append(tensors[0])
-            elif isinstance(said, ExchangeContribution):
-                self._words.setdefault(said.number, {})[rank] = said.text
+        with self._condition:
+            if isinstance(message, TensorFrame):
+                self._arrived[rank, message.channel].append(tensors[0])
+            elif isinstance(message, ExchangeContribution):
+                self._contributions.setdefault(message.number, {})[rank] = message.text
             else:
-                self._told[said.number] = said.texts
-            self._here.notify_all()
+                self._results[message.number] = message.texts
+            self._condition.notify_all()
 
-    def _stir(self) -> None:
-        with self._here:
-            self._here.notify_all()
+    def _wake_waiters(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
 
     def shrink(self, lost: Sequence[int]) -> dict[int, int]:
-        """Number those that live anew, from 0; by old number the new one.
+        """Renumber the living ranks from 0; return the new number of each old one.
 
-        lost: the ranks that are gone, by the numbers that they had at first; every rank calls it
-        with the same, where no message is under way.
+        lost: lost ranks by their original numbers. Every rank calls it with the same ranks while no
+        message is in transit.
         """
-        self._real = [rank for rank in range(self._inner.ranks) if rank not in lost]
-        renamed = {rank: number for number, rank in enumerate(self._real)}
-        self.ranks, self.local = len(self._real), (renamed[self._own],)
-        return renamed
+        self._original_ranks = [rank for rank in range(self._inner.ranks) if rank not in lost]
+        new_ranks = {rank: number for number, rank in enumerate(self._original_ranks)}
+        self.ranks, self.local = len(self._original_ranks), (new_ranks[self._own_rank],)
+        return new_ranks
 
-    def missed(self) -> Callable[[], set[int]]:
-        """What tells which of the ranks that live now, by their numbers of now, are gone since."""
-        peers = [self.wire.peers.get(rank) for rank in self._real]
+    def watch_lost_ranks(self) -> Callable[[], set[int]]:
+        """Return a function that returns the currently numbered ranks that have been lost since."""
+        peers = [self.wire.peers.get(rank) for rank in self._original_ranks]
         return lambda: {n for n, peer in enumerate(peers) if peer is not None and peer.gone}
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> None:
-        """Start sending."""
-        self.wire.peers[self._real[target]].send(
+        """Start a send."""
+        self.wire.peers[self._original_ranks[target]].send(
             TensorFrame(channel), [tensor.detach().cpu().contiguous()]
         )
 
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> list[None]:
-        """Several, in order."""
+        """Start several sends in order."""
         for tensor in tensors:
             self.send(source, target, channel, tensor)
         return [None] * len(tensors)
@@ -101,50 +106,56 @@ class FaultTolerantTransport:
         dtype: torch.dtype,
         device: torch.device,
     ) -> _Handle:
-        """The place of the channel's next tensor."""
+        """Return a handle of the next tensor of a channel."""
         return self._post(source, channel, device)
 
     def _post(self, source: int, channel: int, device: torch.device) -> _Handle:
-        box = self._real[source], channel
-        self._posted[box] += 1
-        return box, self._posted[box] - 1, device
+        source_channel = self._original_ranks[source], channel
+        self._posted[source_channel] += 1
+        return source_channel, self._posted[source_channel] - 1, device
 
     def ready(self, handle: Any) -> bool:
-        """Others run by themselves."""
+        """Return True: receives complete in other threads."""
         return True
 
     def wait(self, handle: _Handle | None) -> torch.Tensor:
-        """The tensor, of a receive; TransferTimeoutError, PeerLostError."""
-        if handle is None:  # of a send
+        """Wait for the tensor of a receive; TransferTimeoutError or PeerLostError if it fails."""
+        if handle is None:  # handle of a send
             return torch.empty(0)
-        box, place, device = handle
-        with self._here:
-            while (box, place) not in self._done:
-                while self._arrived[box]:
-                    self._done[box, self._taken[box]] = self._arrived[box].popleft()
-                    self._taken[box] += 1
-                if (box, place) not in self._done:
-                    self._until(lambda: bool(self._arrived[box]), [box[0]])
-            return self._done.pop((box, place)).to(device)
+        source_channel, place, device = handle
+        with self._condition:
+            while (source_channel, place) not in self._done:
+                while self._arrived[source_channel]:
+                    self._done[source_channel, self._taken[source_channel]] = self._arrived[
+                        source_channel
+                    ].popleft()
+                    self._taken[source_channel] += 1
+                if (source_channel, place) not in self._done:
+                    self._wait_until(
+                        lambda: bool(self._arrived[source_channel]), [source_channel[0]]
+                    )
+            return self._done.pop((source_channel, place)).to(device)
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
-        """Give a few numbers."""
-        return self._say(msgspec.msgpack.encode([int(number) for number in row]))
+        """Start an exchange of integers."""
+        return self._contribute(msgspec.msgpack.encode([int(number) for number in row]))
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
-        """Those of every rank that lives."""
-        return [msgspec.msgpack.decode(each, type=list[int]) for each in self._heard(handle)]
+        """Return the integers of every living rank."""
+        return [
+            msgspec.msgpack.decode(each, type=list[int]) for each in self._wait_for_result(handle)
+        ]
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Both at once."""
+        """Exchange integers with every living rank."""
         return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks that live."""
-        return self._heard(self._say(message))
+        """Exchange messages with every living rank."""
+        return self._wait_for_result(self._contribute(message))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """Fill ``tensor`` with that of a rank."""
+        """Fill ``tensor`` with that of the root rank."""
         if self.local[0] == root:
             for rank in range(self.ranks):
                 if rank != root:
@@ -154,7 +165,7 @@ class FaultTolerantTransport:
         return tensor.copy_(found.view(tensor.shape))
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all, in the order of the ranks."""
+        """Sum over all ranks, in rank order."""
         if self.local[0] != 0:
             self.send(self.local[0], 0, _SUM, tensor)
         else:
@@ -163,45 +174,47 @@ class FaultTolerantTransport:
         return self.broadcast(tensor, 0)
 
     def close(self) -> None:
-        """End the connections; others go on without this rank."""
+        """Close the connections; the other ranks continue without this one."""
         self.wire.close()
         self._inner.close()
 
     # -- exchanges through rank 0 -----------------------------------------------------------------
 
-    def _say(self, text: bytes) -> int:
+    def _contribute(self, text: bytes) -> int:
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        if self._own == 0:
-            with self._here:
-                self._words.setdefault(number, {})[0] = text
+        if self._own_rank == 0:
+            with self._condition:
+                self._contributions.setdefault(number, {})[0] = text
         else:
             self.wire.peers[0].send(ExchangeContribution(number, text))
         return number
 
-    def _heard(self, number: int) -> list[bytes]:
-        with self._here:
-            if self._own != 0:
-                self._until(lambda: number in self._told, [0])
-                return list(self._told.pop(number))
-            words = self._words[number]
-            self._until(lambda: all(rank in words for rank in self._others()), [])
-            texts = tuple(words[rank] for rank in sorted(words))
-            del self._words[number]
-        for rank in self._others():
+    def _wait_for_result(self, number: int) -> list[bytes]:
+        with self._condition:
+            if self._own_rank != 0:
+                self._wait_until(lambda: number in self._results, [0])
+                return list(self._results.pop(number))
+            contributions = self._contributions[number]
+            self._wait_until(
+                lambda: all(rank in contributions for rank in self._living_ranks()), []
+            )
+            texts = tuple(contributions[rank] for rank in sorted(contributions))
+            del self._contributions[number]
+        for rank in self._living_ranks():
             self.wire.peers[rank].send(ExchangeResult(number, texts))
         return list(texts)
 
-    def _others(self) -> list[int]:
-        """Ranks that are not known to be gone."""
+    def _living_ranks(self) -> list[int]:
+        """Return the ranks that are not known to be lost."""
         return [rank for rank, peer in self.wire.peers.items() if not peer.gone]
 
-    def _until(self, done: Callable[[], bool], needed: Sequence[int]) -> None:
-        """Wait, holding the condition. needed: ranks without which it will not be."""
+    def _wait_until(self, done: Callable[[], bool], needed: Sequence[int]) -> None:
+        """Wait, with the lock held, until done. needed: ranks whose loss is an error."""
         limit = time.monotonic() + self.timeout
         while not done():
             for rank in needed:
                 if self.wire.peers[rank].gone:
-                    raise PeerLostError(f"rank {rank} is gone")
+                    raise PeerLostError(f"rank {rank} has ended")
             if time.monotonic() > limit:
                 raise TransferTimeoutError(self.timeout)
-            self._here.wait(1.0)
+            self._condition.wait(1.0)

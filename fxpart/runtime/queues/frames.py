@@ -1,7 +1,7 @@
-"""What goes over a connection between two ranks: a message, and the tensors that belong to it.
+"""Frames on a connection between two ranks: a message and its tensors.
 
-A frame is the length of its head, the head (the message, dtypes and sizes), and the tensors' bytes
-one after another. Tensors are received into the memory that they stay in.
+A frame is the length of its header, the header (message, dtypes and shapes), and the bytes of the
+tensors in order. Tensors are received directly into their final memory.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.queues.replica_gradients import ReplicaGradients, TiedReplicaGradients
 from fxpart.runtime.queues.worker import MicrobatchValues
 from fxpart.schedule.queues.messages import DispatcherMessage, Event, Order
 
 _LENGTH = struct.Struct("<I")
-_LONGEST = 1 << 28  # bytes of a head
+_MAX_HEADER_BYTES = 1 << 28  # bytes of a header
 
 
 class HeartbeatFrame(DispatcherMessage, frozen=True):
-    """The rank lives."""
+    """Sent periodically while a rank is alive."""
 
 
 class CloseFrame(DispatcherMessage, frozen=True):
-    """The rank closes its connections; it is not lost."""
+    """Sent when a rank closes its connections on purpose."""
 
 
 class TensorFrame(DispatcherMessage, frozen=True):
@@ -37,14 +37,14 @@ class TensorFrame(DispatcherMessage, frozen=True):
 
 
 class ExchangeContribution(DispatcherMessage, frozen=True):
-    """A rank's part of an exchange, for rank 0."""
+    """A rank's contribution to an exchange, sent to rank 0."""
 
     number: int
     text: bytes
 
 
 class ExchangeResult(DispatcherMessage, frozen=True):
-    """Everybody's, from rank 0."""
+    """The contributions of all ranks, sent by rank 0."""
 
     number: int
     texts: tuple[bytes, ...]
@@ -62,14 +62,14 @@ Wired = (
     | ExchangeContribution
     | ExchangeResult
 )
-Kinds = tuple[tuple[str, tuple[int, ...]], ...]
+TensorTypes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
-    """A message, and dtype and sizes of each tensor behind it."""
+    """A message, and the dtype and shape of each tensor that follows."""
 
     said: Wired
-    tensors: Kinds = ()
+    tensors: TensorTypes = ()
 
 
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
@@ -79,37 +79,37 @@ _encoder = msgspec.msgpack.Encoder()
 def send_frame(
     peer: socket.socket, said: DispatcherMessage, tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Send a frame; OSError. tensors: contiguous, on the CPU."""
+    """Send a frame; raises OSError. tensors: contiguous, on the CPU."""
     kinds = tuple((str(t.dtype)[6:], tuple(t.shape)) for t in tensors)
     head = _encoder.encode(FrameHeader(said, kinds))  # type: ignore[arg-type]
     peer.sendall(_LENGTH.pack(len(head)) + head)
     for tensor in tensors:
         left = _bytes(tensor)
-        while left:  # not sendall: its limit is for all of it together
+        while left:  # not sendall: its timeout applies to the whole call
             left = left[peer.send(left) :]
 
 
 def receive_frame(peer: socket.socket) -> tuple[DispatcherMessage, list[torch.Tensor]]:
-    """Receive a frame; OSError, among them ConnectionError where it is none."""
+    """Receive a frame; raises OSError, as ConnectionError for invalid data."""
     size = bytearray(_LENGTH.size)
     _fill(peer, memoryview(size))
     (length,) = _LENGTH.unpack(size)
-    if length > _LONGEST:
-        raise ConnectionError("another process")
+    if length > _MAX_HEADER_BYTES:
+        raise ConnectionError("the peer does not speak this protocol")
     raw = bytearray(length)
     _fill(peer, memoryview(raw))
     try:
         head = _decoder.decode(raw)
         tensors = [torch.empty(sizes, dtype=torch_dtype(name)) for name, sizes in head.tensors]
     except (msgspec.MsgspecError, RuntimeError) as cause:
-        raise ConnectionError("another process") from cause
+        raise ConnectionError("the peer does not speak this protocol") from cause
     for tensor in tensors:
         _fill(peer, _bytes(tensor))
     return head.said, tensors
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     if not tensor.numel():
         return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -119,5 +119,5 @@ def _fill(peer: socket.socket, left: memoryview) -> None:
     while left:
         got = peer.recv_into(left)
         if not got:
-            raise ConnectionError("the other end has closed")
+            raise ConnectionError("the peer has closed the connection")
         left = left[got:]

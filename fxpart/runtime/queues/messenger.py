@@ -1,4 +1,4 @@
-"""How copies and their dispatcher reach each other, and how they do so within one process."""
+"""Messages between replicas and their dispatcher, and their delivery within one process."""
 
 from __future__ import annotations
 
@@ -17,53 +17,57 @@ Letter = tuple[DispatcherMessage, Tensors]
 
 
 class ReplicaMessenger(Protocol):
-    """Brings what is said to copies; what one says to another arrives in order."""
+    """Delivers messages to replicas; those from one replica to another arrive in order."""
 
-    def post(self, source: int, target: int, said: DispatcherMessage, tensors: Tensors) -> object:
-        """From a copy of this process to any. The tensors must not change until they are there."""
+    def post(
+        self, source: int, target: int, message: DispatcherMessage, tensors: Tensors
+    ) -> object:
+        """Send from a replica of this process to any. The tensors must not change before
+        delivery.
+        """
 
     def tell(self, copy: int, event: Event) -> object:
-        """From a copy of this process to the dispatcher."""
+        """Send an event from a replica of this process to the dispatcher."""
 
     def take(self, copy: int) -> Letter | None:
-        """What came next for a copy of this process; None where nothing has come."""
+        """Return the next message for a replica of this process, or None if there is none."""
 
     def wait(self) -> object:
-        """Until something has come."""
+        """Wait until a message has arrived."""
 
 
 class InMemoryMessenger:
-    """All copies in one process. dispatcher: the one that they share."""
+    """Messenger with all replicas in one process. dispatcher: shared by them."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        """Its orders are delivered at once."""
+        """Create a messenger; it delivers the dispatcher's orders at once."""
         self.dispatcher = dispatcher
         self._boxes: dict[int, deque[Letter]] = {copy: deque() for copy in dispatcher.all()}
 
-    def post(self, source: int, target: int, said: DispatcherMessage, tensors: Tensors) -> None:
-        """Into the other's box: the tensors themselves, but gradients, which optimizers change."""
-        if isinstance(said, ReplicaGradients | TiedReplicaGradients):
+    def post(self, source: int, target: int, message: DispatcherMessage, tensors: Tensors) -> None:
+        """Deliver the tensors themselves, or clones of gradients, which optimizers change."""
+        if isinstance(message, ReplicaGradients | TiedReplicaGradients):
             tensors = [tensor.clone() for tensor in tensors]
         if target in self._boxes:
-            self._boxes[target].append((said, tensors))
+            self._boxes[target].append((message, tensors))
 
     def tell(self, copy: int, event: Event) -> None:
-        """Ask the dispatcher what follows."""
+        """Report an event to the dispatcher and deliver its orders."""
         for target, order in self.dispatcher.hear(copy, event):
             if target in self._boxes:
                 self._boxes[target].append((order, []))
 
     def take(self, copy: int) -> Letter | None:
-        """The oldest in the box."""
+        """Pop the oldest message."""
         box = self._boxes[copy]
         return box.popleft() if box else None
 
     def wait(self) -> None:
-        """Nothing comes by itself in one process."""
-        raise AssertionError("every copy waits for another")
+        """Raise AssertionError: within one process, no message can arrive while all wait."""
+        raise AssertionError("deadlock: every replica waits for another")
 
     def lose(self, copy: int) -> None:
-        """As if the copy's process had ended: what was sent to it is gone with it."""
+        """Simulate the end of a replica's process: drop it with its undelivered messages."""
         del self._boxes[copy]
-        heard: Sequence[int] = [c for c in self.dispatcher.all() if c != copy] or [copy]
-        self.tell(heard[0], ReplicaLossReport(copy))
+        survivors: Sequence[int] = [c for c in self.dispatcher.all() if c != copy] or [copy]
+        self.tell(survivors[0], ReplicaLossReport(copy))

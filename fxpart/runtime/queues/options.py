@@ -1,4 +1,4 @@
-"""How copies are trained from queues, as data: what every rank has to be given alike."""
+"""Options of queue training; they must be equal on every rank."""
 
 from __future__ import annotations
 
@@ -6,67 +6,72 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fxpart.errors import error
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
+from fxpart.program.replica_groups import explain_unsupported_ties
+from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.asynchronous.options import is_count
-from fxpart.schedule.weight_modes import QUEUED, WeightMode, weight_mode
+from fxpart.runtime.trainer_options import TrainerOptions
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES
+from fxpart.schedule.weight_modes import STASH, WeightMode, list_queue_modes, weight_mode
 
 TURNS, QUEUE = "turns", "queue"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueOptions:
-    """What a trainer from queues takes beside a trainer's options.
+    """Options of a queue trainer beside those of a trainer.
 
-    staleness: updates that a minibatch's gradients may miss at most, of all stages or of each, its
-    copies counted once; 0: synchronous. warm_up: the first so many minibatches miss none. weights:
-    which weights a backward reads where updates came in between (a weight mode or its name).
-    scheduler: a function of an optimizer that makes its learning-rate scheduler, stepped with its
-    updates. patience: seconds of silence after which a rank counts as lost.
+    staleness: largest number of updates that the gradients of a minibatch may miss, for all stages
+    or per stage (replicas counted once); 0: synchronous. warm_up: number of first minibatches with
+    staleness 0. weights: weight mode or its name: the weights that a backward reads after
+    intermediate updates. scheduler: function that makes a learning-rate scheduler for an optimizer,
+    stepped once per update. patience: seconds of silence after which a rank counts as lost.
     """
 
     staleness: int | Sequence[int] = 0
     warm_up: int = 0
-    weights: str | WeightMode = "stash"
+    weights: str | WeightMode = STASH
     scheduler: Callable[..., Any] | None = None
     patience: float = 30.0
     mode: WeightMode = field(init=False)
 
     def __post_init__(self) -> None:
-        """FXP109 for values that cannot be."""
+        """Raise FXP109 for invalid values."""
         object.__setattr__(self, "mode", weight_mode(self.weights))
-        wrong = ""
+        problem = ""
         if isinstance(self.staleness, Sequence) and not isinstance(self.staleness, str):
             object.__setattr__(self, "staleness", tuple(self.staleness))
         single = not isinstance(self.staleness, tuple)
         if not all(map(is_count, (self.staleness,) if single else self._each)):
-            wrong = f"staleness={self.staleness!r} is below 0, or no number of updates"
+            problem = f"staleness={self.staleness!r} must be integers of at least 0 (updates)"
         elif not is_count(self.warm_up):
-            wrong = f"warm_up={self.warm_up!r} is below 0, or no number of updates"
-        elif self.mode.name not in QUEUED:
-            wrong = f"weights={self.mode.name!r} has no queues; one of {', '.join(QUEUED)}"
+            problem = f"warm_up={self.warm_up!r} must be an integer of at least 0 (updates)"
+        elif self.mode.name not in list_queue_modes():
+            known = " or ".join(list_queue_modes())
+            problem = f"weights={self.mode.name!r} does not support queues; use {known}"
         elif self.scheduler is not None and not callable(self.scheduler):
-            wrong = "scheduler is a function of an optimizer: each copy makes its own"
+            problem = "scheduler must be a function that makes a scheduler for an optimizer"
         elif not isinstance(self.patience, (int, float)) or not self.patience > 0:
-            wrong = f"patience={self.patience!r} is not above 0"
-        if wrong:
-            raise error("FXP109", where="routing=queue", why=wrong, fix="")
+            problem = f"patience={self.patience!r} must be above 0 seconds"
+        if problem:
+            raise error("FXP109", where="routing=queue", why=problem, fix="")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> QueueOptions:
-        """Those of the keyword arguments that are of queues."""
-        return cls.taken(dict(given))
+        """Return the queue options among the keyword arguments."""
+        return cls.pop(dict(given))
 
     @classmethod
-    def taken(cls, given: dict[str, Any]) -> QueueOptions:
-        """Those of the keyword arguments that are of queues; they are taken out."""
+    def pop(cls, given: dict[str, Any]) -> QueueOptions:
+        """Remove the queue options from the keyword arguments and return them."""
         names = [f.name for f in fields(cls) if f.init]
         return cls(**{name: given.pop(name) for name in names if name in given})
 
     def describe(self) -> str:
-        """All of them in text, for ranks to compare."""
-        made = getattr(self.scheduler, "func", self.scheduler)
-        name = getattr(made, "__qualname__", type(made).__name__)
+        """Return all options as text, for comparison between ranks."""
+        function = getattr(self.scheduler, "func", self.scheduler)
+        name = getattr(function, "__qualname__", type(function).__name__)
         return f"staleness {self.staleness} warm_up {self.warm_up} {self.mode} scheduler {name}"
 
     @property
@@ -74,43 +79,45 @@ class QueueOptions:
         return (self.staleness,) if isinstance(self.staleness, int) else tuple(self.staleness)
 
     def by_group(self, groups: int) -> tuple[int, ...]:
-        """The staleness of each of so many groups; FXP109 where it is given for fewer or more."""
+        """Return the staleness of each group; FXP109 if the number of values is wrong."""
         if isinstance(self.staleness, int):
             return (self.staleness,) * groups
         if len(self._each) != groups:
             raise error(
                 "FXP109", where=f"staleness={','.join(map(str, self._each))}",
-                why=f"the plan has {groups} stages, their copies counted once",
-                fix="one number for all, or one for each",
+                why=f"the plan has {groups} stages, with replicas counted once",
+                fix="give one number for all stages or one for each",
             )  # fmt: skip
         return self._each
 
     def allowed(self, minibatch: int) -> int:
-        """Updates that a minibatch may miss on some stage."""
+        """Return the updates that a minibatch may miss on some stage."""
         return max(self._each, default=0) if minibatch >= self.warm_up else 0
 
 
 def is_queue_routed(
     plan: Plan, weight_mode: str | WeightMode | None, options: dict[str, Any]
 ) -> bool:
-    """Whether a trainer's copies take microbatches from queues; FXP109 for what cannot be.
+    """Return whether replicas take microbatches from queues; FXP109 for unsupported options.
 
-    options: the trainer's own, of which ``routing`` is taken out: "turns" or "queue", by default
-    as the plan says, whose staleness and weights are put there where none are. weight_mode: becomes
-    ``weights`` there, where it is asked for with queues.
+    options: keyword arguments of the trainer. ``routing``, "turns" (round-robin) or "queue", is
+    removed; by default it follows the plan, whose staleness and weights are added unless they are
+    given. weight_mode: is added as ``weights`` if queues are used.
     """
     routing = options.pop("routing", QUEUE if plan.staleness else TURNS)
     if routing not in (TURNS, QUEUE):
-        fix = f"one of {TURNS}, {QUEUE}"
-        raise error("FXP109", where=f"routing={routing!r}", why="there is no such routing", fix=fix)
+        fix = f"use {TURNS} or {QUEUE}"
+        raise error("FXP109", where=f"routing={routing!r}", why="this routing is unknown", fix=fix)
     if routing == TURNS:
         if "staleness" in options:
-            why = "copies that take turns have no staleness to choose"
-            raise error("FXP109", where="staleness=", why=why, fix='routing="queue"')
+            why = "round-robin routing has no staleness"
+            raise error("FXP109", where="staleness=", why=why, fix='use routing="queue"')
         return False
-    if plan.schedule not in ("1f1b", "gpipe"):
-        why = f"the plan's schedule is {plan.schedule}, which nothing bounds what copies keep by"
-        fix = 'constraints={"schedule": "1f1b"}'
+    if not SCHEDULES[plan.schedule].supports_queues:
+        why = (
+            f"the schedule of the plan, {plan.schedule}, does not bound the microbatches in flight"
+        )
+        fix = f'use constraints={{"schedule": "{DEFAULT_SCHEDULE}"}}'
         raise error("FXP109", where="routing=queue", why=why, fix=fix)
     if plan.staleness:
         options.setdefault("staleness", tuple(plan.staleness[k] for k in plan.firsts))
@@ -119,3 +126,29 @@ def is_queue_routed(
     if weight_mode is not None:
         options["weights"] = weight_mode
     return True
+
+
+def check_program(
+    spec: ProgramSpec,
+    ranks: Sequence[Sequence[int]],
+    options: TrainerOptions,
+    other_options: Mapping[str, object],
+) -> None:
+    """Raise FXP109 for programs that cannot be trained from queues. other_options: by
+    name.
+    """
+    problems = []
+    firsts = [row[0] for row in ranks]
+    if spec.sharding is not None:
+        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
+    if len(set(firsts)) < len(firsts):
+        problems.append(("several stages per rank", "use one stage per rank"))
+    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
+    if options.compile_stages:
+        problems.append(("compiled stages", "use compile_stages=False"))
+    problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
+    if problems:
+        raise FxpartError(
+            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
+            for why, fix in problems
+        )

@@ -1,4 +1,4 @@
-"""A connection to another rank: one thread reads it, one writes, so that computing goes on."""
+"""Connection to another rank, with a reader and a writer thread beside the computation."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from fxpart.errors import FxpartError
 from fxpart.runtime.queues import frames
 from fxpart.schedule.queues.messages import DispatcherMessage
 
-_PULSES = 5  # within the patience
+_PULSES = 5  # heartbeats within the patience
 
 
 class PeerConnection:
-    """rank: who is at the other end. gone: the connection has ended. parted: and was to."""
+    """A connection to ``rank``. gone: it has ended. parted: the peer has closed it on purpose."""
 
     def __init__(
         self,
         rank: int,
         connection: socket.socket,
         patience: float,
-        hear: Callable[[int, DispatcherMessage, list[torch.Tensor]], object],
-        leave: Callable[[int], object],
+        on_message: Callable[[int, DispatcherMessage, list[torch.Tensor]], object],
+        on_end: Callable[[int], object],
     ) -> None:
-        """patience: seconds of silence. hear: what has come. leave: called once when it ends."""
+        """Create a connection. patience: seconds of silence. on_message, on_end: callbacks."""
         self.rank = rank
         self.gone = self.parted = False
         self._connection = connection
-        self._pulse = patience / _PULSES
-        self._hear, self._leave = hear, leave
-        self._out: queue.SimpleQueue[tuple[DispatcherMessage, Sequence[torch.Tensor]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._heartbeat_seconds = patience / _PULSES
+        self._on_message, self._on_end = on_message, on_end
+        self._outgoing: queue.SimpleQueue[
+            tuple[DispatcherMessage, Sequence[torch.Tensor]] | None
+        ] = queue.SimpleQueue()
         connection.settimeout(patience)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -46,14 +46,14 @@ class PeerConnection:
         ]
 
     def start(self) -> None:
-        """Begin to read and to write."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
-    def send(self, said: DispatcherMessage, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send when those before it are sent; where the other end is gone, nothing happens."""
+    def send(self, message: DispatcherMessage, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Queue a message; do nothing if the connection has ended."""
         if not self.gone:
-            self._out.put((said, tensors))
+            self._outgoing.put((message, tensors))
 
     def drop(self) -> None:
         """End the connection at once."""
@@ -61,9 +61,9 @@ class PeerConnection:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self, seconds: float) -> None:
-        """Say goodbye, let what waits be sent, and end it."""
+        """Send the queued messages and a close frame, then end the connection."""
         self.send(frames.CloseFrame())
-        self._out.put(None)
+        self._outgoing.put(None)
         self._threads[1].join(seconds)
         self.drop()
         self._threads[0].join(seconds)
@@ -72,27 +72,27 @@ class PeerConnection:
     def _read(self) -> None:
         try:
             while True:
-                said, tensors = frames.receive_frame(self._connection)
-                if isinstance(said, frames.CloseFrame):
+                message, tensors = frames.receive_frame(self._connection)
+                if isinstance(message, frames.CloseFrame):
                     self.parted = True
-                elif not isinstance(said, frames.HeartbeatFrame):
-                    self._hear(self.rank, said, tensors)
+                elif not isinstance(message, frames.HeartbeatFrame):
+                    self._on_message(self.rank, message, tensors)
         except (OSError, ValueError, FxpartError):
-            pass  # whoever waits for this rank is told
+            pass  # ranks that wait for this one get PeerLostError
         finally:
             self.gone = True
             self.drop()
-            self._leave(self.rank)
+            self._on_end(self.rank)
 
     def _write(self) -> None:
         try:
             while True:
                 try:
-                    found = self._out.get(timeout=self._pulse)
+                    frame = self._outgoing.get(timeout=self._heartbeat_seconds)
                 except queue.Empty:
-                    found = frames.HeartbeatFrame(), ()
-                if found is None:
+                    frame = frames.HeartbeatFrame(), ()
+                if frame is None:
                     return
-                frames.send_frame(self._connection, *found)
+                frames.send_frame(self._connection, *frame)
         except (OSError, ValueError):
-            self.drop()  # the thread that reads says so
+            self.drop()  # the reader thread reports the end

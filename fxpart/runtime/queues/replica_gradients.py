@@ -1,9 +1,8 @@
-"""A copy's part of a minibatch's gradients, and the sum of those of all copies of its group.
+"""Gradients of one replica for a minibatch, and their sum over all replicas.
 
-Dense gradients add up in one tensor for each parameter, and copies' sums in the order of the
-copies, so that all have the same bits; those of a parameter that other groups hold too are summed
-over all copies of all of them. Sparse ones are kept microbatch by microbatch and put in their
-order, as in one process, whoever did them.
+Dense gradients are summed per parameter, and over the replicas in their order, so that all replicas
+compute the same bits; those of tied parameters are summed over the replicas of all groups. Sparse
+gradients are stored per microbatch and concatenated in microbatch order, as in a single process.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from fxpart.schedule.queues.messages import DispatcherMessage
 
 
 class ReplicaGradients(DispatcherMessage, frozen=True):
-    """A copy's part of a minibatch's gradients. What comes with it: dense ones, then ids, values.
+    """One replica's gradients of a minibatch; its tensors are dense ones, then ids and values.
 
-    microbatches: those it has done. dense: places of parameters. rows: of sparse ones, (place,
-    microbatches, rows of each).
+    microbatches: computed by the replica. dense: indices of parameters. rows: of sparse gradients,
+    (parameter index, microbatches, number of rows of each).
     """
 
     minibatch: int
@@ -35,9 +34,9 @@ class ReplicaGradients(DispatcherMessage, frozen=True):
 
 
 class TiedReplicaGradients(DispatcherMessage, frozen=True):
-    """A copy's part of the gradients of parameters that another group holds as well.
+    """One replica's gradients of parameters that are tied to another group.
 
-    microbatches: those it has done. names: of the parameters whose gradients come with it, dense.
+    microbatches: computed by the replica. names: of the parameters whose dense gradients follow.
     """
 
     minibatch: int
@@ -52,7 +51,7 @@ Letter = tuple["ReplicaGradients | TiedReplicaGradients", Sequence[torch.Tensor]
 
 @dataclass
 class MinibatchGradients:
-    """What backwards of one minibatch have left in one copy."""
+    """Accumulated gradients of one minibatch in one replica."""
 
     microbatches: list[int] = field(default_factory=list)
     dense: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -61,14 +60,14 @@ class MinibatchGradients:
 
 @dataclass(frozen=True)
 class CrossGroupParameter:
-    """A parameter that other groups hold too. own: whether its norm counts in this one."""
+    """A parameter tied to other groups. own: whether this group counts it in the norm."""
 
     place: int
     own: bool
 
 
 class ReplicaParameters:
-    """The parameters of a copy that get gradients: the same, in the same order, on all copies."""
+    """Trainable parameters of a replica, in the same order on all replicas."""
 
     def __init__(
         self,
@@ -76,24 +75,26 @@ class ReplicaParameters:
         rows: SparseGradients,
         ties: Mapping[str, CrossGroupParameter] | None = None,
     ) -> None:
-        """rows: which takes away the sparse gradients of some. ties: that other groups hold too."""
+        """Create the list. rows: intercepts sparse gradients. ties: parameters tied to other
+        groups.
+        """
         self.all = list(parameters)
         self._rows, self._ties = rows, dict(ties or {})
         self._names = {tie.place: name for name, tie in self._ties.items()}
 
-    def enter(self, part: MinibatchGradients) -> None:
-        """Before a backward: what is there already is added to."""
+    def set_accumulated(self, part: MinibatchGradients) -> None:
+        """Set the accumulated gradients before a backward."""
         for place, parameter in enumerate(self.all):
             parameter.grad = part.dense.get(place)
 
-    def leave(self, part: MinibatchGradients, microbatch: int) -> None:
-        """After it: keep what it has left."""
+    def store_accumulated(self, part: MinibatchGradients, microbatch: int) -> None:
+        """Store the accumulated gradients after a backward."""
         for place, parameter in enumerate(self.all):
             gradient, parameter.grad = parameter.grad, None
             taken = self._rows.pending(parameter)
             self._rows.drop(parameter)
             if place in self._names and gradient is not None:
-                gradient = gradient.to_dense()  # as the sum with what other stages have
+                gradient = gradient.to_dense()  # to be summed with the gradients of other stages
             if taken is None and gradient is not None and gradient.is_sparse:
                 taken = SparseGradientParts.of([gradient])
             elif gradient is not None:
@@ -103,14 +104,14 @@ class ReplicaParameters:
         part.microbatches.append(microbatch)
 
     def set(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """For the optimizer's step."""
+        """Set the gradients for the optimizer step."""
         for parameter, gradient in zip(self.all, gradients, strict=True):
             parameter.grad = gradient
 
-    def packed(
+    def make_message(
         self, part: MinibatchGradients, minibatch: int, attempt: int, copy: int
     ) -> tuple[ReplicaGradients, list[torch.Tensor]]:
-        """A part as a message."""
+        """Return the accumulated gradients as a message."""
         dense = sorted(part.dense)
         tensors = [part.dense[place] for place in dense]
         rows = []
@@ -119,12 +120,12 @@ class ReplicaParameters:
             numbers = tuple(sorted({number for number, _ in pieces}))
             rows.append((place, numbers, whole.lengths))
             tensors += [whole.ids, whole.values]
-        said = ReplicaGradients(
+        message = ReplicaGradients(
             minibatch, attempt, copy, tuple(part.microbatches), tuple(dense), tuple(rows)
         )
-        return said, tensors
+        return message, tensors
 
-    def shared(
+    def make_tied_message(
         self,
         part: MinibatchGradients,
         names: Sequence[str],
@@ -132,7 +133,7 @@ class ReplicaParameters:
         attempt: int,
         copy: int,
     ) -> tuple[TiedReplicaGradients, list[torch.Tensor]]:
-        """Of a part what another group needs, as a message."""
+        """Return the gradients that another group needs as a message."""
         mine = [name for name in names if self._ties[name].place in part.dense]
         tensors = [part.dense[self._ties[name].place] for name in mine]
         return TiedReplicaGradients(
@@ -142,34 +143,35 @@ class ReplicaParameters:
     def total(
         self, parts: Sequence[Letter], count: int, others: Sequence[Sequence[Letter]] = ()
     ) -> list[torch.Tensor | None]:
-        """The sum, by place; FXP900 unless each of ``count`` microbatches is there once.
+        """Sum the gradients by parameter index; FXP900 unless each of ``count`` microbatches is
+        there once.
 
-        parts: of the copies of the group. others: of each group that holds some parameters too.
+        parts: of the replicas of this group. others: of each group with tied parameters.
         """
         for group in (parts, *others):
             _check(group, count)
         found: list[torch.Tensor | None] = [None] * len(self.all)
         own: set[int] = set()
         sparse: dict[int, list[tuple[tuple[int, ...], SparseGradientParts]]] = {}
-        # All that hold a parameter add up in the order of the copies: the same bits everywhere.
-        every = [letter for group in (parts, *others) for letter in group]
-        for said, tensors in sorted(every, key=lambda letter: letter[0].copy):
-            for place, tensor in zip(self._places(said), tensors, strict=False):
+        # All groups with a parameter sum in the order of the replicas, for the same bits.
+        letters = [letter for group in (parts, *others) for letter in group]
+        for message, tensors in sorted(letters, key=lambda letter: letter[0].copy):
+            for place, tensor in zip(self._places(message), tensors, strict=False):
                 tensor, before = tensor.to(self.all[place].device), found[place]
                 if before is None:
                     found[place] = tensor
                 elif place in own:
                     before.add_(tensor)
-                else:  # a part stays as it is: it may have to be given again
+                else:  # keep the message unchanged: it may have to be sent again
                     found[place] = before + tensor
                     own.add(place)
-            if isinstance(said, TiedReplicaGradients):
+            if isinstance(message, TiedReplicaGradients):
                 continue
-            rest = iter(tensors[len(said.dense) :])
-            for place, numbers, lengths in said.rows:
+            sparse_tensors = iter(tensors[len(message.dense) :])
+            for place, numbers, lengths in message.rows:
                 device = self.all[place].device
                 piece = SparseGradientParts(
-                    tuple(lengths), next(rest).to(device), next(rest).to(device)
+                    tuple(lengths), next(sparse_tensors).to(device), next(sparse_tensors).to(device)
                 )
                 sparse.setdefault(place, []).append((tuple(numbers), piece))
         for place, pieces in sparse.items():
@@ -179,7 +181,7 @@ class ReplicaParameters:
         return found
 
     def square(self, gradients: Sequence[torch.Tensor | None]) -> float:
-        """Of the norm of all together, without those that another group counts."""
+        """Return the squared norm of all gradients that this group counts."""
         total = 0.0
         for place, gradient in enumerate(gradients):
             if gradient is None or (
@@ -190,25 +192,25 @@ class ReplicaParameters:
             total += float(torch.linalg.vector_norm(values, 2.0)) ** 2
         return total
 
-    def _places(self, said: ReplicaGradients | TiedReplicaGradients) -> Sequence[int]:
-        """Where the dense gradients of a message belong."""
-        if isinstance(said, TiedReplicaGradients):
-            return [self._ties[name].place for name in said.names]
-        return said.dense
+    def _places(self, message: ReplicaGradients | TiedReplicaGradients) -> Sequence[int]:
+        """Return the parameter indices of the dense gradients of a message."""
+        if isinstance(message, TiedReplicaGradients):
+            return [self._ties[name].place for name in message.names]
+        return message.dense
 
 
 def _check(group: Sequence[Letter], count: int) -> None:
-    done = sorted(m for said, _ in group for m in said.microbatches)
+    done = sorted(m for message, _ in group for m in message.microbatches)
     if done != list(range(count)):
         where = f"minibatch {group[0][0].minibatch}"
-        why = f"gradients of microbatches {done} of {count}"
+        why = f"gradients cover microbatches {done} of {count}"
         raise error("FXP900", where=where, why=why, fix="")
 
 
 def clip_gradients(
     gradients: Sequence[torch.Tensor | None], factor: float, value: float | None
 ) -> None:
-    """Scale them by a factor; cut them at a value. In place, but for those that are parts."""
+    """Scale gradients by a factor and clamp them to a value, in place."""
     for gradient in gradients:
         if gradient is not None:
             values = gradient._values() if gradient.is_sparse else gradient

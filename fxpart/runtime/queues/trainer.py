@@ -1,4 +1,4 @@
-"""The trainer of copies that take microbatches from queues."""
+"""Trainer of replicated stages that take microbatches from queues."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import nn
 
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.asynchronous.fit import AsyncFit, check_fit_arguments
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
 from fxpart.runtime.asynchronous.stage_optimizers import Optimizers, record_options
+from fxpart.runtime.asynchronous.stage_report import ReplicaReport, gather_replica_reports
 from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase, RestorableStageWeights
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs, resolve_schedule
@@ -25,9 +27,7 @@ from fxpart.runtime.optimizer.factory import describe_groups, make_parameter_gro
 from fxpart.runtime.optimizer.parameter_groups import Groups
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
 from fxpart.runtime.queues.messenger import InMemoryMessenger, ReplicaMessenger
-from fxpart.runtime.queues.options import QueueOptions
-from fxpart.runtime.queues.replica_groups import ReplicaGroupGraph, check_program
-from fxpart.runtime.queues.replica_report import ReplicaReport, gather_replica_reports
+from fxpart.runtime.queues.options import QueueOptions, check_program
 from fxpart.runtime.queues.worker import ReplicaMinibatch, ReplicaWorker
 from fxpart.runtime.queues.worker_factory import make_optimizers, make_worker
 from fxpart.runtime.state.dtensor_state import DTensorState
@@ -41,50 +41,51 @@ from fxpart.schedule.queues.messages import (
     FailureReport,
     StopOrder,
 )
-from fxpart.schedule.weight_modes import WeightMode, weight_mode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
-_AFTER = "go on from the last checkpoint, or saved weights"
+_FIX = "restart from the last checkpoint or saved weights"
 
 
 class QueueTrainer(AsyncTrainerBase):
-    """Trains copies of stages from queues; every rank makes one and gives it equal batches.
+    """Trains replicated stages from queues; every rank makes one and passes equal batches.
 
-    queue: its options; dealt: of them the staleness of each group. optimizers: of this process, by
-    stage and lane. last_rows: of the last global batch. lost: stages whose process has ended, as
+    queue: its options. dealt: staleness of each group. optimizers: of this process, by stage and
+    mesh rank. last_rows: rows of the last global batch. lost: stages whose process has ended, as
     far as all ranks know.
     """
 
-    shared_rows = True  # they are taken after each backward, and travel with their microbatches
-    repeats = False  # who did which microbatch is another story each time
+    kind = "queue"
+    shared_rows = True  # intercepted after each backward, and sent with their microbatches
+    repeats = False  # a repeated run assigns microbatches differently
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments: see :class:`~fxpart.runtime.trainer_base.TrainerBase` and
-        :class:`QueueOptions`.
+        """Create a trainer; see :class:`~fxpart.runtime.trainer_base.TrainerBase` and
+        :class:`~fxpart.runtime.queues.options.QueueOptions`.
 
         transport: of one process, or a
-        :class:`~fxpart.runtime.queues.transport.FaultTolerantTransport`. FXP109 for what cannot be
-        trained so.
+        :class:`~fxpart.runtime.queues.fault_tolerant_transport.FaultTolerantTransport`. FXP109 for
+        programs that cannot be trained from queues.
         """
-        self.queue = QueueOptions.taken(kwargs)
+        self.queue = QueueOptions.pop(kwargs)
         self.optimizers: Optimizers = {}
         self.lost: tuple[int, ...] = ()
         super().__init__(*args, **kwargs)
         if not isinstance(self.optimizer, StageOptimizerFacade):
             raise error(
-                "FXP109", where="a trainer from queues", why="it was given no optimizer",
-                fix="program.trainer(optimizer=torch.optim.AdamW)",
+                "FXP109", where="a queue trainer", why="no optimizer was given",
+                fix="use program.trainer(optimizer=torch.optim.AdamW)",
             )  # fmt: skip
         self.last_rows = self._updates = self._applied = 0
         self.last_grad_norm: torch.Tensor | None = None
         self.listeners: list[Callable[[str], object]] = []
         self._losses = deque()
-        self._asked: deque[tuple[int, tuple[tuple[int, int], ...]]] = deque()
-        self._met = self._here = -1
-        self._gone: tuple[int, ...] = ()
-        self._first_ranks = [row[0] for row in self._ranks]
+        self._pending_requests: deque[tuple[int, tuple[tuple[int, int], ...]]] = deque()
+        self._barriers_entered = self._barriers_released = -1
+        self._lost_at_barrier: tuple[int, ...] = ()
+        self._ranks_of_replicas = [row[0] for row in self._ranks]
         self._broken = ""
-        self._waits = self.events.mark("something to do", "wait", peer=ALL)
-        self._over = self.events.mark(STEP, "end")
+        self._wait_mark = self.events.mark("messages of other ranks", "wait", peer=ALL)
+        self._step_end_mark = self.events.mark(STEP, "end")
         layout = ReplicaGroupGraph.of(self.spec)
         self.dealt = self.queue.by_group(len(layout.groups))
         placed = resolve_schedule(
@@ -94,15 +95,15 @@ class QueueTrainer(AsyncTrainerBase):
         queues = layout.queues(placed)
         first = 0 in self._transport.local
         self.dispatcher = Dispatcher(queues, self.dealt, self.queue.warm_up) if first else None
-        self._mail: ReplicaMessenger
+        self._messenger: ReplicaMessenger
         if isinstance(self._transport, FaultTolerantTransport):
-            self._mail = self._transport.wire
-            self._transport.wire.start(self._first_ranks, self.dispatcher)
+            self._messenger = self._transport.wire
+            self._transport.wire.start(self._ranks_of_replicas, self.dispatcher)
         else:
             assert self.dispatcher is not None, "one process has all ranks"
-            self._mail = InMemoryMessenger(self.dispatcher)
+            self._messenger = InMemoryMessenger(self.dispatcher)
         self._workers = {
-            stage: make_worker(self, stage, layout) for stage in self._lanes[0].modules
+            stage: make_worker(self, stage, layout) for stage in self._mesh_ranks[0].modules
         }
         self.update_options = record_options(
             self._transport, self.optimizer, self.queue.scheduler,
@@ -117,122 +118,127 @@ class QueueTrainer(AsyncTrainerBase):
     def step(
         self, batch: Any, accumulate: bool = False, *, local: bool = False
     ) -> torch.Tensor | None:
-        """One more minibatch into the queues; the loss that every rank knows by now.
+        """Submit a minibatch and return the newest loss that every rank knows.
 
-        With staleness 0 that is this minibatch's, of which every copy has the update then; else of
-        the one ``staleness`` calls before (the largest of all groups'), None before there is one;
-        :meth:`drain` gives the rest.
-        accumulate, local: refused, FXP109: each minibatch is an update, and any copy may take any
-        of its rows. A failure on any rank is raised on every rank as the same error.
+        With staleness 0 it is the loss of this minibatch, which every replica has applied;
+        otherwise that of the minibatch ``staleness`` calls before (largest of all groups), or None
+        before the first one. :meth:`drain` returns the remaining losses. accumulate, local:
+        unsupported, FXP109: each minibatch is an update, and any replica may compute any of its
+        rows. A failure on any rank is raised on every rank as the same error.
         """
         if accumulate:
             raise error(
                 "FXP109", where="step(accumulate=True)", why="each minibatch is an update",
-                fix="give larger batches, and more microbatches",
+                fix="use larger batches and more microbatches",
             )  # fmt: skip
-        call = self.feed(batch, local=local)
-        known = call - self.queue.allowed(call)  # a rank may have heard of later ones already
+        call = self.submit(batch, local=local)
+        known = call - self.queue.allowed(call)  # a rank may know later losses already
         found = None
         while self._losses and self._losses[0][0] <= known:
             found = self._losses.popleft()[1]
         return found
 
-    def feed(self, batch: Any, *, local: bool = False) -> int:
-        """As :meth:`step`, and losses wait to be :meth:`taken`; the number of this call."""
-        self._check_whole()
+    def submit(self, batch: Any, *, local: bool = False) -> int:
+        """Submit a minibatch and return the number of the call; :meth:`pop_losses` returns
+        losses.
+        """
+        self._check_not_failed()
         if not self.spec.loss:
             raise error(
-                "FXP106", where="trainer", why="the program has no loss", fix="compile with loss="
+                "FXP106",
+                where="trainer",
+                why="the program has no loss",
+                fix="pass loss= to compile()",
             )
         if local:
             raise error(
                 "FXP109", where="step(local=True)",
-                why="whichever copy is free takes a microbatch: it needs all rows",
-                fix="give every rank the global batch",
+                why="any replica may compute any microbatch, so each rank needs all rows",
+                fix="pass the global batch on every rank",
             )  # fmt: skip
         call = self.calls
         try:
-            self._reconcile()
+            self._apply_user_changes()
             cut = self._feed.read(batch, self.microbatches)
         except FxpartError as cause:
-            self._stop(list(cause.problems))
+            self._stop_all(list(cause.problems))
         self.events.step = call + 1
         self._submit_options(call)
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
-            worker.begin(call, self._batch(stage, cut), text, self.asks.mine)
+            worker.begin(call, self._batch(stage, cut), text, self.request.mine)
         self.last_rows = sum(cut.rows)
         self.calls += 1
-        self._until(call - self.queue.allowed(call))
-        self.events.write(self._over)
+        self._work_until(call - self.queue.allowed(call))
+        self.events.write(self._step_end_mark)
         return call
 
     def finish(self) -> list[tuple[int, torch.Tensor]]:
-        """As :meth:`drain`, with the calls."""
-        self._check_whole()
-        self._until(self.calls - 1)
-        return self.taken()
+        """Flush the pipeline; return the remaining losses with their calls."""
+        self._check_not_failed()
+        self._work_until(self.calls - 1)
+        return self.pop_losses()
 
     @property
     def in_flight(self) -> bool:
-        """Whether a minibatch is not applied yet."""
+        """Return whether a minibatch has not been applied yet."""
         return self._applied < self.calls
 
-    def spoil(self, cause: Exception) -> None:
-        """Have it raised on every rank, by what each calls next."""
-        found = cause if isinstance(cause, FxpartError) else _problem("the run", cause)
-        self._announce(FailureReport(_rows(list(found.problems))))
+    def abort(self, cause: Exception) -> None:
+        """Raise ``cause`` on every rank, in its next call."""
+        found = cause if isinstance(cause, FxpartError) else _make_error("the run", cause)
+        self._announce(FailureReport(_to_rows(list(found.problems))))
 
-    def again(self) -> int:
-        """After :meth:`spoil`: wait for it."""
-        self._until(self.calls)
+    def repeat(self) -> int:
+        """Wait for the failure after :meth:`abort`."""
+        self._work_until(self.calls)
         raise AssertionError("the training has ended")
 
     def fit(self, batches: Any, **run: Any) -> FitResult:
-        """As :meth:`fxpart.runtime.asynchronous.StreamTrainer.fit`."""
+        """Train as :meth:`fxpart.runtime.asynchronous.AsyncTrainer.fit`."""
         return AsyncFit(self, batches, check_fit_arguments(run)).go()  # type: ignore[arg-type]
 
     def record(self, **_: Any) -> NoReturn:
-        """Refused, FXP109: a recording is of a schedule's actions, and here there is none."""
+        """Raise FXP109: a recording needs the actions of a schedule, and queues have none."""
         raise error(
             "FXP109", where="record()",
-            why="there is no schedule whose actions could be measured",
-            fix='routing="turns" has one',
+            why="queues have no schedule whose actions could be measured",
+            fix='use routing="turns"',
         )  # fmt: skip
 
     @property
     def updates(self) -> int:
-        """Minibatches that were applied, the same on every rank."""
+        """Number of minibatches applied, equal on every rank."""
         return self._updates
 
     @property
     def _next_update(self) -> int:
-        return self._applied  # numbered as minibatches are
+        return self._applied  # updates are numbered like minibatches
 
     @property
     def weight_mode(self) -> WeightMode:
-        """Which weights a backward reads; with staleness 0 there is but one kind."""
-        return self.queue.mode if any(self.dealt) else weight_mode("flush")
+        """The weights that a backward reads; "flush" if all staleness is 0."""
+        return self.queue.mode if any(self.dealt) else weight_mode(FLUSH)
 
     def weights_of(self) -> Mapping[tuple[int, int], RestorableStageWeights]:
-        """Of the copies of this process."""
+        """Return the weights of the replicas of this process."""
         return {(stage, 0): worker.weights for stage, worker in self._workers.items()}
 
     def restart(self, updates: int, calls: int) -> None:
-        """Minibatches are numbered as calls are: go on with that number."""
+        """Continue with this minibatch number; minibatches are numbered like calls."""
         for worker in self._workers.values():
-            worker.weights.updates = calls  # versions are counted as minibatches are
+            worker.weights.updates = calls  # versions are counted in minibatches
             worker.restart(calls)
         if self.dispatcher is not None:
             self.dispatcher.restart(calls)
         self._updates, self.calls, self._applied = updates, calls, calls
         self._reload_options()
         self._losses.clear()
-        self._asked.clear()
+        self._pending_requests.clear()
 
     def report(self) -> tuple[ReplicaReport, ...]:
-        """Of every copy that lives: what it took and how stale it was. Every rank calls it."""
+        """Report microbatches and staleness of every living replica; every rank must call it."""
         self._settle()
         mine = [
             ReplicaReport(
@@ -245,117 +251,122 @@ class QueueTrainer(AsyncTrainerBase):
             return gather_replica_reports(self._transport, mine)
 
     def lose(self, stage: int) -> None:
-        """In one process: have a copy end, as if its process had; to rehearse it."""
-        assert isinstance(self._mail, InMemoryMessenger), "a process of its own can be killed"
+        """Drop a replica in one process, as if its process had ended; for tests of failures."""
+        assert isinstance(self._messenger, InMemoryMessenger), (
+            "only for in-memory replicas; kill a process instead"
+        )
         del self._workers[stage]
-        self._mail.lose(stage)
+        self._messenger.lose(stage)
 
     def close(self) -> None:
-        """Finish what is in flight, unless the training has failed; then as any trainer."""
+        """Flush the pipeline unless training has failed, then close the trainer."""
         if not self._broken:
             try:
                 self._settle()
             except FxpartError:
-                pass  # it was told, or will be, by what all ranks call
+                pass  # every call that all ranks make raises the same error
         super().close()
 
     # -- a call ---------------------------------------------------------------------------------
 
-    def _until(self, minibatch: int) -> None:
-        """Work until a minibatch is applied by all copies of this process."""
+    def _work_until(self, minibatch: int) -> None:
+        """Work until all replicas of this process have applied a minibatch."""
         self._work(lambda: all(w.applied > minibatch for w in self._workers.values()))
         first = next(iter(self._workers.values()))
         while first.losses:
-            call, loss, asked = first.losses.popleft()
-            self._asked.append((call, asked))
+            call, loss, requests = first.losses.popleft()
+            self._pending_requests.append((call, requests))
             self._applied = call + 1
             self._updates += 1
             if loss is not None:
                 self._losses.append((call, self._as_loss(loss)))
         for worker in self._workers.values():
             worker.losses.clear()
-        while self._asked and self._asked[0][0] <= minibatch:  # no further: all hear it here
-            numbers = [0] * len(self._first_ranks)
-            for copy, number in self._asked.popleft()[1]:
-                numbers[self._first_ranks[copy]] = number
-            self.asks.hear(numbers)
+        # no later ones: all ranks process these at this call
+        while self._pending_requests and self._pending_requests[0][0] <= minibatch:
+            numbers = [0] * len(self._ranks_of_replicas)
+            for copy, number in self._pending_requests.popleft()[1]:
+                numbers[self._ranks_of_replicas[copy]] = number
+            self.request.store(numbers)
 
     def _work(self, done: Callable[[], bool]) -> None:
-        """Take what comes and compute what is ready, each copy in turn."""
+        """Process messages and compute what is ready, one replica after the other."""
         while not done():
             moved = False
             for worker in list(self._workers.values()):
                 if worker.copy not in self._workers:
-                    continue  # it was lost meanwhile
+                    continue  # the replica was lost during this loop
                 try:
-                    moved |= self._hear(worker)
+                    moved |= self._receive(worker)
                     moved |= worker.turn()
                 except AllRanksError as cause:
                     self._broken = cause.problems[0].why
                     raise
                 except Exception as cause:
                     failure = StageFailure(self._ranks[worker.copy][0], worker.doing, cause)
-                    self._stop([failure.problem(_AFTER)], cause)
+                    self._stop_all([failure.problem(_FIX)], cause)
             if not moved and not done():
-                self.events.write(self._waits)
-                self._mail.wait()
+                self.events.write(self._wait_mark)
+                self._messenger.wait()
 
-    def _hear(self, worker: ReplicaWorker) -> bool:
-        """All that has come for a copy; whether anything has."""
+    def _receive(self, worker: ReplicaWorker) -> bool:
+        """Process all messages for a replica; return whether there were any."""
         found = False
-        while (letter := self._mail.take(worker.copy)) is not None:
+        while (letter := self._messenger.take(worker.copy)) is not None:
             found = True
-            said, tensors = letter
-            if isinstance(said, StopOrder):
-                raise AllRanksError([Problem(*each) for each in said.problems])
-            if isinstance(said, BarrierRelease):
-                self._here, self._gone = said.number, said.lost
+            message, tensors = letter
+            if isinstance(message, StopOrder):
+                raise AllRanksError([Problem(*each) for each in message.problems])
+            if isinstance(message, BarrierRelease):
+                self._barriers_released, self._lost_at_barrier = message.number, message.lost
             else:
-                worker.take(said, tensors)
+                worker.take(message, tensors)
         return found
 
     def _announce(self, event: Event) -> None:
         for stage in self._workers:
-            self._mail.tell(stage, event)
+            self._messenger.tell(stage, event)
 
-    def _stop(self, problems: list[Problem], cause: Exception | None = None) -> NoReturn:
-        """Tell all ranks, and raise it here."""
+    def _stop_all(self, problems: list[Problem], cause: Exception | None = None) -> NoReturn:
+        """Report problems to all ranks and raise them here."""
         self._broken = problems[0].why
-        self._announce(FailureReport(_rows(problems)))
+        self._announce(FailureReport(_to_rows(problems)))
         raise AllRanksError(problems) from cause
 
     def _settle(self) -> None:
-        """For calls that look at the whole model: drain, meet, and stand in for those lost."""
-        self._check_whole()
-        self._until(self.calls - 1)
-        self._met += 1
-        self._announce(BarrierArrival(self._met))
-        self._work(lambda: self._here >= self._met)
-        if self._gone != self.lost:
-            self._stand_in(self._gone)
+        """Flush the pipeline, wait for all ranks, and replace lost replicas; for calls on the
+        model.
+        """
+        self._check_not_failed()
+        self._work_until(self.calls - 1)
+        self._barriers_entered += 1
+        self._announce(BarrierArrival(self._barriers_entered))
+        self._work(lambda: self._barriers_released >= self._barriers_entered)
+        if self._lost_at_barrier != self.lost:
+            self._replace_lost(self._lost_at_barrier)
         self._settle_options()
 
-    def _stand_in(self, lost: tuple[int, ...]) -> None:
-        """A living copy takes the place of each lost one in all that looks at the whole model."""
+    def _replace_lost(self, lost: tuple[int, ...]) -> None:
+        """Let a living replica represent each lost one in calls that use the whole model."""
         groups = ReplicaGroupGraph.of(self.spec).groups
         ranks = list(self._ranks)
-        modules = cast(dict[int, nn.Module], self._lanes[0].modules)
-        heirs: dict[int, int] = {}
+        modules = cast(dict[int, nn.Module], self._mesh_ranks[0].modules)
+        successors: dict[int, int] = {}
         for group in groups:
-            living = [copy for copy in group if copy not in lost]
-            heirs |= {copy: living[0] for copy in group if copy in lost}
+            alive = [copy for copy in group if copy not in lost]
+            successors |= {copy: alive[0] for copy in group if copy in lost}
         if isinstance(self._transport, FaultTolerantTransport):
-            renamed = self._transport.shrink([self._first_ranks[copy] for copy in lost])
-            ranks = [(renamed.get(rank, 0),) for rank in self._first_ranks]
+            new_ranks = self._transport.shrink([self._ranks_of_replicas[copy] for copy in lost])
+            ranks = [(new_ranks.get(rank, 0),) for rank in self._ranks_of_replicas]
             devices = {self._transport.local[0]: next(iter(self._devices.values()))}
             self._devices = devices
-        for copy, heir in heirs.items():
-            ranks[copy] = ranks[heir]
+        for copy, successor in successors.items():
+            ranks[copy] = ranks[successor]
             modules.pop(copy, None)
-            if heir in modules:
-                modules[copy] = modules[heir]
+            if successor in modules:
+                modules[copy] = modules[successor]
         self._ranks, self.lost = tuple(ranks), lost
-        self._state = ModelState(self._lanes, self._ranks, self._transport, self._devices)
+        self._state = ModelState(self._mesh_ranks, self._ranks, self._transport, self._devices)
         self._sharded_state = DTensorState(self._state, None)
         self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
         self._eval, self._predictors = None, {}
@@ -364,11 +375,11 @@ class QueueTrainer(AsyncTrainerBase):
 
     def _batch(self, stage: int, cut: MicrobatchSplit) -> ReplicaMinibatch:
         rank = self._ranks[stage][0]
-        names = find_used_inputs(self._lanes, self._ranks, rank)
+        names = find_used_inputs(self._mesh_ranks, self._ranks, rank)
         return ReplicaMinibatch(cut.taken(names, self._devices[rank]), cut.weights, self._keys(cut))
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
-        """One for each copy of this process, with the same groups everywhere; the first."""
+        """Make one optimizer per replica of this process, with equal groups; return the first."""
 
         def make() -> tuple[Optimizers, str]:
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
@@ -380,25 +391,25 @@ class QueueTrainer(AsyncTrainerBase):
         return next(iter(self.optimizers.values()))
 
     def _compile(self, splits: bool) -> StageCompiler | None:
-        asked: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}
-        check_program(self.spec, self._ranks, self.options, asked)
+        requests: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}
+        check_program(self.spec, self._ranks, self.options, requests)
         return super()._compile(splits)
 
     def _describe(self, optimizer: Any) -> str:
         return f"{super()._describe(optimizer)} queue {self.queue.describe()}"
 
-    def _check_whole(self) -> None:
+    def _check_not_failed(self) -> None:
         if self._broken:
             raise error(
                 "FXP504", where="this process",
-                why=f"an earlier failure ended the training: {self._broken}", fix=_AFTER,
+                why=f"an earlier failure ended the training: {self._broken}", fix=_FIX,
             )  # fmt: skip
 
 
-def _rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
+def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
     return tuple((p.code, p.where, p.why, p.fix) for p in problems)
 
 
-def _problem(where: str, cause: Exception) -> FxpartError:
-    fix = "correct it there; every rank has ended this run, and none waits"
+def _make_error(where: str, cause: Exception) -> FxpartError:
+    fix = "fix the error there; every rank has stopped this run"
     return error("FXP507", where=where, why=f"{type(cause).__name__}: {cause}", fix=fix)

@@ -1,8 +1,8 @@
-"""A copy's weights while updates come between forwards and backwards, in no order known before.
+"""Weights of a replica while updates come between forwards and backwards in unknown order.
 
-As :class:`fxpart.runtime.weights.StageWeights` does it for a stream, whose order is known: nothing
-that autograd saves is a weight, the parameters hold what a computation reads while it runs, and a
-copy is made just before an update, if a backward will still read it.
+Like :class:`fxpart.runtime.weights.StageWeights`, whose order is known: autograd saves no weights,
+parameters contain what a computation reads while it runs, and weights are copied just before an
+update if a later backward reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fxpart.schedule.weight_modes import WeightMode
 
 
 class QueueWeights:
-    """updates: of the weights since the start. most: the most sets of weights held at once."""
+    """Weights of a replica. updates: since the start. most: most weight versions in memory at
+    once.
+    """
 
     def __init__(
         self,
@@ -35,72 +37,76 @@ class QueueWeights:
         mode: WeightMode,
         staleness: int,
     ) -> None:
-        """staleness: 0: no update comes in between, and nothing is done for one that would."""
+        """Wrap a stage module. staleness: 0 if no update comes between a forward and its
+        backward.
+        """
         self.updates = 0
-        self._mode, self._stale = mode, staleness > 0
+        self._mode, self._has_staleness = mode, staleness > 0
         self._optimizer = optimizer
         self.options: StageUpdateOptions | None = None
         listed = [p for group in optimizer.param_groups for p in group["params"]]
-        self._places = [at for at, p in enumerate(listed) if p.requires_grad]
-        self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
+        self._trainable = [at for at, p in enumerate(listed) if p.requires_grad]
+        self._parameters: list[torch.Tensor] = [listed[at] for at in self._trainable]
         every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
         follows = mode.backward != "forward"
         self._saved = SavedWeightHooks(every, follows, f"stage module {type(module).__name__}")
         self._predictor: Predictor | None = (
-            make_predictor(mode.rule, optimizer) if mode.predicts and self._stale else None
+            make_predictor(mode.rule, optimizer) if mode.predicts and self._has_staleness else None
         )
         where = f"a copy of stage module {type(module).__name__}"
-        self._check: PredictionCheck | None = None
+        self._prediction_check: PredictionCheck | None = None
         if self._predictor is not None:
-            self._check = PredictionCheck(self._predictor, optimizer, where)
-        self._again: ForwardRecomputation | None = None
-        self._held = WeightStash()
-        self._flying: dict[int, WeightSource] = {}
+            self._prediction_check = PredictionCheck(self._predictor, optimizer, where)
+        self._recomputation: ForwardRecomputation | None = None
+        self._stash = WeightStash()
+        self._in_flight: dict[int, WeightSource] = {}
 
     @property
     def most(self) -> int:
-        """The weights themselves among them."""
-        return 1 + self._held.most
+        """Most weight versions in memory at once, including the parameters."""
+        return 1 + self._stash.most
 
     @contextmanager
     def forward(self, number: int, behind: int) -> Iterator[None]:
-        """Around a forward. number: for its backward. behind: updates that it lacks."""
-        if not self._stale:
+        """Enter for a forward. number: identifies its backward. behind: updates that it misses."""
+        if not self._has_staleness:
             yield
             return
         source = WeightSource(self.updates, behind if self._predictor is not None else 0)
         with swap_parameter_data(self._parameters, self._find(source)), self._saved.hooks(number):
             yield
-        self._flying[number] = source
+        self._in_flight[number] = source
 
     @contextmanager
     def backward(self, number: int) -> Iterator[None]:
-        """Around its backward."""
-        if not self._stale:
+        """Enter for the backward."""
+        if not self._has_staleness:
             yield
             return
-        source = self._flying[number]
+        source = self._in_flight[number]
         seen = source if self._mode.backward == "forward" else WeightSource(self.updates)
         tensors = self._find(seen)
-        again: AbstractContextManager[None] = nullcontext()
-        if self._again is not None:
-            again = self._again.during(number, self._held.get(source) if source != seen else None)
+        recomputing: AbstractContextManager[None] = nullcontext()
+        if self._recomputation is not None:
+            recomputing = self._recomputation.during(
+                number, self._stash.get(source) if source != seen else None
+            )
         reading = self._saved.reading(number, own=tensors is None)
-        with swap_parameter_data(self._parameters, tensors), reading, again:
+        with swap_parameter_data(self._parameters, tensors), reading, recomputing:
             yield
-        del self._flying[number]
+        del self._in_flight[number]
         self._release()
 
     def update(self) -> None:
-        """The optimizer's step on gradients that are complete, with the options of this update."""
+        """Step the optimizer on complete gradients, with the options of this update."""
         now = WeightSource(self.updates)
-        if self._keeps and now in self._flying.values():
-            self._held.put(now, [p.detach().clone() for p in self._parameters])
+        if self._reads_forward_weights and now in self._in_flight.values():
+            self._stash.put(now, [p.detach().clone() for p in self._parameters])
         if self.options is not None:
             self.options.apply()
         observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [*self.rules()]
-        if self._check is not None and not self._check.done:
-            observers.append(self._check)
+        if self._prediction_check is not None and not self._prediction_check.done:
+            observers.append(self._prediction_check)
         for observer in observers:
             observer.before_update()
         self._optimizer.step()
@@ -110,53 +116,59 @@ class QueueWeights:
         self._release()
 
     def count_update(self) -> None:
-        """Count an update; by itself where nothing is trained."""
+        """Count an update; called directly for a stage that is not trained."""
         self.updates += 1
         if self.options is not None:
             self.options.apply()
 
     def recompute(self, recompute: StageRecomputation) -> None:
-        """As :meth:`fxpart.runtime.weights.StageWeights.recompute`."""
-        if self._stale and self._mode.backward != "forward":
-            self._again = recompute.weights = ForwardRecomputation(self._saved, self._parameters)
+        """Set up recomputation as :meth:`fxpart.runtime.weights.StageWeights.recompute`."""
+        if self._has_staleness and self._mode.backward != "forward":
+            self._recomputation = recompute.weights = ForwardRecomputation(
+                self._saved, self._parameters
+            )
 
     @property
-    def _keeps(self) -> bool:
-        """Whether the weights of a forward are read in its backward."""
-        return self._mode.backward == "forward" or self._again is not None
+    def _reads_forward_weights(self) -> bool:
+        """Whether a backward reads the weights of its forward."""
+        return self._mode.backward == "forward" or self._recomputation is not None
 
     def follow(self, options: UpdateOptions) -> None:
-        """Have each update use the options that are recorded for it."""
+        """Use the options that are recorded for each update."""
         self.options = StageUpdateOptions(self._optimizer, options, lambda: self.updates)
         if self._predictor is not None:
             self._predictor.coming = self.options
 
     def rules(self) -> list[Predictor | PipeMareCorrection]:
-        """What predicts, and keeps something between updates for it."""
+        """Return the predictors that keep state between updates."""
         return [] if self._predictor is None else [self._predictor]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after so many ``updates`` with other weights, and this state of the ``rules``."""
-        assert not self._flying, "drain before loading"
+        """Continue after ``updates`` with other weights and the state of the ``rules``."""
+        assert not self._in_flight, "flush before loading"
         self.updates = state["updates"]
-        for rule, kept in zip(self.rules(), state["rules"], strict=True):
-            rule.load_state_dict(kept)
-        for source in self._held.sources():
-            self._held.drop(source)
+        for rule, rule_state in zip(self.rules(), state["rules"], strict=True):
+            rule.load_state_dict(rule_state)
+        for source in self._stash.sources():
+            self._stash.drop(source)
 
     def _find(self, source: WeightSource) -> Tensors | None:
-        """These weights; None where they are those that the parameters hold."""
-        found = self._held.get(source)
+        """Return the weights of a source, or None if the parameters contain them."""
+        found = self._stash.get(source)
         if found is not None or source == WeightSource(self.updates):
             return found
-        assert source.version == self.updates and self._predictor is not None, "it was kept"
-        made = self._predictor.predict(source.look)
-        return self._held.put(source, [made[at] for at in self._places])
+        assert source.version == self.updates and self._predictor is not None, (
+            "old weights are stashed"
+        )
+        predicted = self._predictor.predict(source.look)
+        return self._stash.put(source, [predicted[at] for at in self._trainable])
 
     def _release(self) -> None:
-        """Drop what nothing reads any more."""
-        reads = self._keeps
-        for source in self._held.sources():
-            spare = source.look > 0 and source.version == self.updates
-            if not spare and not (reads and source in self._flying.values()):
-                self._held.drop(source)
+        """Drop weights that no backward reads any more."""
+        reads_forward_weights = self._reads_forward_weights
+        for source in self._stash.sources():
+            is_prediction = source.look > 0 and source.version == self.updates
+            if not is_prediction and not (
+                reads_forward_weights and source in self._in_flight.values()
+            ):
+                self._stash.drop(source)

@@ -1,8 +1,8 @@
-"""One copy of a stage: does what it is ordered when what that needs is there.
+"""Worker of one replica of a stage: executes orders once their inputs have arrived.
 
-Orders, values and gradients come in any order; the copy takes all that has come, then computes one
-microbatch, backwards before forwards and older ones first. What it made is kept until the
-minibatch is applied, as another copy may be lost and its heir ask for it.
+Orders, values and gradients arrive in any order. The worker takes all that has arrived, then
+computes one microbatch: backwards before forwards, older ones first. Results are stored until the
+minibatch is applied, because another replica may be lost and its successor asks for them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import error
 from fxpart.program.edges import ValueEdge
+from fxpart.program.replica_groups import ReplicaGroupGraph
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.queues.replica_gradients import (
@@ -28,7 +30,6 @@ from fxpart.runtime.queues.replica_gradients import (
     TiedReplicaGradients,
     clip_gradients,
 )
-from fxpart.runtime.queues.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.schedule.action import Action, ActionKind
 from fxpart.schedule.queues.messages import (
@@ -50,7 +51,7 @@ Post = Callable[[int, DispatcherMessage, Tensors], object]
 
 
 class MicrobatchValues(DispatcherMessage, frozen=True):
-    """What a forward (back: a backward) of a group has made of a microbatch for another group."""
+    """Values of a forward, or gradients of a backward (back), from one group to another."""
 
     back: bool
     minibatch: int
@@ -60,7 +61,7 @@ class MicrobatchValues(DispatcherMessage, frozen=True):
 
 @dataclass(frozen=True)
 class ReplicaMinibatch:
-    """A minibatch in one copy: by microbatch its inputs, its share of the rows, its random key."""
+    """A minibatch in one replica: by microbatch its inputs, loss weight and random key."""
 
     inputs: Sequence[dict[str, torch.Tensor]]
     weights: Sequence[float]
@@ -69,18 +70,18 @@ class ReplicaMinibatch:
 
 @dataclass(frozen=True)
 class ClipLimits:
-    """norm: largest of all gradients together. value: largest of any number."""
+    """Clipping limits. norm: of all gradients together. value: of any element."""
 
     norm: float | None
     value: float | None
 
 
 class ReplicaWorker:
-    """applied: minibatches. losses: of those, as (minibatch, loss, what copies asked), until they
-    are taken.
+    """Runs one replica of a stage.
 
-    staleness: updates between a forward and its own update, the most there ever were. forwards:
-    microbatches done. doing: what it does now, or did last.
+    applied: minibatches applied. losses: of those, as (minibatch, loss, requests of the replicas),
+    until they are popped. staleness: most updates between a forward and its own update so far.
+    forwards: microbatches computed. doing: current or last action.
     """
 
     def __init__(
@@ -98,9 +99,8 @@ class ReplicaWorker:
         tell: Callable[[Event], object],
         events: FlightRecorder,
     ) -> None:
-        """bound: what the staleness must keep to. post: sends to a copy. tell: the dispatcher.
-
-        events: where what it does is noted.
+        """Create a worker. bound: largest allowed staleness. post: sends to a replica. tell: sends
+        to the dispatcher. events: flight recorder.
         """
         self.copy, self.weights = copy, weights
         self.applied = self.forwards = self.staleness = 0
@@ -110,43 +110,47 @@ class ReplicaWorker:
         self._table, self._parameters = table, parameters
         self._bound, self._clip, self._device = bound, clip, device
         self._post, self._tell, self._events = post, tell, events
-        self._into, self._out = layout.into(copy, back=False), layout.out(copy, back=False)
-        self._returns = layout.into(copy, back=True)
-        self._back = layout.out(copy, back=True)
+        self._forward_in, self._forward_out = (
+            layout.into(copy, back=False),
+            layout.out(copy, back=False),
+        )
+        self._backward_out = layout.into(copy, back=True)
+        self._backward_in = layout.out(copy, back=True)
         self._ties = layout.ties(copy)
         self._batches: dict[int, ReplicaMinibatch] = {}
         self._orders: list[ForwardOrder | BackwardOrder] = []
         self._values: dict[tuple[bool, int, int, int], Tensors] = {}
-        self._kept: dict[tuple[bool, int, int, int], Tensors] = {}
-        self._cells: dict[tuple[int, int], StageMicrobatch] = {}
-        self._reads: dict[int, list[int]] = {}  # by minibatch the versions its forwards read
-        self._parts: dict[int, MinibatchGradients] = {}
-        self._asked: dict[int, GradientExchangeOrder] = {}
+        self._results: dict[tuple[bool, int, int, int], Tensors] = {}
+        self._states: dict[tuple[int, int], StageMicrobatch] = {}
+        # by minibatch: weight versions that its forwards read
+        self._versions_read: dict[int, list[int]] = {}
+        self._gradients: dict[int, MinibatchGradients] = {}
+        self._exchange_orders: dict[int, GradientExchangeOrder] = {}
         self._gathered: dict[tuple[int, int], dict[int, Letter]] = {}
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
     def begin(self, minibatch: int, batch: ReplicaMinibatch, text: str, asks: int = 0) -> None:
-        """A minibatch's inputs are there. text: what must be equal on all ranks.
+        """Begin a minibatch whose inputs are here.
 
-        asks: what the process asks of all
+        text: must be equal on all ranks. asks: request bits
         (:class:`~fxpart.runtime.transport.rank_request.RankRequest`).
         """
         self._batches[minibatch] = batch
         self._tell(MinibatchStartReport(minibatch, len(batch.keys), text, asks))
 
     def restart(self, number: int) -> None:
-        """The next minibatch has this number; nothing is in flight."""
-        assert not self._batches, "drain before loading"
+        """Continue with this minibatch number while nothing is in flight."""
+        assert not self._batches, "flush before loading"
         self.applied = number
         self.losses.clear()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that it was ordered can be done now."""
+        """Whether no order can be executed now."""
         return self._next() is None
 
     def turn(self) -> bool:
-        """Compute one microbatch; False where none is ready."""
+        """Compute one microbatch; return False if none is ready."""
         order = self._next()
         if order is None:
             return False
@@ -178,99 +182,99 @@ class ReplicaWorker:
     def _ready(self, order: ForwardOrder | BackwardOrder) -> bool:
         back = isinstance(order, BackwardOrder)
         item = order.minibatch, order.microbatch
-        needed = self._back if back else self._into
+        needed = self._backward_in if back else self._forward_in
         return all((back, *item, group) in self._values for group, _ in needed)
 
     # -- computations ---------------------------------------------------------------------------
 
     def _run_forward(self, number: int, microbatch: int) -> float | None:
         table, batch = self._table, self._batches[number]
-        cell = StageMicrobatch(table)
+        state = StageMicrobatch(table)
         for position, name in table.user:
-            cell.inputs[position] = batch.inputs[microbatch][name]
-        for group, links in self._into:
+            state.inputs[position] = batch.inputs[microbatch][name]
+        for group, links in self._forward_in:
             found = self._values.pop((False, number, microbatch, group))
             for link, tensor in zip(links, found, strict=True):
-                cell.inputs[link.input] = self._received(link, tensor)
+                state.inputs[link.input] = self._received(link, tensor)
         behind = number - self.weights.updates
         if not 0 <= behind <= self._bound:
-            why = f"{self.weights.updates} updates were made before it, the bound is {self._bound}"
+            why = f"it misses {behind} updates; the staleness bound is {self._bound}"
             where = f"stage {self.copy}, minibatch {number}"
             raise error("FXP900", where=where, why=why, fix="")
         with self.weights.forward(_key(number, microbatch), behind):
-            cell.forward(batch.keys[microbatch], train=True)
-        self._reads.setdefault(number, []).append(self.weights.updates)
+            state.forward(batch.keys[microbatch], train=True)
+        self._versions_read.setdefault(number, []).append(self.weights.updates)
         self.forwards += 1
-        for group, links in self._out:
-            self._kept[False, number, microbatch, group] = [
-                _sent(link, cell.value(link, forward=True)) for link in links
+        for group, links in self._forward_out:
+            self._results[False, number, microbatch, group] = [
+                _sent(link, state.value(link, forward=True)) for link in links
             ]
         if table.trains:
-            self._cells[number, microbatch] = cell
+            self._states[number, microbatch] = state
         if table.loss is None:
             return None
-        return float(cell.outputs[table.loss].detach()) * batch.weights[microbatch]
+        return float(state.outputs[table.loss].detach()) * batch.weights[microbatch]
 
     def _run_backward(self, number: int, microbatch: int) -> None:
-        table, cell = self._table, self._cells.pop((number, microbatch))
+        table, state = self._table, self._states.pop((number, microbatch))
         roots = BackwardRoots(table)
-        for group, links in reversed(self._back):
+        for group, links in reversed(self._backward_in):
             found = self._values.pop((True, number, microbatch, group))
             for link, tensor in zip(links, found, strict=True):
                 roots.add(link, self._received(link, tensor))
         if table.loss is not None:
             weight = self._batches[number].weights[microbatch]
-            roots.add_loss(cell.outputs[table.loss], weight)
-        part = self._parts.setdefault(number, MinibatchGradients())
-        self._parameters.enter(part)
+            roots.add_loss(state.outputs[table.loss], weight)
+        part = self._gradients.setdefault(number, MinibatchGradients())
+        self._parameters.set_accumulated(part)
         with self.weights.backward(_key(number, microbatch)):
-            cell.backward(roots)
-        self._parameters.leave(part, microbatch)
-        for group, links in self._returns:
-            self._kept[True, number, microbatch, group] = [
-                _sent(link, cell.value(link, forward=False)) for link in links
+            state.backward(roots)
+        self._parameters.store_accumulated(part, microbatch)
+        for group, links in self._backward_out:
+            self._results[True, number, microbatch, group] = [
+                _sent(link, state.value(link, forward=False)) for link in links
             ]
 
     def _received(self, link: ValueEdge, tensor: torch.Tensor) -> torch.Tensor:
-        # A fresh tensor object: its requires_grad and grad are this copy's own.
-        return tensor.detach().to(self._device, link.dtype)
+        # A new tensor object, so that requires_grad and grad belong to this replica.
+        return tensor.detach().to(self._device, torch_dtype(link.dtype))
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def take(self, said: DispatcherMessage, tensors: Tensors) -> None:
-        """An order, or something from another copy. FXP900 for gradients that are not whole."""
-        self._take(said, tensors)
+    def take(self, message: DispatcherMessage, tensors: Tensors) -> None:
+        """Take an order or a message of another replica; FXP900 for incomplete gradients."""
+        self._take(message, tensors)
 
     @singledispatchmethod
-    def _take(self, said: object, tensors: Tensors) -> None:
-        raise AssertionError(f"{said} is nothing for a copy")
+    def _take(self, message: object, tensors: Tensors) -> None:
+        raise AssertionError(f"{message} is not a message for a replica")
 
     @_take.register(ForwardOrder)
     @_take.register(BackwardOrder)
-    def _(self, said: ForwardOrder | BackwardOrder, tensors: Tensors) -> None:
-        self._orders.append(said)
+    def _(self, message: ForwardOrder | BackwardOrder, tensors: Tensors) -> None:
+        self._orders.append(message)
 
     @_take.register
-    def _(self, said: MicrobatchValues, tensors: Tensors) -> None:
-        if said.minibatch >= self.applied:  # else it comes from one that was lost
-            key = said.back, said.minibatch, said.microbatch, said.group
+    def _(self, message: MicrobatchValues, tensors: Tensors) -> None:
+        if message.minibatch >= self.applied:  # otherwise from a lost replica
+            key = message.back, message.minibatch, message.microbatch, message.group
             self._values[key] = tensors
 
     @_take.register
-    def _(self, said: SendOrder, tensors: Tensors) -> None:
-        self._send(said.back, said.minibatch, said.microbatch, said.group, said.copy)
+    def _(self, message: SendOrder, tensors: Tensors) -> None:
+        self._send(message.back, message.minibatch, message.microbatch, message.group, message.copy)
 
     @_take.register
-    def _(self, said: GradientExchangeOrder, tensors: Tensors) -> None:
-        self._asked[said.minibatch] = said
-        part = self._parts.get(said.minibatch, MinibatchGradients())
-        mine = self._parameters.packed(part, said.minibatch, said.attempt, self.copy)
-        for other in said.copies:
+    def _(self, message: GradientExchangeOrder, tensors: Tensors) -> None:
+        self._exchange_orders[message.minibatch] = message
+        part = self._gradients.get(message.minibatch, MinibatchGradients())
+        mine = self._parameters.make_message(part, message.minibatch, message.attempt, self.copy)
+        for other in message.copies:
             if other != self.copy:
                 self._post(other, *mine)
-        for group, copies in said.others:
-            shared = self._parameters.shared(
-                part, self._ties[group], said.minibatch, said.attempt, self.copy
+        for group, copies in message.others:
+            shared = self._parameters.make_tied_message(
+                part, self._ties[group], message.minibatch, message.attempt, self.copy
             )
             for other in copies:
                 self._post(other, *shared)
@@ -278,74 +282,78 @@ class ReplicaWorker:
 
     @_take.register(ReplicaGradients)
     @_take.register(TiedReplicaGradients)
-    def _(self, said: ReplicaGradients | TiedReplicaGradients, tensors: Tensors) -> None:
-        if said.minibatch >= self.applied:
-            self._gather(said, tensors)
+    def _(self, message: ReplicaGradients | TiedReplicaGradients, tensors: Tensors) -> None:
+        if message.minibatch >= self.applied:
+            self._gather(message, tensors)
 
     @_take.register
-    def _(self, said: UpdateOrder, tensors: Tensors) -> None:
-        number = said.minibatch
+    def _(self, message: UpdateOrder, tensors: Tensors) -> None:
+        number = message.minibatch
         assert number == self.applied, "minibatches are applied in order"
         gradients = self._totals.pop(number, None)
         if gradients is not None:
             norm, factor = self._clip.norm, 1.0
             if norm is not None:
-                factor = min(1.0, norm / (said.square**0.5 + 1e-6))
+                factor = min(1.0, norm / (message.square**0.5 + 1e-6))
             clip_gradients(gradients, factor, self._clip.value)
             self._parameters.set(gradients)
             self.weights.update()
             self._parameters.set([None] * len(gradients))
         else:
-            self.weights.count_update()  # nothing here is trained
-        for version in self._reads.pop(number, ()):
+            self.weights.count_update()  # nothing is trained here
+        for version in self._versions_read.pop(number, ()):
             self.staleness = max(self.staleness, number - version)
         self._forget(number)
         self.applied += 1
-        self.losses.append((number, said.loss, said.asked))
+        self.losses.append((number, message.loss, message.asked))
 
-    def _gather(self, said: ReplicaGradients | TiedReplicaGradients, tensors: Tensors) -> None:
-        number = said.minibatch
-        found = self._gathered.setdefault((number, said.attempt), {})
-        found[said.copy] = said, tensors
-        asked = self._asked.get(number)
-        if asked is None or asked.attempt != said.attempt:
+    def _gather(self, message: ReplicaGradients | TiedReplicaGradients, tensors: Tensors) -> None:
+        number = message.minibatch
+        found = self._gathered.setdefault((number, message.attempt), {})
+        found[message.copy] = message, tensors
+        asked = self._exchange_orders.get(number)
+        if asked is None or asked.attempt != message.attempt:
             return
         if not set(asked.all) <= set(found):
             return
         parts = [found[copy] for copy in asked.copies]
         others = [[found[copy] for copy in copies] for _, copies in asked.others]
         total = self._totals[number] = self._parameters.total(parts, asked.count, others)
-        del self._gathered[number, said.attempt]
+        del self._gathered[number, message.attempt]
         norm = self._parameters.square(total) if self._clip.norm is not None else 0.0
         self._tell(GradientsReport(number, asked.attempt, norm))
 
     def _send(self, back: bool, number: int, microbatch: int, group: int, copy: int) -> None:
-        found = self._kept[back, number, microbatch, group]
+        found = self._results[back, number, microbatch, group]
         self._post(copy, MicrobatchValues(back, number, microbatch, self._group), found)
 
-    def serve(self, said: SendOrder) -> bool:
-        """Send what was made, from any thread; whether it is there."""
-        found = self._kept.get((said.back, said.minibatch, said.microbatch, said.group))
+    def serve(self, message: SendOrder) -> bool:
+        """Send a stored value from any thread; return whether it is stored."""
+        found = self._results.get(
+            (message.back, message.minibatch, message.microbatch, message.group)
+        )
         if found is not None:
-            mine = MicrobatchValues(said.back, said.minibatch, said.microbatch, self._group)
-            self._post(said.copy, mine, found)
+            mine = MicrobatchValues(
+                message.back, message.minibatch, message.microbatch, self._group
+            )
+            self._post(message.copy, mine, found)
         return found is not None
 
     def _forget(self, number: int) -> None:
-        """Nobody asks for anything of the minibatch any more."""
+        """Drop everything of a minibatch that is applied."""
         self._batches.pop(number, None)
-        self._parts.pop(number, None)
-        self._asked.pop(number, None)
+        self._gradients.pop(number, None)
+        self._exchange_orders.pop(number, None)
         self._values = {k: v for k, v in self._values.items() if k[1] != number}
-        self._kept = {k: v for k, v in self._kept.items() if k[1] != number}
+        self._results = {k: v for k, v in self._results.items() if k[1] != number}
         self._gathered = {k: v for k, v in self._gathered.items() if k[0] != number}
         self._orders = [order for order in self._orders if order.minibatch != number]
 
 
 def _sent(link: ValueEdge, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(link.sent).contiguous()
+    return tensor.detach().to(torch_dtype(link.sent)).contiguous()
 
 
 def _key(minibatch: int, microbatch: int) -> int:
-    """One number for both; a minibatch has fewer microbatches than that."""
+    """Combine both numbers; a minibatch has fewer than 2**20 microbatches."""
     return minibatch << 20 | microbatch

@@ -1,4 +1,4 @@
-"""What a trainer from queues is made of: an optimizer and a worker for each copy of a process."""
+"""Construction of the optimizers and workers of a queue trainer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.optimizer.factory import make_optimizer
 from fxpart.runtime.optimizer.parameter_groups import make_local_groups
 from fxpart.runtime.queues.replica_gradients import CrossGroupParameter, ReplicaParameters
-from fxpart.runtime.queues.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.runtime.queues.worker import ClipLimits, ReplicaWorker
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) -> ReplicaWorker:
-    """The worker of a copy, with its weights and its part of the mail."""
-    module = trainer._lanes[0].modules[stage]
+    """Make the worker of a replica, with its weights and messages."""
+    module = trainer._mesh_ranks[0].modules[stage]
     optimizer, options, queue = trainer.optimizers[stage, 0], trainer.options, trainer.queue
-    mail, spec = trainer._mail, trainer.spec
+    messenger, spec = trainer._messenger, trainer.spec
     bound = trainer.dealt[layout.group(stage)]
     table = StageSignature.of(
         spec, spec.stages[stage], module, layout.found(stage), False,
@@ -41,8 +41,8 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) ->
         bound=bound,
         clip=ClipLimits(options.clip_norm, options.clip_value),
         device=trainer._devices[trainer._ranks[stage][0]],
-        post=lambda target, said, tensors: mail.post(stage, target, said, tensors),
-        tell=lambda event: mail.tell(stage, event),
+        post=lambda target, message, tensors: messenger.post(stage, target, message, tensors),
+        tell=lambda event: messenger.tell(stage, event),
         events=trainer.events,
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) ->
 def collect_replica_parameters(
     trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph
 ) -> ReplicaParameters:
-    """The trainable parameters of a copy, and which of them other groups hold too."""
+    """Return the trainable parameters of a replica and which are tied to other groups."""
     mine = parameters_of(trainer, stage)
     places = {name: place for place, (name, _) in enumerate(mine)}
     ties = {
@@ -58,13 +58,13 @@ def collect_replica_parameters(
         for names in layout.ties(stage).values()
         for name in names
     }
-    return ReplicaParameters([p for _, p in mine], trainer._held.rows, ties)
+    return ReplicaParameters([p for _, p in mine], trainer._shards.rows, ties)
 
 
 def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
-    """One for each copy of this process, with the trainer's groups."""
+    """Make one optimizer per replica of this process, with the trainer's groups."""
     made: dict[Place, torch.optim.Optimizer] = {}
-    for stage in trainer._lanes[0].modules:
+    for stage in trainer._mesh_ranks[0].modules:
         mine = parameters_of(trainer, stage)
         optimizer = make_optimizer(
             given,
@@ -72,13 +72,13 @@ def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
             make_local_groups(trainer._groups, mine),
             [name for name, _ in mine],
         )
-        check_optimizer_support(optimizer, trainer._state, trainer._held.rows)
+        check_optimizer_support(optimizer, trainer._state, trainer._shards.rows)
         made[stage, 0] = optimizer
     return made
 
 
 def parameters_of(trainer: QueueTrainer, stage: int) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters of a copy, in the model's order."""
+    """Return the trainable parameters of a replica in model order."""
     return [
         (name, tensor)
         for name, entry in trainer._state.entries.items()

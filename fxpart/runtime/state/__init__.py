@@ -1,1 +1,1 @@
-"""Parameters and buffers of a trainer, and how they leave it."""
+"""Parameters and buffers of a trainer, and their export."""

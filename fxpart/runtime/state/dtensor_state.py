@@ -1,4 +1,4 @@
-"""State as torch's DTensors: each rank gives and takes its own part, and nothing is gathered."""
+"""State as torch DTensors: each rank converts its own shards, and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, error
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.runtime.mesh.communicators import MeshCommunicators
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import REPLICATE
 
 if TYPE_CHECKING:
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class DTensorState:
-    """Makes DTensors of a process's state.
+    """Conversion of a process's state to DTensors.
 
-    Torch's meshes are made when they are first needed; every rank must ask for them.
+    Device meshes are created when first needed; every rank must request them.
     """
 
     def __init__(self, state: ModelState, meshes: MeshCommunicators | None) -> None:
-        """meshes: None where the program is not sharded."""
+        """meshes: None if the program is not sharded."""
         self._state = state
         self._meshes = meshes
         self._made: dict[int, DeviceMesh] = {}
 
     def give(self) -> dict[str, DTensor]:
-        """The parameters and persistent buffers that this rank's stage holds, by original name.
+        """Return the parameters and persistent buffers of this rank's stage, by original name.
 
-        Each lies over the mesh of that stage; another rank's dict has its own stage's names.
-        FXP109 where one process holds all ranks, or a stage is one rank.
+        Each is sharded over the mesh of that stage; a rank's dict has only the names of its stage.
+        FXP109 if one process runs all ranks, or a stage has one rank.
         """
         from fxpart.collectives.dtensor_conversion import to_dtensor
 
@@ -44,16 +44,16 @@ class DTensorState:
             raise error(
                 "FXP109",
                 where="state_dict(sharded=True)",
-                why="a DTensor is spread over processes, and here a stage is one process",
+                why="a DTensor is sharded over processes, but each stage here is in one process",
                 fix="leave sharded=True out, or start the program with torchrun on a mesh",
             )
         found: dict[str, DTensor] = {}
         devices = self._devices()
         for name, entry in self._state.saved():
-            for (stage, lane), tensor in entry.copies.items():
+            for (stage, mesh_rank), tensor in entry.copies.items():
                 pieces = entry.pieces
                 found[name] = to_dtensor(
-                    self._meshes.of(stage, lane),
+                    self._meshes.of(stage, mesh_rank),
                     tensor.detach().clone(),
                     pieces.placements,
                     devices[stage],
@@ -62,7 +62,7 @@ class DTensorState:
         return found
 
     def _devices(self) -> dict[int, DeviceMesh]:
-        """torch's mesh of each stage."""
+        """Return torch's device mesh of each stage."""
         from fxpart.collectives.dtensor_conversion import device_mesh
 
         if not self._made:
@@ -74,7 +74,7 @@ class DTensorState:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is spread over processes."""
+    """Return whether a tensor is a DTensor."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -83,34 +83,36 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def take_local_part(
-    tensor: torch.Tensor, pieces: ShardLayout, lane: int, ranks: Sequence[int]
+    tensor: torch.Tensor, pieces: ShardLayout, mesh_rank: int, ranks: Sequence[int]
 ) -> torch.Tensor:
-    """The lane's part of a whole tensor or of a DTensor; one laid out otherwise is put together.
+    """Return the mesh rank's part of a tensor or DTensor; gather one with another sharding.
 
-    ranks: those of the stage's lanes.
+    ranks: of the stage's mesh ranks.
     """
     if not is_dtensor(tensor):
-        return pieces.part(tensor, lane)
-    own = _same(tensor, pieces, ranks)
+        return pieces.part(tensor, mesh_rank)
+    own = _match_local_part(tensor, pieces, ranks)
     if own is not None:
         return own
     whole: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return pieces.part(whole, lane)
+    return pieces.part(whole, mesh_rank)
 
 
-def _same(tensor: torch.Tensor, pieces: ShardLayout, ranks: Sequence[int]) -> torch.Tensor | None:
-    """The local part of a DTensor that lies as the program's own tensor does."""
+def _match_local_part(
+    tensor: torch.Tensor, pieces: ShardLayout, ranks: Sequence[int]
+) -> torch.Tensor | None:
+    """Return the local part of a DTensor that is sharded like the program's tensor, or None."""
     from fxpart.collectives.dtensor_conversion import from_dtensor
 
     if tensor.device_mesh.mesh.flatten().tolist() != list(ranks):  # type: ignore[attr-defined]
         return None
     try:
         local, placements = from_dtensor(tensor, pieces.mesh)  # type: ignore[arg-type]
-    except FxpartError:  # another shape of mesh, or a placement that there is not here
+    except FxpartError:  # Another mesh shape, or an unsupported placement.
         return None
     return local if placements == tuple(p or REPLICATE for p in pieces.placements) else None
 
 
 def has_dtensors(given: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a state dict has DTensors: each rank's then holds the names of its own stage."""
+    """Return whether a state dict has DTensors; it then has only the names of its rank's stage."""
     return any(is_dtensor(tensor) for tensor in given.values())

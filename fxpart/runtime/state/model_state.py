@@ -1,4 +1,4 @@
-"""Parameters and buffers of the local stages by their original names, and those of other ranks."""
+"""Parameters and buffers by original name: local tensors, and specs of all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.program.edges import torch_dtype
-from fxpart.program.shard_layout import ShardLayout
 from fxpart.program.spec import StateSpec
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
 from fxpart.runtime.state.dtensor_state import has_dtensors, take_local_part
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import STATE, Transport
 
-Place = tuple[int, int]  # stage, lane
+Place = tuple[int, int]  # stage, mesh rank
 
 
 @dataclass(frozen=True)
 class StateEntry:
     """One named tensor of the model.
 
-    spec: what it is, and who owns it; its shape is one lane's. stages: the holders. copies: what
-    this process holds, by stage and lane. pieces: which part each lane holds. partial: the axes
-    over which its gradient is a sum still to be made when the backward passes are over.
+    spec: its kind and owner; the shape is that of one mesh rank. stages: all stages that have it.
+    copies: this process's tensors, by stage and mesh rank. pieces: the part of each mesh rank.
+    partial: the axes over which its gradient must still be reduced after the backward passes.
     """
 
     spec: StateSpec
@@ -41,31 +41,35 @@ class StateEntry:
         return self.spec.kind == "parameter" and self.spec.requires_grad
 
     def first(self) -> torch.Tensor | None:
-        """The owner's tensor of the lowest lane here, else any of this process; None: it has none.
+        """Return the owner's tensor of the lowest local mesh rank, else any local one, or None.
 
-        Where no lane has a part only, all of them are equal.
+        All local tensors are equal if the entry is not sharded.
         """
         places = sorted(self.copies, key=lambda place: (place[0] != self.spec.owner, place[1]))
         return self.copies[places[0]] if places else None
 
     def owned(self) -> dict[int, torch.Tensor]:
-        """The owner's tensors in this process, by lane."""
-        return {lane: t for (stage, lane), t in self.copies.items() if stage == self.spec.owner}
+        """Return the owner's tensors in this process, by mesh rank."""
+        return {
+            mesh_rank: t
+            for (stage, mesh_rank), t in self.copies.items()
+            if stage == self.spec.owner
+        }
 
 
 class ModelState:
-    """All named tensors of a program, in the model's own order as far as the program tells it."""
+    """All named tensors of a program, in the model's order if the program has it."""
 
     def __init__(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
     ) -> None:
-        """lanes: those of this process. ranks: of each stage and lane."""
-        spec = lanes[0].spec
-        self.lanes = tuple(lanes)
+        """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank."""
+        spec = mesh_ranks[0].spec
+        self.lanes = tuple(mesh_ranks)
         self.ranks = ranks
         self.transport = transport
         self.device = devices[transport.local[0]]
@@ -75,25 +79,34 @@ class ModelState:
         for stage in spec.stages:
             for state in stage.state:
                 found.setdefault(state.name, []).append((stage.index, state))
-        for name, holders in found.items():
-            if holders:
-                self.entries[name] = self._entry(name, holders)
+        for name, stage_items in found.items():
+            if stage_items:
+                self.entries[name] = self._entry(name, stage_items)
 
-    def _entry(self, name: str, holders: list[tuple[int, StateSpec]]) -> StateEntry:
+    def _entry(self, name: str, stage_items: list[tuple[int, StateSpec]]) -> StateEntry:
         copies = {
-            (index, lane.index): _tensor(lane.modules[index], state.attribute)
-            for lane in self.lanes
-            for index, state in holders
-            if index in lane.modules
+            (index, mesh_rank.index): _tensor(mesh_rank.modules[index], state.attribute)
+            for mesh_rank in self.lanes
+            for index, state in stage_items
+            if index in mesh_rank.modules
         }
-        first, sharding = holders[0][1], self.lanes[0].spec.sharding
+        first, sharding = stage_items[0][1], self.lanes[0].spec.sharding
         pieces = ShardLayout.of(sharding, name, first.shape)
-        held = None if sharding is None else sharding.state.get(name)
-        stages = tuple(index for index, _ in holders)
-        return StateEntry(first, stages, copies, pieces, () if held is None else held.partial)
+        tensor_sharding = None if sharding is None else sharding.state.get(name)
+        stages = tuple(index for index, _ in stage_items)
+        return StateEntry(
+            first,
+            stages,
+            copies,
+            pieces,
+            () if tensor_sharding is None else tensor_sharding.partial,
+        )
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This process's trainable parameters by name, each object once; a tie may have several."""
+        """Return this process's trainable parameters by name, each object once.
+
+        A tied parameter may have several objects.
+        """
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, entry in self.entries.items():
             for tensor in entry.copies.values():
@@ -102,15 +115,15 @@ class ModelState:
         return list(found.values())
 
     def trainable(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter of the model that gets a gradient, by name."""
+        """Return the whole shape of every trainable parameter of the model, by name."""
         return {n: tuple(e.pieces.shape) for n, e in self.entries.items() if e.trainable}
 
-    def rank(self, stage: int, lane: int) -> int:
-        """The rank that runs a lane of a stage."""
-        return self.ranks[stage][lane]
+    def rank(self, stage: int, mesh_rank: int) -> int:
+        """Return the rank of a stage's mesh rank."""
+        return self.ranks[stage][mesh_rank]
 
     def saved(self) -> Iterator[tuple[str, StateEntry]]:
-        """Entries that a state dict holds: parameters and persistent buffers."""
+        """Yield the entries of a state dict: parameters and persistent buffers."""
         for name, entry in self.entries.items():
             kind = entry.spec.kind
             if kind == "parameter" or (kind == "buffer" and entry.spec.persistent):
@@ -123,10 +136,10 @@ class ModelState:
         first_only: bool = False,
         flat: Mapping[str, str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Copies of whole tensors on every process, or on rank 0 only (elsewhere empty).
+        """Return copies of whole tensors on every process, or only on rank 0 (else empty).
 
-        wanted: names in the same order on every process, with the parts of the owner's lanes that
-        this process runs. flat: names whose parts are cut once more, along this axis.
+        wanted: names in the same order on every process, with the parts of the owner's mesh ranks
+        in this process. flat: names whose parts are also sharded along this axis, as flat tensors.
         """
         result: dict[str, torch.Tensor] = {}
         keep = not first_only or 0 in self.transport.local
@@ -136,9 +149,11 @@ class ModelState:
             axis = (flat or {}).get(name, "")
             pieces = shard_along_axis(entry.pieces, axis)
             whole = None
-            for lane in pieces.sources:
-                root = self.rank(entry.spec.owner, lane)
-                part = self._bring(root, own.get(lane), pieces.local_shape(lane), dtype, first_only)
+            for mesh_rank in pieces.sources:
+                root = self.rank(entry.spec.owner, mesh_rank)
+                part = self._transfer(
+                    root, own.get(mesh_rank), pieces.local_shape(mesh_rank), dtype, first_only
+                )
                 if part is None or not keep:
                     continue
                 if len(pieces.sources) == 1:
@@ -146,12 +161,12 @@ class ModelState:
                 else:
                     if whole is None:
                         whole = torch.empty(entry.pieces.shape, dtype=dtype, device=self.device)
-                    pieces.put(whole, lane, part.to(self.device))
+                    pieces.put(whole, mesh_rank, part.to(self.device))
             if whole is not None:
                 result[name] = whole
         return result
 
-    def _bring(
+    def _transfer(
         self,
         root: int,
         own: torch.Tensor | None,
@@ -159,7 +174,7 @@ class ModelState:
         dtype: torch.dtype,
         first_only: bool,
     ) -> torch.Tensor | None:
-        """A copy of a tensor of rank ``root``, everywhere or on rank 0."""
+        """Return a copy of a tensor of rank ``root``, on every rank or on rank 0."""
         local = self.transport.local
         if root in local:
             assert own is not None, "the owner has its tensor"
@@ -175,37 +190,41 @@ class ModelState:
         return None
 
     def load(self, given: Mapping[str, torch.Tensor], *, strict: bool) -> int:
-        """Copy tensors into every local copy, return how many; FXP110, with all faults, before."""
+        """Copy tensors into all local copies; return how many; first FXP110 with all problems."""
         wanted = {
             name: given[known]
             for name, _ in self.saved()
-            if (known := self._known_as(name, given)) is not None
+            if (known := self._find_given_name(name, given)) is not None
         }
         problems: list[Problem] = []
         if strict:
             here = has_dtensors(given)
             names = {name for name, entry in self.saved() if entry.copies or not here}
             problems += [
-                _fault(name, "the state dict does not hold it")
+                _make_problem(name, "the state dict does not have it")
                 for name in sorted(names - set(wanted))
             ]
             extra = set(given) - names - set(self.aliases)
-            problems += [_fault(name, "the model has no such tensor") for name in sorted(extra)]
+            problems += [
+                _make_problem(name, "the model has no such tensor") for name in sorted(extra)
+            ]
         for name, tensor in wanted.items():
             shape = self.entries[name].pieces.shape
             if tuple(tensor.shape) != shape:
-                problems.append(_fault(name, f"its shape is {tuple(tensor.shape)}, not {shape}"))
+                problems.append(
+                    _make_problem(name, f"its shape is {tuple(tensor.shape)}, not {shape}")
+                )
         if problems:
             raise FxpartError(problems)
         with torch.no_grad():
             for name, tensor in wanted.items():
                 entry = self.entries[name]
-                for (stage, lane), copy in entry.copies.items():
-                    copy.copy_(take_local_part(tensor, entry.pieces, lane, self.ranks[stage]))
+                for (stage, mesh_rank), copy in entry.copies.items():
+                    copy.copy_(take_local_part(tensor, entry.pieces, mesh_rank, self.ranks[stage]))
         return len(wanted)
 
-    def _known_as(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
-        """The name, or an alias of it, under which the given state holds a tensor."""
+    def _find_given_name(self, name: str, given: Mapping[str, torch.Tensor]) -> str | None:
+        """Return the name, or its alias, under which the given state has a tensor."""
         if name in given:
             return name
         return next((a for a, main in self.aliases.items() if main == name and a in given), None)
@@ -216,15 +235,15 @@ class ModelState:
 
 
 def shard_along_axis(pieces: ShardLayout, axis: str) -> ShardLayout:
-    """The pieces cut once more along an axis, as flat tensors; the same if there is no axis."""
+    """Return the layout with parts also sharded along an axis, as flat tensors; "": unchanged."""
     return ShardLayout(pieces.shape, pieces.placements, pieces.mesh, axis) if axis else pieces
 
 
 def _tensor(module: nn.Module, attribute: str) -> torch.Tensor:
     tensor = attrgetter(attribute)(module)
-    assert isinstance(tensor, torch.Tensor), "stage state is tensors"
+    assert isinstance(tensor, torch.Tensor), "the state of a stage consists of tensors"
     return tensor
 
 
-def _fault(name: str, why: str) -> Problem:
-    return Problem("FXP110", name, why, "give the state dict of the same model, or strict=False")
+def _make_problem(name: str, why: str) -> Problem:
+    return Problem("FXP110", name, why, "pass the state dict of the same model, or strict=False")

@@ -1,4 +1,4 @@
-"""Tensors that a program has as constants, copied anew when their owner writes them."""
+"""Constant tensors of a program, copied again when the model changes them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ import torch
 from torch import nn
 
 from fxpart.compat import storage_identity
-from fxpart.program.shard_layout import make_state_slicer
 from fxpart.program.spec import StageSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.runtime.state.shard_layout import make_state_slicer
 
 Part = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class ModuleConstants:
-    """The copies that stage modules have of the model's own constants and buffers.
+    """The copies that stage modules have of the model's constants and buffers.
 
-    entries: copy, the model's tensor, its name, and what takes a rank's part out of it.
+    entries: copy, the model's tensor, its name, and the function that selects a rank's part.
     """
 
     entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, lanes: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> ModuleConstants:
-        """Those of the stage modules of these mesh ranks."""
+    def of(
+        cls, mesh_ranks: Sequence[MeshRank], state: Mapping[str, torch.Tensor]
+    ) -> ModuleConstants:
+        """Register the copies in the stage modules of these mesh ranks."""
         found = cls()
-        found.extend(lanes, state)
+        found.extend(mesh_ranks, state)
         return found
 
-    def extend(self, lanes: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> None:
-        """Note the copies of the stage modules of these mesh ranks too."""
-        for lane in lanes:
-            part = make_state_slicer(lane.spec, lane.index)
-            for stage, module in lane.modules.items():
-                self.add(module, lane.spec.stages[stage], state, part)
+    def extend(self, mesh_ranks: Sequence[MeshRank], state: Mapping[str, torch.Tensor]) -> None:
+        """Register the copies in the stage modules of further mesh ranks."""
+        for mesh_rank in mesh_ranks:
+            part = make_state_slicer(mesh_rank.spec, mesh_rank.index)
+            for stage, module in mesh_rank.modules.items():
+                self.add(module, mesh_rank.spec.stages[stage], state, part)
 
     def add(
         self,
@@ -46,14 +48,14 @@ class ModuleConstants:
         state: Mapping[str, torch.Tensor],
         part: Part | None,
     ) -> None:
-        """Note the copies of a stage module. state: the model's tensors by name."""
+        """Register the copies in a stage module. state: the model's tensors by name."""
         for item in stage.state:
             if item.kind != "parameter" and item.name in state:
                 copy = getattr(module, item.attribute)
                 self.entries.append((copy, state[item.name], item.name, part))
 
     def update(self, changed: Sequence[torch.Tensor]) -> bool:
-        """Copy the tensors that changed; whether every one of them is a constant of a program."""
+        """Copy the changed tensors; return whether all of them are constants of the program."""
         ids = {storage_identity(t) for t in changed}
         found = set()
         with torch.no_grad():

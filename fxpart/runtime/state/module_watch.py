@@ -1,7 +1,7 @@
-"""Whether the user's module is changed while a trainer has copies of its weights.
+"""Detection of changes to the user's module while a trainer has copies of its weights.
 
-The trainer cannot take a weight from the module, as its own was trained since. Changes that are
-seen by the next step are refused. Freezing a parameter takes effect.
+The trainer cannot read weights from the module, because it has trained its own. Changes are
+rejected at the next step. Freezing a parameter is supported.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from fxpart.errors import FxpartError, Problem
 Slots = Mapping[str, tuple[MutableMapping[str, Any], str]]
 
 _VERSION, _FLAG = attrgetter("_version"), attrgetter("requires_grad")
-_SAMPLE = 64  # numbers of a parameter that are compared at a time
-_EACH_STEP = 16  # parameters of which some numbers are compared in one step
+_SAMPLE = 64  # Elements of a parameter per comparison.
+_EACH_STEP = 16  # Parameters compared per step.
 _SHOWN = 3
 
 
 class ModuleWatch:
-    """Compares the module's tensors with what they were when the trainer was made.
+    """Compares the module's tensors with those at the creation of the trainer.
 
-    Replaced tensors, writes that autograd counts and ``requires_grad`` are seen at the next call;
-    writes through ``.data`` by some numbers of each parameter, of 16 parameters a call.
+    Each call detects replaced tensors, writes that autograd counts, and changes of
+    ``requires_grad``. Writes through ``.data`` are detected by comparing some elements of 16
+    parameters per call.
     """
 
     def __init__(self, slots: Slots, parameters: Iterable[str], *, values: bool) -> None:
-        """slots: where the modules store their tensors. parameters: names of those that are.
+        """slots: where the modules store their tensors. parameters: names of the parameters.
 
-        values: whether the trainer's weights are those of the module, so that writes matter.
+        values: whether the trainer's weights come from the module, so that writes matter.
         """
         found = {name: place.get(key) for name, (place, key) in slots.items()}
         self._tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
@@ -46,7 +47,7 @@ class ModuleWatch:
         self.accept()
 
     def note_returned(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Remember the trainer's state that a caller got, which may be loaded into the module."""
+        """Record the trainer's state that was returned, and may be loaded into the module."""
         self._returned = {
             name: _sample(tensor).clone()
             for name, tensor in state.items()
@@ -54,14 +55,14 @@ class ModuleWatch:
         }
 
     def _is_returned(self, name: str, now: Any) -> bool:
-        """Whether the module's tensor has the numbers that the trainer returned last."""
+        """Return whether the module's tensor has the values that the trainer returned last."""
         known = self._returned.get(name)
         if known is None or not isinstance(now, torch.Tensor) or not _is_sampled(now):
             return False
         return _equal(_sample(now), known)
 
     def accept(self) -> None:
-        """Take what the module has now as known, as after loading state into the trainer."""
+        """Accept the module's current tensors, as after loading state into the trainer."""
         for name, (place, key) in self._slots.items():
             now = place.get(key)
             if isinstance(now, torch.Tensor):
@@ -71,7 +72,7 @@ class ModuleWatch:
         self._counted = [t for t in self._live if self._values and not t.is_inference()]
         self._versions = list(map(_VERSION, self._counted))
         self._trained = [self._tensors[name] for name in self._parameters]
-        self._known: list[bool] = []  # flags are looked at with the next call
+        self._known: list[bool] = []  # The next call compares the flags.
         others = set(self._tensors) - set(self._parameters)
         self._buffers = {n: self._tensors[n].detach().clone() for n in others if self._values}
         self._samples = [
@@ -86,40 +87,40 @@ class ModuleWatch:
         self._turn = 0
 
     def frozen(self) -> frozenset[str]:
-        """Return the names of parameters that were frozen since the trainer was made.
+        """Return the names of parameters that were frozen since the trainer was created.
 
-        Raises FXP113 where weights of the module were changed, FXP109 where a parameter that had no
-        gradient is to be trained now.
+        Raises FXP113 if weights of the module were changed, FXP109 if a parameter without gradients
+        is now to be trained.
         """
         live = [place.get(key) for place, key in self._places]
         replaced = any(map(is_not, live, self._live))
         if replaced or list(map(_VERSION, self._counted)) != self._versions:
             self._compare(live)
         if self._samples:
-            self._compare_some()
+            self._compare_sample()
         flags = list(map(_FLAG, self._trained))
         if flags != self._known:
             self._known = flags
-            self._frozen = self._flagged(flags)
+            self._frozen = self._find_frozen(flags)
         return self._frozen
 
-    def _flagged(self, flags: list[bool]) -> frozenset[str]:
+    def _find_frozen(self, flags: list[bool]) -> frozenset[str]:
         now = dict(zip(self._parameters, flags, strict=True))
         free = [name for name, flag in now.items() if flag and not self._flags[name]]
         if free:
-            self._known.clear()  # flags are looked at again
+            self._known.clear()  # Compare the flags again at the next call.
             raise FxpartError(
                 Problem(
                     "FXP109", f"parameter {name}",
-                    "it had requires_grad=False when the trainer was made, and has True now",
-                    "compile again: what flows back between the stages depends on it",
+                    "it had requires_grad=False when the trainer was created, and has True now",
+                    "compile again: the gradients that stages exchange depend on it",
                 )
                 for name in free
             )  # fmt: skip
         return frozenset(name for name, flag in now.items() if not flag and self._flags[name])
 
     def _compare(self, live: list[Any]) -> None:
-        """A tensor was replaced or written to: refuse it, unless its numbers are the same."""
+        """Raise FXP113 for tensors that were replaced or written with other values."""
         versions = dict(zip(map(id, self._counted), self._versions, strict=True))
         changed: list[str] = []
         for name, before, now in zip(self._tensors, self._live, live, strict=True):
@@ -131,16 +132,16 @@ class ModuleWatch:
             if self._values and not same and not self._is_returned(name, now):
                 changed.append(name)
         if changed:
-            raise _changed(changed)
+            raise _make_changed_error(changed)
         self.accept()
 
-    def _compare_some(self) -> None:
-        """Compare some numbers of some parameters, in turn."""
+    def _compare_sample(self) -> None:
+        """Compare some elements of some parameters, in rotation."""
         these, numbers = self._turns[self._turn], self._numbers[self._turn]
         self._turn = (self._turn + 1) % len(self._turns)
         moved = [name for name, at, _ in these if self._tensors[name].data_ptr() != at]
         if moved:
-            raise _changed(moved)
+            raise _make_changed_error(moved)
         if torch.equal(torch.cat([view for _, _, view in these]), numbers):
             return
         parts = numbers.split([len(view) for _, _, view in these])
@@ -148,7 +149,7 @@ class ModuleWatch:
         changed = [name for (name, _, view), part in pairs if not _equal(view.to(part.dtype), part)]
         other = [name for name in changed if not self._is_returned(name, self._tensors[name])]
         if other:
-            raise _changed(other)
+            raise _make_changed_error(other)
         self.accept()
 
 
@@ -160,7 +161,7 @@ def _is_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of some of its numbers, evenly spread."""
+    """Return a view of some evenly spaced elements."""
     line = tensor.detach().view(-1)
     return line[:: max(1, line.numel() // _SAMPLE)][:_SAMPLE]
 
@@ -174,14 +175,14 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return floats and torch.allclose(one.detach(), other.detach(), 0.0, 0.0, equal_nan=True)
 
 
-def _changed(names: list[str]) -> FxpartError:
+def _make_changed_error(names: list[str]) -> FxpartError:
     shown = ", ".join(names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return FxpartError(Problem(
         "FXP113",
         f"the module's {shown}{more}",
-        "the module was changed after the trainer was made, which has weights of its own and has "
-        "not seen the change",
-        "change what trainer.state_dict() gives and trainer.load_state_dict() it; or change the "
+        "the module was changed after the trainer was created; the trainer has its own weights and "
+        "does not see the change",
+        "modify trainer.state_dict() and pass it to trainer.load_state_dict(), or change the "
         "module before program.trainer()",
     ))  # fmt: skip

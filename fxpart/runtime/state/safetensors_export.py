@@ -1,9 +1,9 @@
-"""Trained weights as one Hugging Face safetensors checkpoint, a tensor at a time.
+"""Export of trained weights as a Hugging Face safetensors checkpoint, tensor by tensor.
 
-model.safetensors                   or, where it would be too large,
+model.safetensors                   or, if it would be too large,
 model-00001-of-00002.safetensors    its shards, and
-model.safetensors.index.json        which of them holds which tensor
-config.json                         of a transformers model: from_pretrained reads the folder
+model.safetensors.index.json        the shard of each tensor
+config.json                         of a transformers model, for from_pretrained
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import error
-from fxpart.program.edges import torch_dtype
+from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
@@ -37,7 +37,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _ExportedTensor:
-    """A tensor that the checkpoint will hold."""
+    """A tensor of the checkpoint."""
 
     name: str
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class _ExportedTensor:
 
     @property
     def bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -57,11 +57,10 @@ def save_pretrained(
     config: str,
     shard_bytes: int,
 ) -> tuple[Path, ...]:
-    """Write the checkpoint of
-    :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_pretrained`.
+    """Write the checkpoint of :meth:`.stateful_trainer.StatefulTrainer.save_pretrained`.
 
-    Rank 0 gets tensor after tensor from their owners and writes each before the next one comes.
-    unused: state that no stage holds. config: the text of config.json, empty for none.
+    Rank 0 receives one tensor at a time from its owners and writes it before the next. unused:
+    state that no stage owns. config: the text of config.json, empty for none.
     """
     kept = [
         _ExportedTensor(name, torch_dtype(entry.spec.dtype), entry.pieces.shape)
@@ -70,18 +69,18 @@ def save_pretrained(
     kept += [
         _ExportedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in unused.items()
     ]
-    shards = _shards(kept, shard_bytes)
+    shards = _split_into_shards(kept, shard_bytes)
     writes = 0 in state.transport.local
     target = Path(directory).absolute()
     fresh = agree(
         state.transport, "where weights are saved",
-        lambda: (_begin(target) if writes else None, f"{target} {shard_bytes}"),
+        lambda: (_make_temporary_folder(target) if writes else None, f"{target} {shard_bytes}"),
     )  # fmt: skip
     failed: list[OSError] = []
     try:
         for file, members in shards.items():
             with convert_transport_errors(state.transport, "saving weights"):
-                tensors = _tensors(state, unused, members)
+                tensors = _iterate_tensors(state, unused, members)
                 if fresh is None:
                     for _ in tensors:
                         pass
@@ -89,16 +88,18 @@ def save_pretrained(
                     _write(fresh / file, members, tensors, failed)
         agree(
             state.transport, "saving weights",
-            lambda: (fresh is None or _end(target, fresh, shards, config, failed), ""),
+            lambda: (fresh is None or _finish_folder(target, fresh, shards, config, failed), ""),
         )  # fmt: skip
     finally:
         if fresh is not None:
             shutil.rmtree(fresh, ignore_errors=True)
-    return tuple(target / name for name in _files(shards, config))
+    return tuple(target / name for name in _list_files(shards, config))
 
 
-def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_ExportedTensor]]:
-    """The tensors of each file, in order; a tensor above the limit has a file of its own."""
+def _split_into_shards(
+    kept: Sequence[_ExportedTensor], largest: int
+) -> dict[str, list[_ExportedTensor]]:
+    """Return the tensors of each file, in order; a tensor above the limit gets its own file."""
     groups: list[list[_ExportedTensor]] = [[]]
     size = 0
     for each in kept:
@@ -116,17 +117,17 @@ def _shards(kept: Sequence[_ExportedTensor], largest: int) -> dict[str, list[_Ex
     }
 
 
-def _files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
+def _list_files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
     found = list(shards)
     if len(shards) > 1:
         found.append("model.safetensors.index.json")
     return [*found, "config.json"] if config else found
 
 
-def _tensors(
+def _iterate_tensors(
     state: ModelState, unused: Mapping[str, torch.Tensor], members: Sequence[_ExportedTensor]
 ) -> Iterator[torch.Tensor | None]:
-    """The tensors in order on rank 0, None elsewhere; every rank goes through all of them."""
+    """Yield the tensors in order on rank 0, None elsewhere; every rank must iterate over all."""
     for each in members:
         if each.name in unused:
             yield unused[each.name]
@@ -141,7 +142,7 @@ def _write(
     tensors: Iterator[torch.Tensor | None],
     failed: list[OSError],
 ) -> None:
-    """One file; after a fault the tensors still come, since other ranks send them."""
+    """Write one file; after an error, still receive the tensors that other ranks send."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for each in members:
@@ -152,19 +153,19 @@ def _write(
         start += each.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _opened(path, failed) as file:
-        _put(file, len(text).to_bytes(8, "little") + text, failed)
+    with _open_file(path, failed) as file:
+        _write_bytes(file, len(text).to_bytes(8, "little") + text, failed)
         for tensor in tensors:
-            assert tensor is not None, "rank 0 gets every tensor"
+            assert tensor is not None, "rank 0 receives every tensor"
             if tensor.numel():
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
                 raw: Any = flat.view(torch.uint8).numpy()
-                _put(file, memoryview(raw), failed)
+                _write_bytes(file, memoryview(raw), failed)
 
 
 @contextmanager
-def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
-    """A new file's descriptor, -1 where there can be none; it is on the disk after."""
+def _open_file(path: Path, failed: list[OSError]) -> Iterator[int]:
+    """Open a new file, -1 if that fails; sync it to disk at the end."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     except OSError as cause:
@@ -180,8 +181,8 @@ def _opened(path: Path, failed: list[OSError]) -> Iterator[int]:
         os.close(file)
 
 
-def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
-    """All of the bytes, or the fault in the list; nothing after a fault."""
+def _write_bytes(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
+    """Write all bytes, or add the error to the list; do nothing after an error."""
     rest = memoryview(data)
     try:
         while rest and not failed:
@@ -190,27 +191,27 @@ def _put(file: int, data: bytes | memoryview, failed: list[OSError]) -> None:
         failed.append(cause)
 
 
-def _begin(target: Path) -> Path:
-    """A fresh folder beside the target."""
+def _make_temporary_folder(target: Path) -> Path:
+    """Create a temporary folder beside the target."""
     try:
         if target.exists() and not target.is_dir():
-            raise FileExistsError("it is a file")
+            raise FileExistsError("it is not a folder")
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         fresh.chmod(0o755)
     except OSError as cause:
-        raise _fault(target, cause) from cause
+        raise _make_error(target, cause) from cause
     return fresh
 
 
-def _end(
+def _finish_folder(
     target: Path,
     fresh: Path,
     shards: Mapping[str, Sequence[_ExportedTensor]],
     config: str,
     failed: Sequence[OSError],
 ) -> bool:
-    """Index and configuration, then the fresh folder takes the target's name."""
+    """Write index and configuration, and rename the temporary folder to the target."""
     try:
         if failed:
             raise failed[0]
@@ -224,14 +225,14 @@ def _end(
             (fresh / "model.safetensors.index.json").write_text(text, encoding="utf-8")
         if config:
             (fresh / "config.json").write_text(config, encoding="utf-8")
-        _take_place(target, fresh)
+        _replace_folder(target, fresh)
     except OSError as cause:
-        raise _fault(target, cause) from cause
+        raise _make_error(target, cause) from cause
     return True
 
 
-def _take_place(target: Path, fresh: Path) -> None:
-    """A folder that was there keeps what is no weight (a tokenizer, say)."""
+def _replace_folder(target: Path, fresh: Path) -> None:
+    """Replace the target; keep its files that are not weights, such as a tokenizer."""
     if not target.exists():
         fresh.rename(target)
         return
@@ -245,5 +246,5 @@ def _take_place(target: Path, fresh: Path) -> None:
     shutil.rmtree(old)
 
 
-def _fault(target: Path, cause: OSError) -> Exception:
+def _make_error(target: Path, cause: OSError) -> Exception:
     return error("FXP603", where=str(target), why=str(cause), fix="choose another folder")

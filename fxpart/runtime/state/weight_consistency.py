@@ -1,7 +1,7 @@
-"""Whether ranks that hold the same tensor began with the same numbers in it.
+"""Check that ranks with the same tensor start with the same values.
 
-Every process makes the model by itself. Where it draws random weights from a generator that is not
-seeded, replicas and the holders of a shared parameter begin apart, and nothing later would say so.
+Every process creates the model itself. If it draws random weights from an unseeded generator,
+replicas and tied parameters start with different values, and no later check would notice.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _SHOWN = 3
 def check_same_weights(
     transport: Transport, state: Mapping[str, torch.Tensor], names: Iterable[str]
 ) -> None:
-    """Raise FXP501 on every process if a tensor that several use is not the same on all of them.
+    """Raise FXP501 on every process if a tensor differs between processes that use it.
 
-    names: of the tensors of ``state`` that this process uses, or parts of which. By checksum.
+    Tensors are compared by checksum. names: of the tensors of ``state`` that this process uses,
+    also in part.
     """
     if len(transport.local) == transport.ranks:
         return
@@ -46,14 +47,14 @@ def check_same_weights(
         Problem(
             "FXP501",
             "the model's weights",
-            f"they are not the same on ranks that share them: {', '.join(shown)}{more}",
-            "seed the generator before the model is made, torch.manual_seed(0), on every rank\n"
-            "alike; or give weights= a checkpoint",
+            f"they differ between ranks that share them: {', '.join(shown)}{more}",
+            "call torch.manual_seed(0) on every rank before the model is created,\n"
+            "or pass a checkpoint as weights=",
         ),
     ))  # fmt: skip
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of the tensor's bytes."""
+    """Return the CRC-32 of the tensor's bytes."""
     line = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(line.view(torch.uint8).numpy().data) if line.numel() else 0

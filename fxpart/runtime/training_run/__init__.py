@@ -1,4 +1,4 @@
-"""A run that can be gone on with: checkpoints, the ledger of its steps, signals, generations."""
+"""Resumable training runs: checkpoints, the ledger of steps, signals, generations."""
 
 from __future__ import annotations
 

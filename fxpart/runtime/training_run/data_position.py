@@ -1,4 +1,4 @@
-"""Where a run is in its data, and how the next one comes to the same place."""
+"""Position of a run in its data, and its restoration."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ _DEPTH = 4
 
 
 class DataPosition:
-    """The user's batches, epoch by epoch. epoch: this one; used: its batches that updates used.
+    """The user's batches, epoch by epoch. epoch: the current one. used: batches used by updates.
 
-    It is gone through once for each epoch. A sampler, loader or data set with ``set_epoch`` is told
-    each epoch. After :meth:`load` the next pass begins behind the batches that were used then: a
-    loader with ``state_dict`` and ``load_state_dict`` goes there by itself; for others the random
-    state in which the epoch began is put back, so that its order and its augmentations are drawn
-    again, and the batches before are passed over: a DataLoader without workers does not load them,
-    other data is read and dropped.
+    Each epoch is one iteration. A sampler, loader or data set with ``set_epoch`` receives the
+    epoch. After :meth:`load` the next iteration begins behind the batches that were used: a loader
+    with ``state_dict`` and ``load_state_dict`` restores its own position. For other data, the
+    random state at the begin of the epoch is restored, so that order and augmentations are drawn
+    again, and earlier batches are skipped: a DataLoader without workers does not load them, other
+    data is read and dropped.
     """
 
-    def __init__(self, given: Any, *, keeps: bool) -> None:
-        """given: an iterable, or a function that returns one for each epoch.
+    def __init__(self, given: Any, *, records: bool) -> None:
+        """Wrap the data.
 
-        keeps: keep what :meth:`state` needs.
+        given: an iterable, or a function that returns one per epoch. records: record what
+        :meth:`state` needs.
         """
         self._given = given
-        self._keeps = keeps
+        self._records = records
         self.epoch = self.used = 0
         self._start: dict[str, Any] = {}
         self._source: Any = None
-        self._then: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """This epoch's batches, from where they are to go on."""
-        then, self._then = self._then, None
-        begun = then is not None and self.used > 0
-        if then is not None:
+        """Return the remaining batches of this epoch."""
+        saved, self._saved = self._saved, None
+        is_partial = saved is not None and self.used > 0
+        if saved is not None:
             generator_state.restore_generator_states(
-                then["start"]["random"] if begun else then["now"]["random"]
+                saved["start"]["random"] if is_partial else saved["now"]["random"]
             )
-        random = generator_state.capture_generator_states() if self._keeps else {}
-        self._source = self._made()
+        random = generator_state.capture_generator_states() if self._records else {}
+        self._source = self._make_source()
         parts = _parts(self._source)
         for part in parts.values():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.epoch)
-        if then is None:
-            self._start = {"random": random, "parts": _states(parts)} if self._keeps else {}
+        if saved is None:
+            self._start = {"random": random, "parts": _states(parts)} if self._records else {}
             found: Iterator[Any] = iter(self._source)
             return found
-        return self._again(then, parts, random, begun=begun)
+        return self._resume(saved, parts, random, is_partial=is_partial)
 
     def next_epoch(self) -> None:
-        """All its batches were used."""
+        """Begin the next epoch."""
         self.epoch, self.used = self.epoch + 1, 0
 
     def state(self) -> dict[str, Any]:
-        """What :meth:`load` needs, as plain values, where the last batch that was given is used."""
+        """Return the state for :meth:`load`, as plain values, after an update."""
         now = {
             "random": generator_state.capture_generator_states(),
             "parts": _states(_parts(self._source)),
@@ -71,14 +72,14 @@ class DataPosition:
         return {"epoch": self.epoch, "used": self.used, "start": start, "now": now}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the next pass."""
+        """Continue from this state in the next iteration."""
         self.epoch, self.used = state["epoch"], state["used"]
-        self._then = state
+        self._saved = state
         self._start = dict(state["start"])
 
     # -- inner ----------------------------------------------------------------------------------
 
-    def _made(self) -> Iterable[Any]:
+    def _make_source(self) -> Iterable[Any]:
         given = self._given
         if callable(given) and not hasattr(given, "__iter__"):
             make: Callable[[], Iterable[Any]] = given
@@ -86,46 +87,46 @@ class DataPosition:
         found: Iterable[Any] = given
         return found
 
-    def _again(
-        self, then: Mapping[str, Any], parts: dict[str, Any], random: Any, *, begun: bool
+    def _resume(
+        self, saved: Mapping[str, Any], parts: dict[str, Any], random: Any, *, is_partial: bool
     ) -> Iterator[Any]:
-        """Behind the batches that were used."""
-        now = then["now"]
-        if _by_itself(self._source):
+        """Return the batches behind those that were used."""
+        now = saved["now"]
+        if _has_state(self._source):
             _restore({"": parts[""]}, now["parts"])
             found: Iterator[Any] = iter(self._source)
         else:
-            _restore(parts, (then["start"] if begun else now)["parts"])
-            if not begun:
+            _restore(parts, (saved["start"] if is_partial else now)["parts"])
+            if not is_partial:
                 self._start = {"random": random, "parts": _states(parts)}
             found = iter(self._source)
-            if not begun:
+            if not is_partial:
                 return found
-            self._pass_over(found)
-            # What was not loaded has drawn nothing.
+            self._skip(found)
+            # Batches that were not loaded have drawn no random numbers.
             _restore({k: p for k, p in parts.items() if "sampler" not in k}, now["parts"])
-        if begun:
+        if is_partial:
             generator_state.restore_generator_states(now["random"])
         return found
 
-    def _pass_over(self, batches: Iterator[Any]) -> None:
+    def _skip(self, batches: Iterator[Any]) -> None:
         found = skip_batches(batches, self.used)
         if found is None:
             found = sum(1 for _ in islice(batches, self.used))
         if found < self.used:
             raise error(
                 "FXP518", where=f"the data, epoch {self.epoch}",
-                why=f"{self.used} batches of it were used before, and it has {found} now",
-                fix="the data that the run began with, or another folder",
+                why=f"{self.used} batches were used before, but there are only {found} now",
+                fix="use the data that the run began with, or another folder",
             )  # fmt: skip
 
 
 def _parts(source: Any) -> dict[str, Any]:
-    """What the data is made of, by its path of attributes; "" is the data itself."""
+    """Return the parts of the data by attribute path; "" is the data itself."""
     found: dict[str, Any] = {}
-    todo = [("", source)] if source is not None else []
-    while todo:
-        path, value = todo.pop(0)
+    queue = [("", source)] if source is not None else []
+    while queue:
+        path, value = queue.pop(0)
         if any(value is other for other in found.values()):
             continue
         found[path] = value
@@ -133,20 +134,20 @@ def _parts(source: Any) -> dict[str, Any]:
             for name in _INNER:
                 inner = getattr(value, name, None)
                 if inner is not None and not isinstance(inner, (list, tuple, int, str)):
-                    todo.append((f"{path}.{name}", inner))
+                    queue.append((f"{path}.{name}", inner))
     return found
 
 
-def _by_itself(source: Any) -> bool:
-    """Whether the loader knows its own place."""
+def _has_state(source: Any) -> bool:
+    """Return whether the loader stores its own position."""
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each part that has one, and of generators that are its attributes."""
+    """Return the state of each part that has one, and of generators among its attributes."""
     found: dict[str, Any] = {}
     for path, part in parts.items():
-        if _by_itself(part):
+        if _has_state(part):
             found[path] = part.state_dict()
         for name, generator in _generators(part):
             found[f"{path}:{name}"] = generator_state.get_generator_state(generator)
@@ -155,7 +156,7 @@ def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restore(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     for path, part in parts.items():
-        if path in states and _by_itself(part):
+        if path in states and _has_state(part):
             part.load_state_dict(states[path])
         for name, generator in _generators(part):
             if f"{path}:{name}" in states:

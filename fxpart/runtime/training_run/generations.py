@@ -1,4 +1,4 @@
-"""The generations of a run: when each began and how it ended; when starting again is no use."""
+"""Generations of a run (one per start): how each began and ended, and when to stop restarting."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ FAILED = "failed"
 
 
 class GenerationStart(msgspec.Struct, frozen=True, kw_only=True, tag="began", tag_field="line"):
-    """A generation: when it began (seconds since 1970), of how many ranks, after which step.
+    """Start of a generation: time (seconds since 1970), number of ranks, step of its checkpoint.
 
-    reached: the farthest step of the ledger then, which may lie behind the checkpoint. plan: the
-    digest of its plan.
+    reached: last step in the ledger then, possibly behind the checkpoint. plan: digest of the plan.
     """
 
     generation: int
@@ -31,9 +30,10 @@ class GenerationStart(msgspec.Struct, frozen=True, kw_only=True, tag="began", ta
 
 
 class GenerationEnd(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="line"):
-    """How a generation ended, if rank 0 could still say so.
+    """End of a generation, if rank 0 could record it.
 
-    how: why fit ended ("steps", "data", "SIGTERM", ...), or "failed"; why: the failure, a line.
+    how: reason that fit ended ("steps", "data", "SIGTERM", ...), or "failed". why: the failure in
+    one line.
     """
 
     generation: int
@@ -45,26 +45,26 @@ class GenerationEnd(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_
 
 @dataclass(frozen=True)
 class Generation:
-    """Both together. ended: None where it was killed."""
+    """Start and end of a generation. ended: None if it was killed."""
 
     began: GenerationStart
     ended: GenerationEnd | None = None
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """Description of how it ended."""
         if self.ended is None:
-            return "killed, or rank 0 was"
+            return "killed (at least rank 0)"
         return self.ended.why or self.ended.how
 
     @property
     def in_order(self) -> bool:
-        """Whether it ended as it should."""
+        """Whether it ended normally."""
         return self.ended is not None and self.ended.how != FAILED
 
 
 def load_generations(path: Path) -> list[Generation]:
-    """The generations in order; FXP520 where the file cannot be read."""
+    """Return the generations in order; FXP520 if the file cannot be read."""
     found: dict[int, Generation] = {}
     for line in read_lines(path, GenerationStart | GenerationEnd):
         if isinstance(line, GenerationStart):
@@ -77,40 +77,40 @@ def load_generations(path: Path) -> list[Generation]:
 def check_restart_progress(
     path: Path, earlier: Sequence[Generation], step: int, reached: int, allowed: int
 ) -> FxpartError | None:
-    """FXP517 where more than ``allowed`` restarts in a row brought the run no further.
+    """Return FXP517 if more than ``allowed`` restarts in a row made no progress.
 
-    path: of the run. step: of the newest checkpoint. reached: the farthest step that was ever
-    done. A run that ended in order, by a signal or as it was told, begins to count anew.
+    path: of the run. step: of the newest checkpoint. reached: last step ever done. A generation
+    that ended normally resets the count.
     """
-    tries: list[Generation] = []
+    attempts: list[Generation] = []
     for generation in reversed(earlier):
         began = generation.began
         if generation.in_order or began.reached < reached or began.step < step:
             break
-        tries.append(generation)
-    tries.reverse()
-    first = not tries or tries[0] is earlier[0] or earlier[-len(tries) - 1].in_order
-    restarts = tries[1:] if first else tries
+        attempts.append(generation)
+    attempts.reverse()
+    first = not attempts or attempts[0] is earlier[0] or earlier[-len(attempts) - 1].in_order
+    restarts = attempts[1:] if first else attempts
     if len(restarts) < allowed:
         return None
     ends = "; ".join(dict.fromkeys(generation.how for generation in restarts[-allowed:]))
     return error(
         "FXP517", where=f"{path}, generation {earlier[-1].began.generation + 1}",
-        why=f"{len(restarts)} restarts since step {step} came to step {reached} at most; each "
+        why=f"{len(restarts)} restarts since step {step} did not pass step {reached}; they "
         f"ended with: {ends}",
-        fix="mend the cause, then run the same command again",
+        fix="fix the cause, then run the same command again",
     )  # fmt: skip
 
 
 class GenerationWriter:
-    """Writes a generation's lines; rank 0 does."""
+    """Writes the lines of a generation, on rank 0."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is written yet."""
+        """Open the file."""
         self._file = JsonLinesAppender(path)
 
     def begin(self, generation: int, *, world: int, step: int, reached: int, plan: str) -> None:
-        """It begins."""
+        """Record the start."""
         self._file.write(
             GenerationStart(
                 generation=generation, began=time.time(), world=world, step=step, reached=reached,
@@ -120,7 +120,7 @@ class GenerationWriter:
         self._file.sync()
 
     def end(self, generation: int, *, step: int, how: str, why: str = "") -> None:
-        """It ends."""
+        """Record the end."""
         self._file.write(
             GenerationEnd(generation=generation, ended=time.time(), step=step, how=how, why=why)
         )

@@ -1,4 +1,4 @@
-"""Generators of random numbers, those that everybody shares and a user's own, as plain values."""
+"""State of random generators, the global ones and the user's, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = dict[str, Any]
 
 
 def capture_generator_states() -> State:
-    """The state of torch's, NumPy's and Python's own."""
+    """Return the state of the global generators of torch, NumPy and Python."""
     shared = {
         kind: _bytes(tensor) for kind, tensor in random_state.capture_torch_generators().items()
     }
@@ -25,23 +25,21 @@ def capture_generator_states() -> State:
 def restore_generator_states(
     state: Mapping[str, Any], where: str = "the run's random state"
 ) -> None:
-    """Put back what :func:`capture_generator_states` gave; FXP510 with ``where`` for what it did
-    not give.
-    """
+    """Restore what :func:`capture_generator_states` returned; FXP510 with ``where`` if invalid."""
     random_state.restore_generators(
         {k: _tensor(v) if isinstance(v, bytes) else v for k, v in state.items()}, where
     )
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator of somebody's own."""
+    """Return whether a value is a random generator."""
     return isinstance(
         value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     )
 
 
 def get_generator_state(generator: Any) -> Any:
-    """Its state."""
+    """Return the state of a generator."""
     if isinstance(generator, torch.Generator):
         return _bytes(generator.get_state())
     if isinstance(generator, np.random.Generator):
@@ -52,7 +50,7 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put it back."""
+    """Restore the state of a generator."""
     if isinstance(generator, torch.Generator):
         generator.set_state(_tensor(state))
     elif isinstance(generator, np.random.Generator):
@@ -72,7 +70,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _of_numpy(state: Any) -> Any:
-    """Arrays as (their type, their bytes)."""
+    """Convert arrays to ("array", dtype, bytes)."""
     if isinstance(state, np.ndarray):
         return ("array", state.dtype.str, state.tobytes())
     return {k: _of_numpy(v) for k, v in state.items()} if isinstance(state, dict) else state

@@ -1,4 +1,4 @@
-"""Files of JSON lines that only grow: a process may be killed while it writes one."""
+"""Append-only files of JSON lines, readable after a process was killed while writing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST = 1 << 20  # bytes of a line
 
 
 def read_lines(path: Path, kind: Any) -> Iterator[Any]:
-    """The lines as ``kind``; nothing where there is no file.
+    """Yield the lines as ``kind``; nothing if the file does not exist.
 
-    A line that was cut short is left out: the last one, or one that a later process has ended.
-    FXP520 naming the line where one is something else.
+    A truncated line is skipped: the last one, or one before a later process appended. FXP520 with
+    the line number for any other invalid line.
     """
     decoder = msgspec.json.Decoder(kind)
     try:
@@ -38,16 +38,16 @@ def read_lines(path: Path, kind: Any) -> Iterator[Any]:
 
 
 def unreadable(path: Path, why: str, line: int = 0) -> FxpartError:
-    """FXP520 for a file, or a line of it."""
+    """Return FXP520 for a file, or a line of it."""
     where = f"{path}, line {line}" if line else str(path)
-    return error("FXP520", where=where, why=why, fix="give the folder of a run")
+    return error("FXP520", where=where, why=why, fix="pass the folder of a run")
 
 
 class JsonLinesAppender:
-    """Writes lines to the end of a file, each flushed."""
+    """Appends lines to a file and flushes each."""
 
     def __init__(self, path: Path) -> None:
-        """The file and its folder are made where they are missing; FXP603 where they cannot be."""
+        """Open the file, creating it and its folder if necessary; FXP603 if that fails."""
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ class JsonLinesAppender:
             size = self._file.seek(0, os.SEEK_END)
             if size:
                 self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":  # a process was killed while it wrote
+                if self._file.read(1) != b"\n":  # a process was killed while writing
                     self._file.write(b"\n")
         except OSError as cause:
             raise _unwritable(path, cause) from cause
 
     def write(self, line: Any) -> None:
-        """One line."""
+        """Write one line."""
         try:
             self._file.write(msgspec.json.encode(line) + b"\n")
             self._file.flush()
@@ -69,7 +69,7 @@ class JsonLinesAppender:
             raise _unwritable(self._path, cause) from cause
 
     def sync(self) -> None:
-        """What was written stands on the disk."""
+        """Flush the file to disk."""
         try:
             os.fsync(self._file.fileno())
         except OSError as cause:
@@ -83,12 +83,12 @@ class JsonLinesAppender:
 def _raw(file: IO[bytes], path: Path) -> Iterator[bytes]:
     while line := file.readline(_LONGEST):
         if len(line) == _LONGEST:
-            raise unreadable(path, "a line is longer than a run writes any")
+            raise unreadable(path, f"a line is longer than {_LONGEST} bytes")
         yield line
 
 
 def _decoded(decoder: Any, raw: bytes, path: Path, number: int) -> Any:
-    """The line, or None for one that was cut short."""
+    """Return the line, or None if it is truncated."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
@@ -101,4 +101,4 @@ def _decoded(decoder: Any, raw: bytes, path: Path, number: int) -> Any:
 
 
 def _unwritable(path: Path, cause: OSError) -> FxpartError:
-    return error("FXP603", where=str(path), why=str(cause), fix="a folder that can be written")
+    return error("FXP603", where=str(path), why=str(cause), fix="use a writable folder")

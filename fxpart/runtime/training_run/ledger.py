@@ -1,7 +1,7 @@
-"""The ledger of a run: a line for each update, so that nothing is lost, repeated or different.
+"""Ledger of a run: one line per update, to prove that none is lost, repeated or different.
 
-The file only grows. Where a run goes on from a checkpoint, a line says after which step; the lines
-behind that step stand aside then, and each of their steps that is done again is compared with them.
+The file is append-only. When a run resumes from a checkpoint, a line records the step; the updates
+behind that step are set aside, and compared when their steps are repeated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 from fxpart.errors import error
 from fxpart.runtime.training_run.json_lines import JsonLinesAppender, read_lines
 
-_CLOSE = 1e-5  # relative, where plan, ranks or machine are others
-_WHAT = 8  # the letters of a digest that say what was looked at
+_TOLERANCE = 1e-5  # relative tolerance of losses if plan, ranks or host differ
+_STRUCTURE_CHARS = 8  # characters of a digest that describe the structure
 
 
 class LedgerUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="update", tag_field="line"):
-    """One update. Of the data: batches ``first`` to before ``first + batches`` of the epoch.
+    """One update. Its data: batches ``first`` to before ``first + batches`` of the epoch.
 
-    loss: exact; the text of a number that is not finite. digest: of what rank 0 was given of the
-    batches (:func:`fxpart.runtime.training_run.batch_digest.digest_batches`).
+    loss: exact, as text if it is not finite. digest: of rank 0's batches
+    (:func:`fxpart.runtime.training_run.run_session.digest_batches`).
     """
 
     step: int
@@ -37,16 +37,16 @@ class LedgerUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="update", tag_
 
     @property
     def number(self) -> float:
-        """The loss."""
+        """The loss as a float."""
         return float(self.loss)
 
 
 class LedgerGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="begin", tag_field="line"):
-    """A generation goes on after a step. same: alike where losses have to be equal to the bit, ""
-    where they need not be.
+    """A generation that resumes after a step. same: digest of all that losses depend on, or "".
 
-    own: rank 0 is given its own rows only, so that digests are those of this world. stream: stages
-    do not wait for each other, so that losses are those of their number and cuts.
+    Losses must be bit-equal between generations with equal ``same``. own: rank 0 receives its own
+    rows only, so digests depend on the number of ranks. stream: asynchronous training, whose losses
+    depend on the number of stages and their boundaries.
     """
 
     generation: int
@@ -62,10 +62,10 @@ Line = LedgerUpdate | LedgerGeneration
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """What a ledger says. steps: updates that count; rows: their rows; epochs: batches of each.
+    """Summary of a ledger. steps: valid updates. rows: their rows. epochs: batches per epoch.
 
-    generations: how often the run was started. redone: updates that were done again. problems: what
-    was lost, repeated or different; none where all is well.
+    generations: number of starts. redone: repeated updates. problems: lost, repeated or different
+    updates; empty if there are none.
     """
 
     steps: int
@@ -77,58 +77,59 @@ class LedgerSummary:
 
 
 def check_ledger(path: str | Path) -> LedgerSummary:
-    """Go through a ledger: every step once, every batch once, steps done again as they were.
+    """Check that each step and batch occurs once, and that repeated steps are equal.
 
-    FXP520 where it cannot be read.
+    FXP520 if the file cannot be read.
     """
-    return _walked(Path(path)).summary()
+    return _replay_file(Path(path)).summary()
 
 
 def read_updates(path: str | Path) -> list[LedgerUpdate]:
-    """The updates that count, in order; FXP520 where the file cannot be read."""
-    return [update for update, _ in _walked(Path(path)).done]
+    """Return the valid updates in order; FXP520 if the file cannot be read."""
+    return [update for update, _ in _replay_file(Path(path)).done]
 
 
 def read_ledger_generations(path: str | Path) -> list[LedgerGeneration]:
-    """How each generation began, in order; FXP520 where the file cannot be read."""
+    """Return the start of each generation in order; FXP520 if the file cannot be read."""
     return [line for line in read_lines(Path(path), Line) if isinstance(line, LedgerGeneration)]
 
 
 class Ledger:
-    """A run's ledger, written by rank 0. reached: the farthest step that it had before."""
+    """Ledger of a run, written by rank 0. reached: last step in it before."""
 
     def __init__(self, path: Path, *, check: bool = True) -> None:
-        """Nothing is written yet. check: compare steps that are done again."""
+        """Open the file. check: compare repeated steps."""
         self._path, self._check = path, check
-        self._walk = _walked(path)
+        self._replay = _replay_file(path)
         self._file = JsonLinesAppender(path)
 
     @property
     def reached(self) -> int:
-        """The farthest step that was ever done."""
-        return self._walk.reached
+        """Last step ever done."""
+        return self._replay.reached
 
     def begin(self, line: LedgerGeneration) -> None:
-        """A generation begins."""
-        self._walk.begin(line)
+        """Record the start of a generation."""
+        self._replay.begin(line)
         self._file.write(line)
 
     def write(self, line: LedgerUpdate) -> None:
-        """An update was done; FXP518 where it was done before and gave something else.
+        """Record an update; FXP518 if it is a repetition with another result.
 
-        That is not written then, so that the next generation is compared with the first again.
+        A different result is not written, so that the next generation is compared with the first
+        one again.
         """
-        told = self._walk.update(line)
-        if told and self._check:
+        difference = self._replay.update(line)
+        if difference and self._check:
             raise error(
-                "FXP518", where=f"{self._path}, step {line.step}", why=told,
-                fix="see what differs: data order, code, library versions; "
-                "Checkpoints(check=False) goes on",
+                "FXP518", where=f"{self._path}, step {line.step}", why=difference,
+                fix="compare data order, code and library versions; "
+                "Checkpoints(check=False) continues anyway",
             )  # fmt: skip
         self._file.write(line)
 
     def sync(self) -> None:
-        """What was written stands on the disk."""
+        """Flush the file to disk."""
         self._file.sync()
 
     def close(self) -> None:
@@ -137,51 +138,51 @@ class Ledger:
 
 
 class _LedgerReplay:
-    """Goes through the lines. done: updates that count, with the generation that did each."""
+    """Replays the lines. done: valid updates with their generations."""
 
     def __init__(self) -> None:
         self.done: list[tuple[LedgerUpdate, LedgerGeneration]] = []
         self.reached = self.redone = 0
         self.problems: list[str] = []
-        self._aside: dict[int, tuple[LedgerUpdate, LedgerGeneration]] = {}
-        self._now: LedgerGeneration | None = None
+        self._set_aside: dict[int, tuple[LedgerUpdate, LedgerGeneration]] = {}
+        self._generation: LedgerGeneration | None = None
         self._generations = 0
 
     def begin(self, line: LedgerGeneration) -> None:
-        """A generation begins: what is behind its step stands aside."""
+        """Begin a generation: set aside the updates behind its step."""
         last = self.done[-1][0].step if self.done else 0
         if line.after > last:
             self.problems.append(
-                f"generation {line.generation} went on after step {line.after}, and the ledger "
+                f"generation {line.generation} resumed after step {line.after}, but the ledger "
                 f"ends with step {last}"
             )
         while self.done and self.done[-1][0].step > line.after:
             update, by = self.done.pop()
-            self._aside[update.step] = update, by
-        self._now = line
+            self._set_aside[update.step] = update, by
+        self._generation = line
         self._generations += 1
 
     def update(self, line: LedgerUpdate) -> str:
-        """An update; what is different from when it was done before, "" where nothing is."""
-        told = ""
-        if self._now is None:
+        """Add an update; return how it differs from its earlier execution, or ""."""
+        difference = ""
+        if self._generation is None:
             self.problems.append(f"step {line.step} before any generation")
-            self._now = LedgerGeneration(generation=0, after=0, world=0, same="")
+            self._generation = LedgerGeneration(generation=0, after=0, world=0, same="")
         before = self.done[-1][0] if self.done else None
-        if wrong := _misplaced(before, line, self._now):
-            self.problems.append(wrong)
-        earlier = self._aside.pop(line.step, None)
+        if gap := _describe_gap(before, line, self._generation):
+            self.problems.append(gap)
+        earlier = self._set_aside.pop(line.step, None)
         if earlier is not None:
             self.redone += 1
-            told = _different(*earlier, line, self._now)
-            if told:
-                self.problems.append(f"step {line.step}: {told}")
-        self.done.append((line, self._now))
+            difference = _describe_difference(*earlier, line, self._generation)
+            if difference:
+                self.problems.append(f"step {line.step}: {difference}")
+        self.done.append((line, self._generation))
         self.reached = max(self.reached, line.step)
-        return told
+        return difference
 
     def summary(self) -> LedgerSummary:
-        """What was found."""
+        """Return the summary."""
         epochs: dict[int, int] = {}
         for update, _ in self.done:
             epochs[update.epoch] = epochs.get(update.epoch, 0) + update.batches
@@ -191,29 +192,29 @@ class _LedgerReplay:
         )  # fmt: skip
 
 
-def _walked(path: Path) -> _LedgerReplay:
-    walk = _LedgerReplay()
+def _replay_file(path: Path) -> _LedgerReplay:
+    replay = _LedgerReplay()
     for line in read_lines(path, Line):
         if isinstance(line, LedgerGeneration):
-            walk.begin(line)
+            replay.begin(line)
         else:
-            walk.update(line)
-    return walk
+            replay.update(line)
+    return replay
 
 
-def _misplaced(before: LedgerUpdate | None, line: LedgerUpdate, begin: LedgerGeneration) -> str:
-    """Whether a step or a batch was lost or repeated between two updates, in words."""
+def _describe_gap(before: LedgerUpdate | None, line: LedgerUpdate, begin: LedgerGeneration) -> str:
+    """Describe a step or batch that was lost or repeated between two updates, or return ""."""
     step = begin.after + 1 if before is None else before.step + 1
     if line.step != step:
-        return f"step {line.step} where step {step} comes next"
+        return f"step {line.step} instead of step {step}"
     if before is None:
         return "" if begin.after else _first(line, line.epoch == 0)
     if line.epoch == before.epoch:
         expected = before.first + before.batches
         if line.first != expected:
             return (
-                f"step {line.step}: batch {line.first} of epoch {line.epoch} where batch "
-                f"{expected} comes next"
+                f"step {line.step}: batch {line.first} of epoch {line.epoch} instead of batch "
+                f"{expected}"
             )
         return ""
     return _first(line, line.epoch == before.epoch + 1)
@@ -225,24 +226,24 @@ def _first(line: LedgerUpdate, next_epoch: bool) -> str:
     return ""
 
 
-def _different(
+def _describe_difference(
     then: LedgerUpdate, by: LedgerGeneration, now: LedgerUpdate, begin: LedgerGeneration
 ) -> str:
-    """What is not as it was, in words."""
+    """Describe the difference between two executions of a step, or return ""."""
     if (then.epoch, then.first, then.batches, then.rows) != (
         now.epoch, now.first, now.batches, now.rows,
     ):  # fmt: skip
-        return f"{_data(then)} then, {_data(now)} now"
+        return f"{_data(then)} before, {_data(now)} now"
     comparable = by.own == begin.own and (not begin.own or by.world == begin.world)
-    comparable = comparable and then.digest[:_WHAT] == now.digest[:_WHAT]
+    comparable = comparable and then.digest[:_STRUCTURE_CHARS] == now.digest[:_STRUCTURE_CHARS]
     if comparable and then.digest != now.digest:
-        return f"{_data(then)}: other numbers in it than then"
+        return f"{_data(then)}: their values differ from before"
     exact = bool(by.same) and by.same == begin.same
     if not exact and (by.stream or begin.stream):
         return ""
-    if not _alike(then.number, now.number, exact=exact):
-        how = "" if exact else f", more than {_CLOSE:g} apart"
-        return f"loss {then.loss!r} then, {now.loss!r} now{how}"
+    if not _losses_match(then.number, now.number, exact=exact):
+        how = "" if exact else f", more than {_TOLERANCE:g} apart (relative)"
+        return f"loss {then.loss!r} before, {now.loss!r} now{how}"
     return ""
 
 
@@ -252,7 +253,7 @@ def _data(update: LedgerUpdate) -> str:
     return f"{batches} of epoch {update.epoch}, {update.rows} rows"
 
 
-def _alike(a: float, b: float, *, exact: bool) -> bool:
+def _losses_match(a: float, b: float, *, exact: bool) -> bool:
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) and math.isnan(b)
-    return a == b if exact else math.isclose(a, b, rel_tol=_CLOSE)
+    return a == b if exact else math.isclose(a, b, rel_tol=_TOLERANCE)

@@ -1,4 +1,4 @@
-"""How a run is kept, as data: what every rank has to be given alike."""
+"""Checkpoint options of a run; they must be equal on every rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxpart.errors import error
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """That a run saves itself into a folder, and goes on from what it finds there.
+    """Save a run into a folder and resume from it.
 
-    folder: of the run; all processes share it. every: updates from one checkpoint to the next.
-    keep: how many of them stay, at least two. strict: a checkpoint that cannot be written ends the
-    run (FXP513); else it is told, and training goes on. check: steps that are done again after a
-    restart have to give the numbers that they gave before (FXP518). restarts: how many of them in a
-    row may bring the run no further (FXP517). signals: SIGTERM, SIGINT and SIGUSR1 save and end the
-    run; where False they do what they did. copies: the last checkpoints stand in memory too, here
-    and on another machine, so that losing one needs no disk; a folder instead of True: where.
+    folder: of the run, shared by all processes. every: updates between two checkpoints. keep:
+    number of checkpoints kept, at least two. strict: end the run if a checkpoint cannot be written
+    (FXP513); otherwise warn and continue. check: steps repeated after a restart must give the same
+    results (FXP518). restarts: largest number of restarts in a row without progress (FXP517).
+    signals: SIGTERM, SIGINT and SIGUSR1 save and end the run; if False their handlers are
+    unchanged. copies: keep the last checkpoints in the memory of this and another host too, so that
+    the loss of a host needs no disk; a path instead of True selects the folder.
     """
 
     folder: str | Path
@@ -32,25 +32,30 @@ class Checkpoints:
     copies: bool | str | Path = False
 
     def __post_init__(self) -> None:
-        """FXP109 for what cannot be."""
-        wrong = ""
+        """Raise FXP109 for invalid values."""
+        problem = ""
         if self.every < 1 or self.restarts < 0:
-            wrong = "every is at least 1, and restarts at least 0"
+            problem = "every must be at least 1 and restarts at least 0"
         elif self.keep < 2:
-            wrong = "keep is at least 2: the newest may be damaged, or half written"
-        if wrong:
-            raise error("FXP109", where="Checkpoints", why=wrong, fix="Checkpoints(folder)")
+            problem = "keep must be at least 2, because the newest checkpoint may be incomplete"
+        if problem:
+            raise error(
+                "FXP109",
+                where="Checkpoints",
+                why=problem,
+                fix="use the defaults of Checkpoints(folder)",
+            )
 
     @classmethod
     def of(cls, given: Checkpoints | str | Path | None) -> Checkpoints | None:
-        """A folder is enough."""
+        """Return the options of a folder with defaults; return options unchanged."""
         return cls(given) if isinstance(given, (str, Path)) else given
 
     @property
     def run(self) -> RunDir:
-        """The folder."""
+        """The folder of the run."""
         return RunDir(Path(self.folder))
 
     def describe(self) -> str:
-        """What ranks have to be given alike."""
+        """Return the options that must be equal on every rank, as text."""
         return f"every {self.every} keep {self.keep} strict {self.strict} check {self.check}"

@@ -1,4 +1,4 @@
-"""What a checkpoint has of a run beside the trainer's own state: taken of fit, and put back."""
+"""State of a run beside the trainer's own, captured into and restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fxpart.runtime.transport.agreement import agree, convert_transport_errors, 
 if TYPE_CHECKING:
     from fxpart.runtime.fit import FitLoop
 
-_OWN, _OF = "data", "data_of"  # each process's position and random state, and whose is which
+# position and random state of each process, and the index of each process's state
+_OWN, _OF = "data", "data_of"
 
 
 def capture_run_state(fit: FitLoop) -> dict[str, Any]:
-    """All of it, as JSON has it; every rank calls it, with nothing in flight.
+    """Return the state as JSON values; every rank calls it, with nothing in flight.
 
-    FXP109 on every rank where the state of something of the user's is not plain. The position in
-    the data is each process's own, and random states with it; those that are equal are kept once.
+    FXP109 on every rank if a user object has a state that is not plain. Data position and random
+    states belong to each process; equal ones are stored once.
     """
     transport = fit.transport
 
@@ -32,8 +33,8 @@ def capture_run_state(fit: FitLoop) -> dict[str, Any]:
     found, mine = agree(transport, "the state of the run", make)
     with convert_transport_errors(transport, "sharing the position in the data"):
         rows = transport.exchange([digest(mine.decode())])
-        alike = all(row == rows[0] for row in rows)
-        raws = [mine] * len(rows) if alike else transport.exchange_bytes(mine)
+        all_equal = all(row == rows[0] for row in rows)
+        raws = [mine] * len(rows) if all_equal else transport.exchange_bytes(mine)
     kinds = list(dict.fromkeys(raws))
     found[_OWN] = [msgspec.json.decode(raw) for raw in kinds]
     found[_OF] = [kinds.index(raw) for raw in raws]
@@ -41,16 +42,16 @@ def capture_run_state(fit: FitLoop) -> dict[str, Any]:
 
 
 def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
-    """Put it back; a process that was not there then takes the position of rank 0.
+    """Restore the state; a process that is new takes the position of rank 0.
 
-    FXP512 for a checkpoint that no run has saved: it does not say where in the data it was.
+    FXP512 for a checkpoint that no run has saved: it has no data position.
     """
     if _OF not in found or _OWN not in found:
         raise error(
             "FXP512",
             where="the newest checkpoint of the run's folder",
-            why="no run has saved it: it has no place in the data",
-            fix="trainer.load_checkpoint of it, then fit with a new folder",
+            why="it was not saved by fit, so it has no data position",
+            fix="use trainer.load_checkpoint with it, then fit with a new folder",
         )
     plain = {key: from_json_value(value) for key, value in found.items() if key not in (_OWN, _OF)}
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
@@ -66,7 +67,7 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
 
 
 def _of_fit(fit: FitLoop) -> dict[str, Any]:
-    """What is equal on every rank."""
+    """Return the part that is equal on every rank."""
     callbacks = fit.run.callbacks
     return {
         "step": fit.step,
@@ -82,7 +83,7 @@ def _of_fit(fit: FitLoop) -> dict[str, Any]:
 
 
 def _state(thing: Any, what: str) -> Any:
-    """Its state_dict, None where it has none; functions in it stay as they are made."""
+    """Return the state_dict of an object without functions, or None."""
     if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
         return None
     state = thing.state_dict()
@@ -102,5 +103,5 @@ def _plain(value: Any, what: str) -> Any:
     except TypeError as cause:
         raise error(
             "FXP109", where=f"a checkpoint of {what}", why=str(cause),
-            fix="a state_dict of numbers, texts, bytes, lists and dicts",
+            fix="use numbers, strings, bytes, lists and dicts in its state_dict",
         ) from cause  # fmt: skip

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end: kept until the ranks can act on them together."""
+"""Signals that request to save and end a run, stored until all ranks act on them together."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 from fxpart.runtime.transport.rank_request import RankRequest
 
 KINDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# A terminal interrupts the launcher and its ranks, and the launcher tells the ranks once more.
-_ONE = 1.0  # seconds within which signals are one
+# A terminal interrupts the launcher and its ranks, and the launcher signals the ranks again.
+_SAME_SIGNAL_SECONDS = 1.0  # seconds within which signals count as one
 
 
 class StopSignals:
-    """While it is entered, a signal of :data:`KINDS` is noted in ``asks``; a second SIGINT ends.
+    """Context that stores a signal of :data:`KINDS` in ``asks``; a second SIGINT interrupts.
 
-    In a process whose main thread this is not, nothing changes.
+    Outside the main thread it does nothing.
     """
 
     def __init__(self, asks: RankRequest) -> None:
-        """asks: of the trainer."""
+        """Create the context. asks: requests of the trainer."""
         self._asks = asks
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._interrupted: float | None = None
 
     def __enter__(self) -> StopSignals:
-        """Take the signals."""
+        """Install the handlers."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {kind: signal.signal(kind, self._take) for kind in KINDS}
+            self._previous = {kind: signal.signal(kind, self._handle) for kind in KINDS}
         return self
 
     def __exit__(
@@ -39,15 +39,15 @@ class StopSignals:
         cause: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give them back to who had them."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
+        self._previous = {}
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT:
-            if self._interrupted is not None and now - self._interrupted > _ONE:
+            if self._interrupted is not None and now - self._interrupted > _SAME_SIGNAL_SECONDS:
                 raise KeyboardInterrupt
             if self._interrupted is None:
                 self._interrupted = now
@@ -56,7 +56,7 @@ class StopSignals:
 
 
 def get_signal_name(number: int) -> str:
-    """ "SIGTERM" for 15."""
+    """Return the name of a signal, "SIGTERM" for 15."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,1 +1,1 @@
-"""How ranks reach each other: process groups, shared memory, control messages."""
+"""Communication between ranks: process groups, shared memory, control messages."""

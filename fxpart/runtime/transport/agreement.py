@@ -1,4 +1,4 @@
-"""Ranks that disagree find out before anything is sent, and all say the same."""
+"""Agreement of ranks: disagreement raises the same error on every rank before any transfer."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ T = TypeVar("T")
 
 
 def digest(text: str) -> int:
-    """A 63-bit digest of a text."""
+    """Return a 63-bit digest of a text."""
     raw = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(raw, "little") >> (64 - _BITS)
 
 
 class AllRanksError(FxpartError):
-    """One that every rank raises at this point: nobody is left to tell of it."""
+    """An error that every rank raises at this point, so that no rank must be informed."""
 
 
 class RankAgreement(Generic[T]):
-    """What this process has to say, on its way to the others; :meth:`confirm` hears theirs.
+    """A comparison between processes that is in flight; :meth:`confirm` completes it.
 
-    Nothing is compared where one process holds all ranks. confirmed: whether all said the same.
+    Nothing is compared if one process runs all ranks. confirmed: whether all processes agreed.
     """
 
     def __init__(self, transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> None:
-        """Run ``make``, which returns a value and a text that describes it, and announce both.
+        """Run ``make``, which returns a value and its description, and start the comparison.
 
-        what: what is compared, for the message. An exception of ``make`` is announced, too: the
-        problems of an FxpartError, FXP507 with the type and text of any other.
+        what: what is compared, for the message. An exception of ``make`` is reported to all ranks:
+        the problems of an FxpartError, FXP507 with the type and text of any other.
         """
         self._transport = transport
         self._what = what
@@ -63,7 +63,7 @@ class RankAgreement(Generic[T]):
             self._problems = (make_exception_problem(transport.local[0], what, failure),)
             self._cause = failure
         if not self._alone:
-            row = [len(self._problems), *self._digests(), *self._aside()]
+            row = [len(self._problems), *self._digests(), *self._make_extra_integers()]
             with convert_transport_errors(transport, f"comparing {what}"):
                 self._handle = transport.begin_exchange(row)
             if self._problems:
@@ -71,14 +71,14 @@ class RankAgreement(Generic[T]):
 
     @property
     def value(self) -> T:
-        """What ``make`` returned."""
+        """The value that ``make`` returned."""
         return self._value[0]
 
     def confirm(self) -> None:
-        """Wait for all; raise the same error on every process unless all said the same.
+        """Wait for all processes; raise the same error on every process unless all agree.
 
-        The problems of every process that has any (each once, in order of rank), or FXP501 with
-        the texts where they differ.
+        It has the problems of all processes (each once, in order of rank), or is FXP501 with the
+        differing descriptions.
         """
         if self._alone or self._handle is None:
             return
@@ -94,31 +94,31 @@ class RankAgreement(Generic[T]):
             self.confirmed = True
 
     def _digests(self) -> list[int]:
-        """What stands for the text in this process's row: two numbers, whatever is compared."""
+        """Return two integers that represent the description in this process's row."""
         return [digest(self._text), 0]
 
-    def _aside(self) -> list[int]:
-        """Two numbers that go along, and are not compared."""
+    def _make_extra_integers(self) -> list[int]:
+        """Return two integers that are sent along without comparison."""
         return [0, 0]
 
     def _compare(self, rows: list[list[int]]) -> None:
         """Raise FXP501 unless all rows are equal."""
         if any(row != rows[0] for row in rows):
-            self._refuse(self._text)
+            self._raise_difference(self._text)
 
-    def _refuse(self, text: str) -> NoReturn:
-        """Raise FXP501 with what each process has to say, which all do."""
+    def _raise_difference(self, text: str) -> NoReturn:
+        """Gather the descriptions of all processes and raise FXP501; collective."""
         message = msgspec.json.encode((calls.name, text))
         raws = self._transport.exchange_bytes(message)
-        told = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
-        names = [name for name, _ in told]
+        reports = [msgspec.json.decode(raw, type=tuple[str, str]) for raw in raws]
+        names = [name for name, _ in reports]
         if all(names) and len(set(names)) > 1:
             raise AllRanksError(make_call_mismatch_problem(names))
-        raise AllRanksError(_difference(self._what, [text for _, text in told]))
+        raise AllRanksError(_make_difference_problem(self._what, [text for _, text in reports]))
 
 
 def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) -> T:
-    """Run ``make`` on every process; its value if all succeed with the same text.
+    """Run ``make`` on every process; return its value if all succeed with the same description.
 
     Raises as :meth:`RankAgreement.confirm` does, on every process.
     """
@@ -129,7 +129,7 @@ def agree(transport: Transport, what: str, make: Callable[[], tuple[T, str]]) ->
 
 @contextmanager
 def convert_transport_errors(transport: Transport, what: str) -> Iterator[None]:
-    """Turn a transport's own exceptions into FXP503 and FXP504; ``what`` is being done."""
+    """Convert a transport's exceptions to FXP503 and FXP504; what: the activity, for messages."""
     try:
         yield
     except (TransferTimeoutError, PeerLostError) as cause:
@@ -139,10 +139,10 @@ def convert_transport_errors(transport: Transport, what: str) -> Iterator[None]:
 def make_lost_peer_error(
     rank: int, what: str, cause: TransferTimeoutError | PeerLostError
 ) -> FxpartError:
-    """A rank waited in vain for another while doing ``what``.
+    """Return the error of a rank that waited for another without success.
 
-    FXP514 or FXP515 with the rank that is to blame, where the ranks watch each other; else FXP503
-    or FXP504.
+    FXP514 or FXP515 with the failed rank if the ranks monitor each other, else FXP503 or FXP504.
+    what: the activity, for the message.
     """
     found = heartbeat.diagnose_failed_wait(
         what, cause.seconds if isinstance(cause, TransferTimeoutError) else None
@@ -154,26 +154,26 @@ def make_lost_peer_error(
         return error(
             "FXP503",
             where=where,
-            why=f"nothing came or went for {cause.seconds:g} seconds",
-            fix="look at the other ranks' messages; a larger timeout if a step is that slow",
+            why=f"no data was transferred for {cause.seconds:g} seconds",
+            fix="see the messages of the other ranks; use a larger timeout if a step is that slow",
         )
     return error(
         "FXP504",
         where=where,
         why=f"the connection to another rank was lost: {cause}",
-        fix="look at the other ranks' messages: one of them ended first",
+        fix="see the messages of the other ranks, one of which ended first",
     )
 
 
 def encode_problems(problems: Sequence[Problem]) -> bytes:
-    """Problems as a message."""
+    """Encode problems as a message."""
     return msgspec.json.encode([(p.code, p.where, p.why, p.fix) for p in problems])
 
 
 def merge_problems(messages: Sequence[bytes], *, names_ranks: bool = False) -> list[Problem]:
-    """The problems of all messages, each once.
+    """Return the problems of all messages, each once.
 
-    names_ranks: one that not every rank has says which ranks have it, if it does not already.
+    names_ranks: add the ranks to a problem that only some ranks have, unless it names a rank.
     """
     found: dict[Problem, list[int]] = {}
     for rank, message in enumerate(messages):
@@ -185,13 +185,13 @@ def merge_problems(messages: Sequence[bytes], *, names_ranks: bool = False) -> l
     if not names_ranks:
         return list(found)
     return [
-        problem if len(set(ranks)) == len(messages) else _on_ranks(problem, ranks)
+        problem if len(set(ranks)) == len(messages) else _add_ranks(problem, ranks)
         for problem, ranks in found.items()
     ]
 
 
-def _on_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
-    """The problem with the ranks that have it, in front of the place unless that is in a batch."""
+def _add_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
+    """Return the problem with its ranks, before the location unless that is in a batch."""
     if problem.where.startswith("rank "):
         return problem
     names = f"rank {', '.join(map(str, ranks))}"
@@ -201,32 +201,32 @@ def _on_ranks(problem: Problem, ranks: Sequence[int]) -> Problem:
 
 
 def make_exception_problem(rank: int, what: str, cause: BaseException) -> Problem:
-    """FXP507 for an exception of one rank, which is no error of fxpart's own."""
+    """Return FXP507 for an exception of one rank that is not an FxpartError."""
     return Problem(
         "FXP507",
         f"rank {rank}, {what}",
         f"{type(cause).__name__}: {cause}",
-        "correct it there; every rank has ended this call, and none waits",
+        "correct the cause on this rank; every rank has left this call, and none is waiting",
     )
 
 
 def make_call_mismatch_problem(names: Sequence[str]) -> Problem:
-    """FXP501: the trainer call that each rank has made, by rank."""
+    """Return FXP501 with the trainer call of each rank."""
     return Problem(
         "FXP501",
         "calls of the trainer",
         "\n".join(f"rank {rank} called {name}()" for rank, name in enumerate(names)),
-        "make the call on every rank, in the same order; `if rank == 0:` belongs around what is "
-        "done with its result",
+        "make the call on every rank, in the same order; use `if rank == 0:` only for the code "
+        "that uses its result",
     )
 
 
-def _difference(what: str, texts: Sequence[str]) -> Problem:
-    """FXP501: which ranks have which text, from where they differ on."""
+def _make_difference_problem(what: str, texts: Sequence[str]) -> Problem:
+    """Return FXP501 with the differing parts of the descriptions and their ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
-    start = _common(list(groups))
+    start = _find_difference(list(groups))
     lines = [
         f"rank {', '.join(map(str, ranks))}: ...{text[start : start + 160]}"
         for text, ranks in groups.items()
@@ -235,12 +235,12 @@ def _difference(what: str, texts: Sequence[str]) -> Problem:
         "FXP501",
         what,
         "\n".join(lines),
-        "give every rank the same script, arguments and batches in the same order",
+        "run every rank with the same script, arguments and batches in the same order",
     )
 
 
-def _common(texts: list[str]) -> int:
-    """Where the texts begin to differ, a little before it."""
+def _find_difference(texts: list[str]) -> int:
+    """Return the index at which the texts start to differ, minus some context."""
     shortest = min(map(len, texts))
     for at in range(shortest):
         if len({text[at] for text in texts}) > 1:

@@ -1,8 +1,8 @@
-"""Small messages between the processes of one machine: a loopback connection for each pair.
+"""Control channel: a loopback TCP connection between each pair of processes on one host.
 
-Ranks compare a few integers twice in a step. gloo hands every message to a thread of its own,
-three times for each; a plain socket is read by the thread that needs it, for a tenth of the CPU
-time. Each rank hears each other one directly, so none waits for a third to pass it on.
+Ranks compare a few integers twice per step. gloo passes every message to another thread three
+times; a plain socket is read by the thread that needs it, with a tenth of the CPU time. Each rank
+receives directly from each other rank.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutErr
 
 
 class ControlChannel:
-    """Everybody's row of integers to everybody.
+    """All-gather of rows of integers.
 
-    A row is given with :meth:`begin` and all rows are read with :meth:`end`, in turn.
+    :meth:`begin` sends a row and :meth:`end` receives all rows, alternately.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket], timeout: float) -> None:
-        """peers: a connection to every other rank. timeout: seconds that a wait may take."""
+        """peers: a connection to every other rank. timeout: maximum seconds of a wait."""
         self.timeout = timeout
         self._rank = rank
         self._peers = dict(sorted(peers.items()))
@@ -38,20 +38,22 @@ class ControlChannel:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def begin(self, row: Sequence[int]) -> bytes:
-        """Give a row of 63-bit integers, as long as everybody's; the handle is for :meth:`end`."""
+        """Send a row of 63-bit integers, equally long on all ranks; return a handle for
+        :meth:`end`.
+        """
         mine = struct.pack(f"<{len(row)}q", *row)
         for rank, peer in self._peers.items():
             try:
                 peer.settimeout(self.timeout)
                 peer.sendall(mine)
             except TimeoutError as cause:
-                raise TransferTimeoutError(self.timeout, f"rank {rank} reads nothing") from cause
+                raise TransferTimeoutError(self.timeout, f"rank {rank} does not read") from cause
             except OSError as cause:
-                raise _lost(rank, cause) from cause
+                raise _make_lost_error(rank, cause) from cause
         return mine
 
     def end(self, mine: bytes) -> list[list[int]]:
-        """All rows in order of rank; TransferTimeoutError, PeerLostError."""
+        """Return all rows in order of rank; TransferTimeoutError, PeerLostError."""
         now = time.monotonic()
         limit = now + self.timeout
         rows = {self._rank: mine}
@@ -63,19 +65,19 @@ class ControlChannel:
             except TimeoutError as cause:
                 raise TransferTimeoutError(self.timeout, f"nothing from rank {rank}") from cause
             except OSError as cause:
-                raise _lost(rank, cause) from cause
+                raise _make_lost_error(rank, cause) from cause
         waiting.rank = NOBODY
         form = struct.Struct(f"<{len(mine) // 8}q")
         return [list(form.unpack(rows[rank])) for rank in sorted(rows)]
 
     def wake(self) -> None:
-        """End all waits, now and later, from another thread: a rank was lost."""
+        """End all current and later waits after a rank was lost; callable from any thread."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for peer in self._peers.values():
             peer.close()
 
@@ -83,7 +85,7 @@ class ControlChannel:
 def connect_control_channel(
     rank: int, ranks: int, spread: Spread, timeout: float
 ) -> ControlChannel | None:
-    """Connections between all ranks, or None on every rank if any two cannot meet by loopback.
+    """Connect all ranks; return None on every rank if any pair cannot connect by loopback.
 
     spread: see :func:`fxpart.runtime.transport.handshake.connect_all_pairs`.
     """
@@ -91,5 +93,5 @@ def connect_control_channel(
     return None if peers is None else ControlChannel(rank, peers, timeout)
 
 
-def _lost(rank: int, cause: OSError) -> PeerLostError:
+def _make_lost_error(rank: int, cause: OSError) -> PeerLostError:
     return PeerLostError(f"rank {rank} closed the connection: {cause}")

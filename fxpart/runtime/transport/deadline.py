@@ -1,9 +1,9 @@
-"""How long a rank waits for another: by the steps that were predicted and then measured.
+"""Timeouts of waits between ranks, from predicted and then measured step times.
 
-Two limits. A rank that answers, but is not ready, may compile, load data or swap: it is waited for
-at least five minutes. One that says nothing at all (:mod:`fxpart.runtime.heartbeat`) is given up
-after thirty seconds. Both grow with the longest of the last steps. A number given by the user is
-both.
+There are two limits. A rank that responds but is not ready may compile, load data or swap: others
+wait at least five minutes. A rank that does not respond at all (:mod:`fxpart.runtime.heartbeat`) is
+considered lost after thirty seconds. Both limits grow with the longest recent step. A timeout given
+by the user replaces both.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 import math
 import time
 
-_WAIT, _SILENCE, _EARLY = 300.0, 30.0, 120.0  # seconds at least; early: silence in the first steps
-_TIMES = 30  # the longest step that was measured
+_WAIT, _SILENCE, _EARLY = 300.0, 30.0, 120.0  # Minimum seconds; early: silence in the first steps.
+_TIMES = 30  # Multiple of the longest measured step.
 _PREDICTED_TIMES = 100
-_WARM = 6  # laps until what is measured counts; a step has two
-_LAPS = 128  # of a window: the longest of this one and the one before counts
-_CHANGE = 1.25  # a limit that changes by less is left
+_WARM = 6  # Laps until measurements count; a step has two.
+_LAPS = 128  # Laps per window; the longest of this and the previous window counts.
+_CHANGE = 1.25  # Smaller changes of a limit are ignored.
 
 
 class Deadline:
     """The limits of this process.
 
-    seconds: that a wait may take. silence: that a rank may say nothing while this one waits.
+    seconds: maximum duration of a wait. silence: maximum time without a sign of life of a rank that
+    this process waits for.
     """
 
     def __init__(self, given: float | None, predicted: float = 0.0) -> None:
-        """given: by the user, for good. predicted: seconds of a step, 0 if unknown."""
+        """given: by the user, fixed. predicted: seconds of a step, 0 if unknown."""
         self.given = given
         predicted = predicted if math.isfinite(predicted) else 0.0
         self._before = 0.0
@@ -36,7 +37,7 @@ class Deadline:
         self.silence = max(_EARLY, _TIMES * predicted) if given is None else given
 
     def lap(self) -> bool:
-        """The ranks tell each other something, as they do twice a step; whether limits changed."""
+        """Record an exchange between ranks (two per step); return whether the limits changed."""
         if self.given is not None:
             return False
         now = time.monotonic()

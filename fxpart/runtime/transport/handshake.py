@@ -1,7 +1,7 @@
-"""How processes connect to each other: a socket for each pair, known by a token.
+"""Connections between processes: a socket for each pair, authenticated by tokens.
 
-The default process group carries everybody's address and a random token; only who knows a rank's
-token is let in by it, and shows so in both directions.
+The default process group distributes all addresses and a random token per rank. A rank accepts only
+connections that prove its token, and proves it in return.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ class SocketKind(Protocol):
     """A kind of sockets."""
 
     def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
-        """A listening socket and its address; OSError where there is none of the kind."""
+        """Return a listening socket and its address; OSError if the kind is unavailable."""
 
     def call(self, address: bytes, seconds: float) -> socket.socket:
-        """A connection to an address; OSError."""
+        """Connect to an address; OSError."""
 
 
 class LoopbackSockets:
     """TCP over the loopback interface."""
 
     def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
-        """Any free port."""
+        """Listen on any free port."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
         return listener, struct.pack("<H", listener.getsockname()[1])
 
     def call(self, address: bytes, seconds: float) -> socket.socket:
-        """Connects to the port."""
+        """Connect to the port."""
         (port,) = struct.unpack("<H", address)
         return socket.create_connection(("127.0.0.1", port), seconds)
 
 
 class NetworkSockets:
-    """TCP between machines, over the interface that an address belongs to."""
+    """TCP between hosts, over the interface of an address."""
 
     def __init__(self, address: str) -> None:
-        """address: of this machine, as the others reach it."""
+        """address: of this host, as reachable by the others."""
         self._address = address
 
     def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
-        """Any free port of that interface alone."""
+        """Listen on any free port of that interface only."""
         listener = socket.create_server((self._address, 0), backlog=backlog)
         return listener, f"{listener.getsockname()[1]} {self._address}".encode()
 
     def call(self, address: bytes, seconds: float) -> socket.socket:
-        """Connects to the other machine's address and port."""
+        """Connect to the other host's address and port."""
         port, _, host = address.decode().partition(" ")
         return socket.create_connection((host, int(port)), seconds)
 
 
 class AbstractUnixSockets:
-    """Unix sockets by a random name that is in no file system, and gone with its listener (Linux).
+    """Unix sockets with a random abstract name, which ends with its listener (Linux).
 
-    What they can do beside carrying bytes: hand over an open file.
+    They can also pass file descriptors.
     """
 
     def listen(self, backlog: int) -> tuple[socket.socket, bytes]:
-        """A name that nobody can guess."""
-        listener = _unix()
+        """Listen on an unguessable name."""
+        listener = _make_unix_socket()
         try:
             name = b"fxpart-" + secrets.token_hex(16).encode()
             listener.bind(b"\0" + name)
@@ -81,8 +81,8 @@ class AbstractUnixSockets:
         return listener, name
 
     def call(self, address: bytes, seconds: float) -> socket.socket:
-        """Waits for the listener at most so long."""
-        made = _unix()
+        """Connect within the given time."""
+        made = _make_unix_socket()
         try:
             made.settimeout(seconds)
             made.connect(b"\0" + address)
@@ -95,11 +95,10 @@ class AbstractUnixSockets:
 def connect_all_pairs(
     rank: int, ranks: int, spread: Spread, kind: SocketKind, others: Sequence[int] | None = None
 ) -> dict[int, socket.socket] | None:
-    """A connection to every other rank, or None on every rank if any two cannot meet.
+    """Connect to every other rank; return None on every rank if any pair cannot connect.
 
-    spread: gives a message to all processes and returns everybody's, in order of rank. Called at
-    the same time by all ranks. others: the ranks to connect to, if not all; of any two both or
-    none have each other there.
+    spread: all-gathers a message, in order of rank. Called by all ranks at the same time. others:
+    the ranks to connect to, if not all; symmetric between ranks.
     """
     wanted = [other for other in range(ranks) if other != rank] if others is None else others
     listener: socket.socket | None = None
@@ -117,7 +116,7 @@ def connect_all_pairs(
                 peers[other] = connect_to_rank(kind, rank, offers[other], limit)
             accept_ranks(listener, [other for other in wanted if other > rank], token, peers, limit)
     except OSError:
-        pass  # told to all by what was reached, below
+        pass  # Reported to all by the number of connections, below.
     finally:
         if listener is not None:
             listener.close()
@@ -129,34 +128,34 @@ def connect_all_pairs(
 
 
 def receive_exactly(peer: socket.socket, count: int, limit: float) -> bytes:
-    """That many bytes until that moment of the monotonic clock; TimeoutError, ConnectionError."""
+    """Receive ``count`` bytes before the deadline; TimeoutError, ConnectionError."""
     found = b""
     while len(found) < count:
-        peer.settimeout(_left(limit))
+        peer.settimeout(_get_remaining(limit))
         part = peer.recv(count - len(found))
         if not part:
-            raise ConnectionError("the other end has closed")
+            raise ConnectionError("the peer closed the connection")
         found += part
     return found
 
 
 def open_listener(kind: SocketKind, backlog: int) -> tuple[socket.socket, bytes, bytes]:
-    """A listening socket, the token that opens it, and what others need to :func:`connect_to_rank`
-    it.
-    """
+    """Return a listening socket, its token, and the data for :func:`connect_to_rank`."""
     token = secrets.token_bytes(_TOKEN)
     listener, address = kind.listen(backlog)
     return listener, token, token + address
 
 
 def connect_to_rank(kind: SocketKind, rank: int, offer: bytes, limit: float) -> socket.socket:
-    """Connect to a rank, show its token, and see that the other end knows it, too."""
+    """Connect to a rank, prove its token, and verify that the peer knows it too."""
     token = offer[:_TOKEN]
     peer = kind.call(offer[_TOKEN:], _SECONDS)
     try:
-        peer.sendall(_HELLO.pack(_proof(token, b"call"), rank))
-        if not hmac.compare_digest(receive_exactly(peer, _TOKEN, limit), _proof(token, b"answer")):
-            raise ConnectionError("another process")
+        peer.sendall(_HELLO.pack(_make_proof(token, b"call"), rank))
+        if not hmac.compare_digest(
+            receive_exactly(peer, _TOKEN, limit), _make_proof(token, b"answer")
+        ):
+            raise ConnectionError("the peer does not know the token")
     except OSError:
         peer.close()
         raise
@@ -170,31 +169,31 @@ def accept_ranks(
     peers: dict[int, socket.socket],
     limit: float,
 ) -> None:
-    """Accept the expected ranks, each once; strangers are turned away."""
+    """Accept the expected ranks, each once; reject other connections."""
     while not all(rank in peers for rank in expected):
-        listener.settimeout(_left(limit))
+        listener.settimeout(_get_remaining(limit))
         peer, _ = listener.accept()
         try:
             proof, rank = _HELLO.unpack(receive_exactly(peer, _HELLO.size, limit))
-            known = hmac.compare_digest(proof, _proof(token, b"call"))
+            known = hmac.compare_digest(proof, _make_proof(token, b"call"))
             if not known or rank in peers or rank not in expected:
-                raise ConnectionError("a stranger")
-            peer.sendall(_proof(token, b"answer"))
+                raise ConnectionError("an unexpected peer")
+            peer.sendall(_make_proof(token, b"answer"))
             peers[rank] = peer
         except OSError:
             peer.close()
 
 
-def _proof(token: bytes, what: bytes) -> bytes:
+def _make_proof(token: bytes, what: bytes) -> bytes:
     return hmac.digest(token, what, "sha256")
 
 
-def _left(limit: float) -> float:
+def _get_remaining(limit: float) -> float:
     return max(limit - time.monotonic(), 1e-3)
 
 
-def _unix() -> socket.socket:
+def _make_unix_socket() -> socket.socket:
     family = getattr(socket, "AF_UNIX", None)
     if family is None:
-        raise OSError("no Unix sockets")
+        raise OSError("this system has no Unix sockets")
     return socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""All ranks in one process: mailboxes. For tests, laptops and a first look."""
+"""Transport with all ranks in one process, for tests and single-machine runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Box = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _PostedReceive:
-    """A receive: number ``place`` of its mailbox, to be put on ``device``."""
+    """A posted receive: number ``place`` of its mailbox, to be moved to ``device``."""
 
     box: _Box
     place: int
@@ -21,10 +21,10 @@ class _PostedReceive:
 
 
 class InProcess:
-    """A transport whose ranks take turns in this process; nothing is copied on one device."""
+    """A transport whose ranks run alternately in this process; no copies on one device."""
 
     def __init__(self, ranks: int) -> None:
-        """ranks: how many ranks the plan has."""
+        """ranks: number of ranks of the plan."""
         self.ranks = ranks
         self.local = tuple(range(ranks))
         self.timeout = float("inf")
@@ -42,7 +42,7 @@ class InProcess:
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Put several into the mailbox, in order."""
+        """Put several tensors into the mailbox, in order."""
         return [self.send(source, target, channel, tensor) for tensor in tensors]
 
     def post(
@@ -60,44 +60,44 @@ class InProcess:
         return _PostedReceive(box, self._posted[box] - 1, device)
 
     def ready(self, handle: _PostedReceive | torch.Tensor) -> bool:
-        """Whether the tensor is there."""
+        """Return whether the tensor has arrived."""
         if isinstance(handle, torch.Tensor):
             return True
         return (handle.box, handle.place) in self._arrived
 
     def wait(self, handle: _PostedReceive | torch.Tensor) -> torch.Tensor:
-        """Take the tensor out; the executor asks ``ready`` first."""
+        """Return and remove the tensor; the executor checks ``ready`` first."""
         if isinstance(handle, torch.Tensor):
             return handle
-        assert self.ready(handle), "waited for a tensor that was not sent"
+        assert self.ready(handle), "the tensor was not sent"
         tensor = self._arrived.pop((handle.box, handle.place))
-        # A fresh tensor object: a consumer's requires_grad and grad are its own.
+        # A new tensor object: the consumer sets its own requires_grad and grad.
         return tensor.detach().to(handle.device)
 
     def begin_exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """One process: its own row."""
+        """Return this process's row."""
         return [list(row)]
 
     def end_exchange(self, handle: list[list[int]]) -> list[list[int]]:
-        """One process: its own row."""
+        """Return this process's row."""
         return handle
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """One process: its own row."""
+        """Return this process's row."""
         return [list(row)]
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
-        """One process: its own message."""
+        """Return this process's message."""
         return [message]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """One process: the tensor as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One process: the tensor as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def close(self) -> None:
-        """Drop undelivered tensors."""
+        """Discard undelivered tensors."""
         self._arrived.clear()

@@ -1,8 +1,8 @@
-"""What the executor needs of a transport, and how a transport says that it failed.
+"""The transport interface of the executor, and its exceptions.
 
-A rank runs the stages that the plan gives it. A process holds one rank (``Distributed``) or all of
-them (``InProcess``). Point-to-point transfers are between ranks; the collectives below them are
-between processes, because that is what has to agree.
+A rank runs the stages that the plan assigns to it. A process runs one rank
+(``ProcessGroupTransport``) or all ranks (``InProcess``). Point-to-point transfers are between
+ranks; collectives are between processes, which have to agree.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 
 __all__ = ["BACKWARD", "FORWARD", "STATE", "PeerLostError", "TransferTimeoutError", "Transport"]
 
-# Transfers of one channel between two ranks arrive in the order in which they were sent.
+# Transfers of one channel between two ranks arrive in the order of the sends.
 FORWARD = 1
 BACKWARD = 2
 STATE = 3
 
 
 class Transport(Protocol):
-    """Moves tensors between ranks and small messages between processes.
+    """Transfers tensors between ranks and small messages between processes.
 
-    ranks: how many there are. local: the ranks of this process, ascending. timeout: seconds that
-    any wait may take. A handle is whatever ``send`` and ``post`` return.
+    ranks: number of ranks. local: ranks of this process, ascending. timeout: maximum seconds of any
+    wait. A handle is the result of ``send`` or ``post``.
     """
 
     ranks: int
@@ -39,7 +39,7 @@ class Transport(Protocol):
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
-        """Start sending several, in order; a handle for each. Cheaper than one by one."""
+        """Start sending several tensors in order; return handles. Cheaper than single sends."""
 
     def post(
         self,
@@ -53,31 +53,31 @@ class Transport(Protocol):
         """Start receiving the channel's next tensor into a new buffer."""
 
     def ready(self, handle: Any) -> bool:
-        """Whether waiting cannot block for good (always true where peers run by themselves)."""
+        """Return whether waiting cannot deadlock (always true if peers run in other processes)."""
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """Finish a receive and return its tensor, or a send; TransferTimeoutError, PeerLostError.
+        """Finish a receive and return its tensor, or finish a send.
 
-        What is returned of a send means nothing.
+        Raises TransferTimeoutError or PeerLostError. The result of a send has no meaning.
         """
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
-        """Give a few 63-bit integers; the handle is for ``end_exchange``."""
+        """Send a few 63-bit integers; return a handle for ``end_exchange``."""
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
-        """Get the integers of every process, in order of rank."""
+        """Return the integers of every process, in order of rank."""
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Both at once."""
+        """Begin and end an exchange."""
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
-        """Give a message of any length, get that of every process, in order of rank."""
+        """Send a message of any length; return those of all processes, in order of rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """Fill ``tensor`` on every process with that of the rank ``root``."""
+        """Fill ``tensor`` on every process with that of rank ``root``."""
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all processes, in place."""
 
     def close(self) -> None:
-        """Give back what the transport holds; nothing may be called after it."""
+        """Release resources; no method may be called afterwards."""

@@ -1,4 +1,4 @@
-"""From torchrun's environment to a transport, with the right number of ranks or a clear error."""
+"""Create a transport from torchrun's environment, and check the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpart.environment import Launch, bind_to_loopback, launch
+from fxpart.environment import Launch, bind_to_loopback, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.launch import die_with_parent
 from fxpart.runtime import heartbeat
@@ -22,8 +22,8 @@ from fxpart.runtime.transport.in_process import InProcess
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.runtime.transport.rendezvous import join_rendezvous
 
-_LETTING_GO = 0.1  # seconds
-_BEGINNING = 60.0  # seconds at least that the ranks may take to meet
+_LETTING_GO = 0.1  # Seconds.
+_BEGINNING = 60.0  # Minimum seconds in which the ranks may connect.
 
 
 def connect(
@@ -34,148 +34,150 @@ def connect(
     shared_memory: bool = True,
     predicted: float = 0.0,
 ) -> ProcessGroupTransport | InProcess:
-    """The transport for a plan of ``ranks`` ranks.
+    """Return the transport for a plan of ``ranks`` ranks.
 
-    Outside of torchrun all ranks run in this process. Under torchrun (or with a default process
-    group that exists already) this process is one rank; FXP502 on every rank where the number of
-    processes is another one than the plan's, FXP516 where not all of them come. device: "cpu" or
-    "cuda". timeout: seconds that any wait between ranks may take; None: by the steps' times
-    (:mod:`fxpart.runtime.transport.deadline`). shared_memory: whether CPU ranks of one machine may
-    share memory; without it they send over gloo. predicted: seconds of a step, 0 if unknown.
+    Outside torchrun all ranks run in this process. Under torchrun (or with an existing default
+    process group) this process is one rank. FXP502 on every rank if the number of processes differs
+    from the plan's, FXP516 if some do not connect. device: "cpu" or "cuda". timeout: maximum
+    seconds of any wait between ranks; None: derived from step times
+    (:mod:`fxpart.runtime.transport.deadline`). shared_memory: whether CPU ranks of one host may use
+    shared memory instead of gloo. predicted: step time in seconds, 0 if unknown.
 
-    Where a launcher supervises the job, the ranks watch each other
-    (:mod:`fxpart.runtime.heartbeat`), and none outlives its launcher.
+    If a launcher supervises the job, the ranks monitor each other
+    (:mod:`fxpart.runtime.heartbeat`), and end with their launcher.
     """
     deadline = Deadline(timeout, predicted)
     if dist.is_available() and dist.is_initialized():
-        _check(dist.get_world_size(), ranks)
+        _check_world_size(dist.get_world_size(), ranks)
         keep_freed_memory()
-        here = _on_one_machine()
+        here = _is_on_one_machine()
         made = ProcessGroupTransport(
             timeout=deadline, one_machine=here, shared_memory=shared_memory
         )
         _watch_group(made, deadline)
         return made
-    found = launch()
+    found = read_launch()
     if found is None:
         return InProcess(ranks)
-    _check(found.world, ranks)
+    _check_world_size(found.world, ranks)
     if not dist.is_available():
         raise error(
             "FXP602",
             where="torch.distributed",
-            why="this build of torch has none",
+            why="this build of torch does not include it",
             fix="run without torchrun, or install a torch with torch.distributed",
         )
     keep_freed_memory()
-    _join(found, device, deadline)
+    _create_process_group(found, device, deadline)
     made = ProcessGroupTransport(
         timeout=deadline, one_machine=found.one_machine, shared_memory=shared_memory
     )
-    _wake(made)
+    _connect_wake(made)
     return made
 
 
 def local_device(device: str = "cpu") -> torch.device:
-    """The device of this process: the CPU, or the GPU numbered by LOCAL_RANK."""
+    """Return the device of this process: the CPU, or the GPU with index LOCAL_RANK."""
     if device != "cuda":
         return torch.device(device)
-    found = launch()
+    found = read_launch()
     return torch.device("cuda", found.local_rank if found is not None else 0)
 
 
-def _join(found: Launch, device: str, deadline: Deadline) -> None:
-    """Make the default process group from what torchrun said."""
+def _create_process_group(found: Launch, device: str, deadline: Deadline) -> None:
+    """Create the default process group from torchrun's environment."""
     if found.one_machine:
         bind_to_loopback()
     if found.supervised:
         die_with_parent()
-    # Processes begin more apart than steps do: imports, slow disks, one that prepares the data.
+    # Start times differ more than steps do: imports, slow disks, a process that prepares data.
     backend, timeout = "gloo", max(deadline.seconds, _BEGINNING)
     if device == "cuda":
         torch.cuda.set_device(found.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    meeting = join_rendezvous(found, timeout)
+    rendezvous = join_rendezvous(found, timeout)
     if found.supervised:
-        spread = heartbeat.exchange_through_store(meeting.store, found.rank, found.world, timeout)
+        spread = heartbeat.exchange_through_store(
+            rendezvous.store, found.rank, found.world, timeout
+        )
         heartbeat.connect_monitor(
             found, spread, silence=lambda: deadline.silence, busy=lambda: deadline.seconds
         )
     try:
         dist.init_process_group(
             backend,
-            store=meeting.store,
+            store=rendezvous.store,
             rank=found.rank,
             world_size=found.world,
             timeout=timedelta(seconds=timeout),
         )
-        # A group that is left to the interpreter's end now and then aborts the process.
-        atexit.register(_leave)
+        # A group that still exists at interpreter exit sometimes aborts the process.
+        atexit.register(_destroy_process_group)
     except (RuntimeError, ValueError) as cause:
         raise heartbeat.diagnose_failed_wait("connecting the ranks", None) or error(
             "FXP602",
             where=f"rank {found.rank} of {found.world}, {found.address}:{found.port}",
-            why=f"the processes cannot find each other: {str(cause).splitlines()[0]}",
-            fix="see that every process was started and that the address can be reached",
+            why=f"the processes cannot connect: {str(cause).splitlines()[0]}",
+            fix="check that every process was started and that the address is reachable",
         ) from cause
-    _of_watch.add(dist.group.WORLD)
+    _monitored_groups.add(dist.group.WORLD)
 
 
-# The process groups that have had a watch; not kept alive, as one that is left would abort the end.
-_of_watch: weakref.WeakSet[Any] = weakref.WeakSet()
+# Monitored process groups; weak references, as a group that outlives the process aborts it.
+_monitored_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _watch_group(made: ProcessGroupTransport, deadline: Deadline) -> None:
-    """The ranks of a process group that the user made watch each other, if a launcher does."""
+    """Monitor the ranks of the user's process group if a launcher supervises the job."""
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:
         return
     if found is None or not found.supervised or found.world != made.ranks:
         return
-    if dist.group.WORLD not in _of_watch:
+    if dist.group.WORLD not in _monitored_groups:
         die_with_parent()
         with convert_transport_errors(made, "connecting the ranks"):
             heartbeat.connect_monitor(
                 found, made.exchange_bytes,
                 silence=lambda: deadline.silence, busy=lambda: deadline.seconds,
             )  # fmt: skip
-        _of_watch.add(dist.group.WORLD)
-    _wake(made)
+        _monitored_groups.add(dist.group.WORLD)
+    _connect_wake(made)
 
 
-def _wake(made: ProcessGroupTransport) -> None:
-    """Its waits end when a rank is lost."""
+def _connect_wake(made: ProcessGroupTransport) -> None:
+    """Wake the transport's waits when a rank is lost."""
     found = heartbeat.get_monitor()
     if found is not None:
-        found.wakes(made.wake)
+        found.add_wake_callback(made.wake)
 
 
-def _leave() -> None:
-    """Give up the default process group, if the user has not done so.
+def _destroy_process_group() -> None:
+    """Destroy the default process group at exit, if the user has not done so.
 
-    gloo's threads let go of the last tensors a little after a wait for them has ended, and need the
-    interpreter for it: one that has begun to end by then would abort the process.
+    gloo's threads release the last tensors shortly after a wait has ended, and need the interpreter
+    for it: releasing them during interpreter exit would abort the process.
     """
     if dist.is_initialized():
         time.sleep(_LETTING_GO)
         dist.destroy_process_group()
 
 
-def _on_one_machine() -> bool:
-    """Whether torchrun says so of a process group that the user made; unknown counts as no."""
+def _is_on_one_machine() -> bool:
+    """Return whether torchrun reports one host for the user's process group; unknown is False."""
     try:
-        found = launch()
+        found = read_launch()
     except FxpartError:
         return False
     return found is not None and found.one_machine and dist.get_world_size() <= found.world
 
 
-def _check(world: int, ranks: int) -> None:
+def _check_world_size(world: int, ranks: int) -> None:
     if world != ranks:
         raise error(
             "FXP502",
             where=f"{world} processes",
             why=f"the plan is for {ranks} ranks",
-            fix=f"torchrun --nproc-per-node {ranks} ..., or plan for {world} ranks",
+            fix=f"start torchrun --nproc-per-node {ranks} ..., or plan for {world} ranks",
         )

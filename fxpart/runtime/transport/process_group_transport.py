@@ -1,4 +1,4 @@
-"""One rank per process over torch.distributed: gloo between CPUs, nccl between GPUs."""
+"""Transport with one rank per process over torch.distributed: gloo on CPUs, nccl on GPUs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from fxpart.runtime.transport.shared_memory import (
     SharedMemoryReceive,
     SharedMemorySend,
 )
-from fxpart.runtime.transport.shared_memory import connect_shared_memory as meet
+from fxpart.runtime.transport.shared_memory import connect_shared_memory as connect_memory
 
-_CONTROL = 4  # the tag of control messages
-_DIRECT = 15  # up to so many other ranks hear from each directly
-_LONGEST = 1 << 30  # bytes of a message
+_CONTROL = 4  # The tag of control messages.
+_DIRECT = 15  # Maximum number of other ranks for direct sends.
+_LONGEST = 1 << 30  # Maximum bytes of a message.
 _TIMED_OUT = ("timed out", "timeout")
 
 
 @dataclass(slots=True)
 class _DistributedTransfer:
-    """A transfer under way: torch's work object, the tensor it reads or fills, the other rank."""
+    """A transfer in flight: torch's work object, its tensor, and the other rank."""
 
     work: Any
     tensor: torch.Tensor
@@ -47,11 +47,10 @@ class _DistributedTransfer:
 class ProcessGroupTransport:
     """A transport over the default process group.
 
-    Each direction has a channel of its own. gloo tells channels apart by tag. nccl ignores tags
-    and runs the transfers of one group in order, so there each channel is a group: a receive that
-    was posted early never stands in the way of a send. Control messages always go over the
-    CPU. Between CPUs of one machine transfers go through memory that the processes share; if any
-    two of them cannot, all go over gloo.
+    Each direction has its own channel. gloo separates channels by tag. nccl ignores tags and runs
+    the transfers of one group in order, so each channel is a separate group: a receive that was
+    posted early never blocks a send. Control messages always use the CPU. Between CPUs of one host,
+    transfers use shared memory; if any pair cannot share memory, all use gloo.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class ProcessGroupTransport:
         one_machine: bool = False,
         shared_memory: bool = True,
     ) -> None:
-        """The default process group must exist.
+        """Create the transport; the default process group must exist.
 
-        timeout: seconds that any wait may take; None: by the steps' times. one_machine: all ranks
-        run on this machine, so that messages can take a shorter way. shared_memory: there,
-        transfers may go through shared memory. Every rank gives the same.
+        timeout: maximum seconds of any wait; None: derived from step times. one_machine: all ranks
+        run on this host, so messages can use loopback connections. shared_memory: whether to use
+        shared memory on one host. All ranks must pass the same values.
         """
         self.ranks = dist.get_world_size()
         self.local: tuple[int, ...] = (dist.get_rank(),)
@@ -80,24 +79,24 @@ class ProcessGroupTransport:
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
         share_cores()
-        self._mesh: ControlChannel | None = None
+        self._control_channel: ControlChannel | None = None
         self._memory: SharedMemory | None = None
         if one_machine and self.ranks > 1:
-            self._mesh = connect_control_channel(
+            self._control_channel = connect_control_channel(
                 self.local[0], self.ranks, self.exchange_bytes, timeout
             )
         if one_machine and shared_memory and self.ranks > 1 and "nccl" not in backend:
-            self._memory = meet(self.local[0], self.ranks, self.exchange_bytes, timeout)
+            self._memory = connect_memory(self.local[0], self.ranks, self.exchange_bytes, timeout)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether transfers between CPUs go through shared memory."""
+        """Whether transfers between CPUs use shared memory."""
         return self._memory is not None
 
     def send(
         self, source: int, target: int, channel: int, tensor: torch.Tensor
     ) -> _DistributedTransfer | SharedMemorySend:
-        """Start sending; the tensor is kept until the handle is dropped, if it is needed."""
+        """Start sending; the handle keeps the tensor if it is needed."""
         if tensor.numel() == 0:
             return _DistributedTransfer(None, tensor)
         if self._memory is not None and tensor.device.type == "cpu":
@@ -108,7 +107,7 @@ class ProcessGroupTransport:
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> list[_DistributedTransfer | SharedMemorySend]:
-        """Start sending several in order; shared memory tells the receiver of all at once."""
+        """Start sending several tensors in order; shared memory announces all at once."""
         if self._memory is not None and all(t.device.type == "cpu" and t.numel() for t in tensors):
             return [*self._memory.send_all(target, channel, tensors)]
         return [self.send(source, target, channel, tensor) for tensor in tensors]
@@ -122,7 +121,7 @@ class ProcessGroupTransport:
         dtype: torch.dtype,
         device: torch.device,
     ) -> _DistributedTransfer | SharedMemoryReceive:
-        """Start receiving: into a new buffer, or where the sender has put it."""
+        """Start receiving: into a new buffer, or in place in shared memory."""
         if self._memory is not None and device.type == "cpu" and 0 not in shape:
             return self._memory.post(source, channel, shape, dtype)
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -132,7 +131,7 @@ class ProcessGroupTransport:
         return self._begin(lambda: dist.irecv(tensor, source, group, channel), tensor, source)
 
     def ready(self, handle: _DistributedTransfer | SharedMemorySend | SharedMemoryReceive) -> bool:
-        """Always: the other rank runs by itself, so waiting is right."""
+        """Return True: the other rank runs in another process."""
         return True
 
     def wait(
@@ -148,13 +147,13 @@ class ProcessGroupTransport:
         return handle.tensor
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
-        """Start to tell all others: directly if they are few, as gloo's all-gather is slow."""
+        """Start an exchange: direct sends between few ranks, as gloo's all-gather is slow."""
         if self._deadline.lap():
             self._set_limit(self._deadline.seconds)
         if self._memory is not None:
             self._memory.tidy()
-        if self._mesh is not None:
-            return self._mesh.begin(row)
+        if self._control_channel is not None:
+            return self._control_channel.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
         me, control = self.local[0], self._control
         parts = [mine if r == me else torch.empty_like(mine) for r in range(self.ranks)]
@@ -170,28 +169,28 @@ class ProcessGroupTransport:
         return works, parts
 
     def end_exchange(self, handle: Any) -> list[list[int]]:
-        """Wait for all others, bounded."""
-        if self._mesh is not None:
-            return self._mesh.end(handle)
+        """Wait for all others, with a timeout."""
+        if self._control_channel is not None:
+            return self._control_channel.end(handle)
         works, parts = handle
         for work in works:
             self._finish(work)
         return [part.tolist() for part in parts]
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """An all-gather of a few integers."""
+        """All-gather a few integers."""
         return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
-        """An all-gather of lengths, then of messages padded to the longest.
+        """All-gather the lengths, then the messages padded to the longest.
 
-        PeerLostError where another rank is somewhere else, so that its word is no length: one that
-        has given up waiting goes on while this one still tells what went wrong.
+        PeerLostError if another rank is at a different exchange, so that its row is not a length: a
+        rank that timed out continues while this one still reports the failure.
         """
         lengths = [row[0] for row in self.exchange([len(message)])]
         longest = max(lengths)
         if min(lengths) < 0 or longest > _LONGEST:
-            raise PeerLostError("the ranks are no longer at the same place")
+            raise PeerLostError("the ranks are no longer at the same exchange")
         if longest == 0:
             return [b""] * self.ranks
         mine = torch.zeros(longest, dtype=torch.uint8)
@@ -205,34 +204,34 @@ class ProcessGroupTransport:
         ]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """torch's broadcast, bounded."""
+        """Run torch's broadcast with a timeout."""
         if tensor.numel():
             self._finish(dist.broadcast(tensor, root, async_op=True))
         return tensor
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """torch's all-reduce, bounded; for CPU tensors."""
+        """Run torch's all-reduce with a timeout; for CPU tensors."""
         self._finish(dist.all_reduce(tensor, group=self._control, async_op=True))
         return tensor
 
     def wake(self) -> None:
-        """End waits in connections of its own, now and later: a rank was lost. From any thread."""
-        if self._mesh is not None:
-            self._mesh.wake()
+        """End current and later waits of own connections after a rank was lost; any thread."""
+        if self._control_channel is not None:
+            self._control_channel.wake()
         if self._memory is not None:
             self._memory.wake()
 
     def close(self) -> None:
-        """Close its own connections; the process group belongs to who made it."""
-        if self._mesh is not None:
-            self._mesh.close()
+        """Close own connections; the process group belongs to its creator."""
+        if self._control_channel is not None:
+            self._control_channel.close()
         if self._memory is not None:
             self._memory.close()
 
     def _set_limit(self, seconds: float) -> None:
         self.timeout, self._limit = seconds, timedelta(seconds=seconds)
-        if self._mesh is not None:
-            self._mesh.timeout = seconds
+        if self._control_channel is not None:
+            self._control_channel.timeout = seconds
         if self._memory is not None:
             self._memory.timeout = seconds
 

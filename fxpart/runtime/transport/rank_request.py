@@ -1,4 +1,4 @@
-"""What one process asks of all, heard by each with what the ranks tell each other anyway."""
+"""Small requests piggybacked on messages that the ranks exchange anyway."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Sequence
 
 
 class RankRequest:
-    """A number that stands for what a process wants; 0 is nothing.
+    """An integer that encodes a process's request; 0 is none.
 
-    mine: of this process; it may be set at any time, by a signal's handler too. It goes with every
-    comparison of batches, and with every word of a stream, so that it costs no message, and every
-    rank hears of it at the same call.
+    mine: the request of this process; it may be set at any time, also by a signal handler. It is
+    sent with every comparison of batches and with every status message of an asynchronous pipeline.
+    So it needs no extra message, and every rank receives it at the same call.
     """
 
     def __init__(self, *, alone: bool) -> None:
-        """alone: this process holds all ranks."""
+        """alone: whether this process runs all ranks."""
         self.mine = 0
         self._alone = alone
-        self._heard: tuple[int, int] = (0, 0)
+        self._first: tuple[int, int] = (0, 0)
 
     @property
-    def asked(self) -> tuple[int, int]:
-        """What was asked first, and by which process; (0, 0): nothing. Equal on every rank."""
-        return (self.mine, 0) if self._alone else self._heard
+    def first(self) -> tuple[int, int]:
+        """The first request and its process, equal on every rank; (0, 0): none."""
+        return (self.mine, 0) if self._alone else self._first
 
-    def hear(self, numbers: Sequence[int]) -> None:
-        """What the processes asked, in order of rank."""
-        if not self._heard[0]:
+    def store(self, numbers: Sequence[int]) -> None:
+        """Store the requests of all processes, in order of rank."""
+        if not self._first[0]:
             for rank, number in enumerate(numbers):
                 if number:
-                    self._heard = number, rank
+                    self._first = number, rank
                     return
 
     def clear(self) -> None:
-        """It was done."""
-        self.mine, self._heard = 0, (0, 0)
+        """Reset after the request was handled."""
+        self.mine, self._first = 0, (0, 0)

@@ -1,11 +1,12 @@
-"""How the ranks of a job meet, again after every restart, and take no one else for one of them.
+"""Rendezvous of a job's ranks, repeated after every restart.
 
-torchrun keeps one store over all restarts, and what an earlier life of the job wrote is still in
-it: addresses of dead processes. So each life has a number that the store counts, and keys of its
-own below it. Rank 0 counts; the others look for its newest number, say who they are (a random word
-for each process), and go on once rank 0 has listed all words and everybody has found its own there.
-A number whose rank 0 has died is left as soon as there is a newer one. Of two processes that are
-the same rank, as one of an earlier life has not been ended yet, the one that came later stays.
+torchrun keeps one store over all restarts, and keys of an earlier generation of the job are still
+in it, such as addresses of dead processes. So each generation has a number that the store counts,
+and its own keys. Rank 0 increments the count. The other ranks read the newest number, write their
+identity (a random word per process), and continue once rank 0 has listed all words and each has
+found its own there. A number whose rank 0 has died is abandoned when there is a newer one. If two
+processes have the same rank, because one of an earlier generation has not ended yet, the later one
+stays.
 
     rank 0                        rank r
     g = count + 1                 g = the newest count
@@ -14,36 +15,33 @@ the same rank, as one of an earlier life has not been ended yet, the one that ca
     list of words ->              finds its own in the list (else: objects)
                                   found ->
     waits for all found,
-    nobody objecting
-    go ->                         goes
+    no objection
+    go ->                         continues
 """
 
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from fxpart.environment import Launch
-from fxpart.errors import FxpartError, error
+from fxpart.launch.job_store import first_line, open_store, rendezvous_error
 
 _COUNT = "fxpart/generation"
 _LIST, _FOUND, _OBJECTION, _GO = "list", "found", "objection", "go"
-_FIRST, _LONGEST = 0.002, 0.05  # seconds between looks
-_PORT_FREE = 5.0  # seconds for an earlier owner of the store's port to end
+_FIRST, _LONGEST = 0.002, 0.05  # Seconds between polls.
 
 
 @dataclass(frozen=True)
 class JobRendezvous:
-    """All ranks of a job are there. store: with keys that no other generation has.
+    """A completed rendezvous. store: with keys that no other generation uses.
 
-    generation: from 1, and never twice in one store.
+    generation: from 1, unique within a store.
     """
 
     store: Any
@@ -53,8 +51,8 @@ class JobRendezvous:
 def join_rendezvous(found: Launch, timeout: float, *, after: int = 0) -> JobRendezvous:
     """Wait for all ranks of the job, at most ``timeout`` seconds.
 
-    after: a generation that was there before this store; rank 0's word counts. Raises FXP516 on
-    every rank that waits in vain, naming the ranks that rank 0 has not seen.
+    after: the last generation of an earlier store; rank 0's value counts. Raises FXP516 on every
+    rank that times out, with the ranks that rank 0 has not seen.
     """
     limit = time.monotonic() + timeout
     store = open_store(found, timeout)
@@ -62,7 +60,7 @@ def join_rendezvous(found: Launch, timeout: float, *, after: int = 0) -> JobRend
     try:
         number = waiting.lead(after) if found.rank == 0 else waiting.follow()
     except RuntimeError as cause:
-        raise _problem(found, f"the store was lost: {_first_line(cause)}") from cause
+        raise rendezvous_error(found, f"the store was lost: {first_line(cause)}") from cause
     return JobRendezvous(PrefixStore(f"fxpart/{number}/group", store), number)
 
 
@@ -71,58 +69,58 @@ class _RendezvousMember:
 
     def __init__(self, found: Launch, store: Any, limit: float, timeout: float) -> None:
         self._found, self._store, self._limit, self._timeout = found, store, limit, timeout
-        # In order of time, so that of two the later can be told.
+        # Sorted by time, so that the later of two processes is known.
         self._word = f"{time.time():018.6f}-{secrets.token_hex(16)}".encode()
         self._pause = max(_LONGEST, found.world / 2000)
 
     def lead(self, after: int) -> int:
-        """Rank 0; the number of the generation that all have come to."""
+        """Return, on rank 0, the number of the generation that all ranks have joined."""
         while True:
             number = self._store.add(_COUNT, 1)
             if number <= after:
                 number = self._store.add(_COUNT, after - number + 1)
-            if self._led(number):
+            if self._lead_generation(number):
                 return int(number)
 
-    def _led(self, number: int) -> bool:
-        """Whether the generation came together; False: somebody objects."""
-        keys, world = self._keys(number), self._found.world
+    def _lead_generation(self, number: int) -> bool:
+        """Return whether the generation is complete; False: a rank objects."""
+        keys, world = self._get_keys(number), self._found.world
         keys.set("0", self._word)
         names = [str(rank) for rank in range(world)]
-        self._until(lambda: keys.check(names), number, lambda: _missing(keys, names))
+        self._wait_until(lambda: keys.check(names), number, lambda: _describe_missing(keys, names))
         keys.set(_LIST, b" ".join(keys.multi_get(names)))
 
         def settled() -> bool:
             return bool(keys.check([_OBJECTION]) or keys.add(_FOUND, 0) == world - 1)
 
-        self._until(settled, number, lambda: "not all ranks came back to the list of ranks")
+        self._wait_until(settled, number, lambda: "not all ranks confirmed the list of ranks")
         if keys.check([_OBJECTION]):
             return False
         keys.set(_GO, b"1")
         return True
 
     def follow(self) -> int:
-        """Any other rank; the number of the generation that it belongs to."""
+        """Return, on any other rank, the number of the generation that it has joined."""
         left = 0
 
         def newer() -> bool:
-            return self._newest() > left
+            return self._read_newest() > left
 
         while True:
-            self._until(newer, left, lambda: "rank 0 did not come")
-            number = self._newest()
-            if self._followed(number):
+            self._wait_until(newer, left, lambda: "rank 0 did not connect")
+            number = self._read_newest()
+            if self._follow_generation(number):
                 return number
             left = number
 
-    def _followed(self, number: int) -> bool:
-        """Whether the generation has begun, with this process; False: there is a newer one."""
-        keys = self._keys(number)
+    def _follow_generation(self, number: int) -> bool:
+        """Return whether the generation has started with this process, and is the newest."""
+        keys = self._get_keys(number)
         mine = str(self._found.rank)
         if not keys.check([_LIST]) and not (keys.check([mine]) and keys.get(mine) > self._word):
             keys.set(mine, self._word)
-        self._until(
-            lambda: keys.check([_LIST]) or self._newest() > number,
+        self._wait_until(
+            lambda: keys.check([_LIST]) or self._read_newest() > number,
             number,
             lambda: "rank 0 has not seen all ranks",
         )
@@ -130,109 +128,39 @@ class _RendezvousMember:
             return False
         there = keys.get(_LIST).split()[self._found.rank]
         if there != self._word:
-            # Of an earlier life, which may be all there is of it: then a newer number will come.
+            # It is of an earlier process of this rank. If that has died, a newer number follows.
             if not keys.check([_GO]):
                 if there > self._word:
-                    why = f"another process, which came later, is rank {mine}"
-                    raise _problem(self._found, why, number)
+                    why = f"another process that started later has rank {mine}"
+                    raise rendezvous_error(self._found, why, number)
                 keys.set(_OBJECTION, b"1")
             return False
         keys.add(_FOUND, 1)
-        self._until(
-            lambda: keys.check([_GO]) or self._newest() > number,
+        self._wait_until(
+            lambda: keys.check([_GO]) or self._read_newest() > number,
             number,
-            lambda: "rank 0 has not let the ranks go",
+            lambda: "rank 0 has not started the generation",
         )
         return bool(keys.check([_GO]))
 
-    def _newest(self) -> int:
+    def _read_newest(self) -> int:
         return int(self._store.add(_COUNT, 0))
 
-    def _keys(self, number: int) -> Any:
+    def _get_keys(self, number: int) -> Any:
         return PrefixStore(f"fxpart/{number}", self._store)
 
-    def _until(self, done: Callable[[], bool], number: int, why: Callable[[], str]) -> None:
-        """Look now and then; FXP516 with ``why`` after the limit."""
+    def _wait_until(self, done: Callable[[], bool], number: int, why: Callable[[], str]) -> None:
+        """Poll until done; FXP516 with ``why`` after the limit."""
         pause = _FIRST
         while not done():
             if time.monotonic() >= self._limit:
-                raise _problem(self._found, f"{why()} within {self._timeout:g} s", number)
-            if self._found.rank == 0 and number and self._newest() != number:
-                raise _problem(self._found, "another process has begun as rank 0", number)
+                raise rendezvous_error(self._found, f"{why()} within {self._timeout:g} s", number)
+            if self._found.rank == 0 and number and self._read_newest() != number:
+                raise rendezvous_error(self._found, "another process has started as rank 0", number)
             time.sleep(pause)
             pause = min(1.5 * pause, self._pause)
 
 
-def open_store(found: Launch, timeout: float) -> Any:
-    """A client of the job's store; where no launcher keeps one, rank 0 is its owner, too.
-
-    timeout: seconds to reach it in. Raises FXP516.
-    """
-    limit = timedelta(seconds=timeout)
-    try:
-        if found.rank == 0 and not found.keeps_store:
-            return _own(found, limit)
-        return TCPStore(
-            found.address, found.port, is_master=False, timeout=limit, wait_for_workers=False
-        )
-    except (RuntimeError, OSError, ValueError) as cause:
-        raise _problem(
-            found, f"the store at {found.address}:{found.port}: {_first_line(cause)}"
-        ) from cause
-
-
-# The stores that this process owns, by address: a port is listened on once, and for as long as
-# the process runs, as others may still ask. Made so that torch's own "env://" finds them, too.
-_owned: dict[tuple[str, int], TCPStore] = {}
-
-
-def _own(found: Launch, limit: timedelta) -> Any:
-    """The job's store in this process: on one machine by loopback only, if the address is that."""
-    at = found.address, found.port
-    if at not in _owned:
-        _owned[at] = _made(found, limit)
-    return _owned[at]
-
-
-def _made(found: Launch, limit: timedelta) -> TCPStore:
-    addresses = {str(info[4][0]) for info in socket.getaddrinfo(found.address, None)}
-    if not found.one_machine or not all(a.startswith("127.") or a == "::1" for a in addresses):
-        return TCPStore(
-            found.address, found.port, is_master=True, timeout=limit, wait_for_workers=False,
-            multi_tenant=True,
-        )  # fmt: skip
-    host = next((a for a in sorted(addresses) if a.startswith("127.")), "::1")
-    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-    until = time.monotonic() + _PORT_FREE
-    while True:
-        try:
-            listener = socket.create_server((host, found.port), family=family, backlog=128)
-            break
-        except OSError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(_LONGEST)
-    return TCPStore(
-        host, found.port, is_master=True, timeout=limit, wait_for_workers=False,
-        master_listen_fd=listener.detach(), multi_tenant=True,
-    )  # fmt: skip
-
-
-def _missing(keys: Any, names: Sequence[str]) -> str:
+def _describe_missing(keys: Any, names: Sequence[str]) -> str:
     ranks = [name for name in names if not keys.check([name])]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not come"
-
-
-def _problem(found: Launch, why: str, number: int = 0) -> FxpartError:
-    where = f"rank {found.rank} of {found.world}"
-    return error(
-        "FXP516",
-        where=f"{where}, generation {number}" if number else where,
-        why=why,
-        fix="see that every process was started, and that each machine can reach "
-        f"{found.address}:{found.port}",
-    )
-
-
-def _first_line(cause: BaseException) -> str:
-    return str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} did not connect"

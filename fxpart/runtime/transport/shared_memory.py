@@ -1,17 +1,16 @@
-"""Transfers between the processes of one machine through memory that they share.
+"""Transfers between processes of one host through shared memory.
 
-A send copies the tensor into a slot of memory that the receiver has mapped, too, and tells it so
-by a few bytes over a Unix socket. A received tensor is that memory itself: nothing is copied a
-second time, no thread takes part beside the two that send and receive, and the slot is free again
-when the tensor is dropped. So a received tensor needs no memory of its own; what is under way at
-once stands in the arena of its sender (see
+A send copies the tensor into a slot of memory that the receiver has mapped too, and announces it by
+a few bytes over a Unix socket. The received tensor uses that memory without another copy or thread.
+The slot is free again when the tensor is dropped. Received tensors need no memory of their own:
+data in flight is in the arena of its sender (see
 :class:`~fxpart.runtime.transport.shared_memory_arena.Arena`), whose pages count in the resident
-sets of both.
+sets of both processes.
 
-Who waits reads what comes from all others meanwhile, whatever its channel. So two ranks that send
-to each other cannot stand in each other's way, and a full socket empties. A send is waited for only
-while the receiver has not posted enough receives, whether or not it looks at what has come: a rank
-in a collective holds up nobody.
+A waiting process reads announcements from all others, on any channel. So two ranks that send to
+each other cannot block each other, and a full socket is emptied. A send only waits if the receiver
+has not posted enough receives, whether or not it reads its socket: a rank in a collective blocks no
+other.
 """
 
 from __future__ import annotations
@@ -45,29 +44,29 @@ from fxpart.runtime.transport.shared_memory_arena import (
     view_as_tensor,
 )
 
-# Messages of a channel that no receive stands ready for, after which a send is waited for.
+# Messages of a channel without a posted receive, beyond which a send waits.
 AHEAD = 4
-_RECORD = struct.Struct("<BBxxIQQ")  # what, channel or none, region, two numbers
+_RECORD = struct.Struct("<BBxxIQQ")  # Kind, channel or none, region, two numbers.
 _MESSAGE, _REGION, _GONE = 1, 2, 3
 _CHANNELS = STATE + 1
 _READ = 1 << 14
-_ANNOUNCED = 1 << 20  # bytes of announcements under way at once, if the system allows so many
+_ANNOUNCED = 1 << 20  # Bytes of announcements in flight, if the system allows so many.
 _DESCRIPTORS = socket.CMSG_SPACE(64 * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _CLOSED_IN_CHILDREN = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_LOOK = 1.0  # milliseconds between looks at how far a receiver is
+_LOOK = 1.0  # Milliseconds between polls of a receiver's progress.
 _HELLO_SECONDS = 20.0
 _EMPTY = torch.empty(0)
 
 
 class SharedMemoryReceive:
-    """A receive that was posted: its message once it is there, and then the tensor."""
+    """A posted receive: its message once it has arrived, then the tensor."""
 
     __slots__ = ("copied", "dtype", "link", "message", "shape", "tensor")
 
     def __init__(
         self, link: _SharedMemoryPeer, shape: tuple[int, ...], dtype: torch.dtype, copied: bool
     ) -> None:
-        """What the message will be taken for. copied: into memory of its own."""
+        """Expect a message of this shape and dtype. copied: copy it to own memory."""
         self.link = link
         self.shape = shape
         self.dtype = dtype
@@ -77,12 +76,12 @@ class SharedMemoryReceive:
 
     @property
     def done(self) -> bool:
-        """Whether the message is there."""
+        """Whether the message has arrived."""
         return self.message is not None or self.tensor is not None
 
 
 class SharedMemorySend:
-    """A send: number ``count`` of its channel. Its tensor has been copied and is not needed."""
+    """A send: number ``count`` of its channel. Its tensor has been copied."""
 
     __slots__ = ("channel", "count", "link")
 
@@ -94,7 +93,7 @@ class SharedMemorySend:
 
     @property
     def done(self) -> bool:
-        """Whether no more than AHEAD messages up to this one wait for their receives."""
+        """Whether at most AHEAD messages up to this one lack a posted receive."""
         return self.link.wanted[self.channel] >= self.count - AHEAD
 
 
@@ -102,10 +101,10 @@ class _SharedMemoryPeer:
     """Both directions between this process and another."""
 
     def __init__(self, rank: int, peer: socket.socket, out: mmap.mmap, back: mmap.mmap) -> None:
-        """out: the ledger of what I send, which the other writes; back: of what I receive."""
+        """out: counters of own sends, written by the peer; back: counters of own receives."""
         self.rank = rank
         self.peer = peer
-        self.wanted = memoryview(out).cast("Q")  # by channel, receives that the other has posted
+        self.wanted = memoryview(out).cast("Q")  # By channel, receives posted by the peer.
         self.sent = [0] * _CHANNELS
         self.arrived: list[deque[memoryview]] = [deque() for _ in range(_CHANNELS)]
         self.posted: list[deque[SharedMemoryReceive]] = [deque() for _ in range(_CHANNELS)]
@@ -118,7 +117,7 @@ class _SharedMemoryPeer:
         self._rest = b""
 
     def post(self, channel: int, receive: SharedMemoryReceive) -> None:
-        """The channel's next message is for this receive."""
+        """Assign the channel's next message to this receive."""
         self._wanted[channel] += 1
         if self.arrived[channel]:
             receive.message = self.arrived[channel].popleft()
@@ -126,9 +125,9 @@ class _SharedMemoryPeer:
             self.posted[channel].append(receive)
 
     def read(self) -> bool:
-        """Take in what has come, without waiting; remembers if the other end is gone.
+        """Read announcements without waiting, and record a lost connection.
 
-        Whether there was anything.
+        Returns whether there was anything.
         """
         try:
             data, beside, _, _ = self.peer.recvmsg(_READ, _DESCRIPTORS, _CLOSED_IN_CHILDREN)
@@ -150,22 +149,22 @@ class _SharedMemoryPeer:
         try:
             for what, channel, region, first, second in _RECORD.iter_unpack(data[:whole]):
                 if what == _MESSAGE:
-                    self._file(channel, self._regions[region].message(first, second))
+                    self._store_message(channel, self._regions[region].message(first, second))
                 elif what == _REGION:
-                    self._map(region, first, second)
+                    self._map_region(region, first, second)
                 else:
                     self._regions.pop(region)
         except (OSError, LookupError) as cause:
-            self.lost = f"what rank {self.rank} sends cannot be read: {cause!r}"
+            self.lost = f"the data of rank {self.rank} cannot be decoded: {cause!r}"
         return not self.lost
 
-    def _file(self, channel: int, message: memoryview) -> None:
+    def _store_message(self, channel: int, message: memoryview) -> None:
         if self.posted[channel]:
             self.posted[channel].popleft().message = message
         else:
             self.arrived[channel].append(message)
 
-    def _map(self, region: int, size: int, whole: int) -> None:
+    def _map_region(self, region: int, size: int, whole: int) -> None:
         descriptor = self._descriptors.popleft()
         try:
             self._regions[region] = MappedRegion(descriptor, size, whole)
@@ -179,22 +178,23 @@ class _SharedMemoryPeer:
             self.write(_RECORD.pack(_REGION, 0, region, size, whole), [descriptor])
 
     def close(self) -> None:
-        """End the connection; tensors that were received stay."""
+        """Close the connection; received tensors stay valid."""
         self.peer.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
 
 class SharedMemory:
-    """Point-to-point transfers of CPU tensors with the other processes of this machine.
+    """Point-to-point transfers of CPU tensors with the other processes of this host.
 
-    For one thread at a time. After a failed transfer all connections are broken, so that the
-    others notice at once.
+    Use it from one thread at a time. After a failed transfer all connections are closed, so that
+    the other ranks notice at once.
     """
 
     def __init__(self, links: Sequence[_SharedMemoryPeer], timeout: float) -> None:
-        """links: to all others. timeout: seconds that a wait may take. Made by
-        :func:`connect_shared_memory`.
+        """links: to all other ranks. timeout: maximum seconds of a wait.
+
+        Create it with :func:`connect_shared_memory`.
         """
         self.timeout = timeout
         self._links = {link.rank: link for link in links}
@@ -204,52 +204,52 @@ class SharedMemory:
             link.peer.setblocking(False)
             link.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ANNOUNCED)
             self._poll.register(link.peer, select.POLLIN)
-            link.write = self._writer(link)
+            link.write = self._make_write(link)
 
     def send(self, target: int, channel: int, tensor: torch.Tensor) -> SharedMemorySend:
-        """Copy a tensor of at least one element to where the receiver finds it; PeerLostError."""
+        """Copy a non-empty tensor to shared memory and announce it; PeerLostError."""
         return self.send_all(target, channel, [tensor])[0]
 
     def send_all(
         self, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> list[SharedMemorySend]:
-        """As :meth:`send`, each as a message of its own; the receiver is told of all at once."""
+        """Send several tensors as separate messages, with one announcement."""
         link, sent, records = self._links[target], self._links[target].sent, b""
         handles = []
         for tensor in tensors:
-            records += self._put(link, channel, tensor)
+            records += self._copy_to_slot(link, channel, tensor)
             sent[channel] += 1
             handles.append(SharedMemorySend(link, channel, sent[channel]))
         link.write(records, [])
         return handles
 
-    def _put(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
-        """Copy a tensor into a slot; what tells of it."""
+    def _copy_to_slot(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
+        """Copy a tensor into a slot; return its announcement."""
         size = tensor.numel() * tensor.itemsize
         try:
             slot = link.arena.take(size)
         except OSError as cause:
-            why = f"no memory to share for {size} bytes: {cause}"
-            raise self._broken(PeerLostError(why)) from cause
+            why = f"{size} bytes of shared memory cannot be allocated: {cause}"
+            raise self._close_after(PeerLostError(why)) from cause
         slot.fill(tensor)
         return _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
 
     def post(
         self, source: int, channel: int, shape: Sequence[int], dtype: torch.dtype
     ) -> SharedMemoryReceive:
-        """Say that the channel's next tensor from ``source`` will be waited for."""
+        """Announce a receive of the channel's next tensor from ``source``."""
         link = self._links[source]
         receive = SharedMemoryReceive(link, tuple(shape), dtype, channel == STATE)
         link.post(channel, receive)
         return receive
 
     def wait(self, handle: SharedMemorySend | SharedMemoryReceive) -> torch.Tensor:
-        """The received tensor; of a send an empty one, once its receive is not far from posted.
+        """Return the received tensor; for a send, wait for the receiver and return an empty one.
 
         TransferTimeoutError, PeerLostError.
         """
         if not handle.done:
-            self._until(handle)
+            self._wait_until_done(handle)
         if isinstance(handle, SharedMemorySend):
             return _EMPTY
         if handle.message is not None:
@@ -257,56 +257,58 @@ class SharedMemory:
             for extent in handle.shape:
                 size *= extent
             if len(handle.message) != size:
-                why = f"{len(handle.message)} bytes came from rank {handle.link.rank}, not {size}"
-                raise self._broken(PeerLostError(why))
+                why = f"rank {handle.link.rank} sent {len(handle.message)} bytes instead of {size}"
+                raise self._close_after(PeerLostError(why))
             tensor = view_as_tensor(handle.message, handle.dtype, handle.shape)
-            # What users get to keep shall not stay in the sender's arena.
+            # State that users may keep must not stay in the sender's arena.
             handle.tensor = tensor.clone() if handle.copied else tensor
             handle.message = None
         assert handle.tensor is not None
         return handle.tensor
 
     def tidy(self) -> None:
-        """Once a step: give memory back that was not used for long."""
+        """Release memory that was unused for long; called once per step."""
         for link in self._links.values():
             if not link.lost:
                 link.arena.tidy()
 
     @property
     def size(self) -> int:
-        """Bytes of memory that this process shares with those that it sends to."""
+        """Bytes of this process's arenas, shared with its receivers."""
         return sum(link.arena.size for link in self._links.values())
 
     def wake(self) -> None:
-        """End all waits, now and later, from another thread: a rank was lost."""
+        """End all current and later waits after a rank was lost; callable from any thread."""
         for link in self._links.values():
             with contextlib.suppress(OSError):
                 link.peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connections; what has been received stays."""
+        """Close the connections; received tensors stay valid."""
         for link in self._links.values():
             link.lost = link.lost or "the transport is closed"
             link.close()
 
-    def _until(self, handle: SharedMemorySend | SharedMemoryReceive) -> None:
-        """Wait; what others send meanwhile is taken in, too."""
+    def _wait_until_done(self, handle: SharedMemorySend | SharedMemoryReceive) -> None:
+        """Wait; read announcements of all peers meanwhile."""
         link, limit = handle.link, 0.0
         waiting.rank, waiting.since = link.rank, time.monotonic()
         while not handle.done:
             if link.lost:
-                raise self._broken(PeerLostError(link.lost))
+                raise self._close_after(PeerLostError(link.lost))
             now = time.monotonic()
             limit = limit or now + self.timeout
             if now >= limit:
-                why = f"nothing from rank {link.rank}"
-                raise self._broken(TransferTimeoutError(self.timeout, why))
+                why = f"no data from rank {link.rank}"
+                raise self._close_after(TransferTimeoutError(self.timeout, why))
             left = 1e3 * (limit - now)
-            self._listen(min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left)
+            self._read_announcements(
+                min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left
+            )
         waiting.rank = NOBODY
 
-    def _listen(self, milliseconds: float) -> None:
-        """Take in what comes within a time, and forget those that are gone."""
+    def _read_announcements(self, milliseconds: float) -> None:
+        """Read announcements for the given time, and remove lost peers."""
         for descriptor, _ in self._poll.poll(milliseconds):
             link = self._at.get(descriptor)
             if link is not None:
@@ -315,14 +317,14 @@ class SharedMemory:
                     self._poll.unregister(descriptor)
                     del self._at[descriptor]
 
-    def _writer(self, link: _SharedMemoryPeer) -> Callable[[bytes, list[int]], None]:
-        """What writes to a peer; where its socket is full it takes in what others send."""
+    def _make_write(self, link: _SharedMemoryPeer) -> Callable[[bytes, list[int]], None]:
+        """Return the write function of a peer; if its socket is full, it reads announcements."""
 
         def write(record: bytes, descriptors: list[int]) -> None:
             limit = 0.0
             while record:
                 if link.lost:
-                    raise self._broken(PeerLostError(link.lost))
+                    raise self._close_after(PeerLostError(link.lost))
                 try:
                     if descriptors:
                         sent = socket.send_fds(link.peer, [record], descriptors)
@@ -334,18 +336,18 @@ class SharedMemory:
                     now = time.monotonic()
                     limit = limit or now + self.timeout
                     if now >= limit:
-                        why = f"rank {link.rank} reads nothing"
-                        raise self._broken(TransferTimeoutError(self.timeout, why)) from None
-                    self._listen(_LOOK)
+                        why = f"rank {link.rank} does not read"
+                        raise self._close_after(TransferTimeoutError(self.timeout, why)) from None
+                    self._read_announcements(_LOOK)
                 except OSError as cause:
-                    while link.read():  # what it had sent before
+                    while link.read():  # What it had sent before.
                         pass
                     link.lost = link.lost or f"rank {link.rank} closed the connection: {cause}"
 
         return write
 
-    def _broken(self, cause: Exception) -> Exception:
-        """After a failure: the others shall not wait for this rank."""
+    def _close_after(self, cause: Exception) -> Exception:
+        """Close all connections after a failure, so that other ranks do not wait for this one."""
         for link in self._links.values():
             try:
                 link.peer.shutdown(socket.SHUT_RDWR)
@@ -357,9 +359,9 @@ class SharedMemory:
 def connect_shared_memory(
     rank: int, ranks: int, spread: Spread, timeout: float
 ) -> SharedMemory | None:
-    """Shared memory between all ranks, or None on every rank if any two cannot share.
+    """Connect all ranks by shared memory; return None on every rank if any pair cannot.
 
-    They cannot if they are not on one machine, or if the system is not Linux. spread: see
+    It fails if the ranks are not on one host, or the system is not Linux. spread: see
     :func:`fxpart.runtime.transport.handshake.connect_all_pairs`.
     """
     peers = connect_all_pairs(rank, ranks, spread, AbstractUnixSockets())
@@ -367,9 +369,9 @@ def connect_shared_memory(
         return None
     links: list[_SharedMemoryPeer] = []
     try:
-        links = _ledgers(peers)
+        links = _exchange_counters(peers)
     except OSError:
-        for peer in peers.values():  # nobody shall wait for this rank; all are told below
+        for peer in peers.values():  # Release waiting peers; all ranks are informed below.
             peer.close()
     if all(spread(b"\1" if len(links) == ranks - 1 else b"")):
         return SharedMemory(links, timeout)
@@ -378,8 +380,8 @@ def connect_shared_memory(
     return None
 
 
-def _ledgers(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
-    """The links, each with a ledger of both directions; shows that memory can be shared at all."""
+def _exchange_counters(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
+    """Create the links, each with counters in both directions; verifies that memory is shared."""
     limit = time.monotonic() + _HELLO_SECONDS
     mine: dict[int, mmap.mmap] = {}
     for rank, peer in peers.items():
@@ -395,19 +397,19 @@ def _ledgers(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
         peer.settimeout(max(limit - time.monotonic(), 1e-3))
         data, descriptors, *_ = socket.recv_fds(peer, 1, 1)
         if not data or not descriptors:
-            raise ConnectionError("no memory came")
+            raise ConnectionError("the peer sent no memory")
         try:
             back = map_region(descriptors[0], HEAD)
         finally:
             os.close(descriptors[0])
         if back[-1] != 1:
-            raise ConnectionError("what came is not the other's memory")
+            raise ConnectionError("the received memory is not the peer's")
         back[-1] = 2
         links.append(_SharedMemoryPeer(rank, peer, mine[rank], back))
-    for link in links:  # all have mapped, and see what the others write
+    for link in links:  # All have mapped the memory and see the peers' writes.
         link.peer.settimeout(max(limit - time.monotonic(), 1e-3))
         link.peer.sendall(b"\2")
     for link in links:
         if receive_exactly(link.peer, 1, limit) != b"\2" or mine[link.rank][-1] != 2:
-            raise ConnectionError("memory is not shared")
+            raise ConnectionError("the memory is not shared")
     return links

@@ -1,11 +1,11 @@
-"""Memory that two processes share: the sender's slots, and the receiver's view of them.
+"""Shared memory of two processes: the sender's slots, and the receiver's view of them.
 
-A region is an anonymous file of the kernel's (memfd) that both have mapped. It has no name, so
-nothing of it is left when both are gone, however they ended. In front it has a byte for each of its
-slots: the sender sets it when it fills the slot, the receiver clears it when nothing refers to the
-message any more. So freeing costs no message, and may be done by whichever thread drops the last
-tensor. The orders between processors that this needs come with it: a filled slot is announced by a
-system call, and a tensor's memory is given up by an atomic decrement.
+A region is an anonymous kernel file (memfd) that both processes have mapped. It has no name, so it
+disappears when both have ended, however they ended. It starts with one byte per slot: the sender
+sets it when it fills the slot, the receiver clears it when nothing refers to the message any more.
+Freeing needs no message, and any thread may drop the last tensor. The required memory ordering is
+implied: a filled slot is announced by a system call, and a tensor's memory is freed by an atomic
+decrement.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 import torch
 
-HEAD = 4096  # bytes of a region in front of its slots; also of a ledger
-_SHARED = 1 << 20  # slots up to this size share a region of about this size
-_MOST = 256  # slots of a region
-_FEW = 16  # of larger ones; a region takes a descriptor on either side, and memory as it is used
+HEAD = 4096  # Bytes of a region before its slots; also of the counters.
+_SHARED = 1 << 20  # Slots up to this size share a region of about this size.
+_MOST = 256  # Slots of a region.
+_FEW = 16  # Of larger slots; a region takes a descriptor on both sides, and memory as it is used.
 _ALIGNED = 64
 _PAGE = 4096
-# Memory that no message has used lately goes back: what is unused beyond IDLE bytes, after AGE
-# calls of ``tidy``, which are steps.
+# Memory without recent messages is released: unused memory above IDLE bytes, after AGE calls of
+# ``tidy`` (steps).
 IDLE = 64 << 20
 AGE = 16
 
 
 def create_region(size: int) -> tuple[int, mmap.mmap]:
-    """A new region and its descriptor; OSError where the system has none to give."""
+    """Create a region; return its descriptor and mapping; OSError if that fails."""
     create: Callable[[str, int], int] | None = getattr(os, "memfd_create", None)
     if create is None:
         raise OSError("this system has no anonymous files")
@@ -45,12 +45,12 @@ def create_region(size: int) -> tuple[int, mmap.mmap]:
 
 
 def map_region(descriptor: int, size: int) -> mmap.mmap:
-    """The region of a descriptor. Its pages come when they are first used."""
+    """Map the region of a descriptor; pages are allocated at first use."""
     return mmap.mmap(descriptor, size)
 
 
 def compute_slot_size(size: int) -> int:
-    """The size of the slots for messages of ``size`` bytes: at most an eighth more, aligned."""
+    """Return the slot size for messages of ``size`` bytes: at most an eighth more, aligned."""
     step = max(_ALIGNED, 1 << max(0, (size - 1).bit_length() - 4))
     if size > _SHARED:
         step = max(step, _PAGE)
@@ -58,7 +58,7 @@ def compute_slot_size(size: int) -> int:
 
 
 class ArenaSlot:
-    """Room for one message. region, index: its place, as both processes name it."""
+    """Space for one message. region, index: its position, as both processes name it."""
 
     __slots__ = ("_key", "_memory", "_offset", "_room", "flags", "index", "region")
 
@@ -75,7 +75,7 @@ class ArenaSlot:
         self._room: torch.Tensor | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor in; from then on the slot is the receiver's."""
+        """Copy a tensor in; the slot belongs to the receiver from then on."""
         key = (tensor.dtype, tensor.shape)
         if key != self._key:
             self._room = torch.frombuffer(
@@ -88,29 +88,32 @@ class ArenaSlot:
 
 
 class Arena:
-    """The slots for messages to one other process; it grows with what is under way at once.
+    """The slots for messages to one other process; it grows with the data in flight.
 
-    What is under way is limited by the schedule: a message stays until its receiver has dropped
-    it, as a tensor would that it had received into memory of its own.
+    The schedule bounds the data in flight: a message stays until its receiver has dropped it, as a
+    tensor in the receiver's own memory would.
     """
 
     def __init__(self, announce: Callable[[int, int, int, int], None]) -> None:
-        """announce: told of a new region: its number, descriptor, size of slots and size; and of
-        one that is given back, with descriptor -1."""
+        """announce: called for a new region with number, descriptor, slot size and size.
+
+        For a released region the descriptor is -1.
+        """
         self._announce = announce
-        self._slots: dict[int, list[ArenaSlot]] = {}  # by size, those of one region in a row
-        self._regions: dict[int, tuple[int, int]] = {}  # slot size and bytes
-        self._used: dict[int, int] = {}  # when a region was in use last
+        # By slot size; slots of one region are consecutive.
+        self._slots: dict[int, list[ArenaSlot]] = {}
+        self._regions: dict[int, tuple[int, int]] = {}  # Slot size and bytes.
+        self._used: dict[int, int] = {}  # When a region was last in use.
         self._made = 0
         self._now = 0
 
     @property
     def size(self) -> int:
-        """Bytes of all regions; what was never used of them takes no memory."""
+        """Bytes of all regions; unused pages take no memory."""
         return sum(size for _, size in self._regions.values())
 
     def take(self, size: int) -> ArenaSlot:
-        """A free slot for so many bytes; OSError where there is no memory for a new one."""
+        """Return a free slot for ``size`` bytes; OSError if no new region can be allocated."""
         size = compute_slot_size(size)
         for slot in self._slots.get(size, ()):
             if not slot.flags[slot.index]:
@@ -119,7 +122,7 @@ class Arena:
         return self._grow(size)
 
     def tidy(self) -> None:
-        """Give back regions that have not been in use for long, beyond IDLE bytes."""
+        """Release regions that have not been used for long, above IDLE bytes."""
         self._now += 1
         if self.size <= IDLE:
             return
@@ -157,7 +160,7 @@ class Arena:
 
 
 class _SlotLease(weakref.ref):  # type: ignore[type-arg]
-    """Watches the memory of a message; kept by its region until that is free."""
+    """Weak reference to a message's memory; stored by its region until it is freed."""
 
     __slots__ = ("index", "region")
     region: MappedRegion
@@ -165,35 +168,35 @@ class _SlotLease(weakref.ref):  # type: ignore[type-arg]
 
 
 class MappedRegion:
-    """Another process's region. Unmapped when nothing refers to it or to a message in it."""
+    """Another process's region, unmapped when nothing refers to it or to its messages."""
 
     def __init__(self, descriptor: int, size: int, whole: int) -> None:
-        """size: of a slot. whole: of the region. OSError where it cannot be mapped."""
+        """size: of a slot. whole: of the region. OSError if it cannot be mapped."""
         self._bytes = memoryview(map_region(descriptor, whole))
         self._size = size
-        self._held: dict[int, _SlotLease] = {}
+        self._leases: dict[int, _SlotLease] = {}
 
     def message(self, index: int, count: int) -> memoryview:
-        """The bytes of a filled slot. It is given back when nothing refers to them any more."""
+        """Return the bytes of a filled slot, which is freed when nothing refers to them."""
         start = HEAD + index * self._size
         found = self._bytes[start : start + count]
         if len(found) != count:
-            raise ConnectionError("the other end announced more than it has")
-        watch = _SlotLease(found, _freed)
+            raise ConnectionError("the peer announced more bytes than the region has")
+        watch = _SlotLease(found, _free_slot)
         watch.region, watch.index = self, index
-        self._held[index] = watch
+        self._leases[index] = watch
         return found
 
     def free(self, watch: _SlotLease) -> None:
-        """The slot may be filled again; forgotten first, since it may be so at once."""
-        self._held.pop(watch.index, None)
+        """Free the slot; forget it first, since it may be filled again at once."""
+        self._leases.pop(watch.index, None)
         self._bytes[watch.index] = 0
 
 
-def _freed(watch: Any) -> None:
+def _free_slot(watch: Any) -> None:
     watch.region.free(watch)
 
 
 def view_as_tensor(message: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on a message's own memory, which lasts as long as its storage."""
+    """Return a tensor that uses a message's memory, which lives as long as its storage."""
     return torch.frombuffer(message, dtype=dtype).resize_(shape)

@@ -1,8 +1,8 @@
-"""Weights some updates ahead: what an asynchronous pipeline computes with in place of stale ones.
+"""Weight prediction: weights some updates ahead, for asynchronous pipelines instead of stale ones.
 
-One rule a file; :func:`make_predictor` makes one for an optimizer. Beside them what PipeMare does
-instead (:class:`PipeMareCorrection`, :func:`discounted_lr`), and an optimizer that expects late
-gradients (:class:`SpikeCompensatedSGD`). See docs/prediction.md.
+One rule per file; :func:`make_predictor` makes one for an optimizer. Also PipeMare's alternative
+(:class:`PipeMareCorrection`, :func:`discounted_lr`), and an optimizer for delayed gradients
+(:class:`SpikeCompensatedSGD`). See docs/asynchronous_training.md.
 """
 
 from __future__ import annotations

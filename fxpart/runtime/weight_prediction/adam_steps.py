@@ -1,4 +1,4 @@
-"""Adam's arithmetic some updates ahead, in blocks: no more memory than the result."""
+"""Adam steps some updates ahead, computed in blocks without temporary copies of all weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpart.compat import (
     foreach_sqrt,
 )
 
-# Elements that are worked on at a time: what stays in a core's cache, and what fills a GPU.
+# Elements per block: fits the cache of a CPU core, and fills a GPU.
 CPU_BLOCK = 1 << 16
 DEVICE_BLOCK = 1 << 25
 
@@ -40,24 +40,24 @@ def apply_adam_steps(
     seconds: Sequence[torch.Tensor],
     moves: Sequence[Sequence[AdamStep]],
 ) -> list[torch.Tensor]:
-    """New tensors: each weight after its moves, which are as many for each.
+    """Return the weights after their moves, an equal number for each, as new tensors.
 
-    firsts, seconds: Adam's averages of gradients and of their squares, with the weights' shapes.
+    firsts, seconds: Adam's first and second moments, with the weights' shapes.
     """
-    made = [torch.empty_like(w) for w in weights]
-    for places, (to, w, m, v) in blocks(made, weights, firsts, seconds):
-        foreach_copy_(to, w)
+    results = [torch.empty_like(w) for w in weights]
+    for places, (targets, w, m, v) in blocks(results, weights, firsts, seconds):
+        foreach_copy_(targets, w)
         roots = foreach_sqrt(v)
         steps = len(moves[places[0]])
         for number in range(steps):
-            now = [moves[place][number] for place in places]
-            under = roots if number == steps - 1 else [one.clone() for one in roots]
-            foreach_divide_(under, [one.root for one in now])
-            foreach_shift_(under, [one.eps for one in now])
-            if any(one.keep != 1 for one in now):
-                foreach_mul_(to, [one.keep for one in now])
-            foreach_addcdiv_(to, m, under, [-one.by for one in now])
-    return made
+            step_moves = [moves[place][number] for place in places]
+            denominators = roots if number == steps - 1 else [move.clone() for move in roots]
+            foreach_divide_(denominators, [move.root for move in step_moves])
+            foreach_shift_(denominators, [move.eps for move in step_moves])
+            if any(move.keep != 1 for move in step_moves):
+                foreach_mul_(targets, [move.keep for move in step_moves])
+            foreach_addcdiv_(targets, m, denominators, [-move.by for move in step_moves])
+    return results
 
 
 def compute_nadam_direction(
@@ -67,26 +67,26 @@ def compute_nadam_direction(
     factors: Sequence[tuple[float, float, float]],
     eps: float,
 ) -> None:
-    """Make the gradients g, in place, the direction (a g + b m) / (sqrt(v / c) + eps) of NAdam.
+    """Replace the gradients g by NAdam's direction (a g + b m) / (sqrt(v / c) + eps), in place.
 
     factors: (a, b, c) of each.
     """
     for places, (g, m, v) in blocks(gradients, firsts, seconds):
-        now = [factors[place] for place in places]
-        foreach_mul_(g, [a for a, _, _ in now])
-        foreach_add_(g, foreach_mul(m, [b for _, b, _ in now]))
-        under = foreach_sqrt(v)
-        foreach_divide_(under, [c**0.5 for _, _, c in now])
-        foreach_shift_(under, [eps] * len(now))
-        foreach_div_(g, under)
+        step_moves = [factors[place] for place in places]
+        foreach_mul_(g, [a for a, _, _ in step_moves])
+        foreach_add_(g, foreach_mul(m, [b for _, b, _ in step_moves]))
+        denominators = foreach_sqrt(v)
+        foreach_divide_(denominators, [c**0.5 for _, _, c in step_moves])
+        foreach_shift_(denominators, [eps] * len(step_moves))
+        foreach_div_(g, denominators)
 
 
 def blocks(
     *lists: Sequence[torch.Tensor],
 ) -> Iterator[tuple[list[int], list[list[torch.Tensor]]]]:
-    """Aligned pieces of tensors of equal shapes: (places, the pieces of each list), a block a time.
+    """Yield aligned blocks of tensors of equal shapes: (indices, blocks of each list).
 
-    Small tensors share a block; large contiguous ones are cut, as views.
+    Small tensors share a block; large contiguous tensors are split as views.
     """
     places: list[int] = []
     pieces: list[list[torch.Tensor]] = [[] for _ in lists]
@@ -101,8 +101,8 @@ def blocks(
                 yield places, pieces
                 places, pieces, filled = [], [[] for _ in lists], 0
             places.append(place)
-            for kept, tensor in zip(pieces, piece, strict=True):
-                kept.append(tensor)
+            for block, tensor in zip(pieces, piece, strict=True):
+                block.append(tensor)
             filled += piece[0].numel()
     if places:
         yield places, pieces

@@ -1,7 +1,7 @@
-"""Rule "difference": on as the weights last moved, W + s (W - W_prev), for any optimizer.
+"""Rule "difference": extrapolate the last change, W + s (W - W_prev), for any optimizer.
 
-Where the learning rate changes, by (lr_1 + ... + lr_s) / lr_0 in place of s, lr_0 the rate of the
-last update. It keeps a copy of the weights before the last update.
+With a changing learning rate, s becomes (lr_1 + ... + lr_s) / lr_0, with lr_0 the rate of the last
+update. The rule stores a copy of the weights before the last update.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxpart.runtime.weight_prediction.predictor import Predictor
 
 
 class DifferencePredictor(Predictor):
-    """Keeps the weights before the last update."""
+    """Extrapolates the change of the last update."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
@@ -26,36 +26,38 @@ class DifferencePredictor(Predictor):
         self.rates: list[float | None] = [None] * len(self.members)
 
     def before_update(self) -> None:
-        """Keep the weights and the learning rates."""
+        """Store the weights and the learning rates."""
         super().before_update()
         self.rates = [group.get("lr") for group in plain_options(self.optimizer)]
-        again, new = [], []
+        stored, new = [], []
         for place, p in enumerate(self.parameters):
             kept = self.kept[place]
             if kept is None:
                 self.kept[place] = p.detach().clone()
             else:
-                again.append(kept)
+                stored.append(kept)
                 new.append(p.data)
         with torch.no_grad():
-            foreach_copy_(again, new)
+            foreach_copy_(stored, new)
 
     def state_dict(self) -> dict[str, Any]:
-        """Beside the base class's the rates of the last update."""
+        """Return the state of the base class and the rates of the last update."""
         return {**super().state_dict(), "rates": self.rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Load a state."""
         super().load_state_dict(state)
         self.rates = state["rates"]
 
     def moves(self, place: int) -> bool:
-        """Whether the last update moved it, and was seen."""
+        """Return whether the last update moved the parameter and was observed."""
         return self.kept[place] is not None and super().moves(place)
 
-    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+    def _predict_group(
+        self, group: int, places: list[int], options: list[Options]
+    ) -> list[torch.Tensor]:
         before = [kept for place in places if (kept := self.kept[place]) is not None]
         last = self.rates[group]
         rates = (step.get("lr") for step in options)
-        further = float(sum(1.0 if rate is None or not last else rate / last for rate in rates))
-        return foreach_lerp(before, self._weights(places), 1 + further)
+        horizon = float(sum(1.0 if rate is None or not last else rate / last for rate in rates))
+        return foreach_lerp(before, self._weights(places), 1 + horizon)

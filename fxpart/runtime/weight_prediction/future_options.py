@@ -1,4 +1,4 @@
-"""The options of an optimizer's parameter groups at its coming updates, through any scheduler."""
+"""Options of an optimizer's parameter groups at future updates, with any scheduler."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fxpart.compat import make_proxy_scheduler
 from fxpart.errors import error
 
-Options = dict[str, Any]  # of one parameter group, without its parameters; numbers, no tensors
+Options = dict[str, Any]  # of one parameter group, without parameters; numbers instead of tensors
 _NO_OPTIONS = ("params", "param_names")
 
 
 class FutureOptions:
-    """What the parameter groups' options (lr, momentum, betas, ...) will be.
+    """Future options (lr, momentum, betas, ...) of the parameter groups.
 
-    scheduler: stepped once after each update of the optimizer; None where the options stay. A copy
-    of it is stepped on a stand-in for the optimizer, so that neither changes. One whose steps need
-    to be told something that nobody knows yet (ReduceLROnPlateau) leaves the options as they are.
+    scheduler: stepped once after each update, or None if options are constant. A copy of it is
+    stepped on a proxy of the optimizer, so neither changes. With a scheduler whose steps need
+    unknown arguments (ReduceLROnPlateau), the options are treated as constant.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
@@ -29,44 +29,44 @@ class FutureOptions:
             scheduler if scheduler is not None and has_argument_free_step(scheduler) else None
         )
         self._key: object = None
-        self._ahead: list[list[Options]] = []
-        self._copy: tuple[LRScheduler, torch.optim.Optimizer] | None = None
+        self._future: list[list[Options]] = []
+        self._proxies: tuple[LRScheduler, torch.optim.Optimizer] | None = None
 
     def forget(self) -> None:
-        """Read the scheduler again at the next question: an update was made."""
+        """Invalidate the predicted options after an update."""
         self._key = None
 
     def groups(self, updates: int) -> list[list[Options]]:
-        """The options of each group at the next update, the one after it, ...: so many of them."""
+        """Return the options of each group at the next ``updates`` updates."""
         now = plain_options(self.optimizer)
         if self.scheduler is None:
             return [now] * updates
         key = (now, getattr(self.scheduler, "last_epoch", None))
         if key != self._key:
-            self._key, self._ahead, self._copy = key, [now], None
-        while len(self._ahead) < updates:
-            self._ahead.append(self._next())
-        return self._ahead[:updates]
+            self._key, self._future, self._proxies = key, [now], None
+        while len(self._future) < updates:
+            self._future.append(self._step_proxy())
+        return self._future[:updates]
 
-    def _next(self) -> list[Options]:
+    def _step_proxy(self) -> list[Options]:
         assert self.scheduler is not None
-        if self._copy is None:
+        if self._proxies is None:
             try:
-                self._copy = make_proxy_scheduler(self.scheduler)
-            except Exception as cause:  # what the user's functions and attributes raise
+                self._proxies = make_proxy_scheduler(self.scheduler)
+            except Exception as cause:  # exceptions of user functions and attributes
                 raise error(
                     "FXP109",
                     where=f"scheduler {type(self.scheduler).__name__}",
-                    why=f"looking ahead needs a copy of it: {type(cause).__name__}: {cause}",
-                    fix="a scheduler that copy.deepcopy can copy, or weights without prediction",
+                    why=f"weight prediction needs a copy of it: {type(cause).__name__}: {cause}",
+                    fix="use a scheduler that supports copy.deepcopy, or do not predict weights",
                 ) from cause
-        scheduler, optimizer = self._copy
+        scheduler, optimizer = self._proxies
         scheduler.step()
         return plain_options(optimizer)
 
 
 def plain_options(optimizer: torch.optim.Optimizer) -> list[Options]:
-    """The options of each group, one-element tensors as numbers."""
+    """Return the options of each group, with one-element tensors as numbers."""
     return [
         {
             name: convert_to_plain_value(value)
@@ -78,7 +78,7 @@ def plain_options(optimizer: torch.optim.Optimizer) -> list[Options]:
 
 
 def convert_to_plain_value(value: Any) -> Any:
-    """A one-element tensor as a number, others as lists, also in a tuple."""
+    """Convert a one-element tensor to a number and others to lists, also in a tuple."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple):
@@ -87,7 +87,7 @@ def convert_to_plain_value(value: Any) -> Any:
 
 
 def has_argument_free_step(scheduler: LRScheduler) -> bool:
-    """Whether a scheduler's step needs no arguments."""
+    """Return whether a scheduler's step needs no arguments."""
     needed = [
         p
         for p in inspect.signature(scheduler.step).parameters.values()

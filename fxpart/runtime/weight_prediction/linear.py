@@ -1,18 +1,18 @@
-"""Rule "linear": on along the direction of the last step, W - (lr_1 + ... + lr_s) d.
+"""Rule "linear": continue in the direction of the last step, W - (lr_1 + ... + lr_s) d.
 
 Source: SpecTrain (arXiv 1809.02839) for SGD with momentum, XPipe (1911.04610) and PipeOptim
-(2312.00839) for Adam; XPipe prints Adam's bias correction without its exponent, which doubles the
-step at the tenth update. d is the direction that the optimizer really stepped:
+(2312.00839) for Adam. XPipe prints Adam's bias correction without its exponent, which doubles the
+step at the tenth update. d is the direction of the optimizer's actual step:
 
 * SGD with momentum: the momentum buffer. Without momentum the gradient, and with Nesterov gradient
-  and buffer: these are not in the optimizer's state, so that a tensor per parameter is kept.
+  and buffer; the optimizer does not store these, so the rule stores a tensor per parameter.
 * Adam, AdamW: m' / (sqrt(v') + eps), bias-corrected (amsgrad: the largest v), from the state;
-  decoupled weight decay d shrinks W by (lr_1 + ... + lr_s) d on the way.
-* NAdam: its mix of gradient and m', over the same root: kept, as Nesterov's.
-* Any other optimizer, a subclass that changes the step, and complex parameters of the last three:
-  the step itself, which is the difference of the weights before and after it (rule "difference").
+  decoupled weight decay d also shrinks W by (lr_1 + ... + lr_s) d.
+* NAdam: its combination of gradient and m', over the same root; stored, as Nesterov's.
+* Other optimizers, subclasses that change the step, and complex parameters with the last three: the
+  difference of the weights before and after the step (rule "difference").
 
-A gradient that stays the same makes this exact for SGD without momentum.
+With a constant gradient the prediction is exact for SGD without momentum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fxpart.runtime.weight_prediction.step_class import step_class
 def make_linear_predictor(
     optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
 ) -> Predictor:
-    """The rule for this optimizer's class; rule "difference" where its step is not known."""
+    """Make the predictor for the optimizer's class, of rule "difference" if its step is unknown."""
     kind = step_class(optimizer)
     if kind is torch.optim.SGD:
         return LinearSGD(optimizer, scheduler)
@@ -53,26 +53,28 @@ def make_linear_predictor(
 
 
 class LinearSGD(LastGradientPredictor):
-    """Along the momentum buffer; along what is kept where there is none, or with Nesterov."""
+    """Continues along the momentum buffer, or the stored gradients (no momentum, Nesterov)."""
 
     def before_update(self) -> None:
-        """Keep the gradients of the groups that need them."""
+        """Store the gradients of the groups that need them."""
         super().before_update()
         for number, group in enumerate(self.optimizer.param_groups):
             if _needs_gradients(group):
                 self.keep_gradients(number)
 
     def after_update(self) -> None:
-        """Nesterov's direction is the gradient and m times what the buffer has become."""
+        """Add the updated momentum buffer to Nesterov's gradients."""
         super().after_update()
         for number, group in enumerate(self.optimizer.param_groups):
             if group["nesterov"]:
                 places = self.with_gradient(number)
                 buffers = self._states(places, "momentum_buffer")
                 with torch.no_grad():
-                    foreach_add_(self._kept(places), buffers, alpha=float(group["momentum"]))
+                    foreach_add_(self._stored(places), buffers, alpha=float(group["momentum"]))
 
-    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+    def _predict_group(
+        self, group: int, places: list[int], options: list[Options]
+    ) -> list[torch.Tensor]:
         weights = self._weights(places)
         if not _needs_gradients(options[0]):
             buffers = self._states(places, "momentum_buffer")
@@ -86,16 +88,16 @@ def _needs_gradients(group: Options) -> bool:
 
 
 class LinearNAdam(LastGradientPredictor):
-    """Along NAdam's mix of gradient and average, kept from the last step."""
+    """Continues along NAdam's direction, stored from the last step."""
 
     def before_update(self) -> None:
-        """Keep the gradients."""
+        """Store the gradients."""
         super().before_update()
         for number in range(len(self.members)):
             self.keep_gradients(number)
 
     def after_update(self) -> None:
-        """Make the gradients the direction, as torch.optim.NAdam mixes them."""
+        """Convert the gradients to NAdam's direction, as torch.optim.NAdam computes it."""
         super().after_update()
         for number, group in enumerate(self.optimizer.param_groups):
             places = self.with_gradient(number)
@@ -104,28 +106,32 @@ class LinearNAdam(LastGradientPredictor):
             beta1, beta2 = (float(beta) for beta in group["betas"])
             factors = []
             for step, product in zip(steps, products, strict=True):
-                mu, after = (
+                mu, next_mu = (
                     beta1 * (1 - 0.5 * 0.96 ** (n * group["momentum_decay"]))
                     for n in (step, step + 1)
                 )
                 factors.append(
-                    ((1 - mu) / (1 - product), after / (1 - product * after), 1 - beta2**step)
+                    ((1 - mu) / (1 - product), next_mu / (1 - product * next_mu), 1 - beta2**step)
                 )
             firsts, seconds = self._states(places, "exp_avg"), self._states(places, "exp_avg_sq")
             with torch.no_grad():
                 compute_nadam_direction(
-                    self._kept(places), firsts, seconds, factors, float(group["eps"])
+                    self._stored(places), firsts, seconds, factors, float(group["eps"])
                 )
 
-    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+    def _predict_group(
+        self, group: int, places: list[int], options: list[Options]
+    ) -> list[torch.Tensor]:
         weights, directions = self._weights(places), [self.kept[place] for place in places]
         return step_along(weights, directions, 1 - shrink(options), -rate(options))
 
 
 class LinearAdam(Predictor):
-    """Along m' / (sqrt(v') + eps), from the optimizer's state."""
+    """Continues along m' / (sqrt(v') + eps), from the optimizer's state."""
 
-    def _ahead(self, group: int, places: list[int], options: list[Options]) -> list[torch.Tensor]:
+    def _predict_group(
+        self, group: int, places: list[int], options: list[Options]
+    ) -> list[torch.Tensor]:
         beta1, beta2 = options[0]["betas"]
         keep, by = 1 - shrink(options), rate(options)
         moves = []
@@ -139,12 +145,12 @@ class LinearAdam(Predictor):
 
 
 def rate(options: Sequence[Options]) -> float:
-    """The sum of the coming learning rates."""
+    """Return the sum of the future learning rates."""
     return float(sum(step["lr"] for step in options))
 
 
 def shrink(options: Sequence[Options]) -> float:
-    """By which part decoupled weight decay makes weights smaller."""
+    """Return the fraction by which decoupled weight decay shrinks the weights."""
     return float(
         sum(
             step["lr"] * step["weight_decay"] if step.get("decoupled_weight_decay") else 0.0
@@ -159,9 +165,11 @@ def step_along(
     of_weight: float,
     of: float,
 ) -> list[torch.Tensor]:
-    """New tensors ``of_weight * weights + of * directions``; plain copies where none is known."""
+    """Return ``of_weight * weights + of * directions`` as new tensors; copies without a
+    direction.
+    """
     known = [(w, d) for w, d in zip(weights, directions, strict=True) if d is not None]
-    made = iter(combine_linearly([w for w, _ in known], [d for _, d in known], of_weight, of))
+    moved = iter(combine_linearly([w for w, _ in known], [d for _, d in known], of_weight, of))
     return [
-        w.clone() if d is None else next(made) for w, d in zip(weights, directions, strict=True)
+        w.clone() if d is None else next(moved) for w, d in zip(weights, directions, strict=True)
     ]

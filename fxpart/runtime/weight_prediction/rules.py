@@ -1,4 +1,4 @@
-"""The table of rules, and what makes a predictor of one."""
+"""Table of the prediction rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
 
 Make = Callable[[torch.optim.Optimizer, LRScheduler | None], Predictor]
 
-# Those of fxpart.schedule.weight_modes.RULES, in the same order: a test holds them equal.
+# The same rules as fxpart.schedule.weight_modes.RULES, in the same order (tested).
 RULES: Mapping[str, Make] = {
     "linear": make_linear_predictor,
     "decaying": make_decaying_predictor,
@@ -28,20 +28,20 @@ RULES: Mapping[str, Make] = {
 def make_predictor(
     rule: str, optimizer: torch.optim.Optimizer, *, scheduler: LRScheduler | None = None
 ) -> Predictor:
-    """What looks ahead by the rule over the optimizer's parameters.
+    """Make a predictor of the optimizer's parameters.
 
-    rule: "linear", along the direction of the last step; "decaying", as if all coming gradients
-    were zero, in closed form; "difference", on as the weights last moved; "shadow", as "decaying"
-    by steps of the optimizer itself on a clone. For optimizers whose step they do not know the
-    first is "difference", the second "shadow". scheduler: of the optimizer's learning rate,
-    stepped once after each of its steps; the coming rates are read from a copy of it. Raises FXP109
-    for an unknown rule, or a scheduler or optimizer that cannot be copied.
+    rule: "linear", along the direction of the last step; "decaying", with zero future gradients, in
+    closed form; "difference", extrapolating the last change; "shadow", like "decaying" with steps
+    of the optimizer itself on a clone. For optimizers with an unknown step, "linear" is
+    "difference" and "decaying" is "shadow". scheduler: of the learning rate, stepped once after
+    each optimizer step; future rates are read from a copy of it. Raises FXP109 for an unknown rule,
+    or a scheduler or optimizer that cannot be copied.
     """
     if rule not in RULES:
         raise error(
             "FXP109",
             where=f"rule={rule!r}",
-            why="there is no prediction rule of that name",
-            fix=f"one of {', '.join(RULES)}",
+            why="this prediction rule is unknown",
+            fix=f"use {' or '.join(RULES)}",
         )
     return RULES[rule](optimizer, scheduler)

@@ -1,4 +1,4 @@
-"""SGD's arithmetic some updates ahead: always ``a W + b x``, with two numbers for a whole group."""
+"""SGD steps some updates ahead: always ``a W + b x``, with two factors per group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpart.runtime.weight_prediction.future_options import Options
 def combine_linearly(
     weights: Sequence[torch.Tensor], others: Sequence[torch.Tensor], of_weight: float, of: float
 ) -> list[torch.Tensor]:
-    """New tensors ``of_weight * weights + of * others``, with nothing else allocated."""
+    """Return ``of_weight * weights + of * others`` as new tensors, without other allocations."""
     if of_weight == 1.0:
         return foreach_add(weights, others, alpha=of)
     made = foreach_mul(weights, [of_weight] * len(weights))
@@ -22,23 +22,23 @@ def combine_linearly(
 
 
 def compute_zero_gradient_factors(options: Sequence[Options]) -> tuple[float, float]:
-    """Factors of W and of the momentum buffer v after steps of SGD with zero gradients.
+    """Return the factors of W and of the momentum buffer v after SGD steps with zero gradients.
 
-    One step is linear in both: g = d W (weight decay d), v <- m v + (1 - dampening) g, and
-    W <- W - lr v, or W - lr (g + m v) with Nesterov. Without decay the factors are 1 and
-    -lr (m - m^(s+1)) / (1 - m) after s steps.
+    One step is linear in both: g = d W (weight decay d), v <- m v + (1 - dampening) g, and W <- W -
+    lr v, or W - lr (g + m v) with Nesterov. Without decay the factors are 1 and -lr (m - m^(s+1)) /
+    (1 - m) after s steps.
     """
-    weight, velocity = (1.0, 0.0), (0.0, 1.0)  # each as factors of the present W and v
+    weight, velocity = (1.0, 0.0), (0.0, 1.0)  # each as factors of the current W and v
     for step in options:
         lr, m, decay = step["lr"], step["momentum"], step["weight_decay"]
         gradient = (decay * weight[0], decay * weight[1])
         if not m:
             move = gradient
         else:
-            taken = 1 - step["dampening"]
+            undamped = 1 - step["dampening"]
             velocity = (
-                m * velocity[0] + taken * gradient[0],
-                m * velocity[1] + taken * gradient[1],
+                m * velocity[0] + undamped * gradient[0],
+                m * velocity[1] + undamped * gradient[1],
             )
             move = velocity
             if step["nesterov"]:

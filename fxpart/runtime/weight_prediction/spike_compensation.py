@@ -1,4 +1,4 @@
-"""Spike compensation: SGD for gradients that come late (Pipelined Backpropagation at Scale)."""
+"""Spike compensation: SGD for delayed gradients (Pipelined Backpropagation at Scale)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fxpart.errors import error
 
 
 class SpikeCompensatedSGD(torch.optim.Optimizer):
-    """SGD with momentum that makes up at once for what a late gradient would have moved by now.
+    """SGD with momentum that compensates delayed gradients.
 
-    v <- m v + g; W <- W - lr (a v + b g) with a = m^D and b = (1 - m^D) / (1 - m): the D steps that
-    a gradient missed come with it, and its later part is smaller by as much, so that all it ever
-    contributes is lr / (1 - m) g as without a delay. D = 0 is torch.optim.SGD. Source: spike
-    compensation, arXiv 2003.11666.
+    v <- m v + g; W <- W - lr (a v + b g) with a = m^D and b = (1 - m^D) / (1 - m): a gradient that
+    is D steps late also contributes the D steps that it missed, and its later contribution is
+    reduced accordingly, so that its total contribution is lr / (1 - m) g as without delay. D = 0 is
+    torch.optim.SGD. Source: spike compensation, arXiv 2003.11666.
 
     params: tensors or groups. lr: learning rate. momentum: m in [0, 1). delay: D, the staleness of
-    the gradients in updates, an option of each group. weight_decay: times W added to the gradient.
-    maximize: step up the gradient. Gradients are dense. Raises FXP109 for numbers out of range.
+    the gradients in updates, an option of each group. weight_decay: multiple of W added to the
+    gradient. maximize: ascend. Gradients must be dense. Raises FXP109 for values out of range.
 
-        program.trainer(functools.partial(SpikeCompensatedSGD, lr=0.1, delay=3), weights="stash")
+    program.trainer(functools.partial(SpikeCompensatedSGD, lr=0.1, delay=3), weights="stash")
     """
 
-    elementwise = True  # a part of a parameter may be stepped alone
+    elementwise = True  # part of a parameter may be stepped alone
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class SpikeCompensatedSGD(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        for name, value, right in (
+        for name, value, valid in (
             ("lr", lr, lr >= 0),
             ("momentum", momentum, 0 <= momentum < 1),
             ("delay", delay, delay >= 0),
             ("weight_decay", weight_decay, weight_decay >= 0),
         ):
-            if not right:
+            if not valid:
                 raise error(
                     "FXP109",
                     where=f"SpikeCompensatedSGD({name}={value!r})",
-                    why="the number is out of range",
-                    fix="lr, delay and weight_decay of 0 or more, momentum in [0, 1)",
+                    why="the value is out of range",
+                    fix="use lr, delay and weight_decay of at least 0, and momentum in [0, 1)",
                 )
         options = {
             "lr": lr,
@@ -62,7 +62,7 @@ class SpikeCompensatedSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter with a gradient; what the closure returned."""
+        """Update every parameter with a gradient; return the closure's result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,7 +73,7 @@ class SpikeCompensatedSGD(torch.optim.Optimizer):
         return loss
 
     def _step(self, stepped: list[torch.Tensor], group: dict[str, Any]) -> None:
-        m, late = float(group["momentum"]), float(group["delay"])
+        m, delay = float(group["momentum"]), float(group["delay"])
         gradients = [p.grad for p in stepped if p.grad is not None]
         if group["maximize"]:
             gradients = [-g for g in gradients]
@@ -85,7 +85,7 @@ class SpikeCompensatedSGD(torch.optim.Optimizer):
         buffers = [self.state[p]["momentum_buffer"] for p in stepped]
         foreach_mul_(buffers, [m] * len(buffers))
         foreach_add_(buffers, gradients)
-        lr, of = float(group["lr"]), m**late
+        lr, of = float(group["lr"]), m**delay
         foreach_add_(stepped, buffers, alpha=-lr * of)
-        if late:
+        if delay:
             foreach_add_(stepped, gradients, alpha=-lr * (1 - of) / (1 - m))

@@ -1,4 +1,4 @@
-"""The torch.optim class whose step an optimizer makes, also where it is a subclass of it."""
+"""The torch.optim class whose step an optimizer performs, for subclasses too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 from fxpart.compat import step_of, steps_as_its_class
 
-# What a subclass may define without another step: everything else that its base has, too, counts
-# as a step of its own.
+# Attributes that a subclass may define without changing the step; overriding any other attribute of
+# its base counts as a different step.
 _HARMLESS = frozenset(
     {
         "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
@@ -18,10 +18,10 @@ _HARMLESS = frozenset(
 
 
 def step_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-    """The class of torch.optim whose update this is; None where the optimizer has its own.
+    """Return the torch.optim class with the same update, or None if the optimizer has its own.
 
     A subclass counts as its base if it overrides neither ``step`` nor anything that ``step`` may
-    use. The step that a learning-rate scheduler puts on the instance is the class's.
+    use. A step that a learning-rate scheduler wraps on the instance counts as the class's.
     """
     kind = type(optimizer)
     if not steps_as_its_class(optimizer):

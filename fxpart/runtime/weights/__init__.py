@@ -1,4 +1,4 @@
-"""The weights that each forward and backward of an asynchronous stage reads."""
+"""Weight versions read by the forwards and backwards of an asynchronous stage."""
 
 from fxpart.runtime.weights.counters import MicrobatchWeightUse, StageCounters
 from fxpart.runtime.weights.stage_weights import StageWeights

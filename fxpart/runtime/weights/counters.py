@@ -1,4 +1,4 @@
-"""What a stage really read, counted while it runs, against what its schedule says."""
+"""Weight versions that a stage has read, for comparison with its schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from fxpart.errors import FxpartError, error
 
 
 class MicrobatchWeightUse(NamedTuple):
-    """What a microbatch read: updates in the weights of its forward, and when the two ran."""
+    """Weights of a microbatch: version of its forward, and updates before its forward and
+    backward.
+    """
 
     microbatch: int
     version: int
@@ -20,9 +22,9 @@ class MicrobatchWeightUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCounters:
-    """Of one stage: computations and updates since the stream began anew, and updates in all.
+    """Counters of one stage since the last flush; updates since the start.
 
-    recent: what the newest microbatches that went backward read, oldest first; see ``RECENT``.
+    recent: weight use of the last ``RECENT`` microbatches with a backward, oldest first.
     """
 
     forwards: int
@@ -31,21 +33,21 @@ class StageCounters:
     recent: tuple[MicrobatchWeightUse, ...]
 
 
-RECENT = 256  # microbatches; enough to look at, little to keep
+RECENT = 256  # microbatches
 
 
 def make_recent_log() -> deque[MicrobatchWeightUse]:
-    """An empty record of the newest microbatches."""
+    """Return an empty log of recent microbatches."""
     return deque(maxlen=RECENT)
 
 
 def make_schedule_mismatch_error(
     stage: int, microbatch: int, what: str, expected: int, found: int
 ) -> FxpartError:
-    """The error of a stage that did not keep to its schedule: FXP900."""
+    """Return the FXP900 error of a stage that deviates from its schedule."""
     return error(
         "FXP900",
         where=f"stage {stage}, microbatch {microbatch}",
-        why=f"{what}: {expected} by the schedule, {found} found",
+        why=f"{what}: the schedule expects {expected}, but it is {found}",
         fix="",
     )

@@ -1,9 +1,10 @@
-"""Forwards that run again in a backward: with the weights that they read the first time.
+"""Recomputation of a forward in its backward, with the weights of the original forward.
 
-A recomputed activation has to be what it was. Where a backward reads other weights than its forward
-did, the parameters hold the forward's while it runs again, and what autograd would have saved of
-it is kept as :class:`~fxpart.runtime.weights.saved_tensor_hooks.SavedWeightHooks` keeps it: the
-backward finds its own weights and the forward's activations, as without recomputation.
+Recomputed activations must equal the original ones. If a backward reads other weights than its
+forward did, the parameters contain the forward's weights during recomputation. Tensors that
+autograd saves there are packed by
+:class:`~fxpart.runtime.weights.saved_tensor_hooks.SavedWeightHooks`, so the backward reads its own
+weights and the forward's activations, as without recomputation.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from fxpart.runtime.weights.weight_stash import Tensors
 
 
 class ForwardRecomputation:
-    """Of one stage; its :class:`~fxpart.runtime.executor.recompute.StageRecomputation` asks it."""
+    """Recomputation in one stage, used by
+    :class:`~fxpart.runtime.executor.recompute.StageRecomputation`.
+    """
 
     def __init__(self, saved: SavedWeightHooks, parameters: Sequence[torch.Tensor]) -> None:
-        """parameters: that hold other weights in a forward than in its backward."""
+        """Create the context. parameters: have other weights in a forward than in its backward."""
         self._saved = saved
         self._parameters = parameters
         self._microbatch = -1
@@ -31,7 +34,7 @@ class ForwardRecomputation:
 
     @contextmanager
     def during(self, microbatch: int, tensors: Tensors | None) -> Iterator[None]:
-        """Around a backward. tensors: what its forward read; None: the same as the backward."""
+        """Enter for a backward. tensors: weights of its forward, or None if equal."""
         self._microbatch, self._tensors = microbatch, tensors
         try:
             yield
@@ -40,10 +43,7 @@ class ForwardRecomputation:
 
     @contextmanager
     def forward_weights(self) -> Iterator[Callable[[torch.Tensor], Any] | None]:
-        """Around a forward that runs again: what packs the tensors that it saves.
-
-        None where they may be kept as they are.
-        """
+        """Enter for a recomputed forward; yield the function that packs saved tensors, or None."""
         if self._tensors is None:
             yield None
             return
@@ -51,5 +51,5 @@ class ForwardRecomputation:
             yield self._saved.packing()
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """A saved tensor as the backward that runs reads it."""
+        """Return a saved tensor as the current backward reads it."""
         return self._saved.unpack(packed, self._microbatch)

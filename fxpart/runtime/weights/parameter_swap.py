@@ -1,4 +1,4 @@
-"""Parameters that hold other data for a while; the objects stay, and so do their gradients."""
+"""Temporary replacement of parameter data; parameter objects and gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 def swap_parameter_data(
     parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor] | None
 ) -> Iterator[None]:
-    """``parameters[i].data`` are ``tensors[i]`` within; None: everything stays. Nothing is copied.
+    """Set ``parameters[i].data`` to ``tensors[i]`` within the context; None: no change.
 
-    A tensor that is laid out otherwise than its parameter is laid out anew, for what autograd saved
-    is found again by its place.
+    Nothing is copied, except tensors with other strides than their parameter, because views that
+    autograd saved are located by strides.
     """
     if tensors is None:
         yield
@@ -31,7 +31,7 @@ def swap_parameter_data(
 
 
 def laid_out(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the parameter's strides: itself where it has them."""
+    """Return the tensor with the parameter's strides, itself if it has them."""
     tensor = tensor.detach()
     if tensor.stride() == parameter.stride():
         return tensor

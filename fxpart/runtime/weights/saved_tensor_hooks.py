@@ -1,9 +1,9 @@
-"""What autograd saves of a stage's forward: of its weights, where to find them in the backward.
+"""Saved-tensor hooks that store references to weights instead of weights.
 
-Autograd saves weights as they are, as views (a linear layer's transposed weight) and cast, under
-autocast. Kept as they are they would bind the backward to the forward's weights, and an update in
-place in between would be an error. The hooks below keep a recipe instead: which parameter, and
-which part of it; the backward makes it from whatever the parameter's data then are.
+Autograd saves weights directly, as views (a linear layer's transposed weight), or cast under
+autocast. Stored directly they would bind the backward to the forward's weights, and an update in
+place in between would be an error. These hooks store which parameter and which part of it was
+saved; the backward rebuilds the tensor from the parameter's data at that time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 
 from fxpart.compat import get_write_count, view_base
 from fxpart.errors import FxpartError, error
+from fxpart.schedule.weight_modes import FLUSH
 
 
 class ParameterView(NamedTuple):
-    """A view of a parameter, or of it cast to another dtype.
+    """A view of a parameter, or of a cast of it.
 
-    at: the parameter's place. size, stride: in elements of ``dtype``. offset: in bytes, from where
-    the parameter begins. cast: the dtype to which the values are converted first. conjugated,
-    negated: as ``Tensor.is_conj`` and ``Tensor.is_neg``.
+    at: index of the parameter. size, stride: in elements of ``dtype``. offset: in bytes, from the
+    begin of the parameter. cast: dtype to convert to first. conjugated, negated: as
+    ``Tensor.is_conj`` and ``Tensor.is_neg``.
     """
 
     at: int
@@ -36,7 +37,7 @@ class ParameterView(NamedTuple):
     negated: bool = False
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The view, of what the parameter's data are now."""
+        """Return the view of the parameter's current data."""
         whole = parameter.detach()
         if self.cast is not None:
             whole = whole.to(self.cast)
@@ -56,23 +57,23 @@ class ParameterView(NamedTuple):
 
 
 class SavedWeightHooks:
-    """The saved-tensor hooks of one stage.
+    """Saved-tensor hooks of one stage.
 
-    parameters: that hold its weights while it runs. follows: whether what a forward casts from a
-    parameter alone is made again too, so that the backward sees its own weights in it. Otherwise it
-    stays as the forward made it, and so does all else that a forward computes from weights (a
-    normed weight, several put side by side).
+    parameters: contain its weights while it runs. follows: whether casts of a parameter are rebuilt
+    too, so that the backward reads its own weights in them. Otherwise they stay as the forward
+    computed them, as does everything else computed from weights (a normalized weight, a
+    concatenation).
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], follows: bool, where: str) -> None:
-        """where: the stage, in messages."""
+        """Create the hooks. where: the stage, for messages."""
         self.parameters = parameters
         self.follows = follows
         dtypes = {p.dtype for p in parameters}
-        self._plain = dtypes.pop() if len(dtypes) == 1 else None
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._where = where
         self._places = {id(p): at for at, p in enumerate(parameters)}
-        self._wholes = [
+        self._full_views = [
             ParameterView(at, p.size(), p.stride(), 0, p.dtype) for at, p in enumerate(parameters)
         ]
         self._reading = -1
@@ -82,13 +83,13 @@ class SavedWeightHooks:
 
     @contextmanager
     def reading(self, microbatch: int, *, own: bool) -> Iterator[None]:
-        """Around a backward, for which the parameters hold what it is to see.
+        """Enter for a backward, with the weights that it reads in the parameters.
 
-        own: that is their own data, of which views that were made once stay good.
+        own: the parameters contain their own data, so views created earlier stay valid.
         """
         if own:
             addresses = [p.data_ptr() for p in self.parameters]
-            if addresses != self._addresses:  # somebody put other tensors there
+            if addresses != self._addresses:  # the parameters were given other tensors
                 self._addresses, self._views = addresses, {}
         self._reading, self._own = microbatch, own
         try:
@@ -97,63 +98,68 @@ class SavedWeightHooks:
             self._reading = -1
 
     def hooks(self, microbatch: int) -> AbstractContextManager[Any]:
-        """The context of a forward, for which the parameters hold what it is to read.
+        """Return the context of a forward, with the weights that it reads in the parameters.
 
-        A tensor that is no weight is kept as it is; FXP109 if it was written when it is asked for,
-        which autograd itself looks after only where there are no hooks.
+        A tensor that is not a weight is stored directly; FXP109 if it was modified in place before
+        the backward, which autograd itself detects only without hooks.
         """
 
-        def unpack(kept: Any) -> torch.Tensor:
-            return self.unpack(kept, microbatch)
+        def unpack(packed: Any) -> torch.Tensor:
+            return self.unpack(packed, microbatch)
 
         return torch.autograd.graph.saved_tensors_hooks(self.packing(), unpack)
 
     def packing(self) -> Callable[[torch.Tensor], Any]:
-        """What turns a tensor that a forward saves into what is kept of it.
+        """Return the function that packs a tensor saved by a forward, for :meth:`unpack`.
 
-        The parameters hold what that forward reads. What it returns is for :meth:`unpack`.
+        The parameters must contain the weights that the forward reads.
         """
         where: dict[int, int] = {}
         for at, parameter in enumerate(self.parameters):
             address = parameter.untyped_storage().data_ptr()
             if address:  # otherwise it has no elements
                 where[address] = -1 if address in where else at
-        wholes, parameters = self._wholes, self.parameters
-        follows, plain = self.follows, self._plain
+        full_views, parameters = self._full_views, self.parameters
+        follows, only_dtype = self.follows, self._dtype
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
                 found = where.get(tensor.untyped_storage().data_ptr())
-            except NotImplementedError:  # sparse: no storage, so no view of a parameter
+            # sparse tensors have no storage and are no views of a parameter
+            except NotImplementedError:
                 found = None
             if found is not None:
-                return wholes[found] if tensor is parameters[found] else self._part(tensor, found)
-            if follows and tensor.dtype is not plain:
-                made = self._cast(tensor)
-                if made is not None:
-                    return made
-            # Detached: an op that saves its own result would keep itself alive.
+                return (
+                    full_views[found]
+                    if tensor is parameters[found]
+                    else self._locate(tensor, found)
+                )
+            if follows and tensor.dtype is not only_dtype:
+                cast_view = self._cast(tensor)
+                if cast_view is not None:
+                    return cast_view
+            # Detached, because an op that saves its own result would keep itself alive.
             return tensor.detach(), get_write_count(tensor)
 
         return pack
 
-    def unpack(self, kept: Any, microbatch: int) -> torch.Tensor:
-        """The tensor in a microbatch's backward: a weight is what the parameters hold by then."""
-        if type(kept) is ParameterView:
-            return self._view(kept, microbatch)
-        tensor, version = kept
+    def unpack(self, packed: Any, microbatch: int) -> torch.Tensor:
+        """Return the saved tensor for a microbatch's backward, with weights from the parameters."""
+        if type(packed) is ParameterView:
+            return self._view(packed, microbatch)
+        tensor, version = packed
         if get_write_count(tensor) != version:
-            raise self._changed(tensor)
+            raise self._make_modified_error(tensor)
         return tensor  # type: ignore[no-any-return]
 
     def _view(self, part: ParameterView, microbatch: int) -> torch.Tensor:
-        """What stands for a part in the backward that runs."""
+        """Return the tensor for a parameter view in the current backward."""
         if self._reading != microbatch:
             raise error(
                 "FXP900",
                 where=self._where,
-                why=f"a weight that microbatch {microbatch} used was asked for while weights were "
-                f"set for {'none' if self._reading < 0 else self._reading}",
+                why=f"a weight of microbatch {microbatch} was read while the weights were set for "
+                f"microbatch {'none' if self._reading < 0 else self._reading}",
                 fix="",
             )
         if not self._own or part.cast is not None or part.negated:
@@ -163,20 +169,22 @@ class SavedWeightHooks:
             found = self._views[part] = part.of(self.parameters[part.at])
         return found
 
-    def _part(self, tensor: torch.Tensor, at: int) -> ParameterView:
-        """Where a tensor lies in a parameter; at: -1 if several share its storage."""
+    def _locate(self, tensor: torch.Tensor, at: int) -> ParameterView:
+        """Locate a tensor in a parameter. at: index, or -1 if several parameters share the
+        storage.
+        """
         begin = int(tensor.storage_offset() * tensor.element_size())
-        at = self._among(tensor, begin) if at < 0 else at
+        at = self._find_parameter(tensor, begin) if at < 0 else at
         parameter = self.parameters[at]
         begin -= int(parameter.storage_offset() * parameter.element_size())
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         if not parameter.is_complex() and not dtype.is_complex:
             return ParameterView(at, size, stride, begin, dtype)
-        marks = tensor.is_conj(), tensor.is_neg()
-        return ParameterView(at, size, stride, begin, dtype, None, *marks)
+        flags = tensor.is_conj(), tensor.is_neg()
+        return ParameterView(at, size, stride, begin, dtype, None, *flags)
 
-    def _among(self, tensor: torch.Tensor, begin: int) -> int:
-        """The last of the parameters in a tensor's storage that begins where it does, or before."""
+    def _find_parameter(self, tensor: torch.Tensor, begin: int) -> int:
+        """Return the last parameter in the tensor's storage that begins at or before it."""
         address = tensor.untyped_storage().data_ptr()
         starts = [
             (p.storage_offset() * p.element_size(), at)
@@ -186,7 +194,7 @@ class SavedWeightHooks:
         return max((s for s in starts if s[0] <= begin), default=min(starts))[1]
 
     def _cast(self, tensor: torch.Tensor) -> ParameterView | None:
-        """How to make a tensor again that is a parameter cast, or a view of one."""
+        """Return how to rebuild a cast of a parameter, or a view of one; None for other tensors."""
         base = view_base(tensor)
         made_by = base.grad_fn
         if made_by is None or made_by.name() != "ToCopyBackward0" or base.dtype != tensor.dtype:
@@ -200,11 +208,11 @@ class SavedWeightHooks:
         begin = int((tensor.storage_offset() - base.storage_offset()) * base.element_size())
         return ParameterView(at, tensor.size(), tensor.stride(), begin, tensor.dtype, base.dtype)
 
-    def _changed(self, tensor: torch.Tensor) -> FxpartError:
+    def _make_modified_error(self, tensor: torch.Tensor) -> FxpartError:
         return error(
             "FXP109",
             where=self._where,
-            why=f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in "
-            "place after the forward had used it",
-            fix="do not write it in place, or train synchronously: weights='flush'",
+            why=f"a tensor of shape {tuple(tensor.shape)} that the backward needs was modified in "
+            "place after the forward used it",
+            fix=f"do not modify it in place, or train synchronously with weights={FLUSH!r}",
         )

@@ -1,11 +1,11 @@
-"""A stage's weights under an asynchronous schedule: each computation reads the right version.
+"""Weights of a stage under an asynchronous schedule: each computation reads the right version.
 
-The parameters hold the newest weights, which the optimizer updates in place. A computation that is
-to read others finds them in the parameters' ``data`` while it runs, and nothing that autograd saves
-of a forward is a weight (:mod:`fxpart.runtime.weights.saved_tensor_hooks`): the backward reads the
-parameters as they are then. So does what is gathered again, while pieces that run again read what
-their forward did. A copy is made only of weights that something else will still read: an old
-version just before an update, a prediction when the first to read it runs.
+The parameters contain the newest weights, which the optimizer updates in place. For a computation
+that reads other weights, the parameters' ``data`` is replaced while it runs. Autograd saves no
+weights of a forward (:mod:`fxpart.runtime.weights.saved_tensor_hooks`), so the backward reads the
+parameters as they are then, also for recomputed casts; recomputed forwards read the weights of the
+original forward. Weights are copied only if a later computation reads them: an old version just
+before an update, a prediction when the first reader runs.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from fxpart.runtime.weights.counters import (
 )
 from fxpart.runtime.weights.forward_recomputation import ForwardRecomputation
 from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.prediction_error import PredictionErrorProbe
 from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
 from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, WeightStash, storage_bytes
 from fxpart.runtime.weights.weight_update import (
     PredictionCheck,
+    PredictionErrorProbe,
     discount_learning_rates,
     has_finite_gradients,
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.weight_modes import MODES, WeightMode, list_stream_modes
 
 
 class _MicrobatchInFlight:
     """A microbatch between its forward and its backward."""
 
-    __slots__ = ("lent", "read", "source", "version", "watched")
+    __slots__ = ("read", "received", "source", "version", "watched")
 
     def __init__(
-        self, read: WeightRead, source: WeightSource, lent: Mapping[torch.Tensor, torch.Tensor]
+        self, read: WeightRead, source: WeightSource, received: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
         self.read = read
         self.source = source
-        self.lent = lent
+        self.received = received
         self.watched: PredictionErrorProbe | None = None
 
 
 class StageWeights:
-    """Which weights the forwards and backwards of one stage read, and its updates.
+    """Weight versions of one stage's forwards and backwards, and its updates.
 
-    module: the stage; its parameter objects never change. optimizer: of its parameters; those that
-    it does not hold, and those that need no gradient, have one version. mode, versions, stage: what
-    is to be read (:meth:`~fxpart.schedule.versions.WeightVersionCounters.read`). guard: whether an
-    update whose gradients are not all finite leaves the weights as they are; it counts.
-    total_updates: after how many a discount of the learning rate has gone (PipeMare); None: it
-    stays. Raises FXP109 for what the mode cannot do.
+    module: the stage; its parameter objects never change. optimizer: of its parameters; parameters
+    outside it, or without gradients, have one version. mode, versions, stage: define the versions
+    to read (:meth:`~fxpart.schedule.versions.WeightVersionCounters.read`). guard: skip an update
+    whose gradients are not all finite; it still counts. total_updates: updates after which a
+    learning-rate discount ends (PipeMare); None: it stays. Raises FXP109 for impossible
+    combinations.
 
-    updates: of the weights, since the start. skipped: how many of them the guard left out.
-    total: ``total_updates``, which may be set later. options: what :meth:`follow` was given, for
-    this stage.
+    updates: of the weights, since the start. skipped: updates skipped by the guard. total:
+    ``total_updates``, can be set later. options: recorded optimizer options of this stage, from
+    :meth:`follow`.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class StageWeights:
         total_updates: int | None = None,
         guard: bool = False,
     ) -> None:
-        """Nothing is copied yet."""
-        _check(mode)
+        """Wrap a stage module; nothing is copied yet."""
+        _check_mode(mode)
         versions.check(mode)
         self.mode = mode
         self.versions = versions
@@ -97,8 +97,8 @@ class StageWeights:
         self.total = total_updates
         self._guard = guard
         listed = [p for group in optimizer.param_groups for p in group["params"]]
-        self._places = [at for at, p in enumerate(listed) if p.requires_grad]
-        self._parameters: list[torch.Tensor] = [listed[at] for at in self._places]
+        self._trainable = [at for at, p in enumerate(listed) if p.requires_grad]
+        self._parameters: list[torch.Tensor] = [listed[at] for at in self._trainable]
         every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
         self._predictor: Predictor | None = (
             make_predictor(mode.rule, optimizer) if mode.predicts else None
@@ -110,78 +110,81 @@ class StageWeights:
             else None
         )
         where = f"stage {stage} ({type(module).__name__})"
-        self._check: PredictionCheck | None = None
+        self._prediction_check: PredictionCheck | None = None
         if self._predictor is not None:
-            self._check = PredictionCheck(self._predictor, optimizer, where)
+            self._prediction_check = PredictionCheck(self._predictor, optimizer, where)
         self.options: StageUpdateOptions | None = None
         self._saved = SavedWeightHooks(every, mode.backward != "forward", where)
-        self._again: ForwardRecomputation | None = None
-        self._held = WeightStash()
-        self._flying: dict[int, _MicrobatchInFlight] = {}
-        self._lent: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
-        self._next = self._behind = 0
+        self._recomputation: ForwardRecomputation | None = None
+        self._stash = WeightStash()
+        self._in_flight: dict[int, _MicrobatchInFlight] = {}
+        self._received_weights: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
+        self._next_forward = self._backwards_done = 0
         self._recent: deque[MicrobatchWeightUse] = make_recent_log()
         self._watch = 0
         self._rhos: list[tuple[int, float]] = []
 
     def source(self, microbatch: int) -> WeightSource:
-        """Of the microbatch's forward; forwards of equal sources read equal weights."""
+        """Return the weights that a microbatch's forward reads; equal sources are equal weights."""
         return self._source(self.versions.read(self.mode, self.stage, microbatch))
 
     def lend(self, microbatch: int, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Parameters of the module that hold these values in one microbatch, forward and backward.
+        """Set values of parameters for one microbatch, forward and backward.
 
-        For parameters whose owner is another stage. Call it before :meth:`forward`.
+        For parameters owned by another stage. Call it before :meth:`forward`.
         """
-        self._lent[microbatch] = dict(values)
+        self._received_weights[microbatch] = dict(values)
 
     def recompute(self, recompute: StageRecomputation) -> None:
-        """The stage's forwards run again in their backwards: with the weights that they read.
+        """Recompute the stage's forwards in their backwards, with the weights of the forwards.
 
-        Those are kept until the backward, where it reads others.
+        Those are stored until the backward if it reads other weights.
         """
         if self.mode.backward != "forward":
-            self._again = recompute.weights = ForwardRecomputation(self._saved, self._parameters)
+            self._recomputation = recompute.weights = ForwardRecomputation(
+                self._saved, self._parameters
+            )
 
     def follow(self, options: UpdateOptions) -> None:
-        """Have each update use the options that are recorded for it."""
+        """Use the options that are recorded for each update."""
         self.options = StageUpdateOptions(self._optimizer, options, lambda: self.updates)
         if self._predictor is not None:
             self._predictor.coming = self.options
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Around the call of the stage module. FXP900 if the schedule has something else here."""
+        """Enter for the call of the stage module; FXP900 if the schedule has another action."""
         read = self.versions.read(self.mode, self.stage, microbatch)
-        if microbatch != self._next:
+        if microbatch != self._next_forward:
             raise make_schedule_mismatch_error(
-                self.stage, microbatch, "its forward", self._next, microbatch
+                self.stage, microbatch, "its forward", self._next_forward, microbatch
             )
         if read.forward != self.updates:
             raise make_schedule_mismatch_error(
                 self.stage, microbatch, "updates before its forward", read.forward, self.updates
             )
         if self.mode.backward != "forward" and is_compiled(self._module):
-            raise _compiled(self.mode)
+            raise _make_compiled_error(self.mode)
         source = self._source(read)
-        flight = _MicrobatchInFlight(read, source, self._lent.pop(microbatch, {}))
+        flight = _MicrobatchInFlight(read, source, self._received_weights.pop(microbatch, {}))
         tensors = self._find(source, microbatch)
-        if tensors is not None and self._samples(microbatch, read):
+        if tensors is not None and self._measures_error(microbatch, read):
             flight.watched = PredictionErrorProbe(self._parameters, tensors)
-        stays = self._stays(flight, tensors)
+        saves_directly = self._can_save_directly(flight, tensors)
         with (
-            self._holding(tensors, flight),
-            nullcontext() if stays else self._saved.hooks(microbatch),  # of what is held
+            self._with_weights(tensors, flight),
+            # of the weights in the parameters
+            nullcontext() if saves_directly else self._saved.hooks(microbatch),
         ):
             yield
-        self._flying[microbatch] = flight
-        self._next += 1
+        self._in_flight[microbatch] = flight
+        self._next_forward += 1
         self._release()
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """Around torch.autograd.backward. FXP900 if the schedule has something else here."""
-        flight = self._flying.get(microbatch)
+        """Enter for torch.autograd.backward; FXP900 if the schedule has another action."""
+        flight = self._in_flight.get(microbatch)
         if flight is None:
             raise make_schedule_mismatch_error(
                 self.stage, microbatch, "its forwards before its backward", 1, 0
@@ -195,40 +198,44 @@ class StageWeights:
             rho = flight.watched.rho(self._parameters)
             if rho is not None:
                 self._rhos.append((microbatch, rho))
-        seen = self._seen(flight)
-        tensors = self._find(seen, microbatch)
-        own = tensors is None and not flight.lent
-        again: AbstractContextManager[None] = nullcontext()
-        if self._again is not None:
+        backward_source = self._backward_source(flight)
+        tensors = self._find(backward_source, microbatch)
+        own = tensors is None and not flight.received
+        recomputing: AbstractContextManager[None] = nullcontext()
+        if self._recomputation is not None:
             forward = None
-            if flight.source != seen:
-                forward = self._held.get(flight.source) or [p.data for p in self._parameters]
-            again = self._again.during(microbatch, forward)
-        with self._holding(tensors, flight), self._saved.reading(microbatch, own=own), again:
+            if flight.source != backward_source:
+                forward = self._stash.get(flight.source) or [p.data for p in self._parameters]
+            recomputing = self._recomputation.during(microbatch, forward)
+        with (
+            self._with_weights(tensors, flight),
+            self._saved.reading(microbatch, own=own),
+            recomputing,
+        ):
             yield
-        del self._flying[microbatch]
-        self._behind += 1
+        del self._in_flight[microbatch]
+        self._backwards_done += 1
         self._recent.append(
             MicrobatchWeightUse(microbatch, flight.source.version, read.forward, self.updates)
         )
         self._release()
 
     def update(self) -> bool:
-        """The optimizer's step on gradients that are complete, with the options of this update.
+        """Step the optimizer on complete gradients, with the options of this update.
 
-        Weights that a computation will still read are copied first. Returns whether the weights
-        were updated: False where the guard left them alone. Gradients stay for the caller to clear.
+        Weights that a later computation reads are copied first. Return False if the guard skipped
+        the update. The caller clears the gradients.
         """
-        self._release(spare=False)
+        self._release(keep_recomputable=False)
         now = WeightSource(self.updates)
-        if self._wanted(now):
-            self._held.put(now, [p.detach().clone() for p in self._parameters])
+        if self._is_needed(now):
+            self._stash.put(now, [p.detach().clone() for p in self._parameters])
         steps = not self._guard or has_finite_gradients(self._parameters)
         if self.options is not None:
             self.options.apply()
         observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [*self.rules()]
-        if self._check is not None and not self._check.done:
-            observers.append(self._check)
+        if self._prediction_check is not None and not self._prediction_check.done:
+            observers.append(self._prediction_check)
         for observer in observers:
             observer.before_update()
         if steps:
@@ -250,69 +257,75 @@ class StageWeights:
         return steps
 
     def restart(self, start: int) -> None:
-        """A new stream, after a drain. start: the updates so far; FXP900 if they are others."""
-        if start != self.updates or self._flying:
+        """Start again after a flush. start: updates so far; FXP900 if they differ."""
+        if start != self.updates or self._in_flight:
             raise make_schedule_mismatch_error(
-                self.stage, self._next, "updates at a restart", start, self.updates
+                self.stage, self._next_forward, "updates at a restart", start, self.updates
             )
         self.versions = replace(self.versions, start=start)
-        self._next = self._behind = 0
+        self._next_forward = self._backwards_done = 0
         self._release()
 
     def watch(self, every: int) -> None:
-        """Measure predictions for the first microbatch of every so many updates; 0: none."""
+        """Measure prediction errors for the first microbatch of every ``every`` updates; 0:
+        never.
+        """
         self._watch = every
 
     def rhos(self) -> list[tuple[int, float]]:
-        """(microbatch, ρ) of those measured since the last call."""
+        """Return (microbatch, ρ) of the errors measured since the last call."""
         found, self._rhos = self._rhos, []
         return found
 
     def copies(self) -> int:
-        """Copies of the weights there are now, the weights themselves among them."""
-        return 1 + len(self._held)
+        """Return the number of weight versions in memory, including the parameters."""
+        return 1 + len(self._stash)
 
     @property
     def most(self) -> int:
-        """The most copies there ever were at once, the weights themselves among them."""
-        return 1 + self._held.most
+        """Most weight versions in memory at once, including the parameters."""
+        return 1 + self._stash.most
 
     def bytes(self) -> int:
-        """Bytes held now beside the parameters: copies, what was lent, what rules keep."""
-        lent = [t for lent in self._borrowed() for t in lent.values()]
-        watched = [f.watched for f in self._flying.values() if f.watched is not None]
-        kept = [t for w in watched for t in (*w.predicted, *w.stale)]
-        rules = sum(rule.held() for rule in self.rules())
-        return rules + storage_bytes([*self._held.tensors(), *lent, *kept])
+        """Return the bytes in memory beside the parameters: versions, received weights, rule
+        state.
+        """
+        received = [t for received in self._all_received() for t in received.values()]
+        watched = [f.watched for f in self._in_flight.values() if f.watched is not None]
+        rule_state_ = [t for w in watched for t in (*w.predicted, *w.stale)]
+        rules = sum(rule.state_bytes() for rule in self.rules())
+        return rules + storage_bytes([*self._stash.tensors(), *received, *rule_state_])
 
     def counters(self) -> StageCounters:
-        """What has run, and what it read."""
-        return StageCounters(self._next, self._behind, self.updates, tuple(self._recent))
+        """Return the counters and recent weight use."""
+        return StageCounters(
+            self._next_forward, self._backwards_done, self.updates, tuple(self._recent)
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a drained stage's next computations depend on beside parameters and optimizer."""
-        assert not self._flying, "drain before saving"
+        """Return the state of a flushed stage, beside parameters and optimizer."""
+        assert not self._in_flight, "flush before saving"
         return {
             "updates": self.updates,
             "rules": [rule.state_dict() for rule in self.rules()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, with a new stream."""
+        """Load a state, with an empty pipeline."""
         self.updates = state["updates"]
-        for rule, kept in zip(self.rules(), state["rules"], strict=True):
-            rule.load_state_dict(kept)
+        for rule, rule_state_ in zip(self.rules(), state["rules"], strict=True):
+            rule.load_state_dict(rule_state_)
         self.restart(self.updates)
 
     def rules(self) -> list[Predictor | PipeMareCorrection]:
-        """What predicts or corrects, and keeps something between updates for it."""
+        """Return the prediction and correction rules that keep state between updates."""
         return [rule for rule in (self._predictor, self._correction) if rule is not None]
 
     def _source(self, read: WeightRead) -> WeightSource:
         return WeightSource(read.version, read.look_forward)
 
-    def _seen(self, flight: _MicrobatchInFlight) -> WeightSource:
-        """What a microbatch's backward reads."""
+    def _backward_source(self, flight: _MicrobatchInFlight) -> WeightSource:
+        """Return the weights that a microbatch's backward reads."""
         read = flight.read
         if self.mode.backward == "forward":
             return flight.source
@@ -321,8 +334,8 @@ class StageWeights:
         return WeightSource(read.backward, read.look_backward)
 
     def _find(self, source: WeightSource, microbatch: int) -> Tensors | None:
-        """These weights; None where they are those that the parameters hold."""
-        found = self._held.get(source)
+        """Return the weights of a source, or None if the parameters contain them."""
+        found = self._stash.get(source)
         if found is not None:
             return found
         if source.version != self.updates:
@@ -331,72 +344,76 @@ class StageWeights:
             )
         if source.look == 0:
             return None
-        self._release(spare=False)
+        self._release(keep_recomputable=False)
         if source.look > 0:
             assert self._predictor is not None, "a mode that looks ahead has a predictor"
-            made = self._predictor.predict(source.look)
+            computed = self._predictor.predict(source.look)
         else:
             assert self._correction is not None, "a mode that corrects has a correction"
-            made = self._correction.corrected(-source.look)
-        return self._held.put(source, [made[at] for at in self._places])
+            computed = self._correction.corrected(-source.look)
+        return self._stash.put(source, [computed[at] for at in self._trainable])
 
-    def _stays(self, flight: _MicrobatchInFlight, tensors: Tensors | None) -> bool:
-        """Whether the backward finds the weights themselves, as the forward does, unchanged.
+    def _can_save_directly(self, flight: _MicrobatchInFlight, tensors: Tensors | None) -> bool:
+        """Return whether autograd may save weights directly, as they do not change until the
+        backward.
 
-        Then autograd may keep them as it likes, without a call for every tensor that it saves. The
-        first microbatch of a stream is looked at in any case, for tensors written after their use.
+        This avoids a call for every saved tensor. The first microbatch is always checked, for
+        tensors that are modified after their use.
         """
         read = flight.read
-        moves = read.staleness or read.look_backward or flight.lent
-        return self._behind > 0 and tensors is None and not moves
+        moves = read.staleness or read.look_backward or flight.received
+        return self._backwards_done > 0 and tensors is None and not moves
 
-    def _holding(
+    def _with_weights(
         self, tensors: Tensors | None, flight: _MicrobatchInFlight
     ) -> AbstractContextManager[None]:
-        """The parameters hold these, and what was lent."""
-        if tensors is None and not flight.lent:
+        """Put these weights, and received ones, into the parameters."""
+        if tensors is None and not flight.received:
             return nullcontext()
-        return self._swapped(tensors, flight)
+        return self._swap_both(tensors, flight)
 
     @contextmanager
-    def _swapped(self, tensors: Tensors | None, flight: _MicrobatchInFlight) -> Iterator[None]:
+    def _swap_both(self, tensors: Tensors | None, flight: _MicrobatchInFlight) -> Iterator[None]:
         with swap_parameter_data(self._parameters, tensors):
-            with swap_parameter_data(list(flight.lent), list(flight.lent.values())):
+            with swap_parameter_data(list(flight.received), list(flight.received.values())):
                 yield
 
-    def _release(self, *, spare: bool = True) -> None:
-        """Drop what nothing reads any more. spare: what could be made again may stay."""
-        for source in self._held.sources():
-            if not self._wanted(source, spare=spare):
-                self._held.drop(source)
+    def _release(self, *, keep_recomputable: bool = True) -> None:
+        """Drop weights that nothing reads any more. keep_recomputable: keep those that could be
+        recomputed.
+        """
+        for source in self._stash.sources():
+            if not self._is_needed(source, keep_recomputable=keep_recomputable):
+                self._stash.drop(source)
 
-    def _wanted(self, source: WeightSource, *, spare: bool = True) -> bool:
-        """Whether a computation that is still to come reads these weights, after an update too.
+    def _is_needed(self, source: WeightSource, *, keep_recomputable: bool = True) -> bool:
+        """Return whether a future computation reads these weights, possibly after an update.
 
-        spare: or before it, the next forward or the next backward.
+        keep_recomputable: include the next forward and the next backward, before an update.
         """
         base = self.mode.base
-        if self.mode.backward == "forward" or self._again is not None:
-            if any(flight.source == source for flight in self._flying.values()):
+        if self.mode.backward == "forward" or self._recomputation is not None:
+            if any(flight.source == source for flight in self._in_flight.values()):
                 return True
-        coming = self.versions.read(self.mode, self.stage, self._next)
-        if base == "first microbatch" and self._next % self.versions.every:
-            if self._source(coming) == source:  # the rest of a minibatch reads what its first did
+        next_read = self.versions.read(self.mode, self.stage, self._next_forward)
+        if base == "first microbatch" and self._next_forward % self.versions.every:
+            # later microbatches of a minibatch read the weights of its first
+            if self._source(next_read) == source:
                 return True
-        elif base in ("first stage", "delayed") and coming.version <= source.version:
+        elif base in ("first stage", "delayed") and next_read.version <= source.version:
             return True
-        if not spare or not source.look or source.version != self.updates:
+        if not keep_recomputable or not source.look or source.version != self.updates:
             return False
-        if coming.forward == self.updates and self._source(coming) == source:
+        if next_read.forward == self.updates and self._source(next_read) == source:
             return True
-        first = next(iter(self._flying.values()), None)
+        first = next(iter(self._in_flight.values()), None)
         return (
             first is not None
             and first.read.backward == self.updates
-            and self._seen(first) == source
+            and self._backward_source(first) == source
         )
 
-    def _samples(self, microbatch: int, read: WeightRead) -> bool:
+    def _measures_error(self, microbatch: int, read: WeightRead) -> bool:
         return (
             self._watch > 0
             and read.look_forward > 0
@@ -406,28 +423,28 @@ class StageWeights:
             and read.backward % self._watch == 0
         )
 
-    def _borrowed(self) -> Iterator[Mapping[Any, torch.Tensor]]:
-        yield from self._lent.values()
-        yield from (flight.lent for flight in self._flying.values())
+    def _all_received(self) -> Iterator[Mapping[Any, torch.Tensor]]:
+        yield from self._received_weights.values()
+        yield from (flight.received for flight in self._in_flight.values())
 
 
-def _check(mode: WeightMode) -> None:
-    """FXP109 for choices that do not go together."""
+def _check_mode(mode: WeightMode) -> None:
+    """Raise FXP109 for options that cannot be combined."""
     if mode.look_forward != "none" and mode.base in ("first stage", "delayed"):
         raise error(
             "FXP109",
             where=f"weights={mode.name!r}",
-            why="it looks ahead from an old version, whose optimizer state is gone",
-            fix="base='applied', or look_forward='none'",
+            why="it predicts from an old version, whose optimizer state is not stored",
+            fix="use base='applied' or look_forward='none'",
         )
 
 
-def _compiled(mode: WeightMode) -> FxpartError:
+def _make_compiled_error(mode: WeightMode) -> FxpartError:
     return error(
         "FXP109",
         where=f"weights={mode.name!r} of a stage made by torch.compile",
-        why="its backward makes activations again from the weights that it finds, which in this "
-        "mode are not those of its forward",
-        fix="leave the stage uncompiled, or a mode whose backward reads its forward's weights: "
-        "stash, 2bw, vertical, spectrain-v2, xpipe",
+        why="the compiled backward recomputes activations from the weights that it reads; in this "
+        "mode they differ from those of its forward",
+        fix="do not compile the stage, or use a mode whose backward reads its forward's weights: "
+        + ", ".join(n for n in list_stream_modes() if MODES[n].backward == "forward"),
     )

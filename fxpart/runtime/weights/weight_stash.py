@@ -1,4 +1,4 @@
-"""The copies of a stage's weights that something will still read, and nothing else."""
+"""Copies of a stage's weights that a later computation reads."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Tensors = list[torch.Tensor]
 
 
 class WeightSource(NamedTuple):
-    """Which weights: a version (updates since the start), and how far they look ahead of it.
+    """Identity of weights: a version (updates since the start) and a prediction horizon.
 
-    Weights of equal sources are equal. look: 0 is the version itself; negative: corrected by so
-    many updates (PipeMare).
+    Equal sources are equal weights. look: updates ahead; 0: the version itself; negative: corrected
+    by so many updates (PipeMare).
     """
 
     version: int
@@ -22,33 +22,33 @@ class WeightSource(NamedTuple):
 
 
 class WeightStash:
-    """Copies by source. most: as many as there ever were at once, beside the weights themselves."""
+    """Copies by source. most: largest number of copies at once, without the weights themselves."""
 
     def __init__(self) -> None:
-        """Nothing is held."""
+        """Create an empty stash."""
         self._copies: dict[WeightSource, Tensors] = {}
         self.most = 0
 
     def get(self, source: WeightSource) -> Tensors | None:
-        """The copy; None where there is none."""
+        """Return the copy of a source, or None."""
         return self._copies.get(source)
 
     def put(self, source: WeightSource, tensors: Tensors) -> Tensors:
-        """Hold a copy."""
+        """Store a copy."""
         self._copies[source] = tensors
         self.most = max(self.most, len(self._copies))
         return tensors
 
     def drop(self, source: WeightSource) -> None:
-        """Hold it no longer."""
+        """Delete a copy."""
         del self._copies[source]
 
     def sources(self) -> tuple[WeightSource, ...]:
-        """Of all copies."""
+        """Return the sources of all copies."""
         return tuple(self._copies)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """All that is held."""
+        """Yield all tensors."""
         for copy in self._copies.values():
             yield from copy
 
@@ -57,6 +57,6 @@ class WeightStash:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors, each counted once."""
+    """Return the bytes of the storages of tensors, each storage counted once."""
     sizes = {s.data_ptr(): s.nbytes() for t in tensors if (s := t.untyped_storage()).data_ptr()}
     return sum(sizes.values())

@@ -1,8 +1,9 @@
-"""One update of a stage's weights: the optimizer's step and what goes with it."""
+"""Parts of one update of a stage's weights."""
 
 from __future__ import annotations
 
 import cmath
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,19 +16,19 @@ _SMALL = (torch.float16, torch.bfloat16)
 
 
 def has_finite_gradients(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether all gradients are numbers; waits for the device.
+    """Return whether all gradients are finite; synchronizes with the device.
 
-    A sum is a number only where all that it adds are, and costs one reading of them. Where it is
-    none, which that of large numbers may be too, each of them is looked at.
+    A sum is finite only if all its terms are, and needs one pass. If it is not, which can happen
+    with large finite values too, each element is checked.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     totals = [g.sum(dtype=torch.float32) if g.dtype in _SMALL else g.sum() for g in gradients]
     if all(total.device.type == "cpu" for total in totals):
-        sound = all(cmath.isfinite(total.item()) for total in totals)  # cheaper than a stack
+        finite = all(cmath.isfinite(total.item()) for total in totals)  # cheaper than a stack
     else:
-        wide = [total.to(torch.float64) for total in totals]
-        sound = bool(torch.isfinite(torch.stack(wide)).all())
-    if sound:
+        doubles = [total.to(torch.float64) for total in totals]
+        finite = bool(torch.isfinite(torch.stack(doubles)).all())
+    if finite:
         return True
     return all(
         bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in gradients
@@ -38,10 +39,9 @@ def has_finite_gradients(parameters: Sequence[torch.Tensor]) -> bool:
 def discount_learning_rates(
     optimizer: torch.optim.Optimizer, staleness: int, step: int, total: int | None
 ) -> Iterator[None]:
-    """Learning rates divided by a power of the staleness within (PipeMare, T1).
+    """Divide learning rates by a power of the staleness within the context (PipeMare, T1).
 
-    step: updates so far. total: updates after which nothing is discounted; None: always as at
-    first.
+    step: updates so far. total: updates after which the discount has ended; None: never.
     """
     own = [group["lr"] for group in optimizer.param_groups]
     try:
@@ -55,14 +55,14 @@ def discount_learning_rates(
 
 
 class PredictionCheck:
-    """Looks once whether a predictor predicts anything, at the first update that moves weights.
+    """Checks at the first update that moves weights whether a predictor predicts any change.
 
-    A rule that takes coming gradients for zeros has nothing to go by where the optimizer has no
-    momentum. Training is then what it is without prediction, which a warning with FXP109 says.
+    A rule that assumes zero gradients predicts nothing if the optimizer has no momentum. Training
+    is then as without prediction, and an FXP109 warning says so.
     """
 
     def __init__(self, predictor: Predictor, optimizer: torch.optim.Optimizer, where: str) -> None:
-        """where: the stage, in the warning."""
+        """Create the check. where: the stage, for the warning."""
         self.done = False
         self._predictor = predictor
         self._optimizer = optimizer
@@ -70,11 +70,11 @@ class PredictionCheck:
         self._before: list[torch.Tensor] = []
 
     def before_update(self) -> None:
-        """Keep the weights."""
+        """Store the weights."""
         self._before = [p.detach().clone() for p in self._predictor.parameters]
 
     def after_update(self) -> None:
-        """Compare them, and what is predicted from here."""
+        """Compare the weights before, now and predicted."""
         now, before = [p.detach() for p in self._predictor.parameters], self._before
         self._before = []
         if all(map(torch.equal, now, before)):
@@ -83,9 +83,39 @@ class PredictionCheck:
         if all(map(torch.equal, now, self._predictor.predict(1))):
             kind = type(self._optimizer).__name__
             warnings.warn(
-                f"FXP109 {self._where}: its weights are predicted as they are: the rule "
+                f"FXP109 {self._where}: weights are predicted unchanged, because the rule "
                 f"{type(self._predictor).__name__} finds nothing in {kind} that moves them without "
                 "a gradient; use the rule 'linear' or 'difference', an optimizer with momentum, or "
-                "weights that are not predicted",
+                "a weight mode without prediction",
                 stacklevel=2,
             )
+
+
+class PredictionErrorProbe:
+    """Copy of the weights read by one microbatch's forward, until its backward.
+
+    Source of ρ = ‖Ŵ - W‖ / ‖W_stale - W‖; above 1, the prediction is worse than the stale weights.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], predicted: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy the weights. parameters: as they are when the forward runs."""
+        self.predicted = list(predicted)
+        self.stale = [p.detach().clone() for p in parameters]
+
+    def rho(self, parameters: Sequence[torch.Tensor]) -> float | None:
+        """Return ρ for the current parameters, or None if they have not changed."""
+        prediction_error, moved = (
+            _distance(self.predicted, parameters),
+            _distance(self.stale, parameters),
+        )
+        return prediction_error / moved if moved else None
+
+
+def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """Return the Euclidean norm of all differences, in double precision."""
+    total = 0.0
+    for a, b in zip(some, others, strict=True):
+        total += float(torch.linalg.vector_norm(a - b.detach(), dtype=torch.float64)) ** 2
+    return math.sqrt(total)

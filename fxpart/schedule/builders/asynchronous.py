@@ -10,6 +10,8 @@ from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.builders.gpipe_1f1b import count_1f1b_in_flight, one_f_one_b
 from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
 
+ASYNC = "async"
+
 
 def asynchronous(
     stage_rank: Ranks,
@@ -35,17 +37,17 @@ def asynchronous(
     The order is 1F1B's of one step of as many microbatches. Raises FXP109 for several stages on a
     rank, and for copies of stages.
     """
-    reject_replicas("async", replicas)
+    reject_replicas(ASYNC, replicas)
     ranks = _alone(validate_stage_rank(stage_rank, microbatches))
     built = one_f_one_b(ranks, microbatches, edges, forward=forward, backward=backward)
-    return replace(built, name="async")
+    return replace(built, name=ASYNC)
 
 
 def count_async_in_flight(
     stage_rank: Ranks, microbatches: int, replicas: Groups = ()
 ) -> tuple[int, ...]:
     """What the stream has in flight at most, on any stage graph; FXP109 as the builder."""
-    reject_replicas("async", replicas)
+    reject_replicas(ASYNC, replicas)
     return count_1f1b_in_flight(_alone(validate_stage_rank(stage_rank, microbatches)), microbatches)
 
 
@@ -54,8 +56,8 @@ def _alone(ranks: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(ranks)) < len(ranks):
         raise error(
             "FXP109",
-            where=f"schedule=async, stage_rank={ranks}",
+            where=f"schedule={ASYNC}, stage_rank={ranks}",
             why="it is made for one stage a rank: each stage's versions follow from its own order",
-            fix=f"use {len(ranks)} ranks, or 1f1b or interleaved, which flush",
+            fix=f"Use {len(ranks)} ranks, or a schedule that flushes after each step.",
         )
     return ranks

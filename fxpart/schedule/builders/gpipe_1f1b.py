@@ -27,6 +27,8 @@ from fxpart.schedule.builders.replica_warmup import count_warmup_forwards
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.rank_merge import merge_onto_ranks
 
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
+
 
 def gpipe(
     stage_rank: Ranks,
@@ -48,9 +50,10 @@ def gpipe(
     A stage's order is the same for every stage graph.
     """
     ranks = validate_stage_rank(stage_rank, microbatches)
-    ahead = [microbatches] * len(ranks)
-    lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
-    return _placed("gpipe", ranks, microbatches, lists, edges, forward, backward, replicas)
+    return build_alternating(
+        GPIPE, ranks, microbatches, edges, [microbatches] * len(ranks),
+        forward=forward, backward=backward, replicas=replicas,
+    )  # fmt: skip
 
 
 def one_f_one_b(
@@ -81,8 +84,31 @@ def one_f_one_b(
     ahead = depths(len(ranks), graph)
     if replicas:
         ahead = count_warmup_forwards(len(ranks), microbatches, graph, replicas)
-    lists = _alternating(ahead, assign_microbatches(len(ranks), microbatches, replicas))
-    return _placed("1f1b", ranks, microbatches, lists, graph, forward, backward, replicas)
+    return build_alternating(
+        ONE_F_ONE_B, ranks, microbatches, graph, ahead,
+        forward=forward, backward=backward, replicas=replicas,
+    )  # fmt: skip
+
+
+def build_alternating(
+    name: str,
+    stage_rank: Ranks,
+    microbatches: int,
+    edges: Iterable[StageEdge] | None,
+    warmup: Sequence[int],
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    replicas: Groups = (),
+) -> Schedule:
+    """Build a schedule in which each stage warms up, then alternates backwards and forwards.
+
+    warmup: by stage the forwards before the first backward; more than the stage has are all that it
+    has. The other arguments and errors are those of a builder (:class:`.protocol.BuildFunction`).
+    """
+    ranks = validate_stage_rank(stage_rank, microbatches)
+    lists = _alternating(warmup, assign_microbatches(len(ranks), microbatches, replicas))
+    return _placed(name, ranks, microbatches, lists, edges, forward, backward, replicas)
 
 
 def forward_only(

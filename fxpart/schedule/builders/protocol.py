@@ -61,7 +61,7 @@ def reject_replicas(name: str, replicas: Groups) -> None:
             "FXP109",
             where=f"schedule={name}, replicas={tuple(map(tuple, replicas))}",
             why="it is not made for stages that are copies of one another",
-            fix="choose gpipe, 1f1b or forward",
+            fix="Choose a schedule that supports replicas: `fxpart explain schedules` lists them.",
         )
 
 

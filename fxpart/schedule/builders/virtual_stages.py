@@ -17,6 +17,8 @@ from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
 from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
 from fxpart.schedule.in_flight import count_in_flight
 
+BREADTH_FIRST, INTERLEAVED = "breadth-first", "interleaved"
+
 
 def breadth_first(
     stage_rank: Ranks,
@@ -38,7 +40,7 @@ def breadth_first(
     The gradients of a stage are complete as early as can be, so that their sums over replicas of
     the pipeline overlap with the rest. For any ranks; with one stage a rank it is GPipe.
     """
-    reject_replicas("breadth-first", replicas)
+    reject_replicas(BREADTH_FIRST, replicas)
     ranks = validate_stage_rank(stage_rank, microbatches)
     lists: list[list[Action]] = [[] for _ in set(ranks)]
     for kind, stages in (
@@ -47,7 +49,7 @@ def breadth_first(
     ):
         for stage in stages:
             lists[ranks[stage]] += [Action(stage, kind, m) for m in range(microbatches)]
-    return Schedule("breadth-first", len(ranks), microbatches, tuple(map(tuple, lists)), ranks)
+    return Schedule(BREADTH_FIRST, len(ranks), microbatches, tuple(map(tuple, lists)), ranks)
 
 
 def interleaved(
@@ -73,18 +75,18 @@ def interleaved(
     to form groups the one that takes least for stages of equal time. Raises FXP109 for ranks that
     are no loop.
     """
-    reject_replicas("interleaved", replicas)
+    reject_replicas(INTERLEAVED, replicas)
     return _interleaved(validate_stage_rank(stage_rank, microbatches), microbatches)
 
 
 @lru_cache(maxsize=16)  # the verifier asks again for what is in flight
 def _interleaved(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
-    loop = StageLoop.of("interleaved", stage_rank, microbatches)
+    loop = StageLoop.of(INTERLEAVED, stage_rank, microbatches)
     if loop.ranks == 1:
         # One rank never waits: each microbatch back at once holds the least.
-        return loop.schedule("interleaved", loop.alternating([1] * microbatches, 0, ActionKind.B))
+        return loop.schedule(INTERLEAVED, loop.alternating([1] * microbatches, 0, ActionKind.B))
     return loop.best(
-        "interleaved",
+        INTERLEAVED,
         (loop.alternating(groups, 2, ActionKind.B) for groups in loop.groupings()),
     )
 
@@ -143,7 +145,7 @@ class StageLoop:
                 "FXP109",
                 where=f"schedule={name}, stage_rank={stage_rank}",
                 why="it needs stages in a loop: stage s on the same rank as stage s - p of p ranks",
-                fix=f"for example stage_rank={loop}, or gpipe or 1f1b, for any ranks",
+                fix=f"for example stage_rank={loop}; or a schedule for any ranks",
             )
         return cls(stage_rank, microbatches, where)
 

@@ -12,6 +12,8 @@ from fxpart.schedule.builders.virtual_stages import StageLoop
 from fxpart.schedule.dependence import chain, depths
 from fxpart.schedule.rank_merge import merge_onto_ranks
 
+ZB_H1, ZB_V = "zb-h1", "zb-v"
+
 
 def zb_h1(
     stage_rank: Ranks,
@@ -36,7 +38,7 @@ def zb_h1(
     Where a rank has several stages in a loop: interleaved 1F1B with split backwards. With other
     ranks each stage keeps its order and the rank takes whatever can go on, W last.
     """
-    reject_replicas("zb-h1", replicas)
+    reject_replicas(ZB_H1, replicas)
     ranks = validate_stage_rank(stage_rank, microbatches)
     stages, count = len(ranks), len(set(ranks))
     if count < stages and all(rank == ranks[s % count] for s, rank in enumerate(ranks)):
@@ -55,16 +57,16 @@ def zb_h1(
             if first + m < microbatches:
                 actions.append(Action(stage, ActionKind.F, first + m))
         lists.append(tuple(actions))
-    built = Schedule("zb-h1", stages, microbatches, tuple(lists), tuple(range(stages)))
+    built = Schedule(ZB_H1, stages, microbatches, tuple(lists), tuple(range(stages)))
     return merge_onto_ranks(built, ranks, graph, forward=forward, backward=backward)
 
 
 @lru_cache(maxsize=16)  # the verifier asks again for what is in flight
 def _looped(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
     """Interleaved 1F1B with split backwards: of several slopes and delays, what takes least."""
-    loop = StageLoop.of("zb-h1", stage_rank, microbatches)
+    loop = StageLoop.of(ZB_H1, stage_rank, microbatches)
     return loop.best(
-        "zb-h1",
+        ZB_H1,
         (
             loop.alternating(groups, slope, ActionKind.I, [late * r for r in range(loop.ranks)])
             for groups in loop.groupings()
@@ -96,7 +98,7 @@ def zb_v(
 
     stage_rank: as a number of stages, two a rank. Raises FXP109 for ranks that are no V.
     """
-    reject_replicas("zb-v", replicas)
+    reject_replicas(ZB_V, replicas)
     if isinstance(stage_rank, int):
         stage_rank = assign_v_ranks(stage_rank)
     ranks = validate_stage_rank(stage_rank, microbatches)
@@ -104,7 +106,7 @@ def zb_v(
     if stages != 2 * count or ranks != ranks[::-1]:
         raise error(
             "FXP109",
-            where=f"schedule=zb-v, stage_rank={ranks}",
+            where=f"schedule={ZB_V}, stage_rank={ranks}",
             why="it needs two stages a rank, in a V: stage s on the same rank as stage 2p - 1 - s",
             fix=f"for example stage_rank={assign_v_ranks(2 * count)}",
         )
@@ -114,7 +116,7 @@ def zb_v(
     for turn in range(count):
         order = _VOrder(turn, stages - 1 - turn).run(count, several)
         lists[ranks[turn]] = tuple(a for a in order if a.microbatch < microbatches)
-    return Schedule("zb-v", stages, microbatches, tuple(lists), ranks)
+    return Schedule(ZB_V, stages, microbatches, tuple(lists), ranks)
 
 
 def assign_v_ranks(stages: int) -> tuple[int, ...]:

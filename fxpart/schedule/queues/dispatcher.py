@@ -34,8 +34,14 @@ from fxpart.schedule.queues.messages import (
     StopOrder,
     UpdateOrder,
 )
-from fxpart.schedule.queues.minibatch import DONE, ORDERED, TODO, MicrobatchState, Minibatch
-from fxpart.schedule.queues.replica_times import ReplicaTimes
+from fxpart.schedule.queues.minibatch import (
+    DONE,
+    ORDERED,
+    TODO,
+    MicrobatchState,
+    Minibatch,
+    ReplicaTimes,
+)
 
 
 @dataclass(frozen=True)

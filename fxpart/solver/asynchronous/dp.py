@@ -19,6 +19,7 @@ from math import fsum, inf
 
 import numpy as np
 
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.versions import count_chain_warmup
 from fxpart.solver.asynchronous.objective import AsyncPipelineScorer
 from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
@@ -90,7 +91,7 @@ class _AsyncPipelineSearch:
             starts = self._best(kind)
             if starts is None:
                 continue
-            choice = self.tables.choice(kind.variant, "1f1b", starts)
+            choice = self.tables.choice(kind.variant, DEFAULT_SCHEDULE, starts)
             evaluation = self.scorer.evaluate(choice)
             assert evaluation.feasible, evaluation.faults
             found.append((evaluation.seconds, choice))

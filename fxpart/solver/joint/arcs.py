@@ -13,8 +13,8 @@ import numpy as np
 
 from fxpart.solver.joint.intervals import Bytes, Floats, IntervalSizes, IntervalTables
 from fxpart.solver.joint.objective import degrees
-from fxpart.solver.joint.problem import JointProblem, ScheduleName, count_option_devices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.joint.problem import JointProblem, count_option_devices
+from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream, keeps_all
 
 _KEEP = 1e-6  # of the cutoff: what is above it by less may be rounding
 
@@ -39,7 +39,7 @@ class Arc:
 def list_candidate_arcs(
     tables: IntervalTables,
     microbatches: int,
-    schedule: ScheduleName,
+    schedule: str,
     cutoff: float = inf,
     keep: frozenset[tuple[int, int, int]] = frozenset(),
 ) -> list[Arc]:
@@ -81,7 +81,7 @@ def compute_max_depth(
     sizes: IntervalSizes,
     pool: int,
     microbatches: int,
-    schedule: ScheduleName,
+    schedule: str,
 ) -> Bytes:
     """The most stages to the end with which each interval fits; 0 where it never does.
 
@@ -91,13 +91,13 @@ def compute_max_depth(
     """
     problem = tables.problem
     moving, room = sizes.each, problem.pools[pool].memory - sizes.standing
-    if schedule == "async":
+    if is_stream(schedule):
         return sizes.copied.deepest(room, moving, sizes.weights, microbatches)
     flying = np.where(
         moving > 0, room // np.maximum(moving, 1), np.where(room < 0, 0, microbatches)
     )
     everywhere = flying >= microbatches
-    below = np.zeros_like(flying) if schedule == "gpipe" else np.clip(flying, 0, problem.max_stages)
+    below = np.zeros_like(flying) if keeps_all(schedule) else np.clip(flying, 0, problem.max_stages)
     return np.where(everywhere, problem.max_stages, below)
 
 
@@ -124,7 +124,7 @@ def _wanted(
     return True
 
 
-def least_seconds(tables: IntervalTables, microbatches: int, schedule: ScheduleName) -> float:
+def least_seconds(tables: IntervalTables, microbatches: int, schedule: str) -> float:
     """A bound from below on any choice's step: its work spread evenly over all devices.
 
     Infinite where no option can run so many microbatches.

@@ -18,7 +18,6 @@ from math import inf
 import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays
-from fxpart.solver.joint.problem import ScheduleName
 from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
 _SCALES = (
@@ -99,24 +98,18 @@ class CheapBounds:
         wrong = (needs > s.memory[s.pool][:, None]) | (work < 0)[:, None]
         return np.where(wrong, inf, t), np.where(wrong, inf, once)
 
-    def bound(
-        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int = 1
-    ) -> float:
+    def bound(self, microbatches: int, schedule: str, options: Ints, virtual: int = 1) -> float:
         """No plan of this count, this schedule and these options takes less, in seconds."""
         return self.prices(microbatches, schedule, options, virtual).bound
 
-    def prices(
-        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int = 1
-    ) -> Prices:
+    def prices(self, microbatches: int, schedule: str, options: Ints, virtual: int = 1) -> Prices:
         """The bound and what it is made of."""
         key = (microbatches, schedule, virtual, int(options[0]), len(options))
         if key not in self._prices:
             self._prices[key] = self._priced(microbatches, schedule, options, virtual)
         return self._prices[key]
 
-    def _priced(
-        self, microbatches: int, schedule: ScheduleName, options: Ints, virtual: int
-    ) -> Prices:
+    def _priced(self, microbatches: int, schedule: str, options: Ints, virtual: int) -> Prices:
         s, share = self.stacked, get_fill_fraction(schedule, virtual)
         t, once = (x[options] for x in self.costs(microbatches))
         wrong = np.isinf(t)

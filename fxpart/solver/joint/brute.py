@@ -14,6 +14,7 @@ from fxpart.solver.joint.problem import (
     JointSolution,
     count_option_devices,
 )
+from fxpart.solver.joint.schedule_costs import has_pieces
 
 LIMIT = 2_000_000  # choices that may be enumerated
 
@@ -32,7 +33,7 @@ def choices(
         for schedule in problem.schedules:
             if schedules is not None and schedule not in schedules:
                 continue
-            for v in problem.virtual if schedule == "interleaved" else (1,):
+            for v in problem.virtual if has_pieces(schedule) else (1,):
                 for starts in combinations(cuts, stages * v - 1):
                     for m, options in product(problem.microbatches, given):
                         yield JointChoice(
@@ -51,7 +52,7 @@ def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> in
         v
         for schedule in problem.schedules
         if schedules is None or schedule in schedules
-        for v in (problem.virtual if schedule == "interleaved" else (1,))
+        for v in (problem.virtual if has_pieces(schedule) else (1,))
     ]
     stages = range(problem.min_stages, min(problem.max_stages, cuts + 1) + 1)
     total: int = len(problem.microbatches) * sum(

@@ -17,8 +17,8 @@ import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
-from fxpart.solver.joint.problem import JointChoice, ScheduleName
-from fxpart.solver.joint.schedule_costs import WHOLE, count_stage_in_flight
+from fxpart.solver.joint.problem import JointChoice
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight, needs_whole_depth
 from fxpart.solver.joint.tables import StageEntries
 
 
@@ -38,7 +38,7 @@ class SearchBranch:
         runs: BlockRuns,
         entries: StageEntries,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         low: int,
         high: int,
     ) -> None:
@@ -59,7 +59,7 @@ class SearchBranch:
         self.groups = len(entries.size)
         pins = runs.problem.pins
         self.exact = low == high or all(pin.stage <= 0 for pin in pins)
-        if schedule in WHOLE:
+        if needs_whole_depth(schedule):
             fewest, most = (
                 count_stage_in_flight(schedule, microbatches, count, 0) for count in (low, high)
             )
@@ -68,7 +68,7 @@ class SearchBranch:
 
     def flying(self, q: int) -> int:
         """Microbatches in flight in the stage with q to go; the fewest where that is open."""
-        stages = self.low if self.schedule in WHOLE else q
+        stages = self.low if needs_whole_depth(self.schedule) else q
         return count_stage_in_flight(self.schedule, self.microbatches, stages, 0)
 
     @cached_property

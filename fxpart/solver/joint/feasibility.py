@@ -22,10 +22,9 @@ from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
-    ScheduleName,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import WHOLE
+from fxpart.solver.joint.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
 
 _NONE = 2**40  # devices that no pool has
@@ -39,10 +38,10 @@ def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointC
     """
     if compute_min_state_bytes(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
         return None
-    tables, open_ones = IntervalTables(problem), set[ScheduleName]()
+    tables, open_ones = IntervalTables(problem), set[str]()
     for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
         for schedule in problem.schedules:
-            for group in _groups(problem) if schedule != "interleaved" else ():
+            for group in _groups(problem) if not has_pieces(schedule) else ():
                 fit = _FeasibilityProgram(tables, m, schedule, group, deadline)
                 if not fit.possible():
                     continue
@@ -50,7 +49,7 @@ def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointC
                     open_ones.add(schedule)
                 elif (choice := fit.choice()) is not None:
                     return choice
-    left = tuple(s for s in problem.schedules if s in open_ones or s == "interleaved")
+    left = tuple(s for s in problem.schedules if s in open_ones or has_pieces(s))
     if not left:
         return None
     return _solved(msgspec.structs.replace(problem, schedules=left), deadline)
@@ -96,7 +95,7 @@ class _FeasibilityProgram:
         self,
         tables: IntervalTables,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         group: Sequence[int],
         deadline: float,
     ) -> None:
@@ -139,7 +138,7 @@ class _FeasibilityProgram:
             yield from (range(stages, stages + 1) for stages in every)
             return
         low = every.start
-        if self.schedule in WHOLE:
+        if needs_whole_depth(self.schedule):
             depths = {int(d) for way in self.ways for d in np.unique(way.depth)}
             for depth in sorted(depths & set(every)):
                 yield range(low, depth + 1)
@@ -149,7 +148,7 @@ class _FeasibilityProgram:
 
     def _deep(self, allowed: range, to_end: int) -> int:
         """How deep a stage has to be able to lie: as itself, or as the whole pipeline."""
-        return allowed.start if self.schedule in WHOLE else to_end
+        return allowed.start if needs_whole_depth(self.schedule) else to_end
 
     def _ways(self, group: Sequence[int]) -> list[_IntervalDepths]:
         """By pool and devices: the deepest of the options that take so many."""

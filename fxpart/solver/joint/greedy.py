@@ -11,9 +11,14 @@ import numpy as np
 
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
+from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight, get_fill_fraction
+from fxpart.solver.joint.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    has_pieces,
+    is_stream,
+)
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 
 _TRIES = 60  # choices looked at before it is left to the search
@@ -25,7 +30,7 @@ def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) 
     ranked: list[tuple[float, int, int, int, int]] = []
     for k, m in enumerate(stacked.problem.microbatches):
         for s, schedule in enumerate(stacked.problem.schedules):
-            if schedule != "interleaved":
+            if not has_pieces(schedule):
                 ranked += [
                     (seconds, k, s, option, stages)
                     for seconds, option, stages in estimates(stacked, bounds, m, schedule)
@@ -45,7 +50,7 @@ def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) 
 
 
 def estimates(
-    stacked: JointArrays, bounds: CheapBounds, m: int, schedule: ScheduleName, virtual: int = 1
+    stacked: JointArrays, bounds: CheapBounds, m: int, schedule: str, virtual: int = 1
 ) -> Iterator[tuple[float, int, int]]:
     """(seconds, option, stages) as if blocks could be cut anywhere; too much memory left out."""
     problem, share = stacked.problem, get_fill_fraction(schedule, virtual)
@@ -60,7 +65,7 @@ def estimates(
         most = min(most, (cuts + 1) // virtual)
         for stages in _counts(problem.min_stages, most):
             flying = count_stage_in_flight(schedule, m, stages, 0, virtual)
-            extra = copied.extra(m, stages) if schedule == "async" else 0
+            extra = copied.extra(m, stages) if is_stream(schedule) else 0
             standing, weights, flow, moved = (float(x[option]) for x in needs)
             memory = (standing + extra * weights + flying * flow) / stages
             if memory > stacked.memory[pool]:

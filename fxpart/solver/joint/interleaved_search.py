@@ -11,6 +11,7 @@ import heapq
 import time
 from math import inf
 
+from fxpart.schedule.spec import INTERLEAVED
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.brute import choices, count
@@ -35,11 +36,11 @@ class InterleavedSearch:
         problem = stacked.problem
         self.bound = min(
             (
-                bounds.bound(m, "interleaved", options, v)
+                bounds.bound(m, INTERLEAVED, options, v)
                 for m in problem.microbatches
                 for options in stacked.groups()
                 for v in problem.virtual
-                if "interleaved" in problem.schedules
+                if INTERLEAVED in problem.schedules
             ),
             default=inf,
         )
@@ -47,9 +48,9 @@ class InterleavedSearch:
     def enumerate(self) -> None:
         """Settle all choices if they are few and one may still be the best."""
         problem = self.stacked.problem
-        if self.bound >= self.record.seconds or count(problem, ("interleaved",)) > _FEW:
+        if self.bound >= self.record.seconds or count(problem, (INTERLEAVED,)) > _FEW:
             return
-        for choice in choices(problem, ("interleaved",)):
+        for choice in choices(problem, (INTERLEAVED,)):
             if time.monotonic() > self.deadline:
                 return
             self.record.add(choice)
@@ -64,7 +65,7 @@ class InterleavedSearch:
             (seconds, k, v, option, stages)
             for k, m in enumerate(problem.microbatches)
             for v in problem.virtual
-            for seconds, option, stages in estimates(self.stacked, self.bounds, m, "interleaved", v)
+            for seconds, option, stages in estimates(self.stacked, self.bounds, m, INTERLEAVED, v)
         ]
         best, chosen = inf, None
         for _, k, v, option, stages in heapq.nsmallest(_TRIES, ranked):
@@ -77,7 +78,7 @@ class InterleavedSearch:
                 continue
             choice = JointChoice(
                 microbatches=m,
-                schedule="interleaved",
+                schedule=INTERLEAVED,
                 starts=starts,
                 options=(option,) * stages,
                 virtual=v,

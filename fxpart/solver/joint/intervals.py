@@ -21,9 +21,8 @@ from fxpart.solver.joint.problem import (
     ParallelLayout,
     ParallelOption,
     ParameterFootprint,
-    ScheduleName,
 )
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight
+from fxpart.solver.joint.schedule_costs import count_stage_in_flight, is_stream
 from fxpart.solver.joint.stage_state import Part
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
@@ -47,23 +46,23 @@ class IntervalSizes:
     weights: Bytes
     copied: WeightCopyCounts
 
-    def memory(self, schedule: ScheduleName, microbatches: int, to_end: int, stages: int) -> Bytes:
+    def memory(self, schedule: str, microbatches: int, to_end: int, stages: int) -> Bytes:
         """Bytes as the stage of ``stages`` that has ``to_end`` to the end, itself included."""
         flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
-        extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
+        extra = self.copied.extra(microbatches, to_end) if is_stream(schedule) else 0
         return self.standing + flying * self.each + extra * self.weights
 
     def total(
         self,
         at: tuple[int, int],
-        schedule: ScheduleName,
+        schedule: str,
         microbatches: int,
         to_end: int,
         stages: int,
     ) -> int:
         """The entry of :meth:`memory` for one interval."""
         flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
-        extra = self.copied.extra(microbatches, to_end) if schedule == "async" else 0
+        extra = self.copied.extra(microbatches, to_end) if is_stream(schedule) else 0
         return int(self.standing[at] + flying * self.each[at] + extra * self.weights[at])
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
+from fxpart.schedule.spec import INTERLEAVED
 from fxpart.solver.joint.arcs import least_seconds, list_candidate_arcs
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.objective import degrees
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
-from fxpart.solver.joint.schedule_costs import WHOLE, get_fill_fraction
+from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces, needs_whole_depth
 from fxpart.solver.progress import Progress
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
@@ -36,8 +37,8 @@ Expression = Any  # a linear expression of CP-SAT, or an int
 
 def accepts(problem: JointProblem) -> str | None:
     """Why CP-SAT is not for this problem, or None if it is."""
-    if "interleaved" in problem.schedules:
-        return "CP-SAT does not model interleaved stages"
+    if any(map(has_pieces, problem.schedules)):
+        return f"CP-SAT does not model {INTERLEAVED} stages"
     n = len(problem.blocks)
     size = n * (n + 1) // 2 * len(problem.options)
     if size > _MOST_ARCS:
@@ -104,7 +105,7 @@ class _JointModel:
         self,
         tables: IntervalTables,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         best: _JointIncumbent,
     ) -> None:
         self.problem, self.best = tables.problem, best
@@ -234,7 +235,7 @@ class _JointModel:
         for block, covers in enumerate(self.covering):
             if any(self.arcs[k].deepest < problem.max_stages for k in covers):
                 deep = sum(self.arcs[k].deepest * self.used[k] for k in covers)
-                behind = after[0 if self.schedule in WHOLE else block]
+                behind = after[0 if needs_whole_depth(self.schedule) else block]
                 self.model.add(1 + behind <= deep)
         if problem.uniform:
             self._uniform()

@@ -22,6 +22,7 @@ from math import fsum
 import msgspec
 
 from fxpart.errors import error
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -30,7 +31,12 @@ from fxpart.solver.joint.problem import (
     count_microbatch_rows,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight, get_fill_fraction
+from fxpart.solver.joint.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    has_pieces,
+    is_stream,
+)
 from fxpart.solver.joint.stage_state import StageState
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import StageMemory, count_tied_reduction_messages
@@ -138,7 +144,7 @@ class JointScorer:
                 faults.append(f"stage {s} cannot run {m} microbatches on {option.data} replicas")
                 continue
             flying = count_stage_in_flight(choice.schedule, m, count, s, choice.virtual)
-            extra = self.copied.extra(m, count - s) if choice.schedule == "async" else 0
+            extra = self.copied.extra(m, count - s) if is_stream(choice.schedule) else 0
             mine = tuple(pieces[s::count])
             stages.append(self.stage(index, work, mine, m, flying, extra))
         if len(stages) < count:
@@ -246,7 +252,9 @@ def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
         why = f"{len(starts)} pieces are not {choice.virtual} for each of the options"
     elif not all(0 <= o < len(problem.options) for o in choice.options):
         why = f"options {choice.options} are not all among {len(problem.options)}"
-    elif choice.microbatches < 1 or (choice.virtual > 1) != (choice.schedule == "interleaved"):
+    elif choice.schedule not in SCHEDULES:
+        why = f"there is no schedule {choice.schedule!r}"
+    elif choice.microbatches < 1 or (choice.virtual > 1) != has_pieces(choice.schedule):
         why = f"{choice.microbatches} microbatches, {choice.schedule}, virtual {choice.virtual}"
     if why:
         raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
@@ -263,7 +271,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     if choice.schedule not in problem.schedules:
         faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
     most = WeightCopyCounts(problem.weights, problem.max_stages).limit(choice.microbatches)
-    if choice.schedule == "async" and count > most:
+    if is_stream(choice.schedule) and count > most:
         faults.append(
             f"{count} stages, {problem.weights} is made for {most} with so few microbatches"
         )

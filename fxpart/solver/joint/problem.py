@@ -16,8 +16,10 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
+from fxpart.schedule.weight_modes import STASH
+
 Recompute: TypeAlias = Literal["none", "selective", "full"]
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "async"]
 Status: TypeAlias = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 
 
@@ -189,8 +191,8 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     boundaries: tuple[StageBoundary, ...] = ()
     ties: tuple[JointTiedParameter, ...] = ()
     microbatches: tuple[int, ...] = (1,)
-    schedules: tuple[ScheduleName, ...] = ("1f1b",)
-    weights: str = "stash"
+    schedules: tuple[str, ...] = (DEFAULT_SCHEDULE,)
+    weights: str = STASH
     virtual: tuple[int, ...] = (2,)
     min_stages: int = 1
     max_stages: int = 1
@@ -208,7 +210,7 @@ class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     microbatches: int
-    schedule: ScheduleName
+    schedule: str
     starts: tuple[int, ...]
     options: tuple[int, ...]
     virtual: int = 1

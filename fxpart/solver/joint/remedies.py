@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.joint.constraint_conflicts import Change, RelaxableConstraints
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
@@ -34,8 +35,10 @@ def remedies(
         yield from _given_up(limits, deadline)
         if wider is not None and not limits.wishes:
             yield from wider_options(problem, wider, deadline)
-        if "1f1b" not in problem.schedules and limits.fit(deadline, (), _one_f_one_b):
-            yield "the schedule 1f1b"
+        if DEFAULT_SCHEDULE not in problem.schedules and limits.fit(
+            deadline, (), _with_default_schedule
+        ):
+            yield f"the schedule {DEFAULT_SCHEDULE}"
         alone = False
         if (counted := more_microbatches(limits, deadline)) is not None:
             alone = True
@@ -199,8 +202,8 @@ def _memory(problem: JointProblem, more: int) -> str:
     return f"{format_byte_count(more, up=True)} more memory on each device"
 
 
-def _one_f_one_b(problem: JointProblem) -> JointProblem:
-    return msgspec.structs.replace(problem, schedules=("1f1b",))
+def _with_default_schedule(problem: JointProblem) -> JointProblem:
+    return msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
 
 
 def _microbatches(problem: JointProblem, counted: int) -> str:

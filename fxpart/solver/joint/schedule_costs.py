@@ -8,25 +8,39 @@ times), asynchronous 1F1B (PipeDream, SOSP'19; its copies of weights: :mod:`.cop
 
 from __future__ import annotations
 
-from fxpart.solver.joint.problem import ScheduleName
-
-# Of these every stage holds as many microbatches as the whole pipeline is deep, not its own rest.
-WHOLE: tuple[ScheduleName, ...] = ("zb-h1",)
-SYNCHRONOUS: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1")
+from fxpart.schedule.spec import SCHEDULES
 
 
 def get_fill_fraction(schedule: str, virtual: int = 1) -> float:
     """The share of sum_s t_s that filling and draining the pipeline costs.
 
-    0 also for schedules whose step is not a closed form but simulated: "zb-v" and "found".
+    0 also for schedules whose step is not a closed form but simulated.
     """
-    if schedule in ("interleaved", "breadth-first"):
-        return 1.0 / virtual
-    return {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1.0 / 3.0}.get(schedule, 0.0)
+    return SCHEDULES[schedule].fill / virtual
+
+
+def needs_whole_depth(schedule: str) -> bool:
+    """Whether every stage keeps as many microbatches as the whole pipeline is deep."""
+    return SCHEDULES[schedule].in_flight_form == "depth"
+
+
+def keeps_all(schedule: str) -> bool:
+    """Whether every stage keeps all microbatches."""
+    return SCHEDULES[schedule].in_flight_form == "all"
+
+
+def has_pieces(schedule: str) -> bool:
+    """Whether a stage has several pieces, whose number is chosen."""
+    return SCHEDULES[schedule].in_flight_form == "pieces"
+
+
+def is_stream(schedule: str) -> bool:
+    """Whether the next minibatch follows without a flush, so that stages keep copies of weights."""
+    return SCHEDULES[schedule].in_flight_form == "stream"
 
 
 def count_stage_in_flight(
-    schedule: ScheduleName, microbatches: int, stages: int, stage: int, virtual: int = 1
+    schedule: str, microbatches: int, stages: int, stage: int, virtual: int = 1
 ) -> int:
     """Microbatches whose activations stage ``stage`` of ``stages`` holds at its peak.
 
@@ -35,14 +49,14 @@ def count_stage_in_flight(
     once; interleaved holds 2 (S - s - 1) + (v - 1) S + 1 pieces of one v-th each, here rounded up
     to whole microbatches.
     """
-    to_end = stages - stage
-    if schedule == "async":
+    to_end, form = stages - stage, SCHEDULES[schedule].in_flight_form
+    if form == "stream":
         return to_end
-    if schedule == "gpipe":
+    if form == "all":
         return microbatches
-    if schedule in WHOLE:
+    if form == "depth":
         return min(microbatches, stages)
-    if schedule == "interleaved" and virtual > 1:
+    if form == "pieces" and virtual > 1:
         pieces = 2 * (to_end - 1) + (virtual - 1) * stages + 1
         return min(microbatches, -(-pieces // virtual))
     return min(microbatches, to_end)

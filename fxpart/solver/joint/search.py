@@ -24,6 +24,7 @@ from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 from fxpart.solver.joint.multipliers import LagrangeMultipliers
 from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.schedule_costs import has_pieces
 from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
 from fxpart.solver.joint.tables import JointTables, StageEntries
 from fxpart.solver.suffix_dp import SolverTimeout
@@ -97,7 +98,7 @@ class JointSearch:
                 SearchScope(m, schedule, options, problem.min_stages, high)
                 for m in problem.microbatches
                 for schedule in problem.schedules
-                if schedule != "interleaved" and problem.min_stages <= high
+                if not has_pieces(schedule) and problem.min_stages <= high
             ]
         return scopes
 

@@ -11,7 +11,6 @@ from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import SearchBranch
 from fxpart.solver.joint.multipliers import LagrangeMultipliers
-from fxpart.solver.joint.problem import ScheduleName
 
 _LOOKS = 12  # times that plans are looked for while spans of one scope are halved
 
@@ -21,7 +20,7 @@ class SearchScope:
     """Plans of one count of microbatches, schedule, set of options, and range of stages."""
 
     microbatches: int
-    schedule: ScheduleName
+    schedule: str
     options: Ints
     low: int
     high: int

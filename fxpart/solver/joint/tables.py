@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays, LinearCosts, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds, Prices
-from fxpart.solver.joint.problem import ScheduleName
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
 from fxpart.solver.tables import Number
@@ -84,9 +83,7 @@ class JointTables:
         ]
         self._whole = (s.dense.weight + s.experts.weight)[:, s.kinds]
 
-    def entries(
-        self, microbatches: int, schedule: ScheduleName, options: Ints, best: float
-    ) -> StageEntries:
+    def entries(self, microbatches: int, schedule: str, options: Ints, best: float) -> StageEntries:
         """What may be a stage of a plan that takes no longer than ``best`` seconds."""
         work = self.stacked.work(microbatches)
         prices = self.bounds.prices(microbatches, schedule, options)
@@ -102,7 +99,7 @@ class JointTables:
         self,
         entries: StageEntries,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         options: Ints,
         best: float,
     ) -> StageEntries:
@@ -134,7 +131,7 @@ class JointTables:
     def _pairs(
         self,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         options: Ints,
         prices: Prices,
         best: float,
@@ -165,9 +162,7 @@ class JointTables:
                 needs += self._sizes[part][which][layout] // share
         return needs
 
-    def _price(
-        self, prices: Prices, schedule: ScheduleName, microbatches: int, options: Ints
-    ) -> Floats:
+    def _price(self, prices: Prices, schedule: str, microbatches: int, options: Ints) -> Floats:
         """What a second of t costs with each option: its filling, and its devices' load."""
         share = get_fill_fraction(schedule)
         paid = prices.pools[self.stacked.pool[options]] * self.stacked.size[options]
@@ -185,7 +180,7 @@ class JointTables:
     def _chunk(
         self,
         microbatches: int,
-        schedule: ScheduleName,
+        schedule: str,
         pairs: _OptionClassPairs,
         prices: Prices,
         best: float,
@@ -242,7 +237,7 @@ class JointTables:
                 sizes = sizes + np.where(holds[cls], tied, 0)
         return sizes
 
-    def _flights(self, microbatches: int, schedule: ScheduleName, pairs: _OptionClassPairs) -> Ints:
+    def _flights(self, microbatches: int, schedule: str, pairs: _OptionClassPairs) -> Ints:
         """The most microbatches in flight that memory allows, with their copies of weights."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, zero = s.layout[option], s.zero[option]
@@ -258,7 +253,7 @@ class JointTables:
         most = _peaks(self._whole, layout, runs.first[cls], runs.last[cls])
         standing += np.where(zero == 3, most, 0)
         room = s.memory[s.pool[option]] - standing - kept[0]
-        if schedule == "async":
+        if is_stream(schedule):
             copied = WeightCopyCounts(s.problem.weights, s.problem.max_stages)
             return copied.deepest(room, each, kept[0], microbatches)
         flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)

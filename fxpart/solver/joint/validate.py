@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from fxpart.errors import FxpartError, Problem
+from fxpart.schedule.spec import INTERLEAVED, list_closed_forms
 from fxpart.solver.joint.problem import JointProblem, LinearCost, ParameterFootprint
+from fxpart.solver.joint.schedule_costs import has_pieces, is_stream, keeps_all
 
 LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
 MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
@@ -47,9 +49,13 @@ def _shape(problem: JointProblem) -> Iterator[_Fault]:
         # more stages at least than at most is a request that nothing satisfies, not nonsense
         yield "min_stages, max_stages", "a pipeline has at least one stage"
     if any(v < 2 for v in problem.virtual):
-        yield "virtual", "interleaved pipelines have at least 2 pieces a stage"
-    if "interleaved" in problem.schedules and not problem.virtual:
-        yield "virtual", "schedule interleaved needs a number of pieces a stage"
+        yield "virtual", f"{INTERLEAVED} pipelines have at least 2 pieces a stage"
+    known = list_closed_forms()
+    if wrong := [name for name in problem.schedules if name not in known]:
+        names = ", ".join(known)
+        yield "schedules", f"{wrong[0]!r} has no closed form; those that have are {names}"
+    elif any(map(has_pieces, problem.schedules)) and not problem.virtual:
+        yield "virtual", f"schedule {INTERLEAVED} needs a number of pieces a stage"
 
 
 def _wishes(problem: JointProblem) -> Iterator[_Fault]:
@@ -151,8 +157,8 @@ def _sizes(problem: JointProblem) -> Iterator[_Fault]:
     """Whether all bytes together stay exact, as many times as a stage can hold them."""
     most = max(problem.microbatches)
     deep = max(problem.max_stages, 1)
-    flying = most if "gpipe" in problem.schedules else min(most, deep)
-    if "async" in problem.schedules:  # in flight of several minibatches
+    flying = most if any(map(keeps_all, problem.schedules)) else min(most, deep)
+    if any(map(is_stream, problem.schedules)):  # in flight of several minibatches
         flying = max(flying, deep)
     state = sum(
         sum(map(sum, (part.weight, part.gradient, part.optimizer)))

@@ -2,5 +2,5 @@
 
 :func:`fxpart.solver.order.search.search_schedule` is the entrance. problem has the numbers, jobs
 the one definition of when everything happens, listing and descent find good orders, bounds and
-schedule_ilp prove how good they are, brute is the oracle of the tests.
+order_ilp prove how good they are.
 """

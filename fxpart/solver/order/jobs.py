@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fxpart.schedule.action import Action, ActionKind, Schedule
 from fxpart.schedule.dependence import Dependence
-from fxpart.schedule.plan_actions import NAME
+from fxpart.schedule.spec import FOUND
 from fxpart.solver.order.problem import ScheduleProblem
 
 Orders = list[list[int]]  # by rank its jobs in order
@@ -106,7 +106,7 @@ class Jobs:
         lists = tuple(tuple(self.action[job] for job in mine) for mine in orders)
         problem = self.problem
         return Schedule(
-            NAME, len(problem.stage_rank), problem.microbatches, lists, problem.stage_rank
+            FOUND, len(problem.stage_rank), problem.microbatches, lists, problem.stage_rank
         )
 
     def timed(self, orders: Orders) -> JobTimes | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from fxpart.errors import FxpartError, error
-from fxpart.schedule.action import FORWARD
-from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.order.bounds import JobWindows, lower_bound, windows
 from fxpart.solver.order.descent import improve_orders
 from fxpart.solver.order.jobs import Jobs, Orders
@@ -162,10 +161,10 @@ class _BackwardSplitSearch:
 
     def _built(self) -> Iterator[tuple[str, Orders]]:
         problem = self.jobs.problem
-        for name, builder in BUILDERS.items():
-            if name == FORWARD or not builder.flushes:
+        for name, builder in SCHEDULES.items():
+            if builder.build is None or not (builder.trains and builder.flushes):
                 continue  # no order of one training step
-            if name.startswith("zb-") and problem.halves is None:
+            if builder.splits_backward and problem.halves is None:
                 continue
             try:
                 built = builder(

@@ -15,7 +15,6 @@ from typing import Literal, get_args
 from fxpart.errors import error
 from fxpart.solver import archive
 from fxpart.solver.archive import save_problem
-from fxpart.solver.placement.brute import solve_brute
 from fxpart.solver.placement.descent import descend
 from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord, multiplier_bound
@@ -55,7 +54,7 @@ EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
 SMALL = 10_000  # variables that HiGHS is given to close a gap that is small already
 LARGE = 500_000  # and a gap that is not
 Status = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
-Solver = Literal["auto", "elimination", "highs", "brute"]
+Solver = Literal["auto", "elimination", "highs"]
 
 
 def solve_placement(
@@ -63,8 +62,8 @@ def solve_placement(
 ) -> PlacementSolution:
     """The best choice found within ``time_limit`` seconds, and its proven bound.
 
-    "auto" picks; "elimination" (with layers) and "highs" solve the same problem independently,
-    "brute" enumerates. Equal problems give equal answers as long as the limit is not reached.
+    "auto" picks; "elimination" (with layers) and "highs" solve the same problem independently.
+    Equal problems give equal answers as long as the limit is not reached.
     Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
     """
     deadline = time.monotonic() + time_limit
@@ -73,11 +72,9 @@ def solve_placement(
             "FXP109",
             where=f"solve_placement(solver={solver!r}, time_limit={time_limit!r})",
             why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
-            fix="solver 'auto', 'elimination', 'highs' or 'brute'; a limit of at least 0 seconds",
+            fix="solver 'auto', 'elimination' or 'highs'; a limit of at least 0 seconds",
         )
     check(problem)
-    if solver == "brute":
-        return solve_brute(problem)
     numbers = PlacementArrays(problem)
     record = PlacementRecord(numbers)
     cheap = LagrangianBound(_cheap(numbers), 0.0, (), _least(numbers))

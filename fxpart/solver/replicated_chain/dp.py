@@ -34,7 +34,6 @@ from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
 
 _EXACT = 1e-9  # of the objective: intervals of thresholds that may hold no more are left
-_MOST = 4_000_000  # pairs of a state and a mix, times intervals, of one pass
 _KEPT = 12  # candidates
 
 
@@ -131,7 +130,7 @@ class _ReplicatedChainSearch:
         """Count a choice that the programme has found, if it fits in truth."""
         choice = ReplicatedChainChoice(
             variant=one.variant,
-            schedule=schedule,  # type: ignore[arg-type]
+            schedule=schedule,
             starts=tuple(int(self.tables.tables.firsts[u]) for u in found.units),
             counts=found.mixes,
         )

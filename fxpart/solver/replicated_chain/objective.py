@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 from math import fsum
 
 from fxpart.errors import error
-from fxpart.schedule.builders import BUILDERS
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.objective import PartitionScorer, StageCost
 from fxpart.solver.replicated_chain.gradient_reduction import (
     compute_sparse_row_fraction,
@@ -208,7 +208,7 @@ def _in_flight(
         for first, order, size in zip(firsts, rounds, sizes, strict=False)
         if size > 1
     ]
-    found = BUILDERS[schedule].in_flight(range(firsts[-1]), microbatches, groups)
+    found = SCHEDULES[schedule].in_flight(range(firsts[-1]), microbatches, groups)
     return [found[a:b] for a, b in pairwise(firsts)]
 
 

@@ -73,7 +73,7 @@ class ReplicatedChainChoice(
     """A candidate: the first block of each group (starts[0] = 0), and its devices by kind."""
 
     variant: int
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: str
     starts: tuple[int, ...]
     counts: tuple[tuple[int, ...], ...]
 

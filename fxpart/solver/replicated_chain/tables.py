@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.replicated_chain.gradient_reduction import (
     IntervalGradients,
     compute_sparse_row_fraction,
@@ -46,7 +47,7 @@ class ReplicaGroupTable:
         m, found = self.microbatches, np.ones(self.slowest.shape, dtype=bool)
         for taken, allowed in zip(self.most, self.flights, strict=True):
             flying = taken
-            if schedule == "1f1b":
+            if not keeps_all(schedule):
                 around = m + behind * self.least
                 flying = np.minimum(taken, -(-taken * around // (m * np.maximum(self.least, 1))))
             found &= flying <= allowed

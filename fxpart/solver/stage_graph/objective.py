@@ -14,6 +14,7 @@ from __future__ import annotations
 from math import fsum
 
 from fxpart.errors import error
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.objective import PartitionEvaluation, PartitionScorer, in_flight
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
@@ -104,6 +105,8 @@ def _well_formed(problem: PartitionProblem, choice: StageGraphChoice) -> None:
         why = f"{len({*stages})} stages do not fit on {len(problem.devices)} devices"
     elif not 0 <= choice.variant < len(problem.variants):
         why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+    elif choice.schedule not in SCHEDULES:
+        why = f"there is no schedule {choice.schedule!r}"
     else:
         graph = BlockGraph.of(problem)
         back = [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from math import inf
+from math import fsum, inf
 
 from fxpart.errors import error
+from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import CLOSE, PROVEN
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
-from fxpart.solver.stage_graph.bounds import branch_bound
 from fxpart.solver.stage_graph.coarsen import Groups, coarsen_blocks, fuse_uncut_blocks
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
 from fxpart.solver.stage_graph.problem import StageGraphChoice, StageGraphSolution
@@ -19,6 +19,8 @@ from fxpart.solver.stage_graph.series_parallel import series_parallel
 from fxpart.solver.stage_graph.tables import StageGraphTables
 from fxpart.solver.stage_graph.topological_orders import solve_chains
 from fxpart.solver.validate import check_problem
+
+_ROUNDING = 1e-12  # relative; the parts below are rounded sums
 
 MOST_GROUPS = 32  # groups of blocks that the search and CP-SAT see
 _MOVES = 6  # of the search from each of the best starts, times the groups squared
@@ -150,7 +152,7 @@ class _StageGraphPortfolio:
         self.record.add(
             StageGraphChoice(
                 variant=tables.index,
-                schedule=tables.schedule,  # type: ignore[arg-type]
+                schedule=tables.schedule,
                 stage_of=tuple(stage_of[b] for b in range(len(stage_of))),
             ),
             solver,
@@ -243,3 +245,21 @@ class _StageGraphPortfolio:
             StageGraphChoice(variant=choice.variant, schedule=choice.schedule, stage_of=stage_of),
             "moves",
         )
+
+
+def branch_bound(problem: PartitionProblem, variant: int, graph: BlockGraph) -> float:
+    """Seconds that no acyclic graph of stages of ``variant`` falls below.
+
+    The longest path of stages takes at least as long as the longest path of blocks, each on its
+    fastest device; the longest load is bounded as in a chain (work over speed, largest unit).
+    """
+    one = problem.variants[variant]
+    kinds = sorted({d.type for d in problem.devices[: problem.max_stages]})
+    rows = [[f + b for f, b in zip(one.forward[k], one.backward[k], strict=True)] for k in kinds]
+    fastest = [min(costs) for costs in zip(*rows, strict=True)]
+    tail = list(fastest)
+    for b in reversed(range(len(fastest))):
+        tail[b] += max((tail[c] for c in members(graph.after[b])), default=0.0)
+    load = max(0.0, cheap_bound(problem, variant) - fsum(fastest))
+    path: float = max(tail)
+    return (path + load + problem.once) * (1 - _ROUNDING)

@@ -15,7 +15,7 @@ class StageGraphChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     variant: int
-    schedule: Literal["gpipe", "1f1b"]
+    schedule: str
     stage_of: tuple[int, ...]
 
     @property

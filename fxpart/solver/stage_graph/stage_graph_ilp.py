@@ -16,6 +16,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
+from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.objective import count_tied_reduction_messages, get_tied_reduction_link
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
@@ -299,7 +300,7 @@ class _DepthModel:
             one_more: list[Expression] = [one.activation[b] * self.x[b][p] for b in range(self.n)]
             for v, size in enumerate(kept):
                 one_more += [size * self.got[p][v], size * self._sent(v, p)]
-            if self.tables.schedule == "gpipe":
+            if keeps_all(self.tables.schedule):
                 self.model.add(need + self.tables.m * sum(one_more) <= device.memory)
                 continue
             for depth, literal in enumerate(deep[p], start=1):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.objective import count_tied_reduction_messages, get_tied_reduction_link
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members
@@ -66,7 +67,7 @@ class StageGraphTables:
 
     def flying(self, depth: int) -> int:
         """Microbatches in flight on a stage of that depth."""
-        return self.m if self.schedule == "gpipe" else min(self.m, depth)
+        return self.m if keeps_all(self.schedule) else min(self.m, depth)
 
     def parts(self, blocks: int, stage: int) -> BlockSetCost:
         """The cost of a set of blocks on the device of that stage."""
@@ -163,6 +164,6 @@ class StageGraphTables:
         home = {b: k for k, blocks in enumerate(stages) for b in members(blocks)}
         return StageGraphChoice(
             variant=self.index,
-            schedule=self.schedule,  # type: ignore[arg-type]
+            schedule=self.schedule,
             stage_of=tuple(home[b] for b in range(len(home))),
         )

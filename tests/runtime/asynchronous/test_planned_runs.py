@@ -78,9 +78,9 @@ def test_plan_explain_simulate_and_train(
     )  # fmt: skip
     plan = Plan.load(path)
     assert (plan.schedule, plan.weights) == ("async", "stash")
-    assert "Asynchronous training" in call(capsys, "explain", path)[0]
+    assert "Asynchronous pipeline" in call(capsys, "explain", path)[0]
     data = json.loads(call(capsys, "explain", path, "--json")[0])["asynchrony"]
-    assert data["weights"] == "stash" and data["at_most"] == 1.5
+    assert data["weights"] == "stash" and data["speedup_bound"] == 1.5
     assert [one["staleness"] for one in data["by_stage"]] == [1, 0]
     said = json.loads(call(capsys, "simulate", path, "--json")[0])
     assert said["steady_seconds"] == pytest.approx(plan.prediction.simulated_seconds)

@@ -126,5 +126,8 @@ def test_a_rank_that_is_gone(pool: Pool) -> None:
     # Rank 0 waits for rank 1, which lives: on a busy machine for longer than the timeout.
     assert found[0][0] in ("FXP503", "FXP504")
     for rank, (_, where) in enumerate(found):  # by a transfer or by what ranks tell: who is first
-        own = (f"rank {rank}, stage {rank}, action {rank}", f"rank {rank}, telling the other ranks")
+        own = (
+            f"rank {rank}, stage {rank}, action {rank}",
+            f"rank {rank}, sending the status of a call",
+        )
         assert rank == 2 or where.startswith(own)

@@ -144,7 +144,9 @@ def test_weights_are_read_and_written_between_streams_only() -> None:
     state = trainer.state_dict()
     trained = {n for n, e in trainer._state.entries.items() if e.trainable}
     assert all(not state[name].any() for name in trained)
-    for hand in trainer._lanes[0].modules.values():  # holders of shared parameters have them too
+    for hand in trainer._mesh_ranks[
+        0
+    ].modules.values():  # holders of shared parameters have them too
         assert not any(p.any() for p in hand.parameters())
     for seed in range(3):
         trainer.step(batch(seed=seed))

@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite() -> None:
     hand.stages[1].forward = forward  # type: ignore[method-assign]
     losses = losses_of(trainer, [batch(seed=seed) for seed in range(12)])
     assert len(losses) == 12
-    assert trainer.draining and trainer.lag == 0 and len(told) == 1
+    assert trainer.always_flush and trainer.lag == 0 and len(told) == 1
     assert trainer.updates == 12
     assert all(torch.isfinite(p).all() for stage in hand.stages for p in stage.parameters())
     reports = trainer.report()
@@ -161,7 +161,7 @@ def test_without_a_guard_it_goes_on() -> None:
     with torch.no_grad():
         next(hand.stages[0].parameters()).fill_(float("nan"))
     assert len(losses_of(trainer, [batch(seed=s) for s in range(4)])) == 4
-    assert not trainer.draining  # type: ignore[union-attr]
+    assert not trainer.always_flush  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("clip", ["stage", "delayed"])
@@ -226,7 +226,7 @@ def test_what_a_stream_refuses() -> None:
         with pytest.raises(FxpartError, match="FXP109"):
             call()
     hand = language((1, 1, 1, 1))
-    with pytest.raises(FxpartError, match="several stages on a rank"):
+    with pytest.raises(FxpartError, match="several stages per rank"):
         AsyncTrainer(
             hand.spec(), dict(enumerate(hand.stages)), ranks=[0, 1, 0, 1], transport=InProcess(2),
             microbatches=1, optimizer=hand_stages.ADAMW, weights="stash",

@@ -123,7 +123,7 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path, pool: Pool) -> None:
     answers = pool.run(kept, str(tmp_path), [5], list(HOSTS), ranks=4)
     assert [answer[0] for answer in answers] == [-1] * 4
     assert all("FXP513" in " ".join(answer[1]) for answer in answers)
-    assert "cannot keep" in answers[0][1][0] and "alone" in answers[2][1][0]
+    assert "cannot store" in answers[0][1][0] and "not private" in answers[2][1][0]
     assert pool.run(gathered, str(tmp_path), list(HOSTS), ranks=4)[0][0] is None
 
 
@@ -190,7 +190,7 @@ def test_memory_is_used_while_it_is_whole_and_new(tmp_path: Path) -> None:
     assert begun(tmp_path, 0) == [5, 6]
     assert not (tmp_path / "memory").exists()
     (tmp_path / "memory").mkdir(mode=0o755)
-    with pytest.warns(UserWarning, match="alone"):  # and no harm is done
+    with pytest.warns(UserWarning, match="not private"):  # and no harm is done
         begun(tmp_path, 0, steps=7)
 
 
@@ -199,7 +199,10 @@ def test_memory_is_its_owners_alone(tmp_path: Path) -> None:
     assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
     for where, name in (("..", "x"), ("step-0000000001-00000000", "../x"), ("step-1", "x"),
                         ("step-0000000001-00000000", ".hidden")):  # fmt: skip
-        with pytest.raises(ValueError, match="no file"), memory.filling(where, name):
+        with (
+            pytest.raises(ValueError, match="not the name of a checkpoint file"),
+            memory.create(where, name),
+        ):
             pass
     (tmp_path / "link").symlink_to(tmp_path / "m")
     (tmp_path / "open").mkdir(mode=0o755)
@@ -217,9 +220,9 @@ def test_a_folder_that_another_rank_gives_back_meanwhile(
     old, new = (f"step-{step:010d}-00000000" for step in (5, 10))
     for where in (old, new):
         for name in ("rank-0", "rank-1"):
-            with memory.filling(where, name) as file:
+            with memory.create(where, name) as file:
                 file.write(b"1234")
-    assert memory.held() == {w: {"rank-0": 4, "rank-1": 4} for w in (old, new)}
+    assert memory.inventory() == {w: {"rank-0": 4, "rank-1": 4} for w in (old, new)}
     real = files.is_name
 
     def gone(name: str) -> bool:
@@ -227,7 +230,7 @@ def test_a_folder_that_another_rank_gives_back_meanwhile(
         return real(name)
 
     monkeypatch.setattr(files, "is_name", gone)
-    assert memory.held() == {new: {"rank-0": 4, "rank-1": 4}}
+    assert memory.inventory() == {new: {"rank-0": 4, "rank-1": 4}}
 
 
 FILES = ("manifest.json", "rank-0", "rank-1")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import TESTS, die_with_parent, python_path
+from ranks import SUPPORT, TESTS, die_with_parent, python_path
 
 SCRIPT = Path(__file__).with_name("copies_script.py")
 STEPS, HOLD = 8, 5
@@ -26,7 +26,7 @@ def machines(run: Path, memory: Path, hold: int) -> Iterator[list[subprocess.Pop
     """A launcher for each of two machines, killed at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    paths = python_path(TESTS.parent, TESTS)
+    paths = python_path(TESTS.parent, SUPPORT)
     made = [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",

@@ -116,7 +116,7 @@ def test_a_plan_run_as_a_stream(tmp_path: Path) -> None:
     for seed in range(6):
         old.step(batch(seed))
     saved = old.save_checkpoint(tmp_path)
-    old.taken()
+    old.pop_losses()
     again = trainer("pipeline 4", weight_mode="pipemare", total_updates=30)
     again.load_checkpoint(saved)
     for made in (old, again):

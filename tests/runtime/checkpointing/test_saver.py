@@ -103,7 +103,7 @@ def test_gradients_that_wait_are_not_lost_silently(tmp_path: Path) -> None:
     trainer.backward(batch())
     ((code, why),) = problems(lambda: trainer.save_checkpoint(tmp_path))
     assert code == "FXP109"
-    assert "1 batches wait" in why
+    assert "gradients of 1 batches" in why
     trainer.update()
     trainer.save_checkpoint(tmp_path)
 
@@ -114,7 +114,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     path = trainer.save_checkpoint(tmp_path)
     assert path.name == "step-0000000001"
     assert problems(lambda: trainer.save_checkpoint(tmp_path)) == [
-        ("FXP513", "it is there already")
+        ("FXP513", "the checkpoint exists already")
     ]
 
 
@@ -142,14 +142,17 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
     before = everything(other)
     found = problems(lambda: other.load_checkpoint(path))
     assert {code for code, _ in found} == {"FXP512"}
-    assert ("FXP512", "embed.weight is [11, 8] there and [7, 6] here") in found
-    assert ("FXP512", "up.bias is not in it") in found
-    assert ("FXP512", "mix.bias is in it, and the model has no such tensor") in found
+    assert (
+        "FXP512",
+        "embed.weight has shape [11, 8] in the checkpoint and [7, 6] in the model",
+    ) in found
+    assert ("FXP512", "up.bias is missing in the checkpoint") in found
+    assert ("FXP512", "the model has no tensor mix.bias of the checkpoint") in found
     assert everything(other) == before
 
     sgd = pipeline("two", "sgd")
     assert problems(lambda: sgd.load_checkpoint(path)) == [
-        ("FXP512", "its optimizer is AdamW, and here it is SGD")
+        ("FXP512", "the checkpoint has the optimizer AdamW, the trainer SGD")
     ]
 
 
@@ -186,7 +189,7 @@ def test_damage_leads_to_the_checkpoint_before(tmp_path: Path) -> None:
     flip(tmp_path / folder.step_name(1))
     found = problems(lambda: new.load_checkpoint(tmp_path))
     assert [code for code, _ in found] == ["FXP511", "FXP510", "FXP510", "FXP510"]
-    assert found[0][1] == "3 checkpoints, each damaged"
+    assert found[0][1] == "all 3 checkpoints are damaged"
     assert problems(lambda: new.load_checkpoint(tmp_path / "none"))[0][0] == "FXP511"
     one = problems(lambda: new.load_checkpoint(tmp_path / folder.step_name(3)))
     assert [code for code, _ in one] == ["FXP510"]
@@ -337,7 +340,7 @@ def test_a_stream_is_not_drained_twice(tmp_path: Path) -> None:
     told = [trainer.step(batch(seed=seed)) for seed in range(5)]
     trainer.save_checkpoint(tmp_path)
     known = [loss for loss in told if loss is not None]
-    assert len(known) + len(trainer.taken()) == 5
+    assert len(known) + len(trainer.pop_losses()) == 5
 
 
 def test_a_load_holds_one_part_at_a_time(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def watching(
         0, {1: them}, RankIdentity.here(0), waiting, silence=lambda: 1.5, busy=lambda: math.inf,
         calls=TrainerCallTracker(),
     )  # fmt: skip
-    watch._told = True  # nobody ends this process
+    watch._reported = True  # nobody ends this process
     try:
         yield watch, theirs, process
     finally:

@@ -44,7 +44,7 @@ def test_nobody_is_to_blame() -> None:
 
 def test_the_first_that_is_gone_without_a_word() -> None:
     """Not those that ended because of it, though their connections may be seen to end earlier."""
-    because = PeerLossNotice("FXP514", 2, "rank 2 ended without a word")
+    because = PeerLossNotice("FXP514", 2, "rank 2 ended abruptly")
     peers = [peer(0, gone=99.0, lost=because), peer(2, gone=99.5), peer(3, gone=99.2)]
     found = diagnose_lost_peer(peers, NOW)
     assert found is not None and (found.code, found.rank, found.certain) == ("FXP514", 3, True)
@@ -66,7 +66,7 @@ def test_one_that_was_killed_for_its_silence_was_silent() -> None:
     said = PeerLossNotice("FXP515", 1, "rank 1 has been silent for 3.2 s")
     found = diagnose_lost_peer([peer(0, lost=said), peer(1, gone=99.0)], NOW)
     assert found is not None and (found.code, found.rank, found.certain) == ("FXP515", 1, True)
-    assert "silent for 3.2 s (rank 0 says so)" in found.why
+    assert "silent for 3.2 s (reported by rank 0)" in found.why
     found = diagnose_lost_peer([peer(0, lost=said), peer(2, gone=99.0)], NOW)  # another one
     assert found is not None and (found.code, found.rank) == ("FXP514", 2)
 
@@ -75,7 +75,7 @@ def test_one_that_ended_as_it_should_is_none() -> None:
     peers = [peer(1, left=ExitNotice(), gone=99.0)]
     assert diagnose_lost_peer(peers, NOW) is None
     found = diagnose_blocking_peer(peers, 0, 1, NOW)
-    assert found is not None and found.code == "FXP514" and "as it should" in found.why
+    assert found is not None and found.code == "FXP514" and "ended normally" in found.why
 
 
 def test_the_longest_silence() -> None:
@@ -101,8 +101,8 @@ def test_all_wait_for_each_other() -> None:
 def test_what_each_did() -> None:
     peers = [waits(1, 2), peer(2, gone=99.0), peer(3, left=ExitNotice("KeyError: 1"))]
     assert describe_peers(peers, NOW).splitlines() == [
-        "rank 1: event of 1, 1.0 s ago; has waited for rank 2 for 1.0 s",
-        "rank 2: gone 1.0 s ago",
+        "rank 1: event of 1, 1.0 s ago; has been waiting for rank 2 for 1.0 s",
+        "rank 2: ended 1.0 s ago",
         "rank 3: ended: KeyError: 1",
     ]
 

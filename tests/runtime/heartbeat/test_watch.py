@@ -28,7 +28,7 @@ def test_short_pauses_are_no_alarm_and_a_killed_rank_is_named_by_all(tmp_path: P
         for rank in (1, 3, 0):
             code, where, why, when = run.error(rank, 10)
             assert code == "FXP514" and where.startswith(f"rank {rank}, ")
-            assert f"rank 2 (process {pid}) ended without a word; its last event:" in why
+            assert f"rank 2 (process {pid}) ended abruptly; its last event:" in why
             assert when - killed < (1 if rank in (1, 3) else 3)
             assert run.end(rank, 60) == 5
             others = [other for other in range(4) if other != rank]

@@ -19,7 +19,7 @@ import torch
 from hand_stages import batch, language
 from runtime_programs import make
 
-from fxpart.environment import launch
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError
 from fxpart.runtime import connect, heartbeat
 from fxpart.runtime.transport.agreement import convert_transport_errors
@@ -29,7 +29,7 @@ def main(folder: Path, timeout: float | None, options: dict[str, Any]) -> int:
     """Train; the exit status."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2)
-    found = launch()
+    found = read_launch()
     assert found is not None
     rank, ranks = found.rank, found.world
 

@@ -166,7 +166,7 @@ def test_a_run_goes_on(tmp_path: Path, staleness: int) -> None:
     def asks(info: Any) -> None:
         told.append(info.step)
         if info.step == SAVED and len(told) == SAVED:
-            made.asks.mine = signal.SIGTERM
+            made.request.mine = signal.SIGTERM
 
     for why in ("SIGTERM to rank 0", "data"):
         made = trainer(plan(), staleness=staleness)
@@ -229,7 +229,7 @@ def test_a_file_that_will_not_come_is_not_waited_for(tmp_path: Path) -> None:
     def awaited(lost: int, seconds: float) -> float:
         job = _SaveJob(1, None, {}, 1, 2, lambda: {lost})
         with pytest.raises(FxpartError, match="rank 1 did not finish its file"):
-            saver._await(
+            saver._wait_for(
                 job,
                 time.monotonic() + seconds,
                 partial,

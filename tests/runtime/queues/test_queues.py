@@ -253,12 +253,12 @@ def test_the_optimizers_state_goes_over() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"routing": "lottery"}, "no such routing"),
-        ({"routing": "turns", "staleness": 1}, "no staleness to choose"),
+        ({"routing": "lottery"}, "routing is unknown"),
+        ({"routing": "turns", "staleness": 1}, "has no staleness"),
         ({"staleness": -1}, "below 0"),
         ({"weight_mode": "pipemare"}, "has no queues"),
-        ({"scheduler": 3}, "a function of an optimizer"),
-        ({"log_grad_norm": True}, "not made for log_grad_norm"),
+        ({"scheduler": 3}, "a function that makes a scheduler"),
+        ({"log_grad_norm": True}, "does not support log_grad_norm"),
     ],
 )
 def test_refusals(options: dict[str, Any], why: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from queued_batches import ROWS, adagrad, batch
 from queued_programs import alone, model, plan, program
-from ranks import TESTS, Pool, die_with_parent, python_path
+from ranks import SUPPORT, TESTS, Pool, die_with_parent, python_path
 from safetensors.torch import save_file
 
 from fxpart.cli import run
@@ -65,7 +65,7 @@ def _in_runs(text: str, folder: str) -> tuple[list[str], int, float, dict[str, A
 
         def asks(info: Any, made: Any = made, generation: int = generation) -> None:
             if (generation, info.step, made.rank) == (0, 2, 2):
-                made.asks.mine = signal.SIGTERM
+                made.request.mine = signal.SIGTERM
 
         data = [batch(rows, step) for step, rows in enumerate(ROWS)]
         found = made.fit(data, checkpoints=folder, callbacks=[asks])
@@ -89,7 +89,7 @@ def test_a_run_ends_on_every_rank_when_one_is_asked(pool: Pool, tmp_path: Path) 
 
 def environment(dies: str) -> dict[str, str]:
     """Of ranks that are started. dies: which of them, and when."""
-    path = python_path(TESTS.parent, TESTS)
+    path = python_path(TESTS.parent, SUPPORT)
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FXPART_TEST_DIES": dies}
 
 
@@ -141,7 +141,7 @@ def test_a_killed_copy_is_missed_by_nobody(
 def command_line(path: Path, *more: str) -> list[str]:
     plan((2, 1)).dump(path / "plan.json")
     return [
-        sys.executable, "-m", "fxpart", "train", f"{TESTS / 'queued_target.py'}:clicks",
+        sys.executable, "-m", "fxpart", "train", f"{SUPPORT / 'queued_target.py'}:clicks",
         "--plan", str(path / "plan.json"), "--nproc", "3", "--routing", "queue", "--json", *more,
     ]  # fmt: skip
 

@@ -18,8 +18,8 @@ from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.queue_memory import queued_row
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
+from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
 from fxpart.report.explanation_text import explain
-from fxpart.runtime.queues.replica_groups import compute_tied_bytes, explain_unsupported_ties
 
 STEPS, ROWS, WIDE = 4, 32, 24
 
@@ -247,7 +247,7 @@ def test_planned_with_queues() -> None:
     )  # fmt: skip
     given = program.plan
     assert given.ties and given.replicas and not given.problems()
-    assert "from queues" in explain(given)
+    assert "routed by queues" in explain(given)
     made = program.trainer(adamw)
     losses = [made.step(batch(step)) for step in range(STEPS)] + made.drain()
     assert next(loss for loss in losses if loss is not None) == pytest.approx(alone()[0][0])
@@ -316,7 +316,7 @@ def test_sparse_gradients_are_refused() -> None:
             optimizer=sgd, constraints={"stages": 4, "granularity": "op", "mesh": "none"}, **asked,
         )  # fmt: skip
 
-    why = r"queues are not made for parameters of several stages with sparse gradients \(table"
+    why = r"queue routing does not support tied parameters with sparse gradients \(table"
     with pytest.raises(FxpartError, match=why):
         made(mode="queue")
     with pytest.raises(FxpartError, match=why):
@@ -330,7 +330,7 @@ def test_a_holder_without_a_backward_is_refused() -> None:
     still = msgspec.structs.replace(first, outputs=outputs)
     spec = msgspec.structs.replace(spec, stages=(still, *spec.stages[1:]))
     assert explain_unsupported_ties(spec) == [
-        "parameters of several stages of which one has no backward (table.weight)"
+        "tied parameters on a stage without a backward (table.weight)"
     ]
 
 

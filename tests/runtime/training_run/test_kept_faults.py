@@ -109,7 +109,7 @@ def test_other_data_and_another_model(tmp_path: Path) -> None:
         with pytest.raises(FxpartError, match="FXP518") as caught:
             fit(tmp_path, data(first=9))
     assert caught.value.problems[0].where.endswith("steps.jsonl, step 4")
-    assert "other numbers in it" in caught.value.problems[0].why
+    assert "values differ from before" in caught.value.problems[0].why
     assert fit(tmp_path, data(first=9), check=False).steps == 8
     assert len(check_ledger(tmp_path / "steps.jsonl").problems) == 2, (
         "each step that was done again"

@@ -73,18 +73,21 @@ def test_any_run_that_goes_on_is_whole(
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        ([begin(1, 0), line(1), line(3)], "step 3 where step 2 comes next"),
-        ([begin(1, 0), line(1), line(1)], "step 1 where step 2 comes next"),
-        ([begin(1, 0), line(2)], "step 2 where step 1 comes next"),
+        ([begin(1, 0), line(1), line(3)], "step 3 instead of step 2"),
+        ([begin(1, 0), line(1), line(1)], "step 1 instead of step 2"),
+        ([begin(1, 0), line(2)], "step 2 instead of step 1"),
         ([line(1)], "step 1 before any generation"),
-        ([begin(1, 0), line(1), line(2, first=1)], "batch 1 of epoch 0 where batch 2 comes next"),
+        ([begin(1, 0), line(1), line(2, first=1)], "batch 1 of epoch 0 instead of batch 2"),
         ([begin(1, 0), line(1), line(2), line(3, first=2)], "epoch 1 begins with batch 2"),
         ([begin(1, 0), line(1), line(2), line(3, epoch=2)], "epoch 2 begins with batch 0"),
-        ([begin(1, 0), line(1), begin(2, 3)], "went on after step 3"),
-        ([begin(1, 0), line(1), begin(2, 0), line(1, rows=8)], "16 rows then, batches 0 to 1"),
-        ([begin(1, 0), line(1), begin(2, 0), line(1, digest="00000001bb")], "other numbers in it"),
-        ([begin(1, 0), line(1), begin(2, 0), line(1, loss=1 + 1e-9)], "loss 1.0 then, 1.00000"),
-        ([begin(1, 0), line(1), begin(2, 0), line(1, loss="nan")], "loss 1.0 then, 'nan' now"),
+        ([begin(1, 0), line(1), begin(2, 3)], "resumed after step 3"),
+        ([begin(1, 0), line(1), begin(2, 0), line(1, rows=8)], "16 rows before, batches 0 to 1"),
+        (
+            [begin(1, 0), line(1), begin(2, 0), line(1, digest="00000001bb")],
+            "values differ from before",
+        ),
+        ([begin(1, 0), line(1), begin(2, 0), line(1, loss=1 + 1e-9)], "loss 1.0 before, 1.00000"),
+        ([begin(1, 0), line(1), begin(2, 0), line(1, loss="nan")], "loss 1.0 before, 'nan' now"),
         ([begin(1, 0), line(1), begin(2, 0, "b"), line(1, loss=1.1)], "more than 1e-05 apart"),
     ],
 )
@@ -126,7 +129,7 @@ def test_a_step_done_again_is_compared_at_once(tmp_path: Path) -> None:
             with pytest.raises(FxpartError, match="FXP518") as caught:
                 ledger.write(line(2, loss=2.0))
             assert caught.value.problems[0].where == f"{path}, step 2"
-            assert caught.value.problems[0].why == "loss 0.5 then, 2.0 now"
+            assert caught.value.problems[0].why == "loss 0.5 before, 2.0 now"
         else:
             ledger.write(line(2, loss=3.0))
         ledger.close()

@@ -91,7 +91,7 @@ def told(batch: Any) -> str:
 def whole(make: Callable[[], Any]) -> list[list[str]]:
     """The batches of each epoch, in one go."""
     seed()
-    position, found = DataPosition(make(), keeps=True), []
+    position, found = DataPosition(make(), records=True), []
     for _ in range(EPOCHS):
         found.append([])
         for batch in position:
@@ -109,7 +109,7 @@ def test_it_goes_on(name: str, at: int) -> None:
     """Stopped after so many batches, by another object in another random state."""
     expected = whole(DATA[name])
     seed()
-    position, count = DataPosition(DATA[name](), keeps=True), 0
+    position, count = DataPosition(DATA[name](), records=True), 0
     state = position.state()
     while count < at:
         for batch in position:
@@ -123,7 +123,7 @@ def test_it_goes_on(name: str, at: int) -> None:
             position.next_epoch()
     state = from_json_value(to_json_value(state))
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
-    again = DataPosition(DATA[name](), keeps=True)
+    again = DataPosition(DATA[name](), records=True)
     again.load(state)
     while again.epoch < EPOCHS:
         for batch in again:
@@ -142,28 +142,28 @@ def test_batches_before_are_not_loaded() -> None:
             Counts.loaded += 1
             return super().__getitem__(index)
 
-    position = DataPosition(DataLoader(Counts(torch.arange(20.0)), batch_size=4), keeps=True)
+    position = DataPosition(DataLoader(Counts(torch.arange(20.0)), batch_size=4), records=True)
     batches = iter(position)
     for _ in range(3):
         next(batches)
         position.used += 1
     state, Counts.loaded = position.state(), 0
-    again = DataPosition(DataLoader(Counts(torch.arange(20.0)), batch_size=4), keeps=True)
+    again = DataPosition(DataLoader(Counts(torch.arange(20.0)), batch_size=4), records=True)
     again.load(state)
     assert len(list(again)) == 2 and Counts.loaded == 8
     knows = Knows()
-    other = DataPosition(knows, keeps=True)
+    other = DataPosition(knows, records=True)
     other.load({**state, "now": {**state["now"], "parts": {"": {"at": 3}}}})
     assert len(list(other)) == 2 and knows.loaded == 2
 
 
 @pytest.mark.parametrize("make", [DATA["list"], lambda: DataLoader(rows(), batch_size=4)])
 def test_data_that_has_become_shorter(make: Callable[[], Any]) -> None:
-    position = DataPosition(make(), keeps=True)
+    position = DataPosition(make(), records=True)
     list(position)
     position.used = 9
     state = position.state()
-    again = DataPosition(make(), keeps=True)
+    again = DataPosition(make(), records=True)
     again.load(state)
-    with pytest.raises(FxpartError, match="9 batches of it were used before, and it has 5 now"):
+    with pytest.raises(FxpartError, match="9 batches were used before, but there are only 5 now"):
         list(again)

@@ -19,9 +19,9 @@ def test_a_signal_is_noted(kind: signal.Signals) -> None:
     asks = RankRequest(alone=True)
     with StopSignals(asks):
         os.kill(os.getpid(), kind)
-        assert asks.asked == (kind, 0) and get_signal_name(asks.asked[0]) == kind.name
+        assert asks.first == (kind, 0) and get_signal_name(asks.first[0]) == kind.name
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert asks.asked == (kind, 0), "the first is told"
+        assert asks.first == (kind, 0), "the first is told"
     assert [signal.getsignal(each) for each in KINDS] == before
 
 
@@ -30,7 +30,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     with StopSignals(RankRequest(alone=True)), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        monkeypatch.setattr(stop_signals, "_ONE", 0.0)
+        monkeypatch.setattr(stop_signals, "_SAME_SIGNAL_SECONDS", 0.0)
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -49,9 +49,9 @@ def test_another_thread_leaves_signals_alone() -> None:
 def test_what_was_asked_first_is_heard() -> None:
     asks = RankRequest(alone=False)
     asks.mine = 15
-    assert asks.asked == (0, 0), "until the ranks compare"
-    asks.hear([0, 0, 10, 15])
-    asks.hear([2, 0, 0, 0])
-    assert asks.asked == (10, 2)
+    assert asks.first == (0, 0), "until the ranks compare"
+    asks.store([0, 0, 10, 15])
+    asks.store([2, 0, 0, 0])
+    assert asks.first == (10, 2)
     asks.clear()
-    assert asks.asked == (0, 0) and asks.mine == 0
+    assert asks.first == (0, 0) and asks.mine == 0

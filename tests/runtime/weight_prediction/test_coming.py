@@ -115,7 +115,7 @@ def test_a_scheduler_that_cannot_be_copied() -> None:
     optimizer = sgd()
     scheduler = s.ExponentialLR(optimizer, 0.9)
     scheduler.numbers = (n for n in range(3))  # type: ignore[attr-defined]
-    with pytest.raises(FxpartError, match="looking ahead needs a copy"):
+    with pytest.raises(FxpartError, match="weight prediction needs a copy"):
         FutureOptions(optimizer, scheduler).groups(2)
     assert len(FutureOptions(optimizer, scheduler).groups(1)) == 1
 

@@ -48,7 +48,7 @@ def test_correction_follows_its_formula(staleness: int, decay: float, seed: int)
             assert torch.equal(made, again)
             assert (made.data_ptr() == p.data_ptr()) == (staleness == 0)
         assert same_bits(before, bits(optimizer))
-    assert correction.held() == sum(p.numel() * 8 for p in weights)
+    assert correction.state_bytes() == sum(p.numel() * 8 for p in weights)
 
 
 def test_correction_points_to_the_forwards_weights() -> None:

@@ -58,7 +58,7 @@ def test_a_prediction(rule: str, name: str, kept: int, allocated: int) -> None:
     )
     look.predict(3)
     assert live() - before - state == pytest.approx(kept * size, abs=0.02 * size)
-    assert look.held() == pytest.approx(kept * size, abs=0.01 * size)
+    assert look.state_bytes() == pytest.approx(kept * size, abs=0.01 * size)
     with Peak() as peak:
         made = look.predict(3)
     assert peak.most / size < allocated + 0.2
@@ -97,7 +97,7 @@ def test_a_correction() -> None:
         optimizer.step()
         correction.after_update()
     assert live() - before == pytest.approx(size, abs=0.02 * size) and peak.most < 1.02 * size
-    assert correction.held() == size
+    assert correction.state_bytes() == size
     with Peak() as peak:
         made = correction.corrected(3)
     assert peak.most == pytest.approx(made[0].nbytes, abs=0.02 * size)

@@ -256,7 +256,7 @@ def test_sparse_gradients(rule: str, momentum: float) -> None:
                     p.grad = p.grad.to_dense()
             update_once(optimizer, look)
         made.append(look.predict(2))
-        assert look.held() >= 0
+        assert look.state_bytes() >= 0
     assert farthest(*made) <= 1e-7
 
 
@@ -354,9 +354,9 @@ def test_hooks_of_the_real_optimizer_are_not_called() -> None:
 
 def test_unknown_rule_and_what_cannot_be_copied() -> None:
     weights = parameters()
-    with pytest.raises(FxpartError, match="no prediction rule"):
+    with pytest.raises(FxpartError, match="prediction rule is unknown"):
         make_predictor("sideways", torch.optim.SGD(weights))
     optimizer = torch.optim.Adagrad(weights)
     optimizer.stream = (n for n in range(3))  # type: ignore[attr-defined]
-    with pytest.raises(FxpartError, match="looking ahead needs a copy"):
+    with pytest.raises(FxpartError, match="weight prediction needs a copy"):
         make_predictor("shadow", optimizer)

@@ -211,7 +211,7 @@ def test_frozen_parameters_and_buffers_have_one_version() -> None:
         with weights.forward(i):
             out = module(torch.randn(3, 4))
     del out
-    weights._flying.pop(0)  # as if its backward had run
+    weights._in_flight.pop(0)  # as if its backward had run
     weights.update()
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     assert weights.bytes() == trained > 0
@@ -225,7 +225,7 @@ def test_what_is_written_after_the_forward_is_told() -> None:
     with weights.forward(0):
         out = module(x)
     x.add_(1.0)
-    with pytest.raises(FxpartError, match="changed in place after the forward"):
+    with pytest.raises(FxpartError, match="modified in place after the forward"):
         with weights.backward(0):
             out.sum().backward()
 

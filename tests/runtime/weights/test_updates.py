@@ -181,19 +181,24 @@ def test_leaving_the_schedule_is_told() -> None:
     wrong: list[tuple[Any, str]] = [
         (
             lambda: weights.forward(3),
-            "stage 1, microbatch 3.*its forward: 2 by the schedule, 3 found",
+            "stage 1, microbatch 3.*its forward: the schedule expects 2, but it is 3",
         ),
         (
             lambda: weights.forward(2),
-            "microbatch 2.*before its forward: 1 by the schedule, 0 found",
+            "microbatch 2.*before its forward: the schedule expects 1, but it is 0",
         ),
-        (lambda: weights.backward(1), "microbatch 1.*its backward: 1 by the schedule, 0 found"),
+        (
+            lambda: weights.backward(1),
+            "microbatch 1.*its backward: the schedule expects 1, but it is 0",
+        ),
         (lambda: weights.backward(2), "microbatch 2.*forwards before its backward"),
     ]
     for enter, message in wrong:
         with pytest.raises(FxpartError, match=f"(?s)FXP900.*{message}"), enter():
             raise AssertionError("it must not begin")
-    with pytest.raises(FxpartError, match="(?s)FXP900.*microbatch 1 used was asked for.*set for 0"):
+    with pytest.raises(
+        FxpartError, match="(?s)FXP900.*microbatch 1 was read.*set for microbatch 0"
+    ):
         x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
         del out
         module, _, weights = stage("naive", 1)
@@ -219,7 +224,7 @@ def test_an_error_in_a_stage_leaves_its_own_weights() -> None:
 
 def test_choices_that_do_not_go_together() -> None:
     for base in ("first stage", "delayed"):
-        with pytest.raises(FxpartError, match="looks ahead from an old version"):
+        with pytest.raises(FxpartError, match="predicts from an old version"):
             stage(WeightMode("own", base=base, look_forward="staleness"))
     with pytest.raises(FxpartError, match="two buffers"):
         stage("2bw")

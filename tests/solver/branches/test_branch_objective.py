@@ -7,14 +7,14 @@ from itertools import pairwise
 import msgspec
 import pytest
 from branch_problems import branches_and_trunk, random_branches
+from oracles.stage_graph_brute import choices
 from partition_problems import random_problem, transformer
 
 from fxpart.errors import FxpartError
-from fxpart.solver.brute import choices as chains
 from fxpart.solver.objective import evaluate as evaluate_chain
+from fxpart.solver.portfolio import choices as chains
 from fxpart.solver.problem import BlockValue, PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
-from fxpart.solver.stage_graph.brute import choices
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
 from fxpart.solver.stage_graph.problem import StageGraphChoice
 from fxpart.solver.stage_graph.tables import StageGraphTables

@@ -8,16 +8,15 @@ from math import inf
 import msgspec
 import pytest
 from branch_problems import branches_and_trunk, random_branches
+from oracles.stage_graph_brute import solve_brute
 
 from fxpart.errors import FxpartError
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve
 from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
-from fxpart.solver.stage_graph.bounds import branch_bound
-from fxpart.solver.stage_graph.brute import solve_brute
 from fxpart.solver.stage_graph.coarsen import coarsen_blocks
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
-from fxpart.solver.stage_graph.portfolio import accepts, solve_branches
+from fxpart.solver.stage_graph.portfolio import accepts, branch_bound, solve_branches
 from fxpart.solver.stage_graph.search import improve
 from fxpart.solver.stage_graph.series_parallel import series_parallel
 from fxpart.solver.stage_graph.stage_graph_ilp import solve_depth_model

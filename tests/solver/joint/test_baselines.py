@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from joint_problems import random_problem, transformer
 from msgspec.structs import replace
-
-from fxpart.solver.joint.baselines import (
+from oracles.joint_baselines import (
     BASELINES,
     data_parallel,
     equal_parts,
     even,
     megatron,
 )
+from oracles.pipedream_rannc import pipedream, rannc
+
 from fxpart.solver.joint.brute import choices, count
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
-from fxpart.solver.joint.pipedream_rannc import pipedream, rannc
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
 

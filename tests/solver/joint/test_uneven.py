@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from joint_uneven import cases
 from msgspec.structs import replace
+from oracles.joint_baselines import even
 
-from fxpart.solver.joint.baselines import even
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices

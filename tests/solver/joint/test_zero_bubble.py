@@ -5,21 +5,21 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from built_schedules import BUILDERS
 from joint_problems import random_problem, rich_problem, transformer
 from msgspec.structs import replace
 
-from fxpart.schedule.builders import BUILDERS
 from fxpart.solver.joint.brute import count, solve_joint_brute
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, ScheduleName
+from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.schedule_costs import count_stage_in_flight
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_as_the_schedules_are_built(name: ScheduleName) -> None:
+def test_as_the_schedules_are_built(name: str) -> None:
     for stages in range(1, 8):
         for m in range(1, 12):
             built = BUILDERS[name].in_flight(stages, m)

@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from built_schedules import BUILDERS
+from oracles.order_brute import best_order
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import ActionKind, StageEdge
-from fxpart.schedule.builders import BUILDERS, assign_loop_ranks, assign_v_ranks
+from fxpart.schedule.builders import assign_loop_ranks, assign_v_ranks
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.in_flight import activation_peak
 from fxpart.schedule.lower import lower
@@ -19,7 +21,6 @@ from fxpart.schedule.plan_actions import format_plan_actions, parse_plan_actions
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.verify import check
 from fxpart.solver.order.bounds import lower_bound, windows
-from fxpart.solver.order.brute import best_order
 from fxpart.solver.order.jobs import Jobs
 from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
 from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult

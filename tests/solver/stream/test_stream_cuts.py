@@ -22,7 +22,7 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     count_prediction_bytes,
     explain_unsupported_weight_mode,
 )
-from fxpart.solver.brute import choices
+from fxpart.solver.portfolio import choices
 from fxpart.solver.problem import PartitionChoice
 
 STREAMS = [name for name, mode in MODES.items() if not mode.flush]

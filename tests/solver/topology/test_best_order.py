@@ -11,7 +11,8 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.devices import Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.device_order import device_links
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from oracles.device_order_brute import brute_orders
 from order_problems import random_orders
 
 from fxpart.errors import FxpartError
-from fxpart.solver.assignment.device_order import (
-    DeviceLinks,
-    brute_orders,
-    reorder_devices,
-    with_stage_count,
-)
+from fxpart.solver.assignment.device_order import DeviceLinks, reorder_devices, with_stage_count
 from fxpart.solver.assignment.device_order_dp import DeviceClasses
 from fxpart.solver.assignment.device_order_search import solve_orders
 from fxpart.solver.objective import evaluate

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.files import to_json, to_toml
-from fxpart.cluster.model import Cluster, Device, Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
-from fxpart.pricing.topology import Traffic, place_stages, pools_of, topology_of, used_ranks
+from fxpart.pricing.topology import Traffic, place_stages, pools_of, topology_of
 from fxpart.solver.assignment.problem import RingCollective, StageFlow
 
 
@@ -151,10 +152,6 @@ def test_pools_keep_to_their_devices() -> None:
     assert found.ranks == ((1,), (0, 2))
     with pytest.raises(FxpartError, match="too few"):
         place_stages(cluster, [(1, 2, 1)], Traffic())
-
-
-def test_the_world_is_the_devices_used() -> None:
-    assert used_ranks([(5, 2), (0, 3)]) == ((3, 1), (0, 2))
 
 
 @pytest.mark.slow

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from oracles.assignment_brute import placements, solve_brute
 from topologies import random_topology
 
 from fxpart.errors import FxpartError
 from fxpart.solver.assignment.assignment_ilp import pack_whole
 from fxpart.solver.assignment.bounds import lower_bound
-from fxpart.solver.assignment.brute import placements, solve_brute
 from fxpart.solver.assignment.greedy import build_initial_assignment
 from fxpart.solver.assignment.objective import AssignmentScorer, evaluate
 from fxpart.solver.assignment.portfolio import solve_device_assignment

@@ -1,4 +1,4 @@
-"""Write fxpart/docs/supported.md: run ``python -m supported.page`` in ``tests/``."""
+"""Write fxpart/docs/supported.md: run ``python -m supported.page`` in ``tests/support/``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from supported.table import BEHAVIORS
 
 PAGE = Path(__file__).resolve().parents[3] / "fxpart" / "docs" / "supported.md"
 
-INTRODUCTION = """# What is supported, what is refused, and why
+INTRODUCTION = """# Supported and refused programs
 
 Each row is a program that the tests train with fxpart and with plain PyTorch in one process.
-"Right" means that weights and buffers are those of plain PyTorch, within rounding. A code means
-that fxpart refuses the program with that error before a number is wrong; the page of the code says
-what to do. `python -m supported.page`, run in `tests/`, writes this page.
+"Equal" means that weights and buffers agree with plain PyTorch within rounding. A code means that
+fxpart refuses the program with this error before it computes a wrong result.
+`python -m supported.page`, run in `tests/support/`, writes this page.
 
-The layouts are:
-
-* *one rank*;
-* *microbatches*: the batch divided into 4 on one rank;
-* *pipeline*: 2 stages and 2 microbatches;
-* *replicas*: data parallelism over 2 ranks;
-* *tensor*: tensor parallelism over 2 ranks.
+| layout | meaning |
+| --- | --- |
+| one rank | the whole batch on one rank; the layout of results without one |
+| microbatches | the batch divided into 4 on one rank |
+| pipeline | 2 stages and 2 microbatches |
+| replicas | data parallelism over 2 ranks |
+| tensor | tensor parallelism over 2 ranks |
 """
 
 
 def cell(outcome: str) -> str:
     """One outcome with the layouts that have it."""
-    return "right" if outcome == RIGHT else f"refused, {outcome}"
+    return "equal" if outcome == RIGHT else f"refused, {outcome}"
 
 
 def row(entry: Behavior) -> str:
@@ -37,7 +37,10 @@ def row(entry: Behavior) -> str:
     layouts: dict[str, list[str]] = {}
     for layout, outcome in entry.outcome.items():
         layouts.setdefault(outcome, []).append(layout)
-    text = "; ".join(f"{cell(outcome)} ({', '.join(names)})" for outcome, names in layouts.items())
+    if [*entry.outcome] == ["one rank"]:
+        text = cell(entry.outcome["one rank"])
+    else:
+        text = "; ".join(f"{cell(code)} ({', '.join(names)})" for code, names in layouts.items())
     return f"| {entry.construct} | {text} | {entry.reason} |"
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import CONSTRAINTS
 from fxpart.solver.joint.constraints.block_names import match_blocks
 from fxpart.solver.joint.constraints.megatron_layout import compute_layout_starts
-from fxpart.solver.joint.constraints.parse import OTHERWISE, PlanConstraint
+from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, ParallelOption, StagePin
+from fxpart.solver.joint.schedule_costs import has_pieces
 
 _DEGREES = ("dp", "tp", "ep", "zero", "recompute")  # in the order of objective.degrees
 
@@ -35,7 +37,9 @@ def apply_constraints(problem: JointProblem, wishes: Iterable[PlanConstraint]) -
 
 def _decision(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
     """A degree, count or word fixed to some values, or some of its values forbidden."""
-    values = wish.values or tuple(v for v in _values(problem, wish.key) if v != OTHERWISE[wish.key])
+    values = wish.values or tuple(
+        v for v in _values(problem, wish.key) if v != CONSTRAINTS[wish.key].plain
+    )
     fixed = wish.kind == "fix"
 
     def keeps(value: object) -> bool:
@@ -130,7 +134,7 @@ def _layout(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
             fix="move this boundary",
         )
     count = len(starts)
-    interleaved = "interleaved" in problem.schedules and problem.max_stages < count
+    interleaved = any(map(has_pieces, problem.schedules)) and problem.max_stages < count
     return msgspec.structs.replace(
         problem,
         cut_after=tuple(sorted({*problem.cut_after, *ends})),

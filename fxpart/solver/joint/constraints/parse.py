@@ -13,21 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan.constraint_table import CONSTRAINTS, DECISIONS, get_decision, suggest_names
 
 Kind = Literal["fix", "forbid", "stage", "layout"]
 
-# What can be fixed or forbidden: words for it, and its plain value where there is one.
-NUMBERS = ("tp", "dp", "ep", "pp", "microbatches", "zero", "virtual")
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": (
-        "1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-v", "found", "async",
-    ),
-    "recompute": ("none", "selective", "full"),
-}  # fmt: skip
-OTHERWISE: dict[str, str] = {
-    "tp": "1", "dp": "1", "ep": "1", "pp": "1", "zero": "0", "recompute": "none",
-}  # fmt: skip
-SAME = {"stages": "pp", "m": "microbatches", "tensor": "tp", "data": "dp", "expert": "ep"}
+CUT = "cut"  # what can be forbidden beside decisions: a boundary between stages
 LIST = ";"  # between several wishes of a kind in one constraint
 
 
@@ -59,22 +49,23 @@ def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
         if not key or not _whole(value):
             raise _wrong(kind, text, "blocks and a stage are needed", "layers.0-11=0")
         return PlanConstraint(kind, key, (str(int(value)),))
-    key = SAME.get(key, key)
     values = tuple(part.strip() for part in value.split(",")) if equals else ()
-    if kind == "forbid" and key == "cut":
+    if kind == "forbid" and key == CUT:
         if not value:
             raise _wrong(kind, text, "which cut?", "cut=layers.5")
         return PlanConstraint(kind, key, (value,))
-    if key not in (*NUMBERS, *WORDS):
-        known = ", ".join((*NUMBERS, *WORDS, *(("cut",) if kind == "forbid" else ())))
-        raise _wrong(kind, text, f"{key!r} is not a decision", f"one of {known}")
-    if not equals and (kind == "fix" or key not in OTHERWISE):
+    spec = get_decision(key)
+    if spec is None:
+        known = suggest_names(key, (*DECISIONS, *((CUT,) if kind == "forbid" else ())))
+        raise _wrong(kind, text, f"{key!r} is not a decision", known)
+    key = spec.name
+    if not equals and (kind == "fix" or not spec.plain):
         raise _wrong(kind, text, "there is no value", f"{key}=...")
-    words = WORDS.get(key)
     for one in values:
-        if words and one not in words:
-            raise _wrong(kind, text, f"{one!r} is not a choice", ", ".join(words))
-        if not words and (not _whole(one) or int(one) < (key != "zero") or len(one) > 9):
+        if spec.kind == "words" and not spec.accepts(one):
+            choices = ", ".join(map(str, spec.list_choices()))
+            raise _wrong(kind, text, f"{one!r} is not a choice", choices)
+        if spec.kind == "numbers" and (not _whole(one) or int(one) < spec.least or len(one) > 9):
             raise _wrong(kind, text, f"{one!r} is not a whole number", f"{key}=2")
     return PlanConstraint(kind, key, values)
 
@@ -87,9 +78,9 @@ def parse_constraints(constraints: Mapping[str, object]) -> tuple[PlanConstraint
     """
     texts: list[tuple[Kind, str]] = []
     for key, value in sorted(constraints.items()):
-        if SAME.get(key, key) in (*NUMBERS, *WORDS):
+        if get_decision(key) is not None:
             texts.append(("fix", f"{key}={value}"))
-        elif key in ("forbid", "stage", "layout"):
+        elif key in CONSTRAINTS and CONSTRAINTS[key].kind == "entries":
             kind: Kind = key  # type: ignore[assignment]
             texts += [(kind, text) for text in str(value).split(LIST) if text.strip()]
     found: list[PlanConstraint] = []

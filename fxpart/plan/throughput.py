@@ -1,0 +1,108 @@
+"""Throughput of a plan: samples/s, tokens/s, model FLOP/s and MFU at its step time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from fxpart.plan.model import Plan, PlanInput
+
+_INTEGERS = ("int64", "int32", "int16", "uint8")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+NO_FLOPS = "the plan file does not hold the model's FLOPs; `fxpart plan` and print(program) do"
+
+
+class ModelWork(msgspec.Struct, frozen=True):
+    """What one optimizer step of a model computes, counted from its captured graph.
+
+    flops: model FLOPs of one step over the whole batch. sizes: the example's size of each symbolic
+    dimension that is not the batch.
+    """
+
+    flops: float
+    sizes: Mapping[str, int] = MappingProxyType({})
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan processes per second at its step time; None where a figure is not known.
+
+    samples_per_second: ``batch_size / step_time``. tokens_per_second: samples/s times the sequence
+    length, for models whose first input is an integer tensor of shape [batch, sequence].
+    model_flops: of one step. tflops_per_device: ``model_flops / step_time / ranks / 1e12``. mfu:
+    model FLOPs utilization, ``model_flops / (step_time * sum of the devices' peak FLOP/s)``, with
+    the peaks of the plan's precision. notes: why a figure is not known, as sentences.
+
+    Model FLOPs are those of the forward and twice as many for the backward; recomputation does not
+    count. Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022),
+    appendix B; D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
+    Using Megatron-LM" (2021), section 5.1, which counts recomputation too.
+    """
+
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    model_flops: float | None = None
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
+    """Return the throughput of a plan; ``work`` is what a plan file does not hold."""
+    seconds = plan.prediction.expected_seconds
+    if not seconds:
+        return Throughput()
+    notes: list[str] = []
+    length = _sequence_length(plan, {} if work is None else work.sizes, notes)
+    rate = plan.batch_size / seconds
+    found = Throughput(
+        samples_per_second=rate, tokens_per_second=None if length is None else rate * length
+    )
+    if length is None and not notes:  # no tokens: MFU is a figure of models with tokens
+        return found
+    if work is None:
+        return msgspec.structs.replace(found, notes=(*notes, f"MFU is not known: {NO_FLOPS}."))
+    peak = _peak(plan, notes)
+    return msgspec.structs.replace(
+        found,
+        model_flops=work.flops,
+        tflops_per_device=work.flops / seconds / plan.world / 1e12,
+        mfu=None if peak is None else work.flops / (seconds * peak),
+        notes=tuple(notes),
+    )
+
+
+def _sequence_length(plan: Plan, sizes: Mapping[str, int], notes: list[str]) -> int | None:
+    """Return the tokens of one sample; None for a model without tokens or of unknown length."""
+    inputs = plan.model.inputs
+    if not inputs or not _holds_tokens(inputs[0]):
+        return None
+    first = inputs[0]
+    dims = [d for i, d in enumerate(first.shape) if i != first.batch_dim]
+    known = [d if isinstance(d, int) else sizes.get(d) for d in dims]
+    if None in known:
+        notes.append(
+            f"tokens/s is not known: the sequence length of {first.name} is the symbol {dims[0]}."
+        )
+        return None
+    return prod(d for d in known if d is not None)
+
+
+def _holds_tokens(item: PlanInput) -> bool:
+    """Whether an input is an integer tensor of shape [batch, sequence]."""
+    return item.dtype in _INTEGERS and item.batch_dim is not None and len(item.shape) == 2
+
+
+def _peak(plan: Plan, notes: list[str]) -> float | None:
+    """Return the sum of the peak FLOP/s of the plan's devices at its precision."""
+    dtype = _DTYPES[plan.precision]
+    devices = [plan.device(rank) for rank in range(plan.world)]
+    unknown = sorted({device.model for device in devices if not device.flops.get(dtype)})
+    if unknown:
+        notes.append(f"MFU is not known: {', '.join(unknown)} has no peak FLOP/s for {dtype}.")
+        return None
+    return sum(device.flops[dtype] for device in devices)

@@ -1,0 +1,243 @@
+"""Sharding of a prepared graph: annotate, propagate, select placements, apply ZeRO-3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from fxpart.annotations import annotations_of, load_annotations
+from fxpart.annotations.entry_syntax import AnnotationKey, merge_annotations, read_placements
+from fxpart.annotations.files import parse_annotations
+from fxpart.annotations.graph_values import sharding
+from fxpart.annotations.placement_origin import is_annotated, make_annotation_origin
+from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph, place, propagate_annotations
+from fxpart.compiler import MESH_KEY, PassManager
+from fxpart.compiler.effects import list_written_nodes, state_written, view_chain
+from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.node_annotation import NodeSharding
+from fxpart.compiler.tensor_sizes import tensors
+from fxpart.errors import FxpartError, Problem
+from fxpart.passes import all_passes
+from fxpart.passes.rules import layout, operands, rule_of
+from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.plan.model import Certificate
+from fxpart.planner.embedding_tables import shard_large_tables
+from fxpart.pricing.placements import choose_placements
+from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
+
+if TYPE_CHECKING:
+    from fxpart.capture import CapturedModel
+    from fxpart.planner.request import PlanRequest
+
+
+def find_annotations(model: torch.nn.Module, request: PlanRequest) -> dict[str, str]:
+    """Return the annotations of the model, of its DTensors and of the constraint."""
+    return merge_annotations(annotations_of(model), given_annotations(request))
+
+
+def given_annotations(request: PlanRequest) -> dict[str, str]:
+    """Parse the constraint ``annotations``: a file, or text with a TOML table or JSON object."""
+    given = str(request.constraints.get("annotations", ""))
+    if not given:
+        return {}
+    if given.endswith((".toml", ".json")) and "\n" not in given:
+        return load_annotations(given)
+    return parse_annotations(given, ".json" if given.lstrip().startswith("{") else ".toml")
+
+
+@dataclass(frozen=True)
+class ShardingAssumptions:
+    """Assumptions under which placements are selected, before stages are known.
+
+    microbatches: per step, None if unknown. in_flight: average number of microbatches whose
+    activations a stage stores for its backward.
+    """
+
+    microbatches: int | None
+    stages: int
+    in_flight: int = 1
+
+
+def shard_graph(
+    graph: fx.GraphModule,
+    captured: CapturedModel,
+    request: PlanRequest,
+    given: Mapping[str, str],
+    expected: ShardingAssumptions,
+) -> ShardedGraph:
+    """Annotate, propagate and select placements. given: the user's annotations.
+
+    Raise FXP111 and FXP112 for invalid or contradictory annotations, FXP204 and FXP205 if no
+    selection of placements is feasible.
+    """
+    large = shard_large_tables(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
+    seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large, given)
+    close = request.constraints.get("placements", "solver") == "annotated"
+    whole = propagate_annotations(graph, request.mesh, seeds, _names(graph, captured), close=close)
+    certificate = None
+    if left := _open(whole):
+        chosen, certificate = _chosen(whole, captured, request, expected, left)
+        rows = ShardedGraph(chosen, captured).multiple()
+        if captured.batch_size % (rows * (expected.microbatches or 1)):
+            # More shards than rows in the batch, so replicate what is undecided instead.
+            chosen = propagate_annotations(
+                graph, request.mesh, seeds, _names(graph, captured), close=True
+            )
+            certificate = None
+        whole = chosen
+    _follow_writers(whole)
+    if request.zero == 3:
+        _store_in_parts(whole, captured, request)
+    return ShardedGraph(whole, captured, request.zero, request.zero_axis, certificate)
+
+
+def _follow_writers(graph: fx.GraphModule) -> None:
+    """Place written state the way the writing op takes it, so that the op writes the state itself.
+
+    Writes through views (``detach``) and writes of ops without a sharding rule are done in full on
+    every rank. Raise FXP112 if an annotation of the state conflicts.
+    """
+    mesh = graph.meta[MESH_KEY]
+    problems = []
+    for writer in state_written(graph.graph):
+        for target in list_written_nodes(writer):
+            state, *between = reversed(list(view_chain(target)))
+            if state.op != "get_attr" or sharding(state) is None:
+                continue
+            if between:
+                _replicate([*between, writer], mesh)
+            wanted = _wanted(writer, target, mesh)
+            held = sharding(state)
+            if held is None or held.results[0] == wanted:
+                continue
+            if any(map(is_annotated, held.origins)):
+                text = format_placements(wanted, mesh)
+                why = f"{writer.name} writes it as {text}, but its annotation differs"
+                fix = "remove the annotation"
+                problems.append(Problem("FXP112", str(state.target), why, fix))
+            origin = dict.fromkeys(range(len(wanted)), f"'{writer.name}' writes it")
+            for node in graph.graph.find_nodes(op="get_attr", target=state.target):
+                place(node, wanted, origin)
+    if problems:
+        raise FxpartError(problems)
+
+
+def _replicate(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
+    """Replicate ops on every rank."""
+    whole: Placements = (REPLICATE,) * len(mesh.axes)
+    for node in nodes:
+        count = len(tensors(node.meta.get("val")))
+        known = NodeSharding(("",) * len(mesh.axes), (whole,) * count)
+        annotate(node, sharding=known)
+
+
+def _wanted(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
+    """Return the placements in which an op takes an operand that it writes."""
+    known, rule = sharding(writer), rule_of(writer)
+    if known is None or rule is None:
+        return (REPLICATE,) * len(mesh.axes)
+    made = layout(rule, [s or "" for s in known.strategy], mesh)
+    return made.operands[operands(writer).index(target)] if made else (REPLICATE,) * len(mesh.axes)
+
+
+def _open(graph: fx.GraphModule) -> int:
+    """Count the ops, inputs and parameters with an undecided axis."""
+    known = [k for node in graph.graph.nodes if (k := sharding(node)) is not None]
+    return sum(None in k.strategy or any(None in r for r in k.results) for k in known)
+
+
+def _chosen(
+    graph: fx.GraphModule,
+    captured: CapturedModel,
+    request: PlanRequest,
+    expected: ShardingAssumptions,
+    left: int,
+) -> tuple[fx.GraphModule, Certificate]:
+    """Return the graph with the solver's placements, and its certificate for the plan."""
+    found, proof = choose_placements(
+        graph,
+        captured,
+        request.cluster,
+        cost_model=request.cost_model,
+        microbatches=expected.microbatches or 1,
+        optimizer=request.optimizer,
+        in_flight=expected.in_flight,
+        stages=expected.stages,
+        time_limit=float(request.constraints.get("time_limit", 30.0)),
+    )
+    whole = PassManager(all_passes()).run(f"place{{choice={json.dumps(found.text())}}}", graph)
+    status = proof.status
+    assert status in ("optimal", "within gap", "best found"), status
+    return whole, Certificate(
+        status=status,  # type: ignore[arg-type]
+        objective=proof.seconds,
+        lower_bound=min(proof.bound, proof.seconds),
+        gap=proof.gap,
+        solver=proof.solver,
+        over=f"placements of {left} ops and values without annotations, for one stage",
+    )
+
+
+def _names(graph: fx.GraphModule, captured: CapturedModel) -> dict[str, str]:
+    """Map other names of state to the graph's names; "" for state that the graph does not use."""
+    used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+    return {**{name: "" for name in captured.state if name not in used}, **captured.aliases}
+
+
+def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
+    """Shard the batch dim of every input over the data axis unless an annotation places it."""
+    if DATA_AXIS not in mesh.names:
+        return {}
+    found = {}
+    for item in captured.inputs:
+        key = f"input:{item.name}"
+        if item.batch_dim is None or _says(given, key, DATA_AXIS):
+            continue
+        found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
+    return found
+
+
+def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
+    """Return whether an annotation places an input on an axis."""
+    for text, placements in given.items():
+        key = AnnotationKey.parse(text)
+        if key.kind == "input" and key.matches(name.removeprefix("input:")):
+            if axis in read_placements(placements):
+                return True
+    return False
+
+
+def _store_in_parts(graph: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> None:
+    """Shard parameters over the ZeRO axis (ZeRO-3); they are gathered where they are used.
+
+    The first unsharded dim with an even division is sharded, else the first dim unevenly. A
+    parameter stays unchanged if it is too small, annotated on the axis, or written by the forward.
+    """
+    mesh, at = request.mesh, request.mesh.index(request.zero_axis)
+    parts, parameters = mesh.shape[at], frozenset(captured.parameters)
+    written_names = {name for names in state_written(graph.graph).values() for name in names}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        known = sharding(node)
+        if known is None or str(node.target) not in parameters - written_names:
+            continue
+        if at < len(known.origins) and is_annotated(known.origins[at]):
+            continue
+        placed, shape = known.results[0], tuple(node.meta["val"].shape)
+        dim = _dim_to_cut(shape, placed, parts)
+        if dim is not None:
+            now = (*placed[:at], Shard(dim), *placed[at + 1 :])
+            place(node, now, {at: make_annotation_origin("zero=3")})
+
+
+def _dim_to_cut(shape: tuple[int, ...], placed: Placements, parts: int) -> int | None:
+    cut = {p.dim for p in placed if isinstance(p, Shard)}
+    free = [dim for dim in range(len(shape)) if dim not in cut]
+    even = [dim for dim in free if shape[dim] % parts == 0 and shape[dim]]
+    if even:
+        return even[0]
+    return 0 if 0 in free and shape[0] >= parts else None

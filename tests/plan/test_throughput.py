@@ -1,0 +1,90 @@
+"""Samples/s, tokens/s, TFLOP/s and MFU of plans, and when they are not known."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import sample_plans
+import torch
+from torch import nn
+
+import fxpart
+from fxpart.plan.model import Plan, PlanInput
+from fxpart.plan.summary import summarize
+from fxpart.plan.throughput import ModelWork, Throughput, compute_throughput
+
+
+class Language(nn.Module):
+    """An embedding and a head, whose products are easy to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens)).mean(1)
+
+
+def with_input(plan: Plan, *shape: int | str, dtype: str = "int64") -> Plan:
+    """The plan with another first input."""
+    first = PlanInput(name="tokens", dtype=dtype, shape=shape, batch_dim=0)
+    return msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, inputs=(first,)))
+
+
+def test_figures_by_hand() -> None:
+    plan = sample_plans.plan(4)  # 16 samples of 64 tokens on 4 devices of 50 GFLOP/s
+    step = plan.prediction.simulated_seconds
+    found = compute_throughput(plan, ModelWork(1e9))
+    assert found.samples_per_second == pytest.approx(16 / step)
+    assert found.tokens_per_second == pytest.approx(16 * 64 / step)
+    assert found.tflops_per_device == pytest.approx(1e9 / step / 4 / 1e12)
+    assert found.mfu == pytest.approx(1e9 / step / (4 * 50e9))
+    assert found.notes == ()
+
+
+def test_a_plan_file_has_no_flops() -> None:
+    found = compute_throughput(sample_plans.plan())
+    assert found.mfu is None and found.tflops_per_device is None
+    assert "does not hold the model's FLOPs" in found.notes[0]
+
+
+def test_a_length_that_is_a_symbol() -> None:
+    plan = with_input(sample_plans.plan(), "s0", "s1")
+    assert "sequence length of tokens is the symbol s1" in compute_throughput(plan).notes[0]
+    known = compute_throughput(plan, ModelWork(1e9, {"s1": 8}))
+    assert known.tokens_per_second == pytest.approx(8 * (known.samples_per_second or 0))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(("s0", 8), "float32"), (("s0",), "int64")])
+def test_models_without_tokens_have_samples_only(shape: tuple[int | str, ...], dtype: str) -> None:
+    found = compute_throughput(with_input(sample_plans.plan(), *shape, dtype=dtype), ModelWork(1.0))
+    assert found == Throughput(samples_per_second=found.samples_per_second)
+
+
+def test_a_peak_that_is_not_known() -> None:
+    plan = msgspec.structs.replace(sample_plans.plan(), precision="bf16")
+    found = compute_throughput(plan, ModelWork(1e9))
+    assert found.mfu is None and found.tflops_per_device is not None
+    assert found.notes == ("MFU is not known: cpu has no peak FLOP/s for bfloat16.",)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_flops_of_a_program(rows: int) -> None:
+    """Forward plus twice as many: 2 * 16 * 32 FLOPs of the head's product for each token."""
+    program = fxpart.compile(
+        Language(), "1x2xa100", batch_size=rows, loss=nn.functional.cross_entropy,
+        example_inputs=(torch.zeros(4, 5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
+    )  # fmt: skip
+    assert program.plan.batch_size == rows
+    assert program.work.flops == 3 * rows * 5 * 2 * 16 * 32
+    assert "tokens/s" in repr(program) and "MFU" in repr(program)
+    assert "MFU is not known" in repr(program.plan)
+
+
+def test_large_plans_have_short_summaries() -> None:
+    plan = sample_plans.plan(40, 3)
+    name = "x" * 500
+    text = summarize(
+        msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, name=name))
+    )
+    assert len(text.splitlines()) <= 20 and all(len(line) < 200 for line in text.splitlines())
