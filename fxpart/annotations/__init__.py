@@ -1,4 +1,4 @@
-"""Annotations: what a user says of a model's sharding, and its completed form as a file.
+"""Sharding annotations: requested placements of a model, and the completed result as a file.
 
 An annotation is a key and placements: ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``.
 See docs/parallelism.md.

@@ -1,4 +1,4 @@
-"""The completed annotations of a graph as text: to read, to edit and to give back."""
+"""Write the completed annotations of a graph as text that can be edited and loaded again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpart.sharding import Mesh, Placements, format_placements
 
 @dataclass(frozen=True)
 class _AnnotationLine:
-    """One entry of the file and where it came from."""
+    """One entry of the file and its origin."""
 
     key: str
     text: str
@@ -28,12 +28,12 @@ class _AnnotationLine:
 def dump_annotations(
     graph: fx.GraphModule, suffix: str = ".toml", without: Collection[str] = ()
 ) -> str:
-    """What is known of every parameter, input and op, as the text of a TOML or JSON file.
+    """Return the placements of every parameter, input and op as the text of a TOML or JSON file.
 
-    ``op:NAME`` says which factor each axis cuts, ``node:NAME`` how the result lies; open axes are
-    left out. Beside each stands where it came from (a comment, or the table ``origins``). Given
-    back to the pass ``annotate``, it leads to the same placements. without: names of nodes that
-    the captured graph does not have. FXP111 without a mesh.
+    ``op:NAME`` states the factor that each axis shards, ``node:NAME`` the placement of the result;
+    undecided axes are omitted. Each entry has its origin (as a comment, or in the table
+    ``origins``). Passing the file to the pass ``annotate`` gives the same placements. without:
+    names of nodes that the captured graph does not have. Raise FXP111 without a mesh.
     """
     mesh = mesh_of(graph)
     lines = [line for line in _lines(graph, mesh, without) if line.text]
@@ -51,9 +51,10 @@ def dump_annotations(
 
 
 def sharding_text(graph: fx.GraphModule) -> str:
-    """Every node that has a sharding, one a line: name, op, factors, placements; for golden files.
+    """Format every node with a sharding, one per line, for golden files.
 
-    Factors are per axis of the mesh: ``-`` for none, ``?`` while it is open.
+    A line has name, op, factors and placements. Factors are per mesh axis: ``-`` for none, ``?``
+    while undecided.
     """
     mesh = mesh_of(graph)
     rows = []
@@ -69,10 +70,10 @@ def sharding_text(graph: fx.GraphModule) -> str:
 
 
 def mesh_of(graph: fx.GraphModule) -> Mesh:
-    """The graph's mesh; FXP111 where it has none."""
+    """Return the graph's mesh; raise FXP111 without one."""
     mesh = graph.meta.get(MESH_KEY)
     if not isinstance(mesh, Mesh):
-        why = "it has no mesh: the pass `annotate` gives it one"
+        why = "it has no mesh, which the pass `annotate` sets"
         raise error("FXP111", where="the graph", why=why, fix="run the pass first")
     return mesh
 
@@ -80,7 +81,7 @@ def mesh_of(graph: fx.GraphModule) -> Mesh:
 def _lines(
     graph: fx.GraphModule, mesh: Mesh, without: Collection[str]
 ) -> Iterator[_AnnotationLine]:
-    """Entries in the order of the graph: of an op its factors, then its results."""
+    """Yield entries in graph order: factors of an op, then its results."""
     for node in graph.graph.nodes:
         if node.name in without:
             continue
@@ -110,13 +111,13 @@ def _line(key: str, placements: Placements, known: NodeSharding, mesh: Mesh) -> 
 
 
 def _origin(known: NodeSharding, mesh: Mesh) -> str:
-    """Per axis where it came from."""
+    """Return the origin of each axis."""
     pairs = zip(mesh.names, known.origins, strict=False)
     return "; ".join(f"{axis}: {origin}" for axis, origin in pairs if origin)
 
 
 def _op(node: fx.Node) -> str:
-    """``linear.default``, ``input``, or the name of a parameter or buffer."""
+    """Return ``linear.default``, ``input``, or the name of a parameter or buffer."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -129,7 +130,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _factors(known: NodeSharding) -> str:
-    """``b,-`` for an op of a mesh of two axes."""
+    """Return ``b,-`` for an op on a mesh of two axes."""
     return ",".join("?" if s is None else s or WHOLE for s in known.strategy)
 
 
@@ -141,10 +142,10 @@ def _shown(result: Placements, mesh: Mesh) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, which is one of JSON but for DEL."""
+    """Return a TOML basic string, which equals a JSON string except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _plain(text: str) -> str:
-    """Without what would end a comment."""
+    """Replace characters that would end a comment."""
     return "".join(c if c.isprintable() else " " for c in text)

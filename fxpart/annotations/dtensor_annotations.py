@@ -1,4 +1,4 @@
-"""DTensors in models and batches: whole tensors in their place, placements as annotations."""
+"""DTensors in models and batches: gather whole tensors, convert placements to annotations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def gather_model_dtensors(model: Model) -> Model:
-    """The model with whole parameters and buffers, and what its DTensors said as annotations.
+    """Return the model with whole tensors, and its DTensors' placements as annotations.
 
-    The model itself if it holds no DTensor; otherwise a copy that shares all other tensors. Whole
-    tensors are gathered over the DTensors' device mesh, so every process of it must call this.
-    FXP111, FXP112 for placements that cannot be annotations.
+    A model without DTensors is returned unchanged; otherwise the result is a copy that shares all
+    other tensors. Gathering uses the DTensors' device mesh, so every process of it must call this.
+    Raise FXP111 or FXP112 for placements that cannot be annotations.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -35,7 +35,7 @@ def gather_model_dtensors(model: Model) -> Model:
 
 
 def gather_batch_dtensors(batch: Any) -> Any:
-    """Tuples, lists and dicts with whole tensors in place of DTensors; all else as it is."""
+    """Return tuples, lists and dicts with DTensors gathered; everything else unchanged."""
     if isinstance(batch, distributed.DTensor):
         return batch.full_tensor()
     if isinstance(batch, dict):
@@ -48,12 +48,12 @@ def gather_batch_dtensors(batch: Any) -> Any:
 def annotations_of_batch(
     paths: Mapping[str, Sequence[str | int]], batch: Mapping[Any, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """``input:NAME`` entries of a batch's DTensors. paths: per input where it lies in the batch."""
+    """Return ``input:NAME`` entries of a batch's DTensors. paths: location of each input."""
     return annotations_of_inputs(list(paths), [_at(batch, path) for path in paths.values()])
 
 
 def _at(batch: Any, path: Sequence[str | int]) -> Any:
-    """A leaf of nested tuples, lists and dicts; None where there are others on the way."""
+    """Return a leaf of nested tuples, lists and dicts; None for other containers."""
     held: Any = batch
     for step in path:
         if type(held) not in (dict, tuple, list):
@@ -63,7 +63,7 @@ def _at(batch: Any, path: Sequence[str | int]) -> Any:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor put together, a parameter if it was one; other tensors themselves."""
+    """Gather a DTensor, as a Parameter if it was one; return other tensors unchanged."""
     if not isinstance(tensor, distributed.DTensor):
         return tensor
     found: torch.Tensor = tensor.full_tensor().detach()

@@ -1,7 +1,7 @@
-"""Keys and values of annotations as text, and what is wrong with them.
+"""Syntax of annotation keys and values, and its validation.
 
-A key is a pattern (``*``, ``?``, ``[...]`` as in fnmatch; ``*`` goes over dots) of names of
-parameters and buffers, or one of ``input:``, ``node:``, ``module:`` and ``op:`` before a pattern.
+A key is a pattern (``*``, ``?``, ``[...]`` as in fnmatch; ``*`` matches dots) of parameter and
+buffer names, or one of ``input:``, ``node:``, ``module:`` and ``op:`` before a pattern.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpart.sharding.placement import parse_placement
 
 KINDS = ("input", "node", "module", "op")
 STATE = "state"  # a key without a kind: a parameter or buffer
-WHOLE = "-"  # an op that an axis does not cut: "op:linear" = "tp:-"
+WHOLE = "-"  # an op that an axis does not shard: "op:linear" = "tp:-"
 FIX = 'write "layers.*.up.weight", "input:x", "node:linear_1", "module:layers.0.mlp" = "tp:S(0)"'
 
 _AXIS = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -27,23 +27,23 @@ _FACTOR = re.compile(r"(-|\+\d{1,3}|[A-Za-z_]\w*(/\d{1,9})?)\Z")
 
 @dataclass(frozen=True)
 class AnnotationKey:
-    """A key taken apart. kind: "state" or one of KINDS. pattern: what names must match."""
+    """A parsed key. kind: "state" or one of KINDS. pattern: the name pattern."""
 
     kind: str
     pattern: str
 
     @classmethod
     def parse(cls, text: str) -> AnnotationKey:
-        """Any text is a key: without a known kind it is a pattern of state names."""
+        """Parse any text; without a known kind it is a pattern of state names."""
         kind, colon, rest = text.partition(":")
         return cls(kind, rest) if colon and kind in KINDS else cls(STATE, text)
 
     def matches(self, name: str) -> bool:
-        """Whether a name fits the pattern, or is it (names may have brackets)."""
+        """Return whether a name matches the pattern or equals it (names may have brackets)."""
         return name == self.pattern or _compiled(self.pattern).match(name) is not None
 
     def select(self, names: Iterable[str]) -> list[str]:
-        """The names that fit, in their order."""
+        """Return the matching names, in order."""
         if not any(mark in self.pattern for mark in "*?["):
             return [self.pattern] if self.pattern in names else []
         return [name for name in names if self.matches(name)]
@@ -55,7 +55,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def read_placements(text: str) -> dict[str, Placement]:
-    """``"dp:S(0),tp:R"`` by axis, whatever the mesh; ``?`` is open and left out. FXP109."""
+    """Parse ``"dp:S(0),tp:R"`` by axis, for any mesh; ``?`` is omitted. Raise FXP109."""
     found: dict[str, Placement] = {}
     for axis, word in _pairs(text, "placements", "dp:S(0),tp:R"):
         placement = parse_placement(word)
@@ -65,21 +65,24 @@ def read_placements(text: str) -> dict[str, Placement]:
 
 
 def read_strategies(text: str) -> dict[str, str]:
-    """``"dp:b,tp:-"`` of an op by axis: a factor, ``-`` (given back as "") or ``+0``. FXP109."""
+    """Parse an op's ``"dp:b,tp:-"`` by axis: a factor, ``-`` (returned as "") or ``+0``.
+
+    Raise FXP109 for invalid text.
+    """
     found: dict[str, str] = {}
     for axis, word in _pairs(text, "factors", "dp:b,tp:-"):
         if word == "?":
             continue
         if not _FACTOR.match(word):
             raise FxpartError(
-                Problem("FXP109", f"factor {word[:40]!r}", "it is no factor", f"write {WHOLE!r}")
+                Problem("FXP109", f"factor {word[:40]!r}", "it is not a factor", f"write {WHOLE!r}")
             )
         found[axis] = "" if word == WHOLE else word
     return found
 
 
 def _pairs(text: str, what: str, example: str) -> list[tuple[str, str]]:
-    """Axes and words; FXP109 for an axis that is no name or stands twice."""
+    """Return axes and words; raise FXP109 for an invalid or repeated axis."""
     pairs: list[tuple[str, str]] = []
     for part in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", text))):
         axis, colon, word = (p.strip() for p in part.partition(":"))
@@ -93,17 +96,17 @@ def _pairs(text: str, what: str, example: str) -> list[tuple[str, str]]:
 
 
 def text_problems(entries: Mapping[str, str]) -> list[Problem]:
-    """Everything that is wrong with keys and values as text."""
+    """Return all syntax problems of keys and values."""
     problems: list[Problem] = []
     for key, text in entries.items():
         where = f"annotation {str(key)[:80]!r}"
         if not isinstance(key, str) or not isinstance(text, str):
-            why = f"a key and its placements are text, not {type(text).__name__}"
+            why = f"a key and its placements must be text, not {type(text).__name__}"
             problems.append(Problem("FXP111", where, why, FIX))
             continue
         parsed = AnnotationKey.parse(key)
         if not parsed.pattern:
-            problems.append(Problem("FXP111", where, "it names nothing", FIX))
+            problems.append(Problem("FXP111", where, "the key is empty", FIX))
         try:
             empty = not _read(parsed, text) and not text.strip()
         except FxpartError as cause:
@@ -116,12 +119,12 @@ def text_problems(entries: Mapping[str, str]) -> list[Problem]:
 
 
 def _read(key: AnnotationKey, text: str) -> Mapping[str, Placement | str]:
-    """By axis: factors of an op, placements of all else."""
+    """Parse values by axis: factors of an op, placements of everything else."""
     return read_strategies(text) if key.kind == "op" else read_placements(text)
 
 
 def merge_annotations(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:
-    """Old entries and new ones; axes of one key come together. FXP112 where they contradict."""
+    """Merge old and new entries by key and axis; raise FXP112 for contradictions."""
     result = dict(old)
     problems: list[Problem] = []
     for key, text in new.items():
@@ -132,9 +135,9 @@ def merge_annotations(old: Mapping[str, str], new: Mapping[str, str]) -> dict[st
         had, given = _read(parsed, result[key]), _read(parsed, text)
         for axis in sorted(had.keys() & given.keys()):
             if had[axis] != given[axis]:
-                why = f"{axis}:{had[axis] or WHOLE} before, {axis}:{given[axis] or WHOLE} now"
+                why = f"{axis}:{had[axis] or WHOLE} before, but {axis}:{given[axis] or WHOLE} now"
                 problems.append(
-                    Problem("FXP112", f"annotation {key!r}", why, "keep one of the two")
+                    Problem("FXP112", f"annotation {key!r}", why, "remove one of the two")
                 )
         both = {**had, **given}
         result[key] = ",".join(f"{axis}:{placed or WHOLE}" for axis, placed in both.items())

@@ -1,4 +1,4 @@
-"""Annotations in a file: TOML or JSON, independent of the model's source."""
+"""Annotation files: TOML or JSON, independent of the model's source."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FIELDS = ("format", "mesh", "annotations", "origins")
 
 
 def load_annotations(path: str | Path) -> dict[str, str]:
-    """The annotations of a ``.toml`` or ``.json`` file, key -> placements; FXP111 lists all faults.
+    """Load the annotations of a ``.toml`` or ``.json`` file as key -> placements.
 
-    The file has a table ``annotations``; ``mesh`` ("dp=2,tp=2") may stand beside it, then every
-    axis must be one of its axes.
+    The file has a table ``annotations`` and optionally ``mesh`` ("dp=2,tp=2"), which must contain
+    every axis. Raise FXP111 with all problems.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
@@ -37,7 +37,7 @@ def load_annotations(path: str | Path) -> dict[str, str]:
 
 
 def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text") -> dict[str, str]:
-    """As :func:`load_annotations`, from the text itself."""
+    """Parse the text of an annotation file; see :func:`load_annotations`."""
     try:
         held: Any = toml(data) if suffix == ".toml" else from_json(data)
     except (ValueError, RecursionError) as cause:
@@ -63,7 +63,7 @@ def parse_annotations(data: str, suffix: str = ".toml", where: str = "the text")
 
 
 def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Problem]:
-    """A mesh that is none, and axes that it lacks."""
+    """Return problems of an invalid mesh, and of axes that it lacks."""
     try:
         names = Mesh.parse(mesh if isinstance(mesh, str) else quoted(mesh)).names
     except FxpartError as cause:
@@ -73,9 +73,11 @@ def _axis_problems(mesh: Any, entries: dict[str, str], where: str) -> list[Probl
         axes = (read_strategies if AnnotationKey.parse(key).kind == "op" else read_placements)(text)
         for axis in axes:
             if axis not in names:
-                why = f"the mesh has {', '.join(names) or 'no axes'}, not {quoted(axis)}"
+                why = f"the mesh has no axis {quoted(axis)}, only {', '.join(names) or 'none'}"
                 found.append(
-                    Problem("FXP111", f"annotation {quoted(key)}", why, "use one of its axes")
+                    Problem(
+                        "FXP111", f"annotation {quoted(key)}", why, "use one of the mesh's axes"
+                    )
                 )
     return found
 

@@ -1,4 +1,4 @@
-"""The tensors of a graph: which node makes each, and which of its results it is."""
+"""Tensors of a graph: the node that computes each, and its result index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fxpart.compiler.tensor_sizes import tensors
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes one item of a tuple or list that an op gave."""
+    """Return whether a node takes one item of a tuple or list."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def find_producer(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node that makes a tensor and which of its results it is: items belong to their op."""
+    """Return the node that computes a tensor and its result index; items belong to their op."""
     index = 0
     while is_item(node):
         parent, item = node.args
@@ -34,12 +34,12 @@ def find_producer(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def list_result_tensors(node: fx.Node) -> Sequence[torch.Tensor]:
-    """The tensors that a node gives, in order; none for sizes, the random key and items."""
+    """Return a node's tensors, in order; none for sizes, the random key and items."""
     if node.op == "output" or is_item(node) or node.name == RNG_KEY:
         return ()
     return tensors(node.meta.get("val"))
 
 
 def sharding(node: fx.Node) -> NodeSharding | None:
-    """The node's sharding, if it has one."""
+    """Return the node's sharding, if it has one."""
     return annotation(node).sharding

@@ -1,4 +1,4 @@
-"""Annotations on a module, and those that DTensors carry."""
+"""Annotations on a module, including those of its DTensors."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ ATTRIBUTE = "_fxpart_annotations"
 
 
 def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model:
-    """Say how parts of ``model`` are sharded; ``fxpart.compile`` finds it there. Gives it back.
+    """Annotate how parts of ``model`` are sharded for ``fxpart.compile``; return the model.
 
-    annotations: key -> placements, ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``,
-    or the path of a TOML or JSON file of them. Keys are name patterns of parameters and buffers
-    (fnmatch), ``input:NAME``, ``node:NAME`` (of the captured graph), ``module:PATH`` (what the
-    module returns) and ``op:NAME`` (the factor that is cut). Axes that are not named stay open.
-    A second call adds. FXP111 lists all that is wrong, FXP112 what contradicts.
+    annotations: key -> placements, ``{"layers.*.up.weight": "tp:S(0)", "input:x": "dp:S(0)"}``, or
+    the path of a TOML or JSON file. Keys are name patterns of parameters and buffers (fnmatch),
+    ``input:NAME``, ``node:NAME`` (of the captured graph), ``module:PATH`` (the module's result) and
+    ``op:NAME`` (the sharded factor). Axes without an entry are undecided. A second call adds
+    annotations. Raise FXP111 with all problems, FXP112 with all contradictions.
     """
     if not isinstance(model, nn.Module):
-        why = f"it is a {type(model).__name__}"
-        raise error("FXP111", where="annotate(model, ...)", why=why, fix="give a torch.nn.Module")
+        why = f"it is a {type(model).__name__}, not a module"
+        raise error("FXP111", where="annotate(model, ...)", why=why, fix="pass a torch.nn.Module")
     given = load_annotations(annotations) if isinstance(annotations, (str, Path)) else annotations
     plain = unwrapped(model)
     with unwrap_compiled(plain):
@@ -56,7 +56,7 @@ def annotate(model: Model, annotations: Mapping[str, str] | str | Path) -> Model
 
 
 def annotations_of(model: nn.Module) -> dict[str, str]:
-    """What :func:`annotate` was told and what DTensor parameters say; FXP111, FXP112."""
+    """Return the annotations of a model and its DTensor parameters; raise FXP111, FXP112."""
     plain = unwrapped(model)
     own: dict[str, str] = getattr(plain, ATTRIBUTE, {})
     with unwrap_compiled(plain):
@@ -77,7 +77,7 @@ def annotations_of(model: nn.Module) -> dict[str, str]:
 
 
 def annotations_of_inputs(names: Sequence[str], tensors: Sequence[object]) -> dict[str, str]:
-    """``input:NAME`` entries of the inputs that are DTensors."""
+    """Return ``input:NAME`` entries of the inputs that are DTensors."""
     return {
         f"input:{name}": _of_dtensor(tensor, f"input:{name}")
         for name, tensor in zip(names, tensors, strict=True)
@@ -86,7 +86,7 @@ def annotations_of_inputs(names: Sequence[str], tensors: Sequence[object]) -> di
 
 
 def contradictions(entries: Mapping[str, str], names: Sequence[str]) -> list[Problem]:
-    """Parameters and buffers that two keys place differently along one axis."""
+    """Return problems for state that two keys place differently on one axis."""
     said: dict[tuple[str, str], tuple[Placement, str]] = {}
     problems: list[Problem] = []
     known = dict.fromkeys(names)
@@ -98,21 +98,23 @@ def contradictions(entries: Mapping[str, str], names: Sequence[str]) -> list[Pro
             for name in key.select(known):
                 before, by = said.setdefault((name, axis), (placement, text))
                 if before != placement:
-                    why = f"{by!r} says {axis}:{before}, {text!r} says {axis}:{placement}"
-                    problems.append(Problem("FXP112", name, why, "keep one of the two"))
+                    why = (
+                        f"{by!r} requests {axis}:{before}, but {text!r} requests {axis}:{placement}"
+                    )
+                    problems.append(Problem("FXP112", name, why, "remove one of the two"))
     return problems
 
 
 def _state_names(model: nn.Module) -> list[str]:
-    """Every name of every parameter and buffer."""
+    """Return every name of every parameter and buffer."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [n for n, _ in (*parameters, *model.named_buffers(remove_duplicate=False))]
 
 
 def _misfits(model: nn.Module, text: str, placements: str) -> list[Problem]:
-    """A key that names nothing in the module, or dims that its tensors lack.
+    """Return problems for a key that matches nothing in the module, or dims that tensors lack.
 
-    Inputs and nodes are known after the capture only, sizes of axes with the mesh.
+    Inputs and nodes are only known after capture, axis sizes only with the mesh.
     """
     key = AnnotationKey.parse(text)
     where = f"annotation {text!r}"
@@ -142,9 +144,9 @@ def _misfits(model: nn.Module, text: str, placements: str) -> list[Problem]:
 def explain_invalid_placement(
     placement: Placement, shape: Sequence[int | torch.SymInt], parts: int, *, state: bool
 ) -> str:
-    """Why a tensor of this shape cannot lie so along an axis of ``parts``; "" if it can.
+    """Return why a tensor of this shape cannot have a placement on an axis; "" if it can.
 
-    A symbolic size is taken to divide: the runtime sees to the batch.
+    Symbolic sizes are assumed to divide; the runtime checks the batch.
     """
     if placement == PARTIAL:
         return "parameters, buffers and inputs are not sums" if state else ""
@@ -165,7 +167,7 @@ def explain_invalid_placement(
 
 
 def _of_dtensor(tensor: distributed.DTensor, name: str) -> str:
-    """The placements of a DTensor as text; FXP111 for what fxpart does not know."""
+    """Return the placements of a DTensor as text; raise FXP111 for unsupported ones."""
     names = tensor.device_mesh.mesh_dim_names
     where, fix = f"the DTensor {name}", "use Shard(dim) and Replicate() on a mesh with named dims"
     if names is None:

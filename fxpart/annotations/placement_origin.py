@@ -1,4 +1,4 @@
-"""Where a placement came from, in words that a person and a program can follow."""
+"""Origins of placements, as text that can be parsed."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ _LONGEST = 1000  # ops that `why` lists
 
 
 def make_annotation_origin(key: str) -> str:
-    """The origin of what an annotation says itself."""
+    """Return the origin of a placement that an annotation states directly."""
     return f"annotation '{key}'"
 
 
 def extend_origin(origin: str, node: str) -> str:
-    """The origin of what follows from ``origin`` by way of a node."""
+    """Return the origin of a placement derived from ``origin`` through a node."""
     return f"'{key_of(origin)}' through {node}"
 
 
 def key_of(origin: str) -> str:
-    """The annotation that an origin goes back to; the origin itself where there is none."""
+    """Return the annotation of an origin; the origin itself if there is none."""
     found = _ANNOTATED.match(origin) or _THROUGH.match(origin)
     return found["key"] if found else origin
 
 
 def is_annotated(origin: str) -> bool:
-    """Whether an annotation says it itself."""
+    """Return whether the origin is an annotation itself."""
     return _ANNOTATED.match(origin) is not None
 
 
 def why(graph: fx.GraphModule, node_name: str) -> str:
-    """How a node is sharded and why: per axis the annotation and the ops it came through.
+    """Explain how a node is sharded and why: the annotation and the ops in between, per axis.
 
-    FXP111 for a name that the graph lacks, or a graph without a mesh.
+    Raise FXP111 for an unknown name or a graph without a mesh.
     """
     nodes = {node.name: node for node in graph.graph.nodes}
     mesh = graph.meta.get(MESH_KEY)
-    fix = "give the name of a node of a graph after the pass `propagate`"
+    fix = "pass the name of a node of a graph after the pass `propagate`"
     if node_name not in nodes or not isinstance(mesh, Mesh):
         reason = "the graph has no mesh" if mesh is None else "the graph has no such node"
         raise error("FXP111", where=f"node {node_name[:80]!r}", why=reason, fix=fix)
@@ -71,7 +71,7 @@ def _origin(origins: tuple[str, ...], axis: int) -> str:
 
 
 def _steps(nodes: dict[str, fx.Node], node: fx.Node, axis: int) -> list[str]:
-    """The nodes between the annotation and this one, nearest first."""
+    """Return the nodes between the annotation and this one, nearest first."""
     path: list[str] = []
     seen = {node}
     while len(path) < _LONGEST:

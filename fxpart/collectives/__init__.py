@@ -1,4 +1,4 @@
-"""Talk between the lanes of a stage: collectives with gradients, and ops whose cut needs them."""
+"""Collectives with gradients between the mesh ranks of a stage, and ops that need them."""
 
 from __future__ import annotations
 

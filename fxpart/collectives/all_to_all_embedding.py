@@ -1,9 +1,9 @@
-"""Tables cut by rows over the very lanes that cut the batch: ids go to the rows, rows come back.
+"""Row-sharded embedding tables on batch axes: ids are sent to the rows' ranks, rows return.
 
-Every lane sends each of its ids to the lane that holds the row and gets the row (GShard's dispatch,
-as recommenders deal out their tables: Naumov et al., DLRM, 2019, section 4). Gradients go the way
-back, one row for each id, and stand with the table's lane in the order of lanes: what it sums for a
-row it sums in the order of the whole batch. Only rows that were asked for travel.
+Every rank sends each of its ids to the rank that stores the row and receives the row (GShard's
+dispatch, as recommender systems shard their tables: Naumov et al., DLRM, 2019, section 4).
+Gradients take the reverse path, one row per id, in rank order, so sums have the order of the whole
+batch. Only requested rows are sent.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def embedding_sent(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """``aten.embedding`` of this lane's indices in a table of ``size`` rows, cut over the axes.
+    """Run ``aten.embedding`` on this rank's indices, with a table of ``size`` rows on the axes.
 
-    FXP108 for gradients scaled by how often a row was asked for.
+    Raise FXP108 for gradients scaled by index frequency.
     """
     _refuse("embedding_sent", scale_grad_by_freq)
     if mesh.fake:
@@ -53,9 +53,9 @@ def embedding_bag_sent(
     include_last_offset: bool = False,
     padding_idx: int | None = _NONE,
 ) -> Bags:
-    """``aten.embedding_bag`` of this lane's bags; offsets count from its first index on.
+    """Run ``aten.embedding_bag`` on this rank's bags; offsets are relative to its first index.
 
-    Rows travel, not sums of bags: a bag is then summed in the order of one process.
+    Rows are sent, not bag sums, so that a bag is summed in the order of a single process.
     """
     _refuse("embedding_bag_sent", scale_grad_by_freq)
     offsets = offsets - offsets[:1]
@@ -93,7 +93,7 @@ def _rows(
     sparse: bool,
     own: int,
 ) -> tuple[torch.Tensor, int]:
-    """The rows of ids [n], wherever they are: [n, width]; the sum of ``own`` of earlier lanes."""
+    """Return the rows of ids [n] as [n, width], and the sum of ``own`` over earlier ranks."""
     held = [(int(first), int(count)) for first, count in spans(mesh, axes, size)]
     start, length = held[mesh.place(axes)]
     ends = torch.tensor([first + count for first, count in held], device=ids.device)
@@ -114,5 +114,5 @@ def _rows(
 
 
 def _assumed(weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """A result's shape, where nobody knows the ids."""
+    """Return a result of the right shape if the ids are unknown."""
     return _ATEN.embedding.default(weight, indices)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Collectives over many tensors at once: packed into flat buckets, started early, waited for late.
+"""Collectives over many tensors: packed into flat buckets, started early, awaited late.
 
-For gradients and for optimizer state that is cut over an axis. Tensors of one dtype and device
-share buckets of about 25 MiB, in the order given (that of PyTorch's data-parallel buckets).
+For gradients and sharded optimizer state. Tensors of one dtype and device share buckets of about 25
+MiB, in the given order (like PyTorch's data-parallel buckets).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ BUCKET = 25 << 20  # bytes
 
 
 class BucketedCollective:
-    """Collectives over many tensors under way; the inputs may not change until ``wait`` is done."""
+    """Collectives over many tensors in progress; inputs must not change until ``wait`` returns."""
 
     def __init__(self, steps: Sequence[Callable[[], None]], results: list[torch.Tensor]) -> None:
-        """steps: what finishes each bucket and fills the results."""
+        """steps: functions that finish each bucket and fill the results."""
         self._steps = list(steps)
         self._results = results
 
     def wait(self) -> list[torch.Tensor]:
-        """The results, in the order of the inputs; TransferTimeoutError, PeerLostError."""
+        """Return the results in input order; raise TransferTimeoutError or PeerLostError."""
         with torch.no_grad():
             while self._steps:
                 self._steps.pop(0)()
@@ -36,7 +36,7 @@ class BucketedCollective:
 def start_sum(
     mesh: Communicator, tensors: Sequence[torch.Tensor], axes: Axis, *, bucket: int = BUCKET
 ) -> BucketedCollective:
-    """Sum every tensor over the lanes of the axes, in place: the results are the tensors."""
+    """Start an in-place sum of every tensor over the axes; the results are the tensors."""
     results = list(tensors)
     if mesh.size(axes) == 1:
         return BucketedCollective([], results)
@@ -54,10 +54,10 @@ def start_reduce_scatter(
     dims: Sequence[int] | None = None,
     bucket: int = BUCKET,
 ) -> BucketedCollective:
-    """Sum every tensor over the axis; the results are this lane's pieces of them, new tensors.
+    """Start a sum of every tensor over the axis; the results are this rank's shards.
 
-    dims: per tensor, which one has at least one dim, the dim that is cut (the first by default).
-    The tensors themselves are not kept: they are packed when this returns.
+    dims: per tensor, the sharded dim (the first by default); each tensor has at least one dim. The
+    inputs are packed before this returns.
     """
     cuts = [0] * len(tensors) if dims is None else list(dims)
     if mesh.size(axis) == 1:
@@ -81,9 +81,9 @@ def start_all_gather(
     dims: Sequence[int] | None = None,
     bucket: int = BUCKET,
 ) -> BucketedCollective:
-    """Fill each tensor of ``into`` with the pieces of all lanes; the results are those tensors.
+    """Start filling each tensor of ``into`` with the shards of all ranks; these are the results.
 
-    dims: per tensor the dim that is cut (the first by default).
+    dims: per tensor, the sharded dim (the first by default).
     """
     cuts = [0] * len(pieces) if dims is None else list(dims)
     results = list(into)
@@ -101,7 +101,7 @@ def start_all_gather(
 
 
 def bucketed(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
-    """Positions that share a bucket; by order, dtype and device, so the same on every rank.
+    """Return the positions that share a bucket; by order, dtype and device, equal on all ranks.
 
     limit: bytes of a bucket, unless it is one larger tensor.
     """
@@ -120,7 +120,7 @@ def bucketed(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
 def _totals(
     tensors: list[torch.Tensor], cuts: list[int], sizes: list[list[Size]], parts: int
 ) -> list[Size]:
-    """Per lane the elements of its pieces of all tensors."""
+    """Return, per rank, the elements of its shards of all tensors."""
     found: list[Size] = [0] * parts
     for tensor, dim, size in zip(tensors, cuts, sizes, strict=True):
         each = tensor.numel() // max(tensor.shape[dim], 1)
@@ -129,7 +129,7 @@ def _totals(
 
 
 def _sum_bucket(mesh: Communicator, tensors: list[torch.Tensor], axes: Axis) -> Callable[[], None]:
-    """Start one bucket; a tensor alone in its bucket needs no packing."""
+    """Start one bucket; a single tensor needs no packing."""
     alone = len(tensors) == 1
     flat = tensors[0].detach() if alone else torch.cat([t.detach().reshape(-1) for t in tensors])
     handle = mesh.start_all_reduce(flat, axes, reuse=True)
@@ -154,7 +154,7 @@ def _scatter_bucket(
     cuts: list[int],
     axis: Axis,
 ) -> Callable[[], None]:
-    """Start one bucket: lane after lane, and for each lane its pieces of all tensors."""
+    """Start one bucket, packed by rank and then by tensor."""
     parts, place = mesh.size(axis), mesh.place(axis)
     tensors = [given[i].detach() for i in group]
     cut = [cuts[i] for i in group]
@@ -191,7 +191,7 @@ def _gather_bucket(
     cuts: list[int],
     axis: Axis,
 ) -> Callable[[], None]:
-    """Start one bucket: this lane's pieces of all tensors, one after another."""
+    """Start one bucket with this rank's shards of all tensors."""
     parts = mesh.size(axis)
     targets = [wholes[i].detach() for i in group]
     cut = [cuts[i] for i in group]

@@ -1,8 +1,7 @@
-"""What a lane needs to talk to the other lanes of its stage, and the part that is the same for all.
+"""Communicator of a mesh rank: collectives with the other mesh ranks of its stage.
 
-A communicator moves plain tensors; gradients are the business of
-:mod:`fxpart.collectives.differentiable_ops`. All lanes of a group must start the same transfers in
-the same order.
+A communicator moves plain tensors; :mod:`fxpart.collectives.differentiable_ops` adds gradients. All
+ranks of a group must start the same transfers in the same order.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Size: TypeAlias = int | torch.SymInt
 
 
 class CollectiveHandle(Protocol):
-    """A transfer under way."""
+    """A transfer in progress."""
 
     def wait(self) -> torch.Tensor:
-        """Its result; TransferTimeoutError, PeerLostError."""
+        """Return the result; raise TransferTimeoutError or PeerLostError."""
 
 
 Start: TypeAlias = Callable[..., CollectiveHandle]
@@ -38,41 +37,41 @@ _STARTS = {
 
 @dataclass(frozen=True, slots=True)
 class CompletedCollective:
-    """A transfer that is complete."""
+    """A completed transfer."""
 
     result: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """The result."""
+        """Return the result."""
         return self.result
 
 
 @dataclass
 class CommunicationCounts:
-    """Calls and bytes by (kind, axes joined with a comma), as this lane saw them.
+    """Calls and bytes by (kind, axes joined with a comma), as seen by this rank.
 
-    kind: all_reduce, all_gather, reduce_scatter or all_to_all. bytes: of the tensor that the
-    collective is about: what is reduced, the whole that is gathered or scattered, what is sent in
-    an all-to-all. That is how Megatron-LM and nccl-tests give sizes. Axes of one lane count not.
+    kind: all_reduce, all_gather, reduce_scatter or all_to_all. bytes: size of the reduced tensor,
+    of the whole gathered or scattered tensor, or of the data sent in an all-to-all, like in
+    Megatron-LM and nccl-tests. Axes of size 1 are not counted.
     """
 
     calls: dict[tuple[str, str], Size] = field(default_factory=dict)
     bytes: dict[tuple[str, str], Size] = field(default_factory=dict)
 
     def note(self, kind: str, axis: Axis, size: Size) -> None:
-        """One more call of so many bytes."""
+        """Count one call and its bytes."""
         key = kind, axis if isinstance(axis, str) else ",".join(axis)
         self.calls[key] = self.calls.get(key, 0) + 1
         self.bytes[key] = self.bytes.get(key, 0) + size
 
     def clear(self) -> None:
-        """Start again at nothing."""
+        """Reset all counts."""
         self.calls.clear()
         self.bytes.clear()
 
 
 def members(mesh: Mesh, lane: int, axis: Axis) -> tuple[int, ...]:
-    """The lanes that differ from ``lane`` on the axes alone, itself included, ascending."""
+    """Return the mesh ranks that differ from ``lane`` only on the axes, itself included, ascending."""
     free = {mesh.index(name) for name in ((axis,) if isinstance(axis, str) else axis)}
     here = mesh.coordinate(lane)
     ranges = [
@@ -83,26 +82,25 @@ def members(mesh: Mesh, lane: int, axis: Axis) -> tuple[int, ...]:
 
 
 class Communicator(ABC):
-    """One lane's end. The four collectives take and give tensors; ``start_`` forms do not wait.
+    """One mesh rank's communicator. The ``start_`` forms of the collectives do not wait.
 
-    A backend gives ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat, contiguous
-    tensors. An input may not change between a start and the end of its wait.
-
-    mesh, lane: who this is. counts: see :class:`CommunicationCounts`. fake: there are no other
-    lanes, only shapes matter.
+    A backend implements ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat,
+    contiguous tensors. An input must not change between a start and the end of its wait. mesh,
+    lane: the mesh and this mesh rank. counts: see :class:`CommunicationCounts`. fake: there are no
+    other ranks, and only shapes matter.
     """
 
     fake = False
 
     def __init__(self, mesh: Mesh, lane: int) -> None:
-        """lane: this rank's place in the mesh."""
+        """lane: this rank's position in the mesh."""
         self.mesh = mesh
         self.lane = lane
         self.counts = CommunicationCounts()
         self._known: dict[Axis, tuple[int, int, tuple[int, ...]]] = {}
 
     def group(self, axis: Axis) -> tuple[int, int, tuple[int, ...]]:
-        """This lane's place in the group of the axes, the group's size, its lanes in order."""
+        """Return this rank's position in the group of the axes, the group's size and its ranks."""
         found = self._known.get(axis)
         if found is None:
             lanes = members(self.mesh, self.lane, axis)
@@ -110,19 +108,19 @@ class Communicator(ABC):
         return found
 
     def place(self, axis: Axis) -> int:
-        """This lane's place along the axis, or in the group of several."""
+        """Return this rank's position along the axis, or in the group of several axes."""
         return self.group(axis)[0]
 
     def size(self, axis: Axis) -> int:
-        """How many lanes the axis has, or the group of several."""
+        """Return the size of the axis, or of the group of several axes."""
         return self.group(axis)[1]
 
     def start_all_reduce(
         self, tensor: torch.Tensor, axis: Axis, op: str = "sum", *, reuse: bool = False
     ) -> CollectiveHandle:
-        """Sum ("sum") or take the largest ("max") of every lane's tensor of this shape.
+        """Start a sum ("sum") or maximum ("max") of every rank's tensor of this shape.
 
-        reuse: the result may take the tensor's place.
+        reuse: the result may overwrite the tensor.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
@@ -134,9 +132,9 @@ class Communicator(ABC):
     def start_all_gather(
         self, tensor: torch.Tensor, axis: Axis, counts: Sequence[Size] | None = None
     ) -> CollectiveHandle:
-        """Every lane's elements one after another, 1-D, in order of place.
+        """Start gathering every rank's elements, 1-D, in rank order.
 
-        counts: how many each lane gives; None where that is the same for all.
+        counts: elements of each rank; None if equal.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
@@ -148,7 +146,7 @@ class Communicator(ABC):
     def start_reduce_scatter(
         self, flat: torch.Tensor, axis: Axis, counts: Sequence[Size]
     ) -> CollectiveHandle:
-        """Sum every lane's 1-D tensor; this lane gets its own part, 1-D. counts: of the parts."""
+        """Start a sum of 1-D tensors; this rank gets its own part. counts: sizes of the parts."""
         _, size, lanes = self.group(axis)
         if size == 1:
             return CompletedCollective(flat)
@@ -158,9 +156,9 @@ class Communicator(ABC):
     def start_all_to_all(
         self, flat: torch.Tensor, axis: Axis, give: Sequence[Size], get: Sequence[Size]
     ) -> CollectiveHandle:
-        """Send the parts of a 1-D tensor, one to each lane; the received parts, 1-D, in order.
+        """Start sending parts of a 1-D tensor, one to each rank; the result has the received parts.
 
-        give: elements of each part. get: elements that each lane sends here.
+        give: elements of each sent part. get: elements received from each rank.
         """
         _, size, lanes = self.group(axis)
         if size == 1:
@@ -169,7 +167,7 @@ class Communicator(ABC):
         return self._exchange(flat.contiguous(), lanes, list(give), list(get))
 
     def watch(self, around: Callable[[str, Start], Start] | None) -> None:
-        """Start transfers by what ``around(kind, start)`` makes of a kind's start; None: as ever.
+        """Wrap the start of each kind of transfer by ``around(kind, start)``; None removes it.
 
         The kinds are those of :class:`CommunicationCounts`.
         """
@@ -179,19 +177,19 @@ class Communicator(ABC):
                 vars(self)[name] = around(kind, getattr(self, name))
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-        """A new tensor: the sum ("sum") or the largest ("max") over the lanes of the axis."""
+        """Return a new tensor: the sum ("sum") or maximum ("max") over the axis."""
         return self.start_all_reduce(tensor, axis, op).wait()
 
     def all_gather(
         self, tensor: torch.Tensor, axis: Axis, shapes: Sequence[Sequence[Size]] | None = None
     ) -> list[torch.Tensor]:
-        """Every lane's tensor, in order of place. shapes: theirs; None: all like this one."""
+        """Return every rank's tensor, in rank order. shapes: of each; None if all are equal."""
         shapes = [tuple(tensor.shape)] * self.size(axis) if shapes is None else shapes
         counts = [_count(shape) for shape in shapes]
         return _split(self.start_all_gather(tensor, axis, counts).wait(), shapes, counts)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor], axis: Axis) -> torch.Tensor:
-        """The sum of what all lanes give as this lane's piece; piece i has one shape everywhere."""
+        """Return the sum of this rank's piece over all ranks; piece i has one shape on all ranks."""
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         counts = [piece.numel() for piece in pieces]
         mine = self.start_reduce_scatter(flat, axis, counts).wait()
@@ -203,9 +201,9 @@ class Communicator(ABC):
         axis: Axis,
         shapes: Sequence[Sequence[Size]] | None = None,
     ) -> list[torch.Tensor]:
-        """Piece i goes to lane i; what the lanes send here, in order.
+        """Send piece i to rank i; return the received pieces in order.
 
-        shapes: of what comes; None: as this lane's own piece.
+        shapes: of the received pieces; None for the shape of this rank's own piece.
         """
         if shapes is None:
             shapes = [tuple(pieces[self.place(axis)].shape)] * len(pieces)
@@ -218,25 +216,25 @@ class Communicator(ABC):
     def _reduce(
         self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
     ) -> CollectiveHandle:
-        """The sum or maximum over the lanes; reuse: ``tensor`` may hold it."""
+        """Start the sum or maximum over the ranks; reuse: the result may overwrite ``tensor``."""
 
     @abstractmethod
     def _gather(
         self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
-        """All lanes' flat pieces, one after another; counts: elements of each."""
+        """Start gathering all ranks' flat pieces; counts: elements of each."""
 
     @abstractmethod
     def _scatter(
         self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
-        """This lane's piece of the sum; counts: elements of each lane's."""
+        """Start reducing to this rank's piece of the sum; counts: elements of each rank's piece."""
 
     @abstractmethod
     def _exchange(
         self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> CollectiveHandle:
-        """Pieces given and got, flat; give, get: elements by lane."""
+        """Start exchanging flat pieces; give, get: elements by rank."""
 
 
 def _count(shape: Sequence[Size]) -> Size:

@@ -1,10 +1,9 @@
 """Differentiable changes of placement along one axis: the collective ops of a local graph.
 
-In a graph the communicator is not among a node's arguments; what runs it puts it first. ``R``,
-``S`` and ``P`` below are the placements along the axis. ``gradient`` says what the users of the
-RESULT leave as its gradient: "R", the whole of it on every rank, or "P", a sum to be made. A tensor
-without a gradient (not floating, or none wanted) goes the same way. On an axis of one rank every op
-is the identity. No op may be differentiated twice.
+The communicator is not part of a node's arguments; the caller passes it first. ``R``, ``S`` and
+``P`` are the placements along the axis. ``gradient`` is the placement of the RESULT's gradient:
+"R", replicated, or "P", partial. Tensors without a gradient are handled alike. On an axis of size 1
+every op is the identity. No op may be differentiated twice.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from fxpart.collectives.communicator import Communicator, Size
 
 
 def _tracked(x: torch.Tensor) -> bool:
-    """Whether autograd follows this call."""
+    """Return whether autograd records this call."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def slice_shard(
     mesh: Communicator, x: torch.Tensor, axis: str, dim: int, outer: int = 1, gradient: str = "R"
 ) -> torch.Tensor:
-    """R -> S(dim, outer): this rank's piece. Backward: an all-gather, or ("P") zeros around it."""
+    """R -> S(dim, outer): this rank's shard. Backward: an all-gather, or ("P") zero padding."""
     if mesh.size(axis) == 1:
         return x
     if not _tracked(x):
@@ -44,7 +43,7 @@ def all_gather(
     outer: int = 1,
     gradient: str = "R",
 ) -> torch.Tensor:
-    """S(dim, outer) -> R; size: the whole dim's. Backward: a slice, or ("P") a reduce-scatter."""
+    """S(dim, outer) -> R; size: of the whole dim. Backward: a slice, or ("P") a reduce-scatter."""
     if mesh.size(axis) == 1:
         return x
     if not _tracked(x):
@@ -66,7 +65,7 @@ def all_reduce(mesh: Communicator, x: torch.Tensor, axis: str, gradient: str = "
 def reduce_scatter(
     mesh: Communicator, x: torch.Tensor, axis: str, dim: int, outer: int = 1
 ) -> torch.Tensor:
-    """P -> S(dim, outer): this rank's piece of the sum. Backward: an all-gather."""
+    """P -> S(dim, outer): this rank's shard of the sum. Backward: an all-gather."""
     if mesh.size(axis) == 1:
         return x
     if not _tracked(x):
@@ -85,7 +84,7 @@ def all_to_all(
     source_outer: int = 1,
     target_outer: int = 1,
 ) -> torch.Tensor:
-    """S(source) -> S(target); size: of the source dim when whole. Backward: the reverse."""
+    """S(source) -> S(target); size: of the whole source dim. Backward: the reverse."""
     if mesh.size(axis) == 1:
         return x
     way = (source, source_outer, target, target_outer)
@@ -96,7 +95,7 @@ def all_to_all(
 
 
 def enter(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """R -> R, for users that leave a partial gradient: identity; backward: an all-reduce."""
+    """R -> R, for users with a partial gradient: identity. Backward: an all-reduce."""
     if mesh.size(axis) == 1 or not _tracked(x):
         return x
     found: torch.Tensor = _EnterFunction.apply(x, mesh, axis)  # type: ignore[no-untyped-call]
@@ -104,9 +103,9 @@ def enter(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def leave(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """R -> R, where the value's gradient is to be partial: identity.
+    """R -> R, for a value with a partial gradient: identity.
 
-    Backward: the axis's first rank keeps the (whole) gradient, the others give zeros.
+    Backward: the axis's first rank keeps the gradient, the others return zeros.
     """
     if mesh.size(axis) == 1 or not _tracked(x):
         return x
@@ -115,7 +114,10 @@ def leave(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def first_only(mesh: Communicator, x: torch.Tensor, axis: str) -> torch.Tensor:
-    """R -> P: the axis's first rank keeps its values, the others have zeros. Backward: identity."""
+    """R -> P: the first rank of the axis keeps its values, the others have zeros.
+
+    Backward: identity.
+    """
     if mesh.size(axis) == 1:
         return x
     if not _tracked(x):
@@ -169,7 +171,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         back = redistribution.scatter if ctx.partial else redistribution.cut
         mesh, axis, dim, outer = ctx.how
-        grad = grad.to_dense() if grad.is_sparse else grad  # of a table put together for use
+        grad = grad.to_dense() if grad.is_sparse else grad  # of a gathered table
         return back(mesh, grad, axis, dim, outer), None, None, None, None, None, None
 
 

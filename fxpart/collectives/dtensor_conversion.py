@@ -1,4 +1,4 @@
-"""To and from torch's DTensor: state goes in and out this way, so that files know no sharding."""
+"""Convert between local tensors and torch's DTensor, for sharding-independent state."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Partial, Placement, Placem
 
 
 def device_mesh(mesh: Mesh, device: str = "cpu", ranks: Sequence[int] | None = None) -> DeviceMesh:
-    """torch's mesh of these ranks, by default 0 and following; all of the world must call it.
+    """Return torch's mesh of these ranks, by default 0 and following; a collective call.
 
-    Raises FXP109 where they do not rise: torch's own groups would take them in another order.
+    Raise FXP109 unless the ranks ascend, because torch's groups would reorder them.
     """
     given = list(range(mesh.size) if ranks is None else ranks)
     if given != sorted(given):
         raise error(
             "FXP109",
             where=f"a device mesh of the ranks {given}",
-            why="torch's groups have rising ranks, so its lanes would not be ours",
-            fix="whole tensors: state_dict() without sharded=True",
+            why="torch sorts the ranks of a group, so its mesh ranks would differ from fxpart's",
+            fix="use whole tensors: state_dict() without sharded=True",
         )
     table = torch.tensor(given).view(mesh.shape or (1,))
     return DeviceMesh(device, table, mesh_dim_names=mesh.names or ("all",))
@@ -41,10 +41,10 @@ def to_dtensor(
     on: DeviceMesh,
     shape: Sequence[int],
 ) -> DTensor:
-    """The lane's part of a tensor of ``shape`` as a DTensor on torch's mesh of the same shape.
+    """Convert a local shard to a DTensor of ``shape`` on torch's mesh of the same shape.
 
-    An open axis counts as replicated. torch's Shard has no ``outer``: such a dim is put together by
-    all-gathers, the innermost axis first, and cut plainly again along the same axes.
+    Undecided axes count as replicated. torch's Shard has no ``outer``: such a dim is gathered,
+    innermost axis first, and sharded again without ``outer`` along the same axes.
     """
     plain, local = _plain(mesh, local.detach(), placements, shape)
     there = [_torch(p) for p in plain] or [Replicate()]
@@ -59,9 +59,9 @@ def to_dtensor(
 
 
 def from_dtensor(tensor: DTensor, mesh: Mesh) -> tuple[torch.Tensor, Placements]:
-    """The lane's part and its placements on ``mesh``; the axes are matched by order.
+    """Return the local shard and its placements on ``mesh``; axes are matched by order.
 
-    FXP109 where the meshes have different shapes, or torch's placement has no equal here.
+    Raise FXP109 if the mesh shapes differ, or if fxpart has no equivalent placement.
     """
     shape = tuple(tensor.device_mesh.mesh.shape)
     if shape != (mesh.shape or (1,)):
@@ -69,7 +69,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh) -> tuple[torch.Tensor, Placements]
             "FXP109",
             where=f"a DTensor on a mesh of {shape}",
             why=f"the mesh is {mesh or 'of one lane'}",
-            fix="give it a device mesh of the same shape",
+            fix="use a device mesh of the same shape",
         )
     found = tuple(_own(p) for p in tensor.placements)[: len(mesh.axes)]
     return tensor.to_local().detach(), found
@@ -78,13 +78,13 @@ def from_dtensor(tensor: DTensor, mesh: Mesh) -> tuple[torch.Tensor, Placements]
 def _plain(
     mesh: Communicator, local: torch.Tensor, placements: Placements, shape: Sequence[int]
 ) -> tuple[list[Placement], torch.Tensor]:
-    """The same with no ``outer``: gather back to before its axis, then cut again."""
+    """Return placements and tensor without ``outer``: gather before its axis, then shard again."""
     found: list[Placement] = [p or REPLICATE for p in placements]
     names = mesh.mesh.names
     for dim in {p.dim for p in found if isinstance(p, Shard) and p.outer > 1}:
         axes = [a for a, p in enumerate(found) if isinstance(p, Shard) and p.dim == dim]
         first = next(i for i, a in enumerate(axes) if _outer(found[a]) > 1)
-        sizes = [shape[dim]]  # of the dim, before each axis has cut it
+        sizes = [shape[dim]]  # of the dim, before each axis shards it
         for axis in axes:
             outer = _outer(found[axis])
             each = lengths(sizes[-1], mesh.size(names[axis]), outer)
@@ -103,14 +103,14 @@ def _outer(placement: Placement) -> int:
 
 
 def _torch(placement: Placement) -> TorchShard | Replicate | TorchPartial:
-    """torch's placement for one of ours."""
+    """Return torch's equivalent of a placement."""
     if isinstance(placement, Shard):
         return TorchShard(placement.dim)
     return TorchPartial() if isinstance(placement, Partial) else Replicate()
 
 
 def _own(placement: object) -> Placement:
-    """Ours for one of torch's; FXP109 for strided shards, other reductions and what is new."""
+    """Return fxpart's equivalent of a torch placement; raise FXP109 if there is none."""
     if type(placement) is TorchShard:
         return Shard(placement.dim)
     if isinstance(placement, Replicate):

@@ -1,9 +1,9 @@
-"""Mixtures of experts whose experts lie on several lanes: the local forms of ``fxpart.experts``.
+"""Local forms of ``fxpart.experts`` for experts sharded over several ranks.
 
-Two ways. ``experts_cut``: every lane has all the tokens (of its data-parallel share) and computes
-what its experts add; the result is Partial. ``experts_dispatched``: the lanes that share the
-experts have different tokens; each token's row travels to the lanes of its experts and back, by
-two all-to-all of uneven parts, as many in the backward (GShard, Lepikhin et al., ICLR 2021).
+``experts_cut``: every rank has all tokens (of its data-parallel shard) and computes the
+contribution of its experts; the result is Partial. ``experts_dispatched``: the ranks that shard the
+experts have different tokens; each token's row is sent to the ranks of its experts and back, by two
+all-to-all with uneven parts, and two more in backward (GShard, Lepikhin et al., ICLR 2021).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fxpart.sharding import chunk
 
 
 def owned(number: int, parts: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last + 1 of the experts that each lane of a group holds.
+    """Return the range of experts of each rank of a group, as (first, last + 1).
 
-    parts: the sizes of the group's axes, major first; every axis cuts what the one before left.
+    parts: sizes of the group's axes, major first; each axis shards what the previous one left.
     """
     pieces = [(0, number)]
     for count in parts:
@@ -43,9 +43,9 @@ def experts_cut(
     weights: torch.Tensor,
     *layers: Any,
 ) -> torch.Tensor:
-    """What this lane's experts of all ``size`` add to hidden [T, H], which all lanes hold: [T, H].
+    """Return the contribution of this rank's experts to hidden [T, H] of all ranks: [T, H].
 
-    layers: the local weights and the rest of ``fxpart.experts``' arguments.
+    size: total number of experts. layers: local weights and the other ``fxpart.experts`` arguments.
     """
     if mesh.fake:
         return _assumed(mesh, axes, hidden, index, weights, layers)
@@ -74,9 +74,9 @@ def experts_dispatched(
     weights: torch.Tensor,
     *layers: Any,
 ) -> torch.Tensor:
-    """This lane's tokens hidden [T, H] through all ``size`` experts, which lie on the axes' lanes.
+    """Run this rank's tokens hidden [T, H] through all ``size`` experts on the axes' ranks.
 
-    layers: as in :func:`experts_cut`. The number of tokens may differ from lane to lane.
+    layers: as in :func:`experts_cut`. The number of tokens may differ between ranks.
     """
     if mesh.fake:
         return _assumed(mesh, axes, hidden, index, weights, layers)
@@ -93,7 +93,7 @@ def experts_dispatched(
     give = [sums[b] - sums[a] for a, b in ranges]
     get = table.sum(1).tolist()
     rows: torch.Tensor = _ExpertAllToAll.apply(hidden[order // chosen], mesh, axes, give, get)  # type: ignore[no-untyped-call]
-    # they come by lane, and by expert within each; the products want them by expert
+    # Rows arrive by rank, then by expert; the products need them by expert.
     local = torch.arange(stop - start, device=ids.device).repeat(len(ranges))
     local, sorting = torch.sort(local.repeat_interleave(heard, output_size=sum(get)), stable=True)
     ends = torch.cumsum(table.sum(0), dim=0, dtype=torch.int32)
@@ -104,19 +104,19 @@ def experts_dispatched(
 
 
 def _layers(layers: tuple[Any, ...], rows: int) -> ExpertWeights:
-    """The experts' layers; where no row comes, in loops: not every grouped product takes none."""
+    """Return the experts' layers; use loops for zero rows, which some grouped products reject."""
     found = ExpertWeights(*layers)
     return found if rows else found._replace(product=LOOP)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """The permutation that undoes ``order``."""
+    """Return the inverse permutation."""
     place = torch.arange(order.size(0), device=order.device)
     return torch.empty_like(order).index_put((order,), place)
 
 
 class _ExpertAllToAll(torch.autograd.Function):
-    """Rows to the lanes of the axes; the gradients come back the same way."""
+    """Send rows to the ranks of the axes; gradients take the reverse path."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class _ExpertAllToAll(torch.autograd.Function):
 def _moved(
     rows: torch.Tensor, mesh: Communicator, axes: tuple[str, ...], give: list[int], get: list[int]
 ) -> torch.Tensor:
-    """``give[i]`` rows to lane i, one after another; what comes, in order of lanes."""
+    """Send ``give[i]`` rows to rank i; return the received rows in rank order."""
     width = rows.size(1)
     flat = mesh.start_all_to_all(
         rows.reshape(-1), axes, [n * width for n in give], [n * width for n in get]
@@ -154,5 +154,5 @@ def _assumed(
     weights: torch.Tensor,
     layers: tuple[Any, ...],
 ) -> torch.Tensor:
-    """Shapes where nobody knows the routing: the result's."""
+    """Return a result of the right shape if the routing is unknown."""
     return experts(hidden, index, weights, *layers)

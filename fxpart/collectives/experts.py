@@ -1,9 +1,9 @@
-"""Mixtures of experts as one op: each token through its k chosen experts, weighted and summed.
+"""Mixture of experts as one op: each token through its k chosen experts, weighted and summed.
 
-``torch.ops.fxpart.experts`` does what models write as some thirty ops around two grouped products:
-sort by expert, gather rows, product, activation, product, weights, back to the tokens' order, sum
-over k (transformers' ``grouped_mm_experts_forward``); the same ops in the same order, so the same
-bits. As one op it has rules: it can be cut by tokens, experts and the experts' inner width.
+``torch.ops.fxpart.experts`` replaces about thirty ops around two grouped products: sort by expert,
+gather rows, product, activation, product, weights, restore the token order, sum over k
+(transformers' ``grouped_mm_experts_forward``). It runs the same ops in the same order, so results
+are bit-identical. As one op it has sharding rules for tokens, experts and the experts' inner width.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-HALVES, PAIRS, WHOLE = "halves", "pairs", ""  # how the first product holds gate and up
-LOOP, GROUPED = "loop", "grouped"  # one product for each expert, or aten._grouped_mm
+HALVES, PAIRS, WHOLE = "halves", "pairs", ""  # layout of gate and up in the first product
+LOOP, GROUPED = "loop", "grouped"  # one product per expert, or aten._grouped_mm
 
 
 class ExpertWeights(NamedTuple):
-    """The experts' weights and what they compute.
+    """The experts' weights and computation.
 
-    up: [E, 2I, H] ([E, I, H] without a gate), down: [E, H, I]; ``plain``: [E, H, 2I] and [E, I, H],
-    as they stand in the products. Biases: [E, 2I] and [E, H]. body: the ops between the products as
-    :func:`statements` reads them. parts: gate and up are the halves of the first product's
-    columns, or its even and odd ones, or there is no gate. product: LOOP or GROUPED.
+    up: [E, 2I, H] ([E, I, H] without a gate), down: [E, H, I]; with ``plain``: [E, H, 2I] and [E,
+    I, H]. Biases: [E, 2I] and [E, H]. body: the ops between the products, as parsed by
+    :func:`statements`. parts: gate and up are the halves of the first product's columns, its even
+    and odd columns, or there is no gate. product: LOOP or GROUPED.
     """
 
     up: torch.Tensor
@@ -49,10 +49,10 @@ class PointwiseStatement:
 
 @cache
 def statements(body: str) -> tuple[PointwiseStatement, ...]:
-    """``"silu.default %0; mul.Tensor %2 %1"``: ATen's pointwise ops on what came before.
+    """Parse ``"silu.default %0; mul.Tensor %2 %1"``: ATen pointwise ops on earlier values.
 
-    %0 is the first product (its gate), %1 its up part where there is a gate, then follow the
-    results in order; the last is the body's. ValueError for any other op.
+    %0 is the first product (its gate), %1 its up part if there is a gate, followed by the results
+    in order; the last is the body's result. Raise ValueError for any other op.
     """
     found = []
     for line in filter(None, (part.strip() for part in body.split(";"))):
@@ -78,9 +78,9 @@ def statements(body: str) -> tuple[PointwiseStatement, ...]:
 
 @torch.library.custom_op("fxpart::grouped_product", mutates_args=())
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [S, A], sorted by expert, times their expert's matrix of weight [E, A, B]: [S, B].
+    """Multiply rows [S, A], sorted by expert, with their expert's matrix of [E, A, B]: [S, B].
 
-    ends: [E], where each expert's rows end. Rows after the last end give zeros.
+    ends: [E], the end of each expert's rows. Rows after the last end give zeros.
     """
     result = rows.new_zeros(rows.size(0), weight.size(2))
     start = 0
@@ -100,7 +100,7 @@ def _grouped_fake(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) 
 def grouped_product_backward(
     rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of rows and weight."""
+    """Return the gradients of rows and weight."""
     of_rows, of_weight = torch.zeros_like(rows), torch.zeros_like(weight)
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -148,9 +148,9 @@ def _product(
 def apply_experts(
     rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """Rows [S, H], sorted by expert, through their experts.
+    """Run rows [S, H], sorted by expert, through their experts.
 
-    ids: [S] the expert of each. ends: [E] int32, where each expert's rows end.
+    ids: [S], the expert of each row. ends: [E] int32, the end of each expert's rows.
     """
     inner = _product(rows, experts.up, ends, experts)
     if experts.up_bias is not None:
@@ -180,7 +180,7 @@ def experts(
     plain: bool,
     product: str,
 ) -> torch.Tensor:
-    """hidden [T, H] through the experts index [T, k] (int64), weighted by weights [T, k]: [T, H].
+    """Run hidden [T, H] through the experts index [T, k] (int64), weighted by weights [T, k].
 
     The other arguments are those of :class:`ExpertWeights`.
     """

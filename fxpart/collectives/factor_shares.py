@@ -1,10 +1,10 @@
-"""How much of a cut factor a lane holds: for the local forms of ops.
+"""Local sizes of a sharded factor, for the sharded forms of ops.
 
-A form is called ``form(mesh, axes, size, *the op's arguments on local operands)``. ``axes`` are the
-mesh axes that cut the factor, major first; ``size`` is the whole factor's. A form for several
-factors (``"n c"``) gets a tuple of both: ``form(mesh, (axes of n, axes of c), (size of n, size of
-c), ...)``. A gradient that comes to a Partial or Replicate result is whole on every lane; a
-Replicate operand's gradient is left Partial.
+A form is called as ``form(mesh, axes, size, *the op's arguments on local operands)``. ``axes`` are
+the mesh axes that shard the factor, major first; ``size`` is the factor's global size. A form for
+several factors (``"n c"``) gets tuples: ``form(mesh, (axes of n, axes of c), (size of n, size of
+c), ...)``. The gradient of a Partial or Replicate result is replicated; the gradient of a Replicate
+operand is Partial.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from fxpart.collectives.shard_buffer import lengths
 from fxpart.errors import FxpartError, error
 
 Axes: TypeAlias = tuple[str, ...]
-MEAN, SUM = 1, 2  # reduction, as ATen counts
+MEAN, SUM = 1, 2  # reduction constants of ATen
 
 
 def make_unsupported_form_error(form: str, why: str) -> FxpartError:
-    """FXP108: an op that has no such form; its rule should not have chosen it."""
+    """Return FXP108 for an unsupported form, which its rule should not select."""
     return error(
         "FXP108",
         where=form,
         why=why,
-        fix="annotate this operand as replicated along the axis, so that the op runs whole",
+        fix="annotate this operand as replicated along the axis, so that the op is not sharded",
     )
 
 
 def spans(mesh: Communicator, axes: Axes, size: Size) -> list[tuple[Size, Size]]:
-    """Start and length of every lane's share, in order of place; each axis cuts what is left."""
+    """Return start and length of every rank's share, in order; each axis divides the remainder."""
     found: list[tuple[Size, Size]] = [(0, size)]
     for axis in axes:
         cut: list[tuple[Size, Size]] = []
@@ -45,14 +45,14 @@ def spans(mesh: Communicator, axes: Axes, size: Size) -> list[tuple[Size, Size]]
 
 
 def span(mesh: Communicator, axes: Axes, size: Size) -> tuple[Size, Size]:
-    """Start and length of this lane's share of a factor."""
+    """Return start and length of this rank's share of a factor."""
     return spans(mesh, axes, size)[mesh.place(axes)]
 
 
 def share(
     mesh: Communicator, axes: Axes | tuple[Axes, ...], size: Size | tuple[Size, ...]
 ) -> float:
-    """The part of the whole that this lane holds: of one factor, or of several."""
+    """Return this rank's fraction of one factor, or of several."""
     if isinstance(size, tuple):
         part = 1.0
         for some, each in zip(axes, size, strict=True):

@@ -1,4 +1,4 @@
-"""How a wait for another rank is known, and how it says that it failed."""
+"""Failures of communication, and the wait state of a rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ NOBODY, ALL = -1, -2
 
 
 class RankWaitState:
-    """Whether the thread that runs a rank's steps waits. rank: whom for; NOBODY, ALL. since: when.
+    """Whether the rank's step thread waits. rank: for whom; NOBODY or ALL. since: start time.
 
-    since: by the monotonic clock. Written where a wait begins and ends, read by the rank's watch.
+    since: by the monotonic clock. Written at the start and end of a wait, read by the rank's
+    watchdog.
     """
 
     __slots__ = ("rank", "since")
 
     def __init__(self) -> None:
-        """It does not."""
+        """Start without a wait."""
         self.rank = NOBODY
         self.since = 0.0
 
@@ -23,14 +24,14 @@ waiting = RankWaitState()  # of this process
 
 
 class TransferTimeoutError(Exception):
-    """A wait passed its limit; ``seconds`` is the limit."""
+    """Raised when a wait exceeds its limit of ``seconds``."""
 
     def __init__(self, seconds: float, detail: str = "") -> None:
-        """Keep the limit and what the transport's library said."""
+        """Store the limit and the message of the transport's library."""
         super().__init__(detail)
         self.seconds = seconds
         self.detail = detail
 
 
 class PeerLostError(Exception):
-    """The other end is gone: its process ended, closed the connection or failed."""
+    """Raised if a peer is lost: its process ended, closed the connection or failed."""

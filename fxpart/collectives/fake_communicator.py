@@ -1,4 +1,4 @@
-"""A lane without other lanes: shapes and counts only. Works on fake tensors and symbolic sizes."""
+"""Communicator without other ranks, for shapes and counts on fake tensors and symbolic sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fxpart.collectives.communicator import Communicator, CompletedCollective, S
 
 
 class FakeCommunicator(Communicator):
-    """Results have the right shape and dtype and hold nothing; see :class:`Communicator`."""
+    """Returns results of the right shape and dtype without data; see :class:`Communicator`."""
 
     fake = True
 

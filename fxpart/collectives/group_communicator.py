@@ -1,16 +1,16 @@
-"""One lane per process over torch.distributed: gloo between CPUs, nccl between GPUs.
+"""One mesh rank per process over torch.distributed: gloo between CPUs, nccl between GPUs.
 
-Between CPUs the lanes of a group exchange their pieces directly. Measured with torch 2.13 and gloo
+Between CPUs the ranks of a group exchange their pieces directly. Measured with torch 2.13 and gloo
 on loopback, 2 ranks on 2 cores, medians in microseconds for messages of 16 KiB / 1 MiB / 16 MiB:
 
                       torch's own             direct
-    all_gather        289 / 1180 / 20000      209 /  680 / 13600   (uneven pieces: refused by gloo)
-    reduce_scatter    509 / 2150 / 22800      295 /  660 / 10700   (gloo reduces all, then cuts)
+    all_gather        289 / 1180 / 20000      209 /  680 / 13600   (uneven pieces: rejected by gloo)
+    reduce_scatter    509 / 2150 / 22800      295 /  660 / 10700   (gloo reduces all, then slices)
     all_to_all        290 /  980 / 11800      223 /  680 / 11200
     all_reduce        466 / 2020 / 38300      315 / 2280 / 38500   (direct: sends the whole)
 
-On 4 ranks the direct way keeps its lead but for all_reduce, where it sends 3/2 times the least: a
-large one goes through torch's ring there.
+On 4 ranks direct exchange is also faster, except for all_reduce, where it sends 3/2 of the minimum;
+large all-reduces use torch's ring there.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from fxpart.compat import share_cores
 from fxpart.errors import error
 from fxpart.sharding import Mesh
 
-Groups: TypeAlias = dict[int, dict[tuple[int, ...], Any]]  # torch's, by stage and lanes
+Groups: TypeAlias = dict[int, dict[tuple[int, ...], Any]]  # torch's groups by stage and mesh ranks
 
-_SMALL = 1 << 16  # bytes up to which an all-reduce is an exchange of whole tensors
-_FEW = 8  # lanes up to which it is
+_SMALL = 1 << 16  # maximum bytes for an all-reduce by direct exchange
+_FEW = 8  # maximum ranks for it
 _TAG = 21
 _TIMED_OUT = ("timed out", "timeout")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class GroupCommunicator(Communicator):
-    """A lane over process groups, one for each set of axes and group of ranks.
+    """A mesh rank over process groups, one for each set of axes and group of ranks.
 
-    The default process group must exist, with ``stages * mesh.size`` ranks; every rank makes its
-    communicator at the same time, with the same arguments. A failed transfer raises
-    TransferTimeoutError or PeerLostError, after which the groups are of no use.
+    The default process group must exist, with ``stages * mesh.size`` ranks; every rank creates its
+    communicator at the same time with the same arguments. A failed transfer raises
+    TransferTimeoutError or PeerLostError, after which the groups are unusable.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class GroupCommunicator(Communicator):
         stage: int | None = None,
         groups: Groups | None = None,
     ) -> None:
-        """ranks: of each stage and lane, by default rank = stage * mesh.size + lane.
+        """ranks: of each stage and mesh rank, by default rank = stage * mesh.size + mesh rank.
 
-        timeout: seconds that any wait may take. direct: between CPUs send pieces directly. stage:
-        which one it is of those that this rank is in, by default the first. groups: what
-        :func:`make_groups` has made; by default it is called here.
+        timeout: maximum seconds of a wait. direct: send pieces directly between CPUs. stage: which
+        of this rank's stages, by default the first. groups: the result of :func:`make_groups`;
+        created by default.
         """
         world, rank, size = dist.get_world_size(), dist.get_rank(), mesh.size
         table = ranks or [range(stage * size, (stage + 1) * size) for stage in range(stages)]
@@ -83,7 +83,7 @@ class GroupCommunicator(Communicator):
             raise error(
                 "FXP502",
                 where=f"{stages} stages on the mesh {mesh or 'of one lane'}",
-                why=f"they need {needed} processes and there are {world}",
+                why=f"they need {needed} processes, but there are {world}",
                 fix=f"start {needed} processes",
             )
         own = next(at for at, row in enumerate(table) if rank in row) if stage is None else stage
@@ -96,7 +96,7 @@ class GroupCommunicator(Communicator):
         self._groups = made.get(own, {})
 
     def close(self) -> None:
-        """Give the groups back; nothing may be called after it."""
+        """Release the groups; no method may be called afterwards."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -196,7 +196,7 @@ class GroupCommunicator(Communicator):
         get: Sequence[torch.Tensor],
         finish: Callable[[], torch.Tensor],
     ) -> CollectiveHandle:
-        """Send ``give[i]`` to the group's lane i and receive ``get[i]`` from it."""
+        """Send ``give[i]`` to the group's rank i and receive ``get[i]`` from it."""
         group, place = self._groups[lanes], lanes.index(self.lane)
         others = [i for i in range(len(lanes)) if i != place]
         try:
@@ -213,18 +213,18 @@ class GroupCommunicator(Communicator):
         tensor: torch.Tensor,
         finish: Callable[[], torch.Tensor],
     ) -> CollectiveHandle:
-        """One of torch's collectives."""
+        """Start one of torch's collectives."""
         try:
             work = start(self._groups[lanes])
         except (RuntimeError, ValueError) as cause:
             raise PeerLostError(str(cause)) from cause
-        # On a GPU waiting only orders streams; a limit would hold the CPU up.
+        # On a GPU, waiting only orders streams; a limit would block the CPU.
         limit = self._limit if tensor.device.type == "cpu" else None
         return _GroupTransferHandle([work], tensor, finish, limit, self.timeout)
 
 
 class _GroupTransferHandle:
-    """A transfer under way. It keeps the tensors that torch reads and fills."""
+    """A transfer in progress. It keeps the tensors that torch reads and writes."""
 
     __slots__ = ("_finish", "_kept", "_limit", "_timeout", "_works")
 
@@ -240,7 +240,7 @@ class _GroupTransferHandle:
         self._limit, self._timeout = limit, timeout
 
     def wait(self) -> torch.Tensor:
-        """The result; to be called once."""
+        """Return the result; call it once."""
         waiting.rank, waiting.since = ALL, time.monotonic()
         try:
             for work in self._works:
@@ -261,9 +261,9 @@ class _GroupTransferHandle:
 
 
 def _total(parts: list[torch.Tensor], place: int, op: str, reuse: bool) -> torch.Tensor:
-    """The parts taken together in order of place, so that every lane gets the same bits.
+    """Reduce the parts in rank order, so that every rank gets the same bits.
 
-    parts[place] is the lane's own and may be overwritten with ``reuse`` only.
+    parts[place] is this rank's own and is overwritten only with ``reuse``.
     """
     add = torch.maximum if op == "max" else torch.add
     with torch.no_grad():
@@ -282,9 +282,9 @@ def make_groups(
     timeout: float,
     axes: Collection[tuple[str, ...]] | None = None,
 ) -> Groups:
-    """torch's groups of this rank by stage and lanes; every rank must call it with the same.
+    """Return torch's groups of this rank by stage and mesh ranks; a collective call.
 
-    ranks: of each stage and lane. axes: the sets of axes that groups are for, by default all.
+    ranks: of each stage and mesh rank. axes: the sets of axes to create groups for, by default all.
     """
     limit, rank = timedelta(seconds=timeout), dist.get_rank()
     found: Groups = {}
@@ -299,7 +299,7 @@ def make_groups(
 
 
 def _new_group(ranks: list[int], limit: timedelta) -> Any:
-    """torch's group of these ranks in this order, which it would sort if it were not told."""
+    """Return torch's group of these ranks in this order; torch sorts ranks by default."""
     if ranks == sorted(ranks):
         return dist.new_group(ranks, timeout=limit)
     return dist.new_group(ranks, timeout=limit, sort_ranks=False)
@@ -308,7 +308,7 @@ def _new_group(ranks: list[int], limit: timedelta) -> Any:
 def _all_groups(
     mesh: Mesh, axes: Collection[tuple[str, ...]] | None = None
 ) -> list[tuple[int, ...]]:
-    """The lanes of every group of every set of axes, each once, in one order on all ranks."""
+    """Return the mesh ranks of every group of every set of axes, in one order on all ranks."""
     found: dict[tuple[int, ...], None] = {}
     names = [name for name, size in mesh.axes if size > 1]
     if axes is None:

@@ -1,4 +1,4 @@
-"""All lanes of a stage in one process, a thread each. For tests, laptops and a first look."""
+"""All mesh ranks of a stage in one process, one thread each, for tests and laptops."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fxpart.errors import error
 from fxpart.sharding import Mesh
 
 T = TypeVar("T")
-# (parts in order of place, what each lane noted beside its part) -> what each gets
+# (parts in rank order, the note of each rank) -> the result of each rank.
 _Combine = Callable[[list[torch.Tensor], list[Any]], list[torch.Tensor]]
 
 
 class _Rendezvous:
-    """One collective of a group: what each lane brought, and once all are there, what each gets."""
+    """One collective of a group: the parts of each rank and, once complete, the results."""
 
     __slots__ = ("failed", "kinds", "notes", "parts", "results")
 
@@ -32,7 +32,7 @@ class _Rendezvous:
 
 
 class _RendezvousHandle:
-    """A lane's handle on a meeting."""
+    """A rank's handle on a rendezvous."""
 
     __slots__ = ("_hub", "_lane", "_lanes", "_meeting")
 
@@ -42,20 +42,20 @@ class _RendezvousHandle:
         self._hub, self._lane, self._lanes, self._meeting = hub, lane, lanes, meeting
 
     def wait(self) -> torch.Tensor:
-        """The lane's result, once all lanes have come."""
+        """Return the rank's result, once all ranks have arrived."""
         return self._hub.finish(self._lane, self._lanes, self._meeting)
 
 
 class InProcessHub:
-    """Where the lanes of one mesh meet; ``hub.run(function)`` runs one thread for each.
+    """Rendezvous of the ranks of one mesh; ``hub.run(function)`` runs one thread per rank.
 
-    A lane that fails or ends takes the others out of their waits: they raise PeerLostError, or
-    after ``timeout`` seconds TransferTimeoutError. The last lane to come computes for all, in the
-    order of lanes, so that sums are the same on all and on every run.
+    If a rank fails or ends, the waits of the others raise PeerLostError, or TransferTimeoutError
+    after ``timeout`` seconds. The last rank to arrive computes for all, in rank order, so that sums
+    are equal on all ranks and in every run.
     """
 
     def __init__(self, mesh: Mesh, *, timeout: float = 300.0) -> None:
-        """timeout: seconds that any wait may take."""
+        """timeout: maximum seconds of a wait."""
         self.mesh = mesh
         self.timeout = timeout
         self.communicators = tuple(_InProcessCommunicator(self, lane) for lane in range(mesh.size))
@@ -63,29 +63,29 @@ class InProcessHub:
         self.reset()
 
     def reset(self) -> None:
-        """Forget failures and meetings; no lane may be inside a collective."""
+        """Clear failures and rendezvous; no rank may be inside a collective."""
         with self._changed:
             self._gone: dict[int, str] = {}
             self._meetings: dict[tuple[tuple[int, ...], int], _Rendezvous] = {}
             self._turns: dict[tuple[tuple[int, ...], int], int] = {}
 
     def revive(self) -> None:
-        """Lanes that have ended come again; what they have brought to meetings stays there."""
+        """Readmit ranks that have ended; their earlier parts remain."""
         with self._changed:
             self._gone.clear()
 
     def abort(self, lane: int, cause: BaseException | str) -> None:
-        """Lane ``lane`` takes part no more: whoever waits for it, or ever will, fails."""
+        """Remove a rank: all current and future waits for it fail."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         with self._changed:
             self._gone.setdefault(lane, text)
             self._changed.notify_all()
 
     def run(self, function: Callable[[Communicator], T]) -> list[T]:
-        """``function(communicator)`` on every lane, a thread each; results in order of lanes.
+        """Run ``function(communicator)`` on every rank, one thread each; return results in order.
 
-        Raises what the first lane to fail raised. Backward runs on the lane's own thread too, also
-        where the lanes share a device: torch's one thread per device could wait for itself.
+        Raise the first failing rank's exception. Backward runs on the rank's own thread even if
+        ranks share a device, because torch's single thread per device could wait for itself.
         """
         results: dict[int, T] = {}
         failures: list[tuple[int, BaseException]] = []
@@ -127,7 +127,7 @@ class InProcessHub:
         combine: _Combine,
         note: Any = None,
     ) -> _RendezvousHandle:
-        """Bring a part to the group's next meeting; ``kind`` must be equal on all lanes."""
+        """Add a part to the group's next rendezvous; ``kind`` must be equal on all ranks."""
         with self._changed:
             turn = self._turns.get((lanes, lane), 0)
             self._turns[lanes, lane] = turn + 1
@@ -150,7 +150,7 @@ class InProcessHub:
         return _RendezvousHandle(self, lane, lanes, meeting)
 
     def finish(self, lane: int, lanes: tuple[int, ...], meeting: _Rendezvous) -> torch.Tensor:
-        """Wait for the meeting's end; TransferTimeoutError, PeerLostError."""
+        """Wait for the rendezvous; raise TransferTimeoutError or PeerLostError."""
         if meeting.results is None:
             limit = None if self.timeout == float("inf") else self.timeout
 
@@ -177,7 +177,7 @@ class InProcessHub:
 def _compute(
     meeting: _Rendezvous, lanes: tuple[int, ...], combine: _Combine
 ) -> dict[int, torch.Tensor]:
-    """What each lane of a complete meeting gets, on its own device."""
+    """Return each rank's result of a complete rendezvous, on its own device."""
     parts = [meeting.parts[lane] for lane in lanes]
     if len(set(meeting.kinds.values())) > 1:
         told = ", ".join(f"lane {lane}: {meeting.kinds[lane]}" for lane in lanes)
@@ -189,7 +189,7 @@ def _compute(
 
 
 class _InProcessCommunicator(Communicator):
-    """A communicator that meets the others in a hub."""
+    """A communicator that uses a hub."""
 
     def __init__(self, hub: InProcessHub, lane: int) -> None:
         super().__init__(hub.mesh, lane)

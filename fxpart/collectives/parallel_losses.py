@@ -1,8 +1,8 @@
-"""Cross-entropy with its rows or its classes cut.
+"""Cross-entropy with sharded rows or classes.
 
-Rows: the mean is over the counted targets of all lanes, so that their number (or the weight of
-their classes) is summed first. Classes: the vocabulary-parallel cross-entropy of Megatron-LM
-(Shoeybi et al., 2019, section 3): a maximum and a sum per row, no logits travel.
+Rows: the mean is over the counted targets of all ranks, so their number (or the weight of their
+classes) is reduced first. Classes: the vocabulary-parallel cross-entropy of Megatron-LM (Shoeybi et
+al., 2019, section 3), which sends a maximum and a sum per row, but no logits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def cross_entropy_rows(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``aten.cross_entropy_loss`` of this lane's rows: its part of the mean (Partial)."""
+    """Return this rank's part of the mean of ``aten.cross_entropy_loss`` over rows (Partial)."""
     op = _ATEN.cross_entropy_loss.default
     if reduction != MEAN:
         found: torch.Tensor = op(logits, target, weight, reduction, ignore_index, label_smoothing)
         return found
     total: torch.Tensor = op(logits, target, weight, SUM, ignore_index, label_smoothing)
-    if target.is_floating_point():  # probabilities: every row counts
+    if target.is_floating_point():  # class probabilities: every row counts
         rows: Size = size
         for length in logits.shape[2:]:
             rows = rows * length
@@ -53,7 +53,7 @@ def nll_loss_rows(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """``aten.nll_loss`` (also _nd, 2d) of this lane's rows: its part of the mean (Partial)."""
+    """Return this rank's part of the mean of ``aten.nll_loss`` (also _nd, 2d) (Partial)."""
     op = _ATEN.nll_loss_nd.default
     if reduction != MEAN:
         found: torch.Tensor = op(x, target, weight, reduction, ignore_index)
@@ -73,9 +73,10 @@ def cross_entropy_classes(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``aten.cross_entropy_loss`` of this lane's classes, ``weight`` cut like them (Replicate).
+    """Return ``aten.cross_entropy_loss`` with sharded classes and ``weight`` (Replicate).
 
-    logits: [classes], or [rows, classes, places...]. FXP108 for probabilities as targets.
+    logits: [classes], or [rows, classes, positions...]. Raise FXP108 for class probabilities as
+    targets.
     """
     return _parallel(
         mesh, ((), axes), size, logits, target, weight, reduction, ignore_index, label_smoothing
@@ -93,9 +94,10 @@ def cross_entropy_rows_classes(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Rows and classes cut by different axes: Partial along the rows', Replicate along the others.
+    """Return the loss with rows and classes sharded on different axes.
 
-    axes, size: of the rows, of the classes.
+    The result is Partial along the rows' axes and Replicate along the others. axes, size: of the
+    rows, of the classes.
     """
     return _parallel(
         mesh, axes, size[1], logits, target, weight, reduction, ignore_index, label_smoothing
@@ -140,9 +142,9 @@ def _parallel(
 
 
 class _CrossEntropyTerms(torch.autograd.Function):
-    """Per row: weighted -log p of the target, the same summed over classes, the target's weight.
+    """Per row: weighted -log p of the target, its sum over classes, and the target's weight.
 
-    Two all-reduces: the largest logit; then all sums at once. Keeps the lane's probabilities.
+    Two all-reduces: the largest logit, then all sums at once. Saves the rank's probabilities.
     """
 
     @staticmethod
@@ -210,7 +212,7 @@ class _CrossEntropyTerms(torch.autograd.Function):
 
 
 def _along(weight: torch.Tensor, dim: int, dims: int) -> torch.Tensor:
-    """Class weights as a tensor that broadcasts over rows and places."""
+    """Return class weights in a shape that broadcasts over rows and positions."""
     return weight.view([-1 if d == dim else 1 for d in range(dims)])
 
 
@@ -222,7 +224,7 @@ def _counted(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The number of targets that count on all lanes, each by the weight of its class."""
+    """Return the number of counted targets on all ranks, weighted by class."""
     counts = target != ignore_index
     if weight is None:
         own = counts.sum().to(torch.float32 if dtype.itemsize < 4 else dtype)

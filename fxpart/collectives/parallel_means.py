@@ -1,4 +1,4 @@
-"""Means over a cut factor: this lane's part of the whole mean (Partial)."""
+"""Means over a sharded factor: this rank's part of the global mean (Partial)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def mean_rows(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``aten.mean``: the local mean times the lane's share. Never a large sum: halves overflow."""
+    """Return the local mean times this rank's fraction; large sums would overflow in half
+    precision.
+    """
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = dims or list(range(x.dim()))
     part = share(mesh, axes, size)
@@ -32,7 +34,7 @@ def mean_rows(
 
 
 def _loss(name: str) -> Any:
-    """The form of a loss with one term for each element, and its mean over them."""
+    """Return the sharded form of a loss with one term per element."""
     op = getattr(_ATEN, name).default
     arguments = [a.name for a in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
@@ -44,7 +46,7 @@ def _loss(name: str) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The local mean times the lane's share; other reductions as they are."""
+        """Return the local mean times this rank's fraction; other reductions unchanged."""
         given = defaults | dict(zip(arguments, args, strict=False)) | kwargs
         if given["reduction"] != MEAN:
             found: torch.Tensor = op(**given)

@@ -1,8 +1,8 @@
-"""Whole parameters that autograd need not keep: they are gathered a second time for the backward.
+"""Gather sharded parameters again in backward instead of saving them.
 
-ZeRO-3 (Rajbhandari et al., SC 2020) cuts the parameters themselves: each is gathered before it is
-used and dropped after it. In a graph that is an all-gather whose operand is a parameter. Its result
-would be kept until the backward by the op that used it; the hooks below keep the recipe instead.
+ZeRO-3 (Rajbhandari et al., SC 2020) shards the parameters: each is gathered before use and dropped
+afterwards. In a graph this is an all-gather of a parameter, whose result autograd would save until
+backward; the hooks below save only how to gather it again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Make = Callable[[], torch.Tensor]
 class ParameterRegather:
     """Saved-tensor hooks for the forward of a stage.
 
-    A gathered parameter, a view of one, and one cast to another dtype are dropped, and made again
-    in the backward, whose order is the same on all lanes since their graphs are. dropped: how many
-    tensors and bytes were not kept, counted for each op that would have kept them.
+    A gathered parameter, a view of one, or one cast to another dtype is dropped and gathered again
+    in backward, whose order is equal on all ranks because their graphs are. dropped, bytes: number
+    and size of dropped tensors, counted per op that would have saved them.
     """
 
     def __init__(self) -> None:
-        """Nothing has been dropped yet."""
+        """Start with zero counts."""
         self.dropped = 0
         self.bytes = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """The context in which a forward keeps no gathered parameter.
+        """Return the context in which forward saves no gathered parameter.
 
-        All else is left to the hooks around it, if there are any.
+        All other tensors use the surrounding hooks, if any.
         """
         keep, bring = saved_hooks() or (_same, _same)
 
@@ -55,7 +55,7 @@ class ParameterRegather:
 
 
 class _RegatheredTensor:
-    """Stands for a saved tensor that is made again."""
+    """Placeholder for a saved tensor that is gathered again."""
 
     __slots__ = ("_made",)
 
@@ -63,7 +63,7 @@ class _RegatheredTensor:
         self._made = made
 
     def make(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         with torch.no_grad():
             return self._made()
 
@@ -73,7 +73,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def recipe(tensor: torch.Tensor) -> Make | None:
-    """How to make a tensor again if it is a gathered parameter, as it is, cast, or a view of it."""
+    """Return how to recreate a gathered parameter, its cast or its view; None for other tensors."""
     if tensor.grad_fn is None:
         return None
     found = _made_by(tensor.grad_fn, tensor)
@@ -82,8 +82,8 @@ def recipe(tensor: torch.Tensor) -> Make | None:
     base = view_base(tensor)
     if base is tensor or base.dtype != tensor.dtype or not base.is_contiguous():
         return None
-    # A gathered tensor may itself be a view, of the buffer that came from the other lanes: its own
-    # place in the graph is then where the views end.
+    # A gathered tensor may itself be a view of the receive buffer; its own node is then the end of
+    # the view chain.
     node = base.grad_fn if base.grad_fn is not None else _end_of_views(tensor.grad_fn)
     whole = None if node is None else _made_by(node, base)
     if whole is None:
@@ -93,7 +93,7 @@ def recipe(tensor: torch.Tensor) -> Make | None:
 
 
 def _end_of_views(function: Any) -> Any:
-    """The first node that is no op of torch's, from a view of a tensor without a gradient."""
+    """Return the first node that is not a torch op, starting at a view."""
     while function is not None and own_backward(function) is None:
         before = function.next_functions
         function = before[0][0] if len(before) == 1 else None
@@ -101,7 +101,7 @@ def _end_of_views(function: Any) -> Any:
 
 
 def _made_by(function: Any, like: torch.Tensor) -> Make | None:
-    """What a node of the autograd graph gave, if it comes from a parameter by gathering alone."""
+    """Return how to recreate a node's result if it only gathers a parameter."""
     if function.name() == "ToCopyBackward0":
         dtype, device = like.dtype, like.device
         inner = _gathered(function.next_functions[0][0])

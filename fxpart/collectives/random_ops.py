@@ -1,6 +1,6 @@
-"""Random ops on a lane's part: the whole tensor's numbers are drawn and the part is kept.
+"""Random ops on a shard: draw the whole tensor and keep the shard.
 
-So the numbers are those of one process. The draw costs what it costs there, on every lane.
+The values equal those of a single process. Every rank pays the cost of the whole draw.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def random_shard(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """``fxpart.rng.seeded(key, index, op, ...)`` on local operands: the part of the whole's result.
+    """Run ``fxpart.rng.seeded(key, index, op, ...)`` on local operands: this rank's shard.
 
-    shape: the whole result's (of the first result). placements: its text, "dp:S(0)". args: as the
-    op has them, local tensors; a factory's size argument is replaced by ``shape``. Dropout,
-    attention with dropout along batch, heads and queries, bernoulli, rand_like and all others that
-    draw in element order whatever the values are.
+    shape: the global shape of the (first) result. placements: text such as "dp:S(0)". args: the
+    op's arguments with local tensors; a factory's size argument is replaced by ``shape``. Supports
+    dropout, attention with dropout along batch, heads and queries, bernoulli, rand_like and other
+    ops that draw in element order regardless of values.
     """
     where = parse_placements(placements, mesh.mesh)
     if op in (_ATEN.dropout.default, torch.dropout):
@@ -72,10 +72,10 @@ def _mask(
     like: torch.Tensor,
     p: float,
 ) -> torch.Tensor:
-    """This lane's part of dropout's mask: 0 or 1 / (1 - p).
+    """Return this rank's shard of the dropout mask: 0 or 1 / (1 - p).
 
-    The whole is drawn, and so it is drawn in its place: dropout of ones, as ATen's unfused dropout
-    draws it (native/Dropout.cpp), would hold four of it. Other devices draw as their kernels do.
+    The whole mask is drawn in place, because dropout of ones in ATen's unfused form
+    (native/Dropout.cpp) would use four times the memory. Other devices use their own kernels.
     """
 
     def draw(size: list[Size]) -> torch.Tensor:
@@ -99,7 +99,7 @@ def _repeated(
     key: int,
     draw: Callable[[list[Size]], torch.Tensor],
 ) -> torch.Tensor:
-    """Draw a whole tensor; where the rows of the microbatch are repeated, so are the numbers."""
+    """Draw a whole tensor; if the rows of the microbatch are repeated, repeat the values."""
     size = list(shape)
     if not isinstance(key, RepeatedKey):
         return draw(size)
@@ -116,7 +116,7 @@ def _repeated(
 
 
 def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Tensor:
-    """This lane's part of a tensor, with a storage of its own where it is less."""
+    """Return this rank's shard of a tensor, in a storage of its own if it is smaller."""
     found = whole
     for axis, placement in zip(mesh.mesh.names, where, strict=True):
         if isinstance(placement, Shard) and placement.dim < found.dim():
@@ -127,7 +127,7 @@ def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Te
 def _around(
     mesh: Communicator, piece: torch.Tensor, shape: Sequence[Size], where: Placements
 ) -> torch.Tensor:
-    """A whole tensor that holds the piece in its place, 1/2 elsewhere (also a probability)."""
+    """Return a whole tensor with the shard in place, 1/2 elsewhere (also valid as a probability)."""
     sizes: list[list[Size]] = [list(shape[: piece.dim()])]
     cuts = [
         (axis, p) for axis, p in zip(mesh.mesh.names, where, strict=True)
@@ -150,7 +150,7 @@ def _around(
 
 
 def _sized(op: _Op, args: tuple[Any, ...], shape: Sequence[Size]) -> list[Any]:
-    """A factory's arguments with the whole size."""
+    """Return a factory's arguments with the global size."""
     names = [a.name for a in op._schema.arguments]  # type: ignore[attr-defined]
     return [list(shape) if n == "size" else a for n, a in zip(names, args, strict=False)]
 
@@ -164,10 +164,10 @@ def _attention(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention as ATen's math path has it (``_scaled_dot_product_attention_math``).
+    """Run attention like ATen's math path (``_scaled_dot_product_attention_math``).
 
-    The mask of dropout is drawn for all of [.., queries, keys]; the width of values (the result's
-    last dim) has no part in it.
+    The dropout mask is drawn for all of [.., queries, keys], independent of the value width (the
+    result's last dim).
     """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs

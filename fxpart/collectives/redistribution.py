@@ -1,4 +1,4 @@
-"""Changes of placement without gradients: shapes and packing around a communicator's transfers."""
+"""Changes of placement without gradients: shapes and packing around a communicator."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fxpart.collectives.shard_buffer import (
 
 
 def cut(mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:
-    """This rank's piece of a whole tensor, contiguous."""
+    """Return this rank's shard of a whole tensor, contiguous."""
     return take(x, dim, outer, mesh.size(axis), mesh.place(axis))
 
 
 def around(
     mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, size: Size, outer: int = 1
 ) -> torch.Tensor:
-    """A whole tensor that is zero around this rank's piece."""
+    """Return a whole tensor with this rank's shard and zeros elsewhere."""
     return spread(x, dim, outer, mesh.size(axis), mesh.place(axis), size)
 
 
 def first(mesh: Communicator, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tensor itself on the axis's first rank, zeros elsewhere."""
+    """Return the tensor on the axis's first rank, zeros elsewhere."""
     return x if mesh.place(axis) == 0 else torch.zeros_like(x)
 
 
 def gather(
     mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, size: Size, outer: int = 1
 ) -> torch.Tensor:
-    """All pieces as one tensor: an all-gather."""
+    """Gather all shards as one tensor (all-gather)."""
     shape = resized(x.shape, dim, size)
     if mesh.fake:
         return _made(mesh, "all_gather", axis, x, shape, shape)
@@ -49,7 +49,7 @@ def gather(
 def scatter(
     mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, outer: int = 1
 ) -> torch.Tensor:
-    """This rank's piece of the sum: a reduce-scatter."""
+    """Return this rank's shard of the sum (reduce-scatter)."""
     parts, place = mesh.size(axis), mesh.place(axis)
     shape = resized(x.shape, dim, outer * lengths(x.shape[dim], parts, outer)[place])
     if mesh.fake:
@@ -61,10 +61,10 @@ def scatter(
 def turn(
     mesh: Communicator, x: torch.Tensor, axis: Axis, way: tuple[int, int, int, int], size: Size
 ) -> torch.Tensor:
-    """Cut along another dim: an all-to-all. way: source dim and outer, target dim and outer.
+    """Shard along another dim (all-to-all). way: source dim and outer, target dim and outer.
 
-    Within one dim (only ``outer`` changes) it is an all-gather and a slice: pieces of both cuts
-    overlap in many small runs.
+    Within one dim (only ``outer`` changes) it is an all-gather and a slice, because the two
+    shardings overlap in many small runs.
     """
     source, source_outer, target, target_outer = way
     if source == target:
@@ -91,7 +91,7 @@ def _made(
     about: object,
     shape: list[Size],
 ) -> torch.Tensor:
-    """What a transfer would give, counted by the shape it is about."""
+    """Return a fake transfer result, and count it by shape."""
     if mesh.size(axis) > 1:
         count: Size = 1
         for size in about:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Local forms of lookups whose indices count from the first row of the whole."""
+"""Local forms of lookups whose indices count from the first global row."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def index_own_rows(
     x: torch.Tensor,
     indices: Sequence[torch.Tensor | None],
 ) -> torch.Tensor:
-    """``aten.index`` where the first index is this lane's part of an arange over a dim of ``x``.
+    """Run ``aten.index`` if the first index is this rank's shard of an arange over a dim of ``x``.
 
-    That dim is cut in the same way, so each lane looks up rows of its own; nothing travels.
+    That dim is sharded in the same way, so each rank looks up its own rows without communication.
     """
     start, _ = span(mesh, axes, size)
     here = list(indices)
     first = next(i for i, index in enumerate(here) if index is not None)
     index = here[first]
-    assert index is not None, "the first index that is given"
+    assert index is not None, "an index is not None"
     here[first] = index - start  # type: ignore[operator]
     found: torch.Tensor = torch.ops.aten.index.Tensor(x, here)
     return found

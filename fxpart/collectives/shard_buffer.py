@@ -1,7 +1,7 @@
-"""Packing what is cut into one buffer and back, with one copy at most.
+"""Pack shards into one buffer and back, with at most one copy.
 
-A dim that is cut is seen as ``[outer, rest]`` and ``rest`` is cut as torch.chunk cuts. Symbolic
-sizes are taken to divide evenly (the runtime sees to the batch).
+A sharded dim is seen as ``[outer, rest]``, and ``rest`` is divided like by torch.chunk. Symbolic
+sizes are assumed to divide evenly (the runtime checks the batch).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxpart.sharding import chunk
 
 
 def lengths(size: Size, parts: int, outer: int = 1) -> list[Size]:
-    """How much of ``rest`` each part holds, of a whole dim of ``size``."""
+    """Return the length of ``rest`` in each part, for a whole dim of ``size``."""
     if not isinstance(size, int):
         return [size // (outer * parts)] * parts
     rest = size // outer
@@ -25,12 +25,12 @@ def lengths(size: Size, parts: int, outer: int = 1) -> list[Size]:
 
 
 def resized(shape: Sequence[Size], dim: int, size: Size) -> list[Size]:
-    """The shape with another size of one dim."""
+    """Return the shape with another size of one dim."""
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def apart(tensor: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
-    """The view whose dims ``dim, dim + 1`` are ``[outer, rest]``."""
+    """Return the view whose dims ``dim, dim + 1`` are ``[outer, rest]``."""
     size = tensor.shape[dim]
     found: torch.Tensor = tensor.unflatten(dim, (outer, size // outer))
     return found
@@ -39,13 +39,13 @@ def apart(tensor: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
 def part(
     tensor: torch.Tensor, dim: int, outer: int, sizes: Sequence[Size], index: int
 ) -> torch.Tensor:
-    """Piece ``index`` of a whole tensor, as a view of dims ``[.., outer, sizes[index], ..]``."""
+    """Return piece ``index`` of a whole tensor as a view [.., outer, sizes[index], ..]."""
     start = sum(sizes[:index])
     return apart(tensor, dim, outer).narrow(dim + 1, start, sizes[index])
 
 
 def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> torch.Tensor:
-    """Piece ``index`` of a whole tensor, contiguous; no copy where it already is."""
+    """Return piece ``index`` of a whole tensor, contiguous, copied only if necessary."""
     sizes = lengths(tensor.shape[dim], parts, outer)
     start, length = sum(sizes[:index]), sizes[index]
     if outer == 1:
@@ -57,7 +57,7 @@ def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> 
 def spread(
     piece: torch.Tensor, dim: int, outer: int, parts: int, index: int, size: Size
 ) -> torch.Tensor:
-    """A whole tensor of zeros but for piece ``index``."""
+    """Return a whole tensor of zeros except for piece ``index``."""
     whole = piece.new_zeros(resized(piece.shape, dim, size))
     sizes = lengths(size, parts, outer)
     part(whole, dim, outer, sizes, index).copy_(apart(piece, dim, outer))
@@ -65,7 +65,7 @@ def spread(
 
 
 def pack(tensor: torch.Tensor, dim: int, outer: int, parts: int) -> tuple[torch.Tensor, list[int]]:
-    """All pieces of a whole tensor one after another, 1-D, and their numbers of elements."""
+    """Return all pieces of a whole tensor concatenated, 1-D, and their element counts."""
     sizes = lengths(tensor.shape[dim], parts, outer)
     each = tensor.numel() // max(tensor.shape[dim], 1) * outer
     counts = [int(each * length) for length in sizes]
@@ -83,7 +83,7 @@ def pack(tensor: torch.Tensor, dim: int, outer: int, parts: int) -> tuple[torch.
 def unpack(
     flat: torch.Tensor, shape: Sequence[int], dim: int, outer: int, parts: int
 ) -> torch.Tensor:
-    """The whole tensor of ``shape`` from all of its pieces one after another."""
+    """Return the whole tensor of ``shape`` from its concatenated pieces."""
     if _leading(shape, dim, outer):
         return flat.view(shape)
     whole = flat.new_empty(shape)
@@ -98,11 +98,11 @@ def unpack(
 
 
 def piece_counts(shape: Sequence[int], dim: int, outer: int, parts: int) -> list[int]:
-    """The number of elements of each piece of a whole tensor."""
+    """Return the number of elements of each piece of a whole tensor."""
     each = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :]) * outer
     return [each * int(length) for length in lengths(shape[dim], parts, outer)]
 
 
 def _leading(shape: Sequence[int], dim: int, outer: int) -> bool:
-    """Whether the pieces lie one after another in the whole tensor."""
+    """Return whether the pieces are contiguous in the whole tensor."""
     return outer == 1 and math.prod(shape[:dim]) == 1

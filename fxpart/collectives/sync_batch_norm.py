@@ -1,4 +1,4 @@
-"""Batch norm whose rows are cut: statistics of the whole batch, the same on every lane."""
+"""Batch norm with sharded rows: statistics of the whole batch, equal on every rank."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def batch_norm_rows(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """``aten.batch_norm`` of this lane's rows with the statistics of all; running ones are updated.
+    """Run ``aten.batch_norm`` on this rank's rows with global statistics; update running ones.
 
-    In evaluation it is the plain op. x: [rows, channels, places...].
+    In evaluation it is the plain op. x: [rows, channels, positions...].
     """
     if not training:
         found: torch.Tensor = torch.ops.aten.batch_norm.default(
@@ -54,10 +54,10 @@ def batch_norm_rows(
 def _statistics(
     mesh: Communicator, axes: Axes, x: torch.Tensor, counts: list[Size]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sum of squared deviations per channel, over all lanes.
+    """Return mean and sum of squared deviations per channel, over all ranks.
 
-    Each lane's own two, put together by the formula of Chan, Golub and LeVeque (1979): one
-    all-gather, and no cancellation.
+    The ranks' values are combined by the formula of Chan, Golub and LeVeque (1979): one all-gather,
+    and no cancellation.
     """
     own = counts[mesh.place(axes)]
     dims = [0, *range(2, x.dim())]
@@ -75,18 +75,18 @@ def _statistics(
 
 
 def _follow(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
-    """Move a running statistic towards the batch's."""
+    """Update a running statistic."""
     if running is not None:
         running.copy_(value * momentum + running * (1 - momentum))
 
 
 def _wide(channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Per-channel values as a tensor that broadcasts over rows and places."""
+    """Return per-channel values in a shape that broadcasts over rows and positions."""
     return channels.view([-1 if d == 1 else 1 for d in range(x.dim())])
 
 
 class _BatchNormFunction(torch.autograd.Function):
-    """(x - mean) * inverse * weight + bias; backward sums two values per channel over the lanes."""
+    """(x - mean) * inverse * weight + bias; backward reduces two values per channel over ranks."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Embedding tables cut by rows: each lane answers for its own, and the results are Partial.
+"""Row-sharded embedding tables: each rank looks up its own rows, and results are Partial.
 
 Megatron-LM's vocabulary-parallel embedding (Shoeybi et al., 2019, section 3).
 """
@@ -29,14 +29,16 @@ def embedding_rows(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """``aten.embedding`` of the rows that this lane holds, zeros for others' (Partial).
+    """Run ``aten.embedding`` on this rank's rows, with zeros for other rows (Partial).
 
-    sparse: the gradient has the rows that this lane holds and was asked for, and no others. FXP108
-    for gradients scaled by how often a row was asked for.
+    sparse: the gradient contains only the looked-up rows of this rank. Raise FXP108 for gradients
+    scaled by index frequency.
     """
     _refuse("embedding_rows", scale_grad_by_freq)
     start, rows = span(mesh, axes, size)
-    if rows == 0 and not sparse:  # keep the tie to the weight: all have a gradient or none has
+    if (
+        rows == 0 and not sparse
+    ):  # keep the dependence on the weight, so that all ranks have a gradient
         return weight.new_zeros([*indices.shape, weight.shape[1]]) + weight.sum()
     padding = padding_idx - start if start <= padding_idx < start + rows else _NONE
     ids, outside = _own(indices, start, rows)
@@ -65,10 +67,10 @@ def embedding_bag_rows(
     include_last_offset: bool = False,
     padding_idx: int | None = _NONE,
 ) -> Bags:
-    """``aten.embedding_bag``: bags of the rows that this lane holds (Partial); the rest Replicate.
+    """Run ``aten.embedding_bag`` on this rank's rows: bags Partial, other results Replicate.
 
-    Sums, with weights of samples, and means. sparse: as for :func:`embedding_rows`. FXP108 for
-    maxima and scaled gradients.
+    Supports sums, with per-sample weights, and means. sparse: as in :func:`embedding_rows`. Raise
+    FXP108 for maxima and scaled gradients.
     """
     _refuse("embedding_bag_rows", scale_grad_by_freq)
     if mode == _MAX:
@@ -116,7 +118,7 @@ def embedding_bag_bags(
     include_last_offset: bool = False,
     padding_idx: int | None = _NONE,
 ) -> Bags:
-    """``aten.embedding_bag`` of this lane's bags and their indices; offsets from its first."""
+    """Run ``aten.embedding_bag`` on this rank's bags; offsets are relative to its first index."""
     found: Bags = _ATEN.embedding_bag.padding_idx(
         weight, indices, offsets - offsets[:1], scale_grad_by_freq, mode, sparse,
         per_sample_weights, include_last_offset, None if padding_idx == _NONE else padding_idx,
@@ -136,7 +138,7 @@ def embedding_bag_bags_rows(
     *rest: Any,
     **named: Any,
 ) -> Bags:
-    """``aten.embedding_bag`` of this lane's bags and the rows that it holds; the bags Partial."""
+    """Run ``aten.embedding_bag`` on this rank's bags and rows; the bags are Partial."""
     offsets = offsets - offsets[:1]
     bags, bag_of, sizes, largest = embedding_bag_rows(
         mesh, axes[1], size[1], weight, indices, offsets, *rest, **named
@@ -155,9 +157,9 @@ def compute_bag_indices(
     last: bool,
     padding: int | None,
 ) -> Bags:
-    """What the op tells beside the bags, from a table of ``size`` rows that takes no memory."""
+    """Return the op's additional results, from a table of ``size`` rows that uses no memory."""
     table = weight.new_zeros(1, 1).expand(size, 1).detach()
-    table.requires_grad_(weight.requires_grad)  # ATen tells more where it does not
+    table.requires_grad_(weight.requires_grad)  # ATen returns other results without it
     like = None if weights is None else torch.ones_like(weights)
     found: Bags = _ATEN.embedding_bag.padding_idx(
         table, indices, offsets, False, mode, False, like, last,
@@ -174,7 +176,7 @@ def _own_bags(
     weights: torch.Tensor | None,
     last: bool,
 ) -> torch.Tensor:
-    """Sums of bags of the ids that are ``there`` alone, so that no other row has a gradient."""
+    """Return sums of bags over the ids in ``there``, so that no other row has a gradient."""
     before = torch.cat([offsets.new_zeros(1), there.cumsum(0).to(offsets.dtype)])
     some = None if weights is None else weights[there]
     found: torch.Tensor = _ATEN.embedding_bag.default(
@@ -186,21 +188,21 @@ def _own_bags(
 def _averaged(
     bags: torch.Tensor, counted: torch.Tensor, offsets: torch.Tensor, mode: int, last: bool
 ) -> torch.Tensor:
-    """The sums of bags, or their means over the indices that count."""
+    """Return the sums of bags, or their means over the counted indices."""
     if mode != _MEAN:
         return bags
     return bags / _bag_counts(counted, offsets, last).clamp(min=1).unsqueeze(-1)
 
 
 def _own(indices: torch.Tensor, start: Size, rows: Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Local row numbers (0 for others') and where the rows are others'."""
+    """Return local row numbers (0 for other ranks' rows), and a mask of other ranks' rows."""
     local = indices - start  # type: ignore[operator]
     outside = (local < 0) | (local >= rows)
     return local.masked_fill(outside, 0), outside
 
 
 def _bag_counts(counted: torch.Tensor, offsets: torch.Tensor, last: bool) -> torch.Tensor:
-    """How many indices of each bag count."""
+    """Return the number of counted indices per bag."""
     sums = torch.cat([counted.new_zeros(1), counted.cumsum(0)])
     ends = torch.cat([offsets, offsets.new_full((1,), counted.shape[0])]) if not last else offsets
     return sums[ends[1:]] - sums[ends[:-1]]

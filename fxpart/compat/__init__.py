@@ -1,4 +1,4 @@
-"""The one place that touches torch's private names: each function says what it needs."""
+"""All uses of torch's private names; each function names what it uses."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

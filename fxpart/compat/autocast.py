@@ -1,4 +1,4 @@
-"""Autocast: what it acts on, and gradient modes inside of it."""
+"""Autocast: which ops it converts, and gradient modes inside it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def may_convert(operation: Any, device: str) -> bool:
-    """Whether autocast on the type of device may convert operands of the op, or inside of it.
+    """Return whether autocast may convert operands of the op, or convert inside it.
 
-    It may where the op has a kernel of its own for autocast, or is made of other ops. Uses
-    ``torch._C._dispatch_has_kernel_for_dispatch_key``; true where that cannot tell.
+    It may if the op has an autocast kernel or is composite. Uses
+    ``torch._C._dispatch_has_kernel_for_dispatch_key``; returns True if unknown.
     """
     known = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
     schema = getattr(operation, "_schema", None)
@@ -24,19 +24,19 @@ def may_convert(operation: Any, device: str) -> bool:
         return any(
             known(name, key) for key in (f"Autocast{device.upper()}", "CompositeImplicitAutograd")
         )
-    except RuntimeError:  # a kind of device without a key of its own
+    except RuntimeError:  # a device type without its own dispatch key
         return True
 
 
 @contextmanager
 def grad_modes_kept() -> Iterator[None]:
-    """torch.export keeps ``torch.no_grad`` that stands inside of ``torch.autocast``.
+    """Make torch.export keep ``torch.no_grad`` inside ``torch.autocast``.
 
-    Its pass cuts the graph where the mode of gradients changes, begins each piece with the autocast
-    around it, and then knows a piece only by its first node: the mode is forgotten, and what was
-    computed without gradients gets some. Patches the private ``_is_set_grad_enabled_sub_mod`` of
-    ``torch._export.passes.replace_set_grad_with_hop_pass`` to look behind that first node; does
-    nothing where it is gone.
+    Its pass splits the graph where the gradient mode changes, starts each part with the surrounding
+    autocast, and then identifies a part only by its first node, so the gradient mode is lost.
+    Patches the private ``_is_set_grad_enabled_sub_mod`` of
+    ``torch._export.passes.replace_set_grad_with_hop_pass`` to look past that node; does nothing if
+    it is missing.
     """
     try:
         from torch._export.passes import replace_set_grad_with_hop_pass as changing

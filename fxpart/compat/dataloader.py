@@ -1,4 +1,4 @@
-"""What a DataLoader's iterator does not say in public."""
+"""Private state of a DataLoader's iterator."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils.data import IterableDataset, dataloader
 
 
 def skip_batches(batches: Iterator[Any], count: int) -> int | None:
-    """Pass over a DataLoader's next ``count`` batches without loading them; how many there were.
+    """Skip a DataLoader's next ``count`` batches without loading them; return the number skipped.
 
-    None where that cannot be: only a process that loads by itself from a data set by index can,
-    whose iterator's ``_next_index`` gives the indices of the next batch. Workers have begun to
-    load, and their random numbers with them.
+    Return None if impossible: this works only for a single-process loader of a map-style dataset,
+    whose iterator's ``_next_index`` returns the indices of the next batch. Workers have already
+    started loading and drawing random numbers.
     """
     kind = getattr(dataloader, "_SingleProcessDataLoaderIter", None)
     if kind is None or not isinstance(batches, kind) or not hasattr(batches, "_next_index"):

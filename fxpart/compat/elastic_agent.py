@@ -1,20 +1,19 @@
-"""What torch's agent for one machine does not say in public: how its ranks have failed."""
+"""Failures of torch's local elastic agent, which has no public access to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# A rank's process id and exit status; negative: the signal that ended it.
+# A rank's process id and exit status; a negative status is the signal that ended it.
 Failures = Mapping[int, tuple[int, int]]
 
 
 def make_reporting_agent(kind: type[Any], tell: Callable[[Failures], object]) -> type[Any]:
-    """The agent's class, which also tells of failures by rank whenever it has looked for them.
+    """Return an agent class that also reports failures by rank after each check.
 
-    kind: ``LocalElasticAgent``, which gives them to its caller at the very end only. Needs
-    ``_monitor_workers``, one of the methods that torch has its agents extended by, and ``failures``
-    of what that returns; of an agent without them nothing is told.
+    kind: ``LocalElasticAgent``, which reports failures only at the end. Uses ``_monitor_workers``,
+    which torch's agents override, and ``failures`` of its result; without them nothing is reported.
     """
     look = getattr(kind, "_monitor_workers", None)
     if look is None:

@@ -1,7 +1,7 @@
-"""One operation on a list of tensors at once (``torch._foreach_*``), which torch.optim is built of.
+"""Operations on lists of tensors (``torch._foreach_*``), which torch.optim uses.
 
-On a GPU a whole list is one kernel; elsewhere, and for sparse or mixed tensors, torch goes through
-the list. An empty list, which torch refuses, gives an empty list.
+On a GPU a whole list is one kernel; elsewhere, and for sparse or mixed tensors, torch loops over
+the list. An empty list, which torch rejects, gives an empty list.
 """
 
 from __future__ import annotations
@@ -14,64 +14,64 @@ Tensors = Sequence[torch.Tensor]
 
 
 def foreach_add(to: Tensors, others: Tensors, alpha: float) -> list[torch.Tensor]:
-    """New tensors ``to + alpha * others``."""
+    """Return new tensors ``to + alpha * others``."""
     return list(torch._foreach_add(list(to), list(others), alpha=alpha)) if to else []
 
 
 def foreach_add_(to: Tensors, others: Tensors, alpha: float = 1.0) -> None:
-    """``to += alpha * others`` in place."""
+    """Add in place: ``to += alpha * others``."""
     if to:
         torch._foreach_add_(list(to), list(others), alpha=alpha)
 
 
 def foreach_shift_(to: Tensors, numbers: Sequence[float]) -> None:
-    """``to += number`` in place, each its own."""
+    """Add one number to each tensor in place."""
     if to:
         torch._foreach_add_(list(to), list(numbers))
 
 
 def foreach_mul(to: Tensors, factors: Sequence[float]) -> list[torch.Tensor]:
-    """New tensors ``to * factor``, each by its own."""
+    """Return new tensors, each multiplied by its own factor."""
     return list(torch._foreach_mul(list(to), list(factors))) if to else []
 
 
 def foreach_mul_(to: Tensors, factors: Sequence[float]) -> None:
-    """``to *= factor`` in place, each by its own."""
+    """Multiply each tensor by its own factor in place."""
     if to:
         torch._foreach_mul_(list(to), list(factors))
 
 
 def foreach_div_(to: Tensors, others: Tensors) -> None:
-    """``to /= others`` in place."""
+    """Divide in place: ``to /= others``."""
     if to:
         torch._foreach_div_(list(to), list(others))
 
 
 def foreach_divide_(to: Tensors, divisors: Sequence[float]) -> None:
-    """``to /= divisor`` in place, each by its own number."""
+    """Divide each tensor by its own number in place."""
     if to:
         torch._foreach_div_(list(to), list(divisors))
 
 
 def foreach_sqrt(of: Tensors) -> list[torch.Tensor]:
-    """New tensors of square roots."""
+    """Return new tensors of square roots."""
     return list(torch._foreach_sqrt(list(of))) if of else []
 
 
 def foreach_addcdiv_(to: Tensors, over: Tensors, under: Tensors, values: Sequence[float]) -> None:
-    """``to += values * over / under`` in place, each with its own number."""
+    """Add ``values * over / under`` in place, with one value per tensor."""
     if to:
         torch._foreach_addcdiv_(list(to), list(over), list(under), list(values))
 
 
 def foreach_copy_(to: Tensors, others: Tensors) -> None:
-    """Copy in place."""
+    """Copy ``others`` to ``to`` in place."""
     if to:
         torch._foreach_copy_(list(to), list(others))
 
 
 def foreach_lerp(start: Tensors, end: Tensors, weight: float) -> list[torch.Tensor]:
-    """New tensors ``start + weight * (end - start)``, exact at ``weight`` 1 too."""
+    """Return new tensors ``start + weight * (end - start)``, exact for ``weight`` 1."""
     return list(torch._foreach_lerp(list(start), list(end), weight)) if start else []
 
 

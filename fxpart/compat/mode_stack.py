@@ -1,4 +1,4 @@
-"""Modes of torch that are active in the calling thread and have no public reader."""
+"""Active torch modes of the calling thread, which have no public accessor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def has_modes() -> bool:
-    """Whether any function mode, dispatch mode or default hook on saved tensors is active.
+    """Return whether any function mode, dispatch mode or saved-tensor hook is active.
 
     Uses ``torch._C._len_torch_function_stack``, ``_len_torch_dispatch_stack`` and
-    ``torch._C._autograd._top_saved_tensors_default_hooks``; what cannot be read counts as absent.
+    ``torch._C._autograd._top_saved_tensors_default_hooks``; what cannot be read counts as inactive.
     """
     return bool(
         _number("_len_torch_function_stack")
@@ -21,7 +21,7 @@ def has_modes() -> bool:
 
 
 def active_modes() -> list[Any]:
-    """The active function modes and dispatch modes, the outermost first.
+    """Return the active function modes and dispatch modes, outermost first.
 
     Uses ``torch._C._get_function_stack_at`` and ``_get_dispatch_stack_at``.
     """
@@ -34,14 +34,14 @@ def active_modes() -> list[Any]:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether tensors that autograd saves go through hooks of the caller's."""
+    """Return whether saved tensors go through hooks of the caller."""
     autograd = getattr(torch._C, "_autograd", None)
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def default_device_of(mode: Any) -> torch.device | None:
-    """The device of a ``with torch.device(...)`` or ``set_default_device``; None: another mode.
+    """Return the device of a ``torch.device`` or ``set_default_device`` context, else None.
 
     Uses ``torch.utils._device.DeviceContext``.
     """

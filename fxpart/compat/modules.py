@@ -1,4 +1,4 @@
-"""Modules, ops and autograd functions: what torch keeps of them."""
+"""Private state of modules, ops and autograd functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str]]:
-    """Every (dict, key) that holds a parameter or buffer of the model, to replace it in place.
+    """Yield every (dict, key) of a parameter or buffer of the model, to replace it in place.
 
-    Uses nn.Module's ``_parameters`` and ``_buffers``: setattr would refuse tensors of another kind.
+    Uses nn.Module's ``_parameters`` and ``_buffers``, since setattr rejects other kinds of tensors.
     """
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -25,22 +25,22 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], st
 
 
 def own_backward(function: object) -> type | None:
-    """The torch.autograd.Function class behind a node of the autograd graph, None for an op's."""
+    """Return the torch.autograd.Function class of an autograd node, None for an op's node."""
     if not isinstance(function, torch.autograd.function.BackwardCFunction):
         return None
     return getattr(function, "_forward_cls", type(function))
 
 
 def unwrapped(value: T) -> T:
-    """The module inside what torch.compile returned; any other object as it is."""
+    """Return the module inside the result of torch.compile; other objects unchanged."""
     inside = getattr(value, "_orig_mod", None)
     return cast(T, inside) if isinstance(inside, nn.Module) else value
 
 
 def global_module_hooks() -> list[dict[Any, Any]]:
-    """The hooks that run for every module, of forward and backward, by kind.
+    """Return the global forward and backward hooks of all modules, by kind.
 
-    Uses ``torch.nn.modules.module._global_forward_hooks`` and the like, where they are.
+    Uses ``torch.nn.modules.module._global_forward_hooks`` and similar tables, if they exist.
     """
     names = (
         "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
@@ -51,11 +51,10 @@ def global_module_hooks() -> list[dict[Any, Any]]:
 
 @contextmanager
 def disable_mask_detection() -> Iterator[None]:
-    """nn.Transformer told not to look at the values of an attention mask to see if it is causal.
+    """Stop nn.Transformer from reading an attention mask to detect whether it is causal.
 
-    The look is control flow that depends on data and stops every tracer; its answer is only a hint
-    that an equal, explicit mask may be ignored. Patches the private
-    ``torch.nn.modules.transformer._detect_is_causal_mask``; does nothing where that is gone.
+    This data-dependent control flow stops every tracer; its result is only a hint. Patches the
+    private ``torch.nn.modules.transformer._detect_is_causal_mask``; does nothing if it is missing.
     """
     from torch.nn.modules import transformer
 
@@ -76,10 +75,10 @@ def disable_mask_detection() -> Iterator[None]:
 
 @contextmanager
 def intercept_module_calls(handler: Callable[..., Any]) -> Iterator[None]:
-    """Every call of an nn.Module goes through ``handler(module, call, args, kwargs)``.
+    """Route every call of an nn.Module through ``handler(module, call, args, kwargs)``.
 
-    ``call(module, *args, **kwargs)`` is what torch would do. Patches the private
-    ``nn.Module._call_impl``, below what tracers patch themselves.
+    ``call(module, *args, **kwargs)`` is the original behavior. Patches the private
+    ``nn.Module._call_impl``, below the patches of tracers.
     """
     original = nn.Module._call_impl
 
@@ -94,7 +93,7 @@ def intercept_module_calls(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def has_module_hooks() -> bool:
-    """Whether hooks are registered for all modules at once; also true where that is unknown."""
+    """Return whether global module hooks are registered; True if unknown."""
     from torch.nn.modules import module
 
     tables = [value for name, value in vars(module).items() if _is_hook_table(name)]
@@ -106,9 +105,9 @@ def _is_hook_table(name: str) -> bool:
 
 
 def operation_schema(target: object) -> Any:
-    """The schema of an op overload (name, arguments, returns with their aliases); None for others.
+    """Return the schema of an op overload (name, arguments, returns); None for other objects.
 
-    Uses ``torch._ops.OpOverload`` and its ``_schema``, for which torch has no public name.
+    Uses ``torch._ops.OpOverload`` and its ``_schema``, which have no public name.
     """
     from torch._ops import OpOverload
 
@@ -116,9 +115,9 @@ def operation_schema(target: object) -> Any:
 
 
 def has_kernel(operation: Any) -> bool:
-    """Whether torch's dispatcher runs the op overload; the others are TorchScript's own.
+    """Return whether torch's dispatcher runs the op overload, unlike TorchScript-only ops.
 
-    Uses ``torch._C._dispatch_has_kernel``, for which torch has no public name.
+    Uses ``torch._C._dispatch_has_kernel``, which has no public name.
     """
     schema = operation_schema(operation)
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
@@ -126,10 +125,10 @@ def has_kernel(operation: Any) -> bool:
 
 
 def registering_module(operation: Any) -> str | None:
-    """The module whose import registers a custom op (``torch.library.custom_op``), if it is known.
+    """Return the module whose import registers a custom op (``torch.library.custom_op``).
 
-    Looks in ``torch._library.custom_ops.OPDEFS``; None for torch's own ops and where there is no
-    such table.
+    Uses ``torch._library.custom_ops.OPDEFS``; None for torch's own ops and if there is no such
+    table.
     """
     try:
         from torch._library.custom_ops import OPDEFS

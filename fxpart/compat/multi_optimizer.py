@@ -1,4 +1,4 @@
-"""One optimizer that is several: which parameters each has is said by patterns of their names."""
+"""Several optimizers as one, each for the parameters that a name pattern matches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fxpart.errors import FxpartError, Problem
 class MultiOptimizer(torch.optim.Optimizer):
     """Optimizers that step together, as one for schedulers, checkpoints and hooks.
 
-    Their groups stand one behind the other in ``param_groups``, and all state is in one ``state``.
-    each: the optimizers. names: of each, the parameters of the whole model that are its own.
+    Their groups are concatenated in ``param_groups``, and all state is in one ``state``. each: the
+    optimizers. names: the parameter names of each.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class MultiOptimizer(torch.optim.Optimizer):
         each: Sequence[torch.optim.Optimizer],
         names: Sequence[Sequence[str]] = (),
     ) -> None:
-        """each: made already, of parameters that no two share."""
+        """each: optimizers of disjoint parameters."""
         self.each = list(each)
         self.names = [tuple(n) for n in names] or [()] * len(self.each)
         self._counts = [len(one.param_groups) for one in self.each]
         groups = [group for one in self.each for group in one.param_groups]
         super().__init__(groups, {})
-        self.param_groups = groups  # the very dicts: who sets an option sets it for the optimizer
+        self.param_groups = groups  # shared dicts, so that options apply to the optimizers
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for one in self.each:
             state.update(one.state)
@@ -38,23 +38,23 @@ class MultiOptimizer(torch.optim.Optimizer):
         self._give()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: which optimizer would get it is not known later."""
+        """Add a group during construction only; later the owner would be ambiguous."""
         if "each" in vars(self) and not isinstance(vars(self).get("state"), defaultdict):
-            raise TypeError("add_param_group: give the parameters to one of the optimizers first")
+            raise TypeError("add_param_group: add the parameters to one of the optimizers instead")
         self.param_groups.append(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups and state again, and give each optimizer its own."""
+        """Restore groups and state, and pass each optimizer its own."""
         super().__setstate__(state)
         if "each" in vars(self):
             self._give(told=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All of it, the optimizers included."""
+        """Return all attributes, including the optimizers."""
         return dict(vars(self))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Every optimizer's step; the closure is called once, before them."""
+        """Step every optimizer; the closure is called once before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,7 +67,7 @@ class MultiOptimizer(torch.optim.Optimizer):
         at = 0
         for one, count in zip(self.each, self._counts, strict=True):
             held = {"state": self.state, "param_groups": self.param_groups[at : at + count]}
-            if told:  # its class may complete options that older versions did not have
+            if told:  # its class may add options of newer versions
                 one.__setstate__(held)
             else:
                 one.__dict__.update(held)
@@ -75,9 +75,9 @@ class MultiOptimizer(torch.optim.Optimizer):
 
 
 def members(patterns: Iterable[str], names: Sequence[str]) -> list[list[str]]:
-    """By pattern the names that it matches and none before it does; FXP109 with every fault.
+    """Return the names that each pattern matches first; raise FXP109 with every problem.
 
-    Every name has to be matched, and every pattern has to match a name.
+    Every name must match a pattern, and every pattern must match a name.
     """
     problems: list[Problem] = []
     found: list[list[str]] = []
@@ -85,13 +85,13 @@ def members(patterns: Iterable[str], names: Sequence[str]) -> list[list[str]]:
     for pattern in given:
         mine = [name for name in left if fnmatchcase(name, pattern)]
         if not mine:
-            why = "no trainable parameter has such a name, or patterns before it take all that do"
+            why = "no trainable parameter matches it, or earlier patterns match all that do"
             problems.append(Problem("FXP109", f"optimizer[{pattern!r}]", why, _some(names)))
         left = [name for name in left if name not in set(mine)]
         found.append(mine)
     if left:
         shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
-        fix = 'end with "*": an optimizer for all others'
+        fix = 'add a last pattern "*" for all other parameters'
         problems.append(Problem("FXP109", "optimizer", f"no pattern matches {shown}", fix))
     if problems:
         raise FxpartError(problems)
@@ -99,20 +99,20 @@ def members(patterns: Iterable[str], names: Sequence[str]) -> list[list[str]]:
 
 
 class NamedOptimizerFactory:
-    """Makes a :class:`MultiOptimizer` of named parameters. named: says that it takes pairs."""
+    """Creates a :class:`MultiOptimizer` of named parameters. named: it takes (name, tensor) pairs."""
 
     named = True
 
     def __init__(self, makes: Mapping[str, Callable[[Any], torch.optim.Optimizer]]) -> None:
-        """makes: an optimizer of a list of parameters, by pattern of names."""
+        """makes: factory of an optimizer of a list of parameters, by name pattern."""
         self.makes = dict(makes)
 
     def __call__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> MultiOptimizer:
-        """parameters: names with tensors. FXP109 as :func:`members`, and for bare tensors."""
+        """parameters: names with tensors. Raise FXP109 like :func:`members`, and for bare tensors."""
         given = list(parameters)
         if any(isinstance(each, torch.Tensor) for each in given):
-            why = "parameters without names were given to optimizers that are chosen by names"
-            raise FxpartError([Problem("FXP109", "optimizer", why, "one optimizer for all")])
+            why = "optimizers chosen by name patterns received parameters without names"
+            raise FxpartError([Problem("FXP109", "optimizer", why, "use one optimizer for all")])
         table = dict(given)
         found = members(self.makes, list(table))
         each = [

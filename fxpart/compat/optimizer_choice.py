@@ -1,4 +1,4 @@
-"""Which optimizer is meant, and how much state the real class keeps for given shapes."""
+"""Resolve the optimizer that the user passes, and measure its state for given shapes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """An optimizer: its name for people and plans, and what makes it from parameters.
+    """An optimizer: its name for messages and plans, and its factory.
 
-    parts: of several, by pattern of parameters' names; ``make`` takes pairs (name, tensor) then.
+    parts: for several optimizers, by name pattern; ``make`` then takes (name, tensor) pairs.
     """
 
     name: str
@@ -31,11 +31,11 @@ class OptimizerChoice:
 
 
 def choose(optimizer: object = "adamw") -> OptimizerChoice:
-    """The optimizer that a name, class, instance, partial or ``parameters -> optimizer`` means.
+    """Return the optimizer for a name, class, instance, partial or ``parameters -> optimizer``.
 
-    A mapping of patterns of parameters' names to such means several optimizers, each for the
-    parameters that its pattern is the first to match. An instance stands for its class with the
-    options of its first group. Raises FXP109 for anything else.
+    A mapping of name patterns to these means several optimizers, each for the parameters that its
+    pattern is the first to match. An instance stands for its class with the options of its first
+    group. Raise FXP109 for anything else.
     """
     if isinstance(optimizer, str):
         table = _named()
@@ -46,7 +46,7 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
             "FXP109",
             where=f"optimizer={optimizer!r}",
             why="torch.optim has no optimizer of this name",
-            fix=f"one of {', '.join(sorted(table))}; or a class, or a function of parameters",
+            fix=f"use one of {', '.join(sorted(table))}; or a class or function of parameters",
         )
     if isinstance(optimizer, torch.optim.Optimizer):
         return OptimizerChoice(type(optimizer).__name__.lower(), partial(_like, optimizer))
@@ -65,15 +65,15 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
     raise error(
         "FXP109",
         where=f"optimizer={optimizer!r}",
-        why=f"a {type(optimizer).__name__} makes no optimizer",
-        fix='"adamw", torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), or a function',
+        why=f"a {type(optimizer).__name__} is not an optimizer",
+        fix='use "adamw", torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), or a function',
     )
 
 
 def _like(
     instance: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """One of the instance's class, with all parameters in its first group."""
+    """Create an optimizer of the instance's class, with all parameters in its first group."""
     group = instance.param_groups[0]
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     own = [next(iter(group["params"]), torch.empty(0))]
@@ -86,13 +86,11 @@ def _like(
 def state_bytes(
     choice: OptimizerChoice, shapes: Sequence[Shape], names: Sequence[str] = ()
 ) -> list[int]:
-    """Bytes of state that the optimizer keeps for a parameter of each shape, after one step.
+    """Return the bytes of optimizer state per parameter shape, after one step.
 
-    names: of the parameters, where the choice is of several optimizers.
-
-    The real class is stepped once on meta parameters, so that nothing is allocated. Where it needs
-    values (some read them back), it is stepped on real zeros, one small parameter at a time.
-    Raises FXP109 where it cannot be stepped at all.
+    names: of the parameters, for several optimizers. The real class is stepped once on meta
+    parameters, so nothing is allocated. If it needs values, it is stepped on real zeros, one small
+    parameter at a time. Raise FXP109 if it cannot be stepped.
     """
     if choice.parts:
         found: dict[str, int] = {}
@@ -109,21 +107,21 @@ def state_bytes(
         sizes = [sum(t.numel() * t.element_size() for t in tensors_in(s)) for s in states]
     except FxpartError:
         raise
-    except Exception:  # a class of the user's may raise anything on meta tensors
+    except Exception:  # user classes may raise anything on meta tensors
         sizes = [_measured(choice, shape) for shape in distinct]
     table = dict(zip(distinct, sizes, strict=True))
     return [table[shape] for shape in shapes]
 
 
-MAX_REAL = 1 << 20  # elements of a parameter that is stepped for real, at most
+MAX_REAL = 1 << 20  # maximum elements of a parameter for a real step
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37)
 
 
 def _measured(choice: OptimizerChoice, shape: Shape) -> int:
-    """The state of a real parameter of this shape, or of a small one in its place if it is large.
+    """Measure the state of a real parameter of this shape, or of a small substitute.
 
-    The small one has a different prime for each dim, so that a dim of the state tells which dims of
-    the parameter it stands for (Adafactor keeps rows and columns, Adam the whole).
+    The substitute has a different prime in each dim, so that a dim of the state identifies the
+    parameter dims (Adafactor stores rows and columns, Adam the whole).
     """
     dims = shape[0]
     large = torch.Size(dims).numel() > MAX_REAL and len(dims) <= len(_PRIMES)
@@ -133,12 +131,12 @@ def _measured(choice: OptimizerChoice, shape: Shape) -> int:
         (state,) = _step(choice, [(stand_in, shape[1])], "cpu")
     except FxpartError:
         raise
-    except Exception as cause:  # whatever the user's class raises
+    except Exception as cause:  # user classes may raise anything
         raise error(
             "FXP109",
             where=f"optimizer {choice.name}, a parameter of shape {list(dims)}",
             why=f"one step of it fails: {type(cause).__name__}: {cause}",
-            fix="give a function of parameters that makes an optimizer for all of them",
+            fix="pass a function of parameters that returns an optimizer for all of them",
         ) from cause
     if not large:
         return sum(t.numel() * t.element_size() for t in tensors_in(state))
@@ -150,13 +148,13 @@ def _measured(choice: OptimizerChoice, shape: Shape) -> int:
 
 
 def _runs(small: Sequence[int], real: Sequence[int]) -> dict[int, int]:
-    """The product of each run of neighbouring dims of ``small`` -> the same of ``real``."""
+    """Map the product of each run of adjacent dims of ``small`` to that of ``real``."""
     ends = range(len(small) + 1)
     return {prod(small[i:j]): prod(real[i:j]) for i in ends for j in ends if i < j}
 
 
 def _step(choice: OptimizerChoice, shapes: Sequence[Shape], device: str) -> list[object]:
-    """The state of each parameter after one real step."""
+    """Return the state of each parameter after one real step."""
     parameters = [
         torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         for shape, dtype in shapes
@@ -170,21 +168,21 @@ def _step(choice: OptimizerChoice, shapes: Sequence[Shape], device: str) -> list
             "FXP109",
             where=f"optimizer {choice.name}",
             why=f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
-            fix="give a function that takes the parameters and returns the optimizer",
+            fix="pass a function that takes the parameters and returns the optimizer",
         )
     optimizer.step()
     return [optimizer.state.get(parameter, {}) for parameter in parameters]
 
 
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """A sparse gradient without rows, on the parameter's device."""
+    """Return a sparse gradient without rows, on the parameter's device."""
     ids = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
     values = parameter.detach().new_zeros(0, *parameter.shape[1:])
     return torch.sparse_coo_tensor(ids, values, parameter.shape, check_invariants=False)
 
 
 def tensors_in(state: object) -> Iterator[torch.Tensor]:
-    """All tensors in a nested state."""
+    """Yield all tensors in a nested state."""
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, dict):
@@ -196,7 +194,7 @@ def tensors_in(state: object) -> Iterator[torch.Tensor]:
 
 
 def _named() -> dict[str, type[torch.optim.Optimizer]]:
-    """torch.optim's own classes by lower-case name."""
+    """Return torch.optim's classes by lowercase name."""
     return {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that stand in for others: what they do is done to copies."""
+"""Proxy optimizers and schedulers, which act on copies."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-# Hooks of the real step, and the step that a scheduler binds to the real optimizer, stay behind.
+# Hooks and the step of the real optimizer, which a scheduler may wrap, are not copied.
 _NOT_TAKEN = ("state", "param_groups", "step")
 _HOOKS = "_hooks"
 
 
 def make_proxy_scheduler(scheduler: LRScheduler) -> tuple[LRScheduler, torch.optim.Optimizer]:
-    """A copy of the scheduler, and the optimizer without parameters whose options it sets.
+    """Return a copy of the scheduler, and an optimizer without parameters that it controls.
 
-    The copy goes through ``copy.deepcopy``, in which the optimizer is replaced; so do those of
-    schedulers within (SequentialLR, ChainedScheduler). ``_opt_called`` says that the optimizer was
-    stepped, without which the first step of a scheduler warns.
+    The copy uses ``copy.deepcopy`` with the optimizer replaced, also for nested schedulers
+    (SequentialLR, ChainedScheduler). ``_opt_called`` marks the optimizer as stepped, which avoids
+    the scheduler's warning.
     """
     real: torch.optim.Optimizer = scheduler.optimizer
     kind = type(real)
-    if isinstance(getattr(kind, "param_groups", None), property):  # it shows those of others
+    if isinstance(
+        getattr(kind, "param_groups", None), property
+    ):  # it shows the groups of other optimizers
         kind = torch.optim.Optimizer
     stand_in = object.__new__(kind)
     stand_in.__dict__.update(real.__dict__)
@@ -46,7 +48,7 @@ def make_proxy_scheduler(scheduler: LRScheduler) -> tuple[LRScheduler, torch.opt
 def make_proxy_optimizer(
     real: torch.optim.Optimizer, parameters: Mapping[torch.Tensor, torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class, without state, for other parameters in the same groups.
+    """Return an optimizer of the same class and groups for other parameters, without state.
 
     parameters: of the real one -> of the new one. It has no hooks.
     """
@@ -65,11 +67,11 @@ def optimizer_over(
     members: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     fallback: torch.Tensor,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and options, without state, over other parameters.
+    """Return an optimizer of the same class and options over other parameters, without state.
 
     members: for each group of the real optimizer, pairs of one of its parameters and a new one; a
-    parameter may have several new ones, or none. fallback: what an attribute refers to in place of
-    a parameter that has none. Tensors among the options are copied; hooks are left out.
+    parameter may have several new ones, or none. fallback: replaces references to a parameter
+    without a new one. Tensors among the options are copied; hooks are omitted.
     """
     groups = []
     for group, pairs in zip(real.param_groups, members, strict=True):
@@ -110,9 +112,9 @@ def _copy_without_state(
 
 
 def step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The step of the class without what torch wraps around it for hooks (``hooked``).
+    """Return the class's step without torch's wrapper for hooks (``hooked``).
 
-    Hooks that are registered for all optimizers would otherwise hear of steps that nobody makes.
+    Otherwise hooks registered for all optimizers would be called for internal steps.
     """
     step: Any = kind.step
     plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -120,10 +122,10 @@ def step_of(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the instance's step is its class's, or what a scheduler wraps around that to count.
+    """Return whether the instance's step is that of its class, or a scheduler's wrapper of it.
 
-    Needs ``_wrapped_by_lr_sched`` of torch 2.4 and later; without it a wrapped step counts as
-    another one.
+    Uses ``_wrapped_by_lr_sched`` of torch 2.4 and later; without it a wrapped step counts as
+    different.
     """
     own: Any = vars(optimizer).get("step")
     if own is None:
@@ -136,21 +138,21 @@ def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Have schedulers know that the optimizer was stepped (``_opt_called``): others warn."""
+    """Mark the optimizer as stepped (``_opt_called``), since schedulers warn otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
-    """Have an instance run another function as its step, also for schedulers made before.
+    """Replace an instance's step, also for schedulers created before.
 
-    step: takes the instance, as a method does. ``_wrapped_by_lr_sched`` says that schedulers need
-    not wrap it, as :func:`mark_stepped` counts.
+    step: takes the instance, like a method. ``_wrapped_by_lr_sched`` tells schedulers not to wrap
+    it, since :func:`mark_stepped` counts.
     """
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks were registered on the instance's step (``_optimizer_step_*_hooks``)."""
+    """Return whether hooks are registered on the instance's step (``_optimizer_step_*_hooks``)."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(vars(optimizer).get(name) for name in names)

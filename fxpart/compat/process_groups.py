@@ -1,4 +1,4 @@
-"""What torch.distributed does not say of a process group in public."""
+"""Private state of torch.distributed's process groups."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with; None where it cannot be had.
+    """Return the store of the default process group; None if it is not available.
 
-    Needs ``distributed_c10d._get_default_store``; a group that was made by MPI has none.
+    Uses ``distributed_c10d._get_default_store``; a group created by MPI has none.
     """
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     try:

@@ -1,4 +1,4 @@
-"""What a node of the autograd graph has saved for its backward."""
+"""Saved tensors of autograd nodes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ _SLOTS: dict[type, tuple[str, ...]] = {}  # of each kind of node, found once
 
 
 def saved_slots(node: Any) -> tuple[str, ...]:
-    """The attributes under which a node keeps tensors (``_raw_saved_*``), the same for its kind.
+    """Return the attributes in which a node saves tensors (``_raw_saved_*``); equal for its type.
 
-    They are described in torch's notes on autograd, under hooks for saved tensors. Empty where
-    there are none.
+    They are described in torch's notes on autograd, under hooks for saved tensors.
     """
     kind = type(node)
     if kind not in _SLOTS:
@@ -24,31 +23,34 @@ def saved_slots(node: Any) -> tuple[str, ...]:
 
 
 def release_saved(node: Any, slots: tuple[str, ...]) -> None:
-    """Drop the tensors that a node keeps under these attributes; it cannot run again.
+    """Release the tensors that a node saves in these attributes; it cannot run again.
 
-    A tensor that hooks have packed, and none, are left as they are.
+    Tensors packed by hooks, and None, are unchanged.
     """
     for slot in slots:
         kept = getattr(node, slot)
         for one in kept if isinstance(kept, tuple) else (kept,):
             try:
                 one.register_hooks(_nothing, _gone)
-            except (RuntimeError, AttributeError):  # packed by others, None, or given back already
+            except (
+                RuntimeError,
+                AttributeError,
+            ):  # packed by other hooks, None, or already released
                 continue
 
 
 def saved_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The (pack, unpack) that are asked for what autograd saves now, without the hooks around them.
+    """Return the innermost (pack, unpack) saved-tensor hooks; None if there are none.
 
-    torch calls the innermost alone; hooks that leave a tensor to those around them call these
-    (``_top_saved_tensors_default_hooks``). None where there are none.
+    torch calls only the innermost hooks; hooks that leave a tensor to outer ones call these
+    (``_top_saved_tensors_default_hooks``).
     """
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return cast("tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None", found)
 
 
 def _nothing(tensor: object) -> None:
-    """What is kept in the place of a tensor."""
+    """Return None in place of a tensor."""
 
 
 def _gone(packed: object) -> NoReturn:

@@ -10,7 +10,7 @@ import torch
 
 
 def has_unbacked_symbols(value: object) -> bool:
-    """Whether a traced value's size, or the value itself, is a symbol that data decide."""
+    """Return whether a value or its size is a data-dependent symbol."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if not isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -19,7 +19,7 @@ def has_unbacked_symbols(value: object) -> bool:
 
 
 def symbol_names(size: int | torch.SymInt) -> str | int:
-    """A dim as a program writes it: an int, or the expression's text such as "s0*s1"."""
+    """Return a dim as an int, or as the text of its expression, such as "s0*s1"."""
     if isinstance(size, torch.SymInt):
         expression = size.node.expr
         return int(expression) if expression.is_number else str(expression)
@@ -27,14 +27,14 @@ def symbol_names(size: int | torch.SymInt) -> str | int:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size that a dim had when it was traced."""
+    """Return the size of a dim at tracing."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint)
     return int(size)
 
 
 def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> torch.Tensor:
-    """A fake tensor like ``example`` in the mode, the chosen dims being symbols of its shape.
+    """Return a fake tensor like ``example``, with the chosen dims symbolic.
 
     Uses FakeTensorMode's ``from_tensor`` and the contexts of
     ``torch.fx.experimental.symbolic_shapes``; equal sizes share one symbol.
@@ -49,9 +49,9 @@ def symbolic_input(mode: Any, example: torch.Tensor, dynamic: list[bool]) -> tor
 
 @contextmanager
 def disable_guards(mode: Any) -> Iterator[None]:
-    """No fake run in here may fix a symbol to the size it had when it was traced.
+    """Prevent fake runs in this context from specializing symbols to their traced sizes.
 
-    Uses ``ShapeEnv.suppress_guards``; where there is none, or no symbolic shapes, nothing happens.
+    Uses ``ShapeEnv.suppress_guards``; does nothing without it or without symbolic shapes.
     """
     env = getattr(mode, "shape_env", None)
     suppress = getattr(env, "suppress_guards", None)
@@ -61,11 +61,11 @@ def disable_guards(mode: Any) -> Iterator[None]:
 
 
 def symbol_facts(mode: Any) -> tuple[Hashable, ...]:
-    """All that fake runs in the mode know of its symbols: equal where equal calls end alike.
+    """Return all facts that fake runs know about symbols; equal facts give equal results.
 
-    The example sizes and ranges of symbols, and what guards and divisions say of them. Uses
-    ``ShapeEnv``'s ``var_to_val`` (``backed_var_to_val`` in newer releases), ``var_to_range``,
-    ``guards``, ``axioms``, ``replacements`` and ``divisible``.
+    These are example sizes and ranges of symbols, guards and divisibility. Uses ``ShapeEnv``'s
+    ``var_to_val`` (``backed_var_to_val`` in newer releases), ``var_to_range``, ``guards``,
+    ``axioms``, ``replacements`` and ``divisible``.
     """
     env = getattr(mode, "shape_env", None)
     if env is None:
@@ -82,7 +82,7 @@ def symbol_facts(mode: Any) -> tuple[Hashable, ...]:
 
 
 def floor_division(expression: Any, divisor: int) -> Any:
-    """``expression // divisor`` as torch writes it in symbolic sizes.
+    """Return ``expression // divisor`` as torch writes it in symbolic sizes.
 
     Uses ``torch.utils._sympy.functions.FloorDiv``.
     """
@@ -92,7 +92,7 @@ def floor_division(expression: Any, divisor: int) -> Any:
 
 
 def unflatten_output(exported: torch.export.ExportedProgram, leaves: list[Any]) -> Any:
-    """``leaves`` put into the structure that the exported module's forward returned."""
+    """Return ``leaves`` in the structure that the exported module's forward returned."""
     from torch.utils._pytree import tree_unflatten
 
     return tree_unflatten(leaves, exported.call_spec.out_spec)

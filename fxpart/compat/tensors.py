@@ -1,4 +1,4 @@
-"""Tensors: storage, fakes, views."""
+"""Tensors: storage, fakes and views."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxpart.compat.tracers import pause_tracing
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A key equal for two tensors that are the same view of one storage, meta tensors included.
+    """Return a key equal for two tensors that are the same view of one storage.
 
     Uses the storage's C++ address (``_cdata``), because the data pointer of a meta tensor is 0;
-    falls back to the data pointer, or to the tensor's own identity where there is none.
+    falls back to the data pointer, or to the tensor's identity.
     """
     layout = (
         tensor.storage_offset(),
@@ -30,45 +30,45 @@ def storage_identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def storage_address(tensor: torch.Tensor) -> object:
-    """Equal for two tensors that share storage, while both are alive (``_cdata``)."""
+    """Return a key equal for two live tensors that share storage (``_cdata``)."""
     storage = tensor.untyped_storage()
     return getattr(storage, "_cdata", None) or storage.data_ptr() or id(tensor)
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which this one is a view (``_base``), or itself."""
+    """Return the tensor of which this one is a view (``_base``), or itself."""
     base: torch.Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def get_write_count(tensor: torch.Tensor) -> int:
-    """How often the tensor, or another view of its storage, was written (``_version``)."""
+    """Return how often the tensor, or another view of its storage, was written (``_version``)."""
     return tensor._version
 
 
 def fake_mode(*, symbolic: bool = False) -> Any:
-    """A FakeTensorMode that also takes real tensors; with symbolic shapes when asked."""
+    """Return a FakeTensorMode that also accepts real tensors; optionally with symbolic shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     if not symbolic:
         return FakeTensorMode(allow_non_fake_inputs=True)
-    # What torch.export itself gives its mode; without these it refuses symbolic inputs.
+    # Like torch.export's own mode; otherwise it rejects symbolic inputs.
     env = ShapeEnv(tracked_fakes=[])
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, export=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no data: a meta or a fake tensor."""
+    """Return whether the tensor has no data: a meta or a fake tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 def detach_constant(fake: Any) -> None:
-    """Give a fake tensor whose value is known (``FakeTensor.constant``) a value of its own.
+    """Give a fake tensor with a known value (``FakeTensor.constant``) its own copy of it.
 
-    Fake modes run operations on known values for real: in place, they would write the user's.
+    Fake modes run operations on known values; in place, they would write the user's tensor.
     """
     known = getattr(fake, "constant", None)
     if isinstance(known, torch.Tensor):
@@ -76,7 +76,7 @@ def detach_constant(fake: Any) -> None:
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Whether it is a strided fake tensor whose value nobody knows (``FakeTensor.constant``)."""
+    """Return whether it is a strided fake tensor without a known value (``FakeTensor.constant``)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     plain = type(tensor) is FakeTensor and tensor.layout is torch.strided
@@ -84,9 +84,9 @@ def is_plain_fake(tensor: torch.Tensor) -> bool:
 
 
 def like_fake(fake: Any) -> torch.Tensor:
-    """A new fake tensor with the metadata of ``fake``, its gradient's too, and a new storage.
+    """Return a new fake tensor with the metadata of ``fake`` and a new storage.
 
-    With a gradient it is no leaf, as the result of an op is none. Not recorded by tracers.
+    With a gradient it is not a leaf unless ``fake`` is. Tracers do not record it.
     """
     with pause_tracing(), fake.fake_mode:
         made = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
@@ -98,10 +98,10 @@ def like_fake(fake: Any) -> torch.Tensor:
 
 @contextmanager
 def silence_fake_errors() -> Iterator[None]:
-    """Failing fake kernels raise as ever, but torch does not also log a stack trace for each.
+    """Suppress torch's logged stack traces of failing fake kernels, which still raise.
 
-    For a first try that another follows. Filters the private logger ``torch._subclasses.
-    fake_tensor``; where that is gone there is nothing to filter.
+    For a first attempt that another follows. Filters the private logger
+    ``torch._subclasses.fake_tensor``; does nothing if that is missing.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -1,4 +1,4 @@
-"""torch.compile: whether it can work here, and what it made."""
+"""torch.compile: whether it works here, and its results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import nn
 
 
 def compiler_fault(backend: str, kind: str = "cpu") -> str | None:
-    """Why stages cannot be compiled here, None where nothing is known to be missing.
+    """Return why stages cannot be compiled here, None if nothing is known to be missing.
 
-    backend: of torch.compile. kind: "cpu" or "cuda". inductor writes C++ for CPUs, which needs a
-    compiler and Python's headers, and Triton for GPUs. Uses ``torch._inductor.cpp_builder`` to ask
-    for the compiler that torch would take; looks for the usual names where that is gone.
+    backend: of torch.compile. kind: "cpu" or "cuda". inductor generates C++ for CPUs, which needs a
+    compiler and Python's headers, and Triton for GPUs. Uses ``torch._inductor.cpp_builder`` to find
+    torch's compiler; searches the usual names if that is missing.
     """
     if backend != "inductor":
         return None
@@ -34,18 +34,18 @@ def compiler_fault(backend: str, kind: str = "cpu") -> str | None:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module.compile`` was called (``_compiled_call_impl``)."""
+    """Return whether ``module.compile`` was called (``_compiled_call_impl``)."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 @contextmanager
 def unwrap_compiled(*modules: object) -> Iterator[bool]:
-    """Within: submodules and functions that torch.compile wrapped are the plain ones.
+    """Unwrap submodules and functions that torch.compile wrapped, in this context.
 
-    modules: modules, functions or None. Names of parameters are then those of the plain module,
-    without "_orig_mod". Yields whether there was anything compiled. Uses ``_orig_mod`` of what
-    torch.compile returns, ``_compiled_call_impl`` of modules that were compiled in place, and
-    ``torch.compiler.set_stance`` where functions are compiled (it would break torch.cond).
+    modules: modules, functions or None. Parameter names are then those of the original module,
+    without "_orig_mod". Yield whether anything was compiled. Uses ``_orig_mod`` of torch.compile's
+    results, ``_compiled_call_impl`` of modules compiled in place, and ``torch.compiler.set_stance``
+    for compiled functions (it would break torch.cond).
     """
     inside = [m for root in modules if isinstance(root, nn.Module) for m in root.modules()]
     wrapped = [
@@ -71,12 +71,12 @@ def unwrap_compiled(*modules: object) -> Iterator[bool]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor in the plain module, of one in a module that torch.compile returned."""
+    """Return a tensor's name in the original module, from its name in a compiled module."""
     return name.replace("_orig_mod.", "")
 
 
 def _functions(inside: Iterable[nn.Module], given: Iterable[object]) -> Iterator[object]:
-    """The functions given, attributes and methods of modules, and globals beside the methods."""
+    """Yield the given functions, attributes and methods of modules, and their modules' globals."""
     yield from given
     kinds = {base for m in inside for base in type(m).__mro__}
     for module in inside:
@@ -89,12 +89,12 @@ def _functions(inside: Iterable[nn.Module], given: Iterable[object]) -> Iterator
 
 
 def _is_compiled_function(held: object) -> bool:
-    """Whether torch.compile made a function; it notes the one that it was made of."""
+    """Return whether torch.compile created a function, which records the original one."""
     return isinstance(held, FunctionType) and "_torchdynamo_orig_callable" in vars(held)
 
 
 def _holds_wrapped(module: nn.Module) -> bool:
-    """Whether the module is itself what torch.compile returned, which has one child."""
+    """Return whether the module itself is a result of torch.compile, with one child."""
     return "_orig_mod" in module._modules
 
 
@@ -104,15 +104,15 @@ def _cpp_compiler() -> str | None:
 
         found = str(get_cpp_compiler())
         return found if shutil.which(found) else None
-    except Exception:  # torch raises its own kinds where it finds none, or it has moved
+    except Exception:  # torch raises its own errors, or the function has moved
         names = ("g++", "clang++", "c++")
         return next((name for name in names if shutil.which(name)), None)
 
 
 def compile_counters() -> Mapping[str, Mapping[str, int]]:
-    """What torch.compile has counted in this process: "stats", "graph_break" (by reason), ...
+    """Return torch.compile's counters of this process: "stats", "graph_break" (by reason), ...
 
-    Reads ``torch._dynamo.utils.counters``; empty where that is gone.
+    Reads ``torch._dynamo.utils.counters``; empty if that is missing.
     """
     try:
         from torch._dynamo.utils import counters

@@ -1,4 +1,4 @@
-"""Tracers: recording operations, and watching what they record."""
+"""Tracers: record operations, and control what they record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 
 def record_operations(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
-    """The operations of ``function(*args)`` before autograd, run on real tensors and recorded.
+    """Record the operations of ``function(*args)`` before autograd, on real tensors.
 
     Uses make_fx with ``pre_dispatch``, the recorder underneath torch.export.
     """
@@ -23,11 +23,11 @@ def record_operations(function: Callable[..., Any], *args: Any) -> fx.GraphModul
 
 @contextmanager
 def python_dispatcher(mode: Any = None) -> Iterator[None]:
-    """Composite ops go through their Python decompositions, which take symbolic sizes.
+    """Run composite ops through their Python decompositions, which accept symbolic sizes.
 
-    mode: a fake tensor mode, whose results of earlier calls are not used meanwhile: it does not
-    tell which way they were made. Uses ``torch._dispatch.python.enable_python_dispatcher``, as
-    torch.export does, and ``FakeTensorMode.cache_enabled``; does nothing where they are gone.
+    mode: a fake tensor mode, whose cache of earlier results is disabled meanwhile. Uses
+    ``torch._dispatch.python.enable_python_dispatcher``, like torch.export, and
+    ``FakeTensorMode.cache_enabled``; does nothing if they are missing.
     """
     try:
         from torch._dispatch.python import enable_python_dispatcher
@@ -47,9 +47,9 @@ def python_dispatcher(mode: Any = None) -> Iterator[None]:
 
 @contextmanager
 def watch_casts() -> Iterator[list[tuple[torch.Tensor, torch.dtype]]]:
-    """The (tensor, dtype) of every conversion that ops make while the context is open, in order.
+    """Yield a list of the (tensor, dtype) of every conversion in this context, in order.
 
-    Uses ``torch.utils._python_dispatch.TorchDispatchMode``, which sees what autocast converts.
+    Uses ``torch.utils._python_dispatch.TorchDispatchMode``, which sees autocast's conversions.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,11 +69,12 @@ def watch_casts() -> Iterator[list[tuple[torch.Tensor, torch.dtype]]]:
 
 @contextmanager
 def deferred_code() -> Iterator[None]:
-    """Graph modules made or changed in here write and compile their Python code when first called.
+    """Defer code generation of graph modules created or changed in this context to their first
+    call.
 
-    Tracers and passes make a dozen of them for one graph and call none. Patches
-    ``GraphModule.recompile``, which is public, and copies what it keeps of a pytree code generator
-    (``_codegen``); ``recompile()`` after the context makes the code at once.
+    Tracers and passes create a dozen of them for one graph and call none. Patches
+    ``GraphModule.recompile``, which is public, and copies its pytree state (``_codegen``);
+    ``recompile()`` after the context generates the code immediately.
     """
     from torch.fx.graph import _PyTreeCodeGen
 
@@ -98,7 +99,7 @@ def deferred_code() -> Iterator[None]:
 
 
 def active_tracer() -> Any | None:
-    """The tracer that records operations now (make_fx, torch.export), or None.
+    """Return the active tracer (make_fx, torch.export), or None.
 
     Uses ``torch.fx.experimental.proxy_tensor.get_proxy_mode``.
     """
@@ -109,7 +110,7 @@ def active_tracer() -> Any | None:
 
 
 def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
-    """The node whose value the tensor is in the tracer's graph, None for one it does not know.
+    """Return the node of a tensor in the tracer's graph, None for an unknown tensor.
 
     Uses ``torch.fx.experimental.proxy_tensor.get_proxy_slot``.
     """
@@ -120,9 +121,9 @@ def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
 
 
 def trace_as(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """From now on the tensor is the node's value in the tracer's graph.
+    """Register the tensor as the node's value in the tracer's graph.
 
-    Uses ``torch.fx.experimental.proxy_tensor.track_tensor_tree``, as tracers do after each op.
+    Uses ``torch.fx.experimental.proxy_tensor.track_tensor_tree``, like tracers after each op.
     """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
@@ -131,10 +132,10 @@ def trace_as(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
 
 @contextmanager
 def pause_tracing() -> Iterator[None]:
-    """Operations in here are not recorded by any tracer.
+    """Hide operations in this context from all tracers.
 
     Uses ``torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing`` and
-    ``torch._C.DisableTorchFunction``, which switches function modes off too.
+    ``torch._C.DisableTorchFunction``, which also disables function modes.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 

@@ -1,6 +1,6 @@
-"""Meshes, placements and what they mean: which part of a tensor each rank of a mesh holds.
+"""Meshes, placements and layouts: which part of a tensor each mesh rank stores.
 
-No torch here: plans and programs carry these as text.
+This package does not import torch, because plans and programs contain these as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a lane holds."""
+"""Elements of a tensor that a mesh rank stores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of piece ``index``: pieces of ceil(size / parts), the last ones less or none.
+    """Return start and stop of piece ``index``, with pieces of ceil(size / parts) elements.
 
-    That is how torch.chunk and torch.distributed.tensor cut.
+    The last pieces may be smaller or empty, like in torch.chunk and torch.distributed.tensor.
     """
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)
@@ -25,12 +25,12 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 def indices(
     shape: Sequence[int], placements: Placements, mesh: Mesh, lane: int
 ) -> tuple[NDArray[np.int64], ...]:
-    """Per dim the global indices that the lane holds, in its own order.
+    """Return, per dim, the global indices that the mesh rank stores, in local order.
 
-    Axes apply one after another, the major one first. A partial or replicated axis (and an open
-    one) leaves all.
+    Axes apply in order, the major one first. Partial, replicated and undecided axes keep all
+    indices.
     """
-    import numpy as np  # here, because plans are read without it
+    import numpy as np  # imported here, because reading plans does not need it
 
     held = [np.arange(size, dtype=np.int64) for size in shape]
     for placement, parts, place in zip(placements, mesh.shape, mesh.coordinate(lane), strict=True):
@@ -44,7 +44,7 @@ def indices(
 def local_shape(
     shape: Sequence[int], placements: Placements, mesh: Mesh, lane: int
 ) -> tuple[int, ...]:
-    """The shape of what the lane holds."""
+    """Return the local shape of the mesh rank."""
     held = list(shape)
     for placement, parts, place in zip(placements, mesh.shape, mesh.coordinate(lane), strict=True):
         if isinstance(placement, Shard):

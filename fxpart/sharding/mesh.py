@@ -14,17 +14,17 @@ _SIZE = re.compile(r"(?=0*[1-9])[0-9]{1,6}")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes with their sizes, the major axis first: lane = row-major index of a coordinate.
+    """Named axes with their sizes, major first; a mesh rank is a row-major coordinate index.
 
-    A lane is a rank's place in the mesh of its stage; the rank of (stage, lane) is
-    ``stage * mesh.size + lane``.
+    The global rank of (stage, mesh rank) is ``stage * mesh.size + mesh rank``. ``lane`` in the
+    methods is the mesh rank.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """``"dp=2,tp=4"``; the empty text is the mesh of one lane. FXP109 for anything else."""
+        """Parse ``"dp=2,tp=4"``; empty text is a mesh of one rank. Raise FXP109 for invalid text."""
         axes: list[tuple[str, int]] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, size = (p.strip() for p in part.partition("="))
@@ -40,7 +40,7 @@ class Mesh:
         return cls(tuple(axes))
 
     def __str__(self) -> str:
-        """The text that :meth:`parse` reads."""
+        """Return the text that :meth:`parse` reads."""
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
     @property
@@ -55,22 +55,22 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of lanes."""
+        """The number of mesh ranks."""
         return math.prod(self.shape)
 
     def index(self, axis: str) -> int:
-        """The position of an axis; FXP109 for an unknown one."""
+        """Return the position of an axis; raise FXP109 for an unknown one."""
         if axis not in self.names:
             raise error(
                 "FXP109",
                 where=f"axis {axis[:40]!r}",
                 why=f"the mesh has {', '.join(self.names) or 'no axes'}",
-                fix="use one of its axes, or give the mesh that axis",
+                fix="use one of the mesh's axes, or add this axis to the mesh",
             )
         return self.names.index(axis)
 
     def coordinate(self, lane: int) -> tuple[int, ...]:
-        """The place of a lane on each axis."""
+        """Return the coordinate of a mesh rank."""
         found: list[int] = []
         for size in reversed(self.shape):
             lane, place = divmod(lane, size)
@@ -78,14 +78,16 @@ class Mesh:
         return tuple(reversed(found))
 
     def lane(self, coordinate: tuple[int, ...]) -> int:
-        """The lane at a coordinate."""
+        """Return the mesh rank at a coordinate."""
         lane = 0
         for place, size in zip(coordinate, self.shape, strict=True):
             lane = lane * size + place
         return lane
 
     def group(self, lane: int, axis: str) -> tuple[int, ...]:
-        """The lanes that differ from ``lane`` on ``axis`` alone, itself included, in order."""
+        """Return the mesh ranks that differ from ``lane`` only on ``axis``, itself included, in
+        order.
+        """
         at, here = self.index(axis), self.coordinate(lane)
         return tuple(
             self.lane((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])

@@ -1,4 +1,4 @@
-"""Placements: how a tensor lies along one axis of a mesh. Text: ``"dp:S(0),tp:R"``."""
+"""Placements of a tensor along one mesh axis. Text: ``"dp:S(0),tp:R"``."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from fxpart.sharding.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Cut along ``dim`` as torch.chunk cuts. Text ``S(dim)``, or ``S(dim,outer)``.
+    """Sharded along ``dim`` like by torch.chunk. Text ``S(dim)``, or ``S(dim,outer)``.
 
-    outer: the dim is seen as ``[outer, rest]`` and ``rest`` is cut, so that each rank holds one
+    outer: the dim is seen as ``[outer, rest]`` and ``rest`` is sharded, so that each rank stores a
     piece of every one of the ``outer`` parts (a fused query-key-value weight: outer = 3). It counts
-    in the dim as the mesh axes before this one have left it.
+    in the dim as earlier mesh axes have sharded it.
     """
 
     dim: int
     outer: int = 1
 
     def __str__(self) -> str:
-        """The text form."""
+        """Return the text form."""
         return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank of the axis holds the whole tensor. Text ``R``."""
+    """Every rank of the axis stores the whole tensor. Text ``R``."""
 
     def __str__(self) -> str:
-        """The text form."""
+        """Return the text form."""
         return "R"
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The tensor is the sum of what the axis's ranks hold. Text ``P``."""
+    """The tensor is the sum of the values of the axis's ranks. Text ``P``."""
 
     def __str__(self) -> str:
-        """The text form."""
+        """Return the text form."""
         return "P"
 
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 Placement: TypeAlias = Shard | Replicate | Partial
-Placements: TypeAlias = tuple[Placement | None, ...]  # one for each mesh axis; None is open
+Placements: TypeAlias = tuple[Placement | None, ...]  # one per mesh axis; None is undecided
 
 _SHARD = re.compile(r"S\((\d{1,2})(?:,(\d{1,9}))?\)\Z")
 
 
 def parse_placement(text: str) -> Placement | None:
-    """One placement; ``?`` is open (None). FXP109 for anything else."""
+    """Parse one placement; ``?`` is undecided (None). Raise FXP109 for invalid text."""
     if text == "R":
         return REPLICATE
     if text == "P":
@@ -73,7 +73,7 @@ def parse_placement(text: str) -> Placement | None:
 
 
 def parse_placements(text: str, mesh: Mesh) -> Placements:
-    """``"dp:S(0),tp:R"`` in any order of axes; an axis that is not named is open. FXP109."""
+    """Parse ``"dp:S(0),tp:R"`` in any axis order; other axes are undecided. Raise FXP109."""
     found: list[Placement | None] = [None] * len(mesh.axes)
     named: set[str] = set()
     for part in filter(None, (p.strip() for p in re.split(r",(?![^(]*\))", text))):
@@ -91,7 +91,7 @@ def parse_placements(text: str, mesh: Mesh) -> Placements:
 
 
 def format_placements(placements: Placements, mesh: Mesh) -> str:
-    """The text that :func:`parse_placements` reads; open axes are left out."""
+    """Return the text that :func:`parse_placements` reads; undecided axes are omitted."""
     return ",".join(
         f"{name}:{placement}"
         for name, placement in zip(mesh.names, placements, strict=True)

@@ -87,9 +87,9 @@ def test_a_model_is_needed() -> None:
 def test_contradictions_are_errors_at_once() -> None:
     model = fxpart.annotate(FeedForward(), {"up.weight": "tp:S(0)"})
     ((code, message),) = problems(model, {"up.weight": "tp:S(1)"})
-    assert (code, "tp:S(0) before, tp:S(1) now" in message) == ("FXP112", True)
+    assert (code, "tp:S(0) before, but tp:S(1) now" in message) == ("FXP112", True)
     ((code, message),) = problems(model, {"*p.weight": "tp:S(1)"})
-    assert (code, "'up.weight' says tp:S(0), '*p.weight' says tp:S(1)" in message) == (
+    assert (code, "'up.weight' requests tp:S(0), but '*p.weight' requests tp:S(1)" in message) == (
         "FXP112",
         True,
     )
