@@ -9,12 +9,14 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from fxpart.costmodels.profile_store import Profile, TimeQuartiles, TrialRun
+from fxpart.costmodels.roofline import Roofline
 from zoo import ZOO
 
 import fxpart
 from fxpart.api import Program
 from fxpart.capture.workload import Workload
-from fxpart.cluster.model import Cluster
+from fxpart.cluster.model import Cluster, Device
+from fxpart.costs import DeviceKnowledge
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import plan_key
@@ -131,21 +133,17 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
     assert without.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
-class Model:
-    """A cost model that has rehearsed one plan."""
+class Model(Roofline):
+    """A cost model with a trial run of one plan."""
 
     def __init__(self, key: str, seconds: float) -> None:
-        self._known = {key: TimeQuartiles(seconds, seconds, seconds, 5)}
+        super().__init__()
+        timing = TimeQuartiles(seconds, seconds, seconds, 5)
+        self._runs = {key: TrialRun(seconds=timing, label="", model="", predicted=0.0)}
 
-    def rehearsal(self, key: str) -> TrialRun | None:
-        timing = self._known.get(key)
-        return timing and TrialRun(seconds=timing, label="", model="", predicted=0.0)
-
-    def setting_of(self, device: object) -> None: ...
-    def calibration_of(self, setting: object) -> None: ...
-    def full(self, device: object) -> None: ...
-    def stage(self, key: str, device: object) -> None: ...
-    def crowding(self, host: str) -> None: ...
+    def knowledge(self, device: Device) -> DeviceKnowledge:
+        """Return the trial run."""
+        return DeviceKnowledge(trial_runs=self._runs)
 
 
 @pytest.mark.slow
