@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
-from fxpart.costmodels.profile_store import Profile, TimeQuartiles, TrialRun
+from fxpart.costmodels.profile_store import ContentionProfile, Profile, TimeQuartiles, TrialRun
 from fxpart.costmodels.roofline import Roofline
 from zoo import ZOO
 
@@ -143,7 +143,7 @@ class Model(Roofline):
 
     def knowledge(self, device: Device) -> DeviceKnowledge:
         """Return the trial run."""
-        return DeviceKnowledge(trial_runs=self._runs)
+        return DeviceKnowledge(contention=ContentionProfile(), trial_runs=self._runs)
 
 
 @pytest.mark.slow
