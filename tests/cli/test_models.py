@@ -163,7 +163,7 @@ def test_a_mesh_from_plan_to_verify(
         capsys, "plan", net, "-c", "local:8", *MESH, *common, "--constraint", "stages=2",
         "-o", str(path), "--dump-annotations", str(dumped),
     )  # fmt: skip
-    assert "mesh dp=2,tp=2: 4 ranks a stage" in out and "ZeRO 1 over dp" in out
+    assert "mesh dp=2,tp=2: 4 ranks per stage" in out and "ZeRO 1 over dp" in out
     held = json.loads(dumped.read_text())["annotations"]
     assert "tp:S(0)" in held["layers.0.weight"] and held["input:x"].startswith("dp:S(0)")
     out, _ = call(capsys, "explain", str(path), "layers.0.weight")
