@@ -107,7 +107,7 @@ def test_a_signal_to_the_launcher(
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "SIGTERM to rank" in err and "the same command goes on" in err
+    assert "SIGTERM to rank" in err and "run the same command to resume" in err
     (generation,) = load_generations(run.generations)
     assert generation.ended is not None and not (tmp_path / "none").exists()
     again = start(run.path, "parts")

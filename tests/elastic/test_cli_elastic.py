@@ -82,7 +82,7 @@ def test_plans_made_in_advance_are_those_made_at_once(
     assert plan.dumps() == whole.compile(whole.workload(), quiet=True).plan.dumps()
     plan.dump(folder.plan)
     other = RunPlanner(request(target, optimizer="adamw"), RankBounds(2, 4), folder)
-    with pytest.raises(FxpartError, match="the run has optimizer 'sgd', and 'adamw' is asked"):
+    with pytest.raises(FxpartError, match="the run has optimizer 'sgd', but 'adamw' is requested"):
         other.plan(3)
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_elastic(
     assert plan.schedule == "async" and len(plan.stages) == 2
     plan.dump(run.plan)
     # One rank misses no update: its plan is a synchronous one.
-    with pytest.raises(FxpartError, match="the run has weights 'spectrain', and 'flush' is asked"):
+    with pytest.raises(FxpartError, match="the run has weights 'spectrain', but 'flush' is requested"):
         planning.plan(1)
     _, err = call(capsys, "plan", target, "--nproc", "2:4", status=2)
     assert "give --run DIR too" in err

@@ -196,7 +196,7 @@ def test_a_number_without_a_plan_disturbs_nobody(tmp_path: Path) -> None:
         assert run.process.returncode == 0, said
     assert said.count("no plan for 1 ranks") == 1 and "continuing with 2" in said
     # Who ends the job says how to go on, and nobody else does.
-    assert said.count("the same command goes on") == 1
+    assert said.count("run the same command to resume") == 1
 
 
 @pytest.mark.slow
