@@ -27,7 +27,7 @@ import os, resource, sys
 from pathlib import Path
 import numpy as np
 from fxpart.checkpoint import folder
-from fxpart.checkpoint.writer import Piece, write_rank
+from fxpart.checkpoint.writer import CheckpointShard, write_rank
 from fxpart.errors import FxpartError
 
 root, limit, user = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -36,7 +36,7 @@ if limit:
 if user:
     os.setgroups([]); os.setgid(user); os.setuid(user)
 data = np.ones(3_000_000, np.uint8)
-piece = Piece("model/w", "uint8", data.shape, (((0, len(data)),),), None, data)
+piece = CheckpointShard("model/w", "uint8", data.shape, (((0, len(data)),),), None, data)
 try:
     partial = folder.begin(root, 2, 1)
     print(sorted(p.name for p in partial.iterdir()))

@@ -110,8 +110,8 @@ def test_many_threads_write_whole_records(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from fxpart.diagnostics.flight_recorder import Ring
-ring = Ring.create(sys.argv[1], 2, 100, generation=4)
+from fxpart.diagnostics.flight_recorder import FlightRecorder
+ring = FlightRecorder.create(sys.argv[1], 2, 100, generation=4)
 ring.step = 7
 marks = [ring.mark(f"1F{i}", stage=1, microbatch=i) for i in range(8)]
 print("there", flush=True)

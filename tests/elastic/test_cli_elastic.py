@@ -96,7 +96,7 @@ def test_what_cannot_be_elastic(
     assert plan.schedule == "async" and len(plan.stages) == 2
     plan.dump(run.plan)
     # One rank misses no update: its plan is a synchronous one.
-    with pytest.raises(FxpartError, match="the run has weights 'spectrain', but 'flush' is requested"):
+    with pytest.raises(FxpartError, match="weights 'spectrain', but 'flush' is requested"):
         planning.plan(1)
     _, err = call(capsys, "plan", target, "--nproc", "2:4", status=2)
     assert "give --run DIR too" in err

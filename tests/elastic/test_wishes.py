@@ -83,10 +83,10 @@ def test_a_killed_launcher_lets_go(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from fxpart.elastic.rank_bounds import Bounds\n"
-        "from fxpart.elastic.scale_request import holding\n"
+        "from fxpart.elastic.rank_bounds import RankBounds\n"
+        "from fxpart.elastic.scale_request import lock_run\n"
         "from fxpart.checkpoint.run_directory import RunDir\n"
-        "with holding(RunDir(Path(sys.argv[1])), Bounds(2, 4)) as holder:\n"
+        "with lock_run(RunDir(Path(sys.argv[1])), RankBounds(2, 4)) as holder:\n"
         "    holder.publish_ranks(3)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

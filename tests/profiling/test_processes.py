@@ -115,8 +115,8 @@ def test_ranks_die_with_the_process_that_started_them(how: int, tmp_path: Path) 
     code = (
         "import signal\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from fxpart.profiling.processes import together\n"
-        f"together(2, '{HERE}:failing', {{'how': 'hang', 'pids': {str(pids)!r}}}, 100.0)"
+        "from fxpart.profiling.processes import run_on_processes\n"
+        f"run_on_processes(2, '{HERE}:failing', {{'how': 'hang', 'pids': {str(pids)!r}}}, 100.0)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=env)

@@ -12,9 +12,9 @@ import pytest
 # Frees 64 tensors of 1 MiB over and over, and counts the pages that the system had to clear.
 _SCRIPT = """
 import resource, sys, torch
-from fxpart.runtime.host.heap import keep_freed
+from fxpart.runtime.host.heap import keep_freed_memory
 if sys.argv[1] == "keep":
-    assert keep_freed()
+    assert keep_freed_memory()
 def turn():
     held = [torch.ones(1 << 18) for _ in range(64)]
 for _ in range(3):
@@ -37,19 +37,19 @@ def _faults(*words: str, script: str = _SCRIPT, **variables: str) -> int:
 # A thread, and then the main one, hold 64 tensors of 1 MiB; by how much the process has grown.
 _THREADS = """
 import sys, threading, torch
-from fxpart.runtime.monitor.memory_footprint import resident
-from fxpart.runtime.host.heap import keep_freed
+from fxpart.runtime.monitor.memory_footprint import read_resident_bytes
+from fxpart.runtime.host.heap import keep_freed_memory
 if sys.argv[1] == "keep":
-    assert keep_freed()
+    assert keep_freed_memory()
 def turn():
     held = [torch.ones(1 << 18) for _ in range(64)]
-before = resident()
+before = read_resident_bytes()
 for _ in range(3):
     thread = threading.Thread(target=turn)
     thread.start()
     thread.join()
 turn()
-print((resident() - before) >> 20)
+print((read_resident_bytes() - before) >> 20)
 """
 
 

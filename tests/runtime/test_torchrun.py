@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import python_path, torchrun
+from ranks import SUPPORT, python_path, torchrun
 
 SCRIPT = Path(__file__).with_name("train_script.py")
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("train_script.py")
 @pytest.mark.slow
 def test_alone_and_under_torchrun() -> None:
     """Every process prints the very losses and parameters of the script started alone."""
-    paths = python_path(SCRIPT.parents[2], SCRIPT.parents[1])
+    paths = python_path(SCRIPT.parents[2], SUPPORT)
     alone = subprocess.run(
         [sys.executable, str(SCRIPT), "2"], env={**os.environ, "PYTHONPATH": paths},
         capture_output=True, text=True, check=True, timeout=120,

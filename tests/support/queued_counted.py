@@ -38,14 +38,14 @@ class Most:
         trainer.drain()
 
     def look(self, worker: ReplicaWorker) -> None:
-        parts = [part.dense.values() for part in worker._parts.values()]
+        parts = [part.dense.values() for part in worker._gradients.values()]
         given = [t for each in worker._gathered.values() for _, t in each.values()]
         now = {
             "gradients": bytes_of(*parts),
             "summing": bytes_of(*parts, *given, *worker._totals.values()),
-            "sent": bytes_of(*worker._kept.values()),
-            "flying": len(worker._cells),
-            "sets": len(worker.weights._held),
+            "sent": bytes_of(*worker._results.values()),
+            "flying": len(worker._states),
+            "sets": len(worker.weights._stash),
         }
         most = self.of.setdefault(worker.copy, now)
         for name, value in now.items():

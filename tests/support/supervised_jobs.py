@@ -22,9 +22,9 @@ KINDS = ("standalone", "c10d", "static", "own")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _OWN = """
 import sys
-from fxpart import launching
+from fxpart import launch
 ranks, restarts, *job = sys.argv[1:]
-ended = launching.start(job, int(ranks), restarts=int(restarts), module="watched_job")
+ended = launch.start(job, int(ranks), restarts=int(restarts), module="watched_job")
 sys.exit(ended.code)
 """
 

@@ -161,7 +161,7 @@ def test_a_step_returns_the_loss_that_all_ranks_know() -> None:
     """Also where this rank has heard of later ones, as it may where others are slow."""
     made = trainer(plan(), staleness=2)
     assert [made.step(batch(12, step)) is None for step in range(3)] == [True, True, False]
-    made._until(2)
+    made._work_until(2)
     (first, loss), (second, _) = made._losses
     assert (first, second) == (1, 2) and made.step(batch(12, 3)) is loss
     assert len(made.drain()) == 2
@@ -255,8 +255,8 @@ def test_the_optimizers_state_goes_over() -> None:
     [
         ({"routing": "lottery"}, "routing is unknown"),
         ({"routing": "turns", "staleness": 1}, "has no staleness"),
-        ({"staleness": -1}, "below 0"),
-        ({"weight_mode": "pipemare"}, "has no queues"),
+        ({"staleness": -1}, "must be integers of at least 0"),
+        ({"weight_mode": "pipemare"}, "does not support queues"),
         ({"scheduler": 3}, "a function that makes a scheduler"),
         ({"log_grad_norm": True}, "does not support log_grad_norm"),
     ],
