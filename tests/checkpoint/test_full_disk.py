@@ -44,7 +44,7 @@ try:
 except FxpartError as fault:
     print(fault)
     print(sorted(p.name for p in root.iterdir()))
-    for partial in folder.unfinished(root):
+    for partial in folder.list_unfinished(root):
         print(partial.name, sorted(p.name for p in partial.iterdir()))
 """
 
