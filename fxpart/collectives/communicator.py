@@ -71,7 +71,9 @@ class CommunicationCounts:
 
 
 def members(mesh: Mesh, lane: int, axis: Axis) -> tuple[int, ...]:
-    """Return the mesh ranks that differ from ``lane`` only on the axes, itself included, ascending."""
+    """Return the mesh ranks that differ from ``lane`` only on the axes, itself included,
+    ascending.
+    """
     free = {mesh.index(name) for name in ((axis,) if isinstance(axis, str) else axis)}
     here = mesh.coordinate(lane)
     ranges = [
@@ -189,7 +191,9 @@ class Communicator(ABC):
         return _split(self.start_all_gather(tensor, axis, counts).wait(), shapes, counts)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor], axis: Axis) -> torch.Tensor:
-        """Return the sum of this rank's piece over all ranks; piece i has one shape on all ranks."""
+        """Return the sum of this rank's piece over all ranks; piece i has one shape on
+        all ranks.
+        """
         flat = torch.cat([piece.reshape(-1) for piece in pieces])
         counts = [piece.numel() for piece in pieces]
         mine = self.start_reduce_scatter(flat, axis, counts).wait()

@@ -127,7 +127,9 @@ def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Te
 def _around(
     mesh: Communicator, piece: torch.Tensor, shape: Sequence[Size], where: Placements
 ) -> torch.Tensor:
-    """Return a whole tensor with the shard in place, 1/2 elsewhere (also valid as a probability)."""
+    """Return a whole tensor with the shard in place, 1/2 elsewhere (also valid as a
+    probability).
+    """
     sizes: list[list[Size]] = [list(shape[: piece.dim()])]
     cuts = [
         (axis, p) for axis, p in zip(mesh.mesh.names, where, strict=True)

@@ -99,7 +99,9 @@ def members(patterns: Iterable[str], names: Sequence[str]) -> list[list[str]]:
 
 
 class NamedOptimizerFactory:
-    """Creates a :class:`MultiOptimizer` of named parameters. named: it takes (name, tensor) pairs."""
+    """Creates a :class:`MultiOptimizer` of named parameters. named: it takes (name,
+    tensor) pairs.
+    """
 
     named = True
 
@@ -108,7 +110,9 @@ class NamedOptimizerFactory:
         self.makes = dict(makes)
 
     def __call__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> MultiOptimizer:
-        """parameters: names with tensors. Raise FXP109 like :func:`members`, and for bare tensors."""
+        """parameters: names with tensors. Raise FXP109 like :func:`members`, and for bare
+        tensors.
+        """
         given = list(parameters)
         if any(isinstance(each, torch.Tensor) for each in given):
             why = "optimizers chosen by name patterns received parameters without names"

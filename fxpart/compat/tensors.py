@@ -76,7 +76,9 @@ def detach_constant(fake: Any) -> None:
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Return whether it is a strided fake tensor without a known value (``FakeTensor.constant``)."""
+    """Return whether it is a strided fake tensor without a known value
+    (``FakeTensor.constant``).
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     plain = type(tensor) is FakeTensor and tensor.layout is torch.strided

@@ -24,7 +24,9 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Parse ``"dp=2,tp=4"``; empty text is a mesh of one rank. Raise FXP109 for invalid text."""
+        """Parse ``"dp=2,tp=4"``; empty text is a mesh of one rank. Raise FXP109 for
+        invalid text.
+        """
         axes: list[tuple[str, int]] = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, size = (p.strip() for p in part.partition("="))
