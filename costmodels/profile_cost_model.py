@@ -54,8 +54,8 @@ class DeviceMeasurements:
     ops: Mapping[str, TimeQuartiles]
     stages: Mapping[str, StageMeasurement]
     calibrations: Mapping[str, Calibration]
-    crowding: Mapping[str, ContentionProfile]
-    rehearsals: Mapping[str, TrialRun] = field(default_factory=dict)
+    contention: Mapping[str, ContentionProfile]
+    trial_runs: Mapping[str, TrialRun] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ProfileCostModel(CostModel):
         """How ranks slow each other down on a host: as measured for the model, or for the host."""
         devices = [d for d in self._devices() if d.host == host]
         for setting in sorted({s for d in devices for s in self._nearest(d)}, key=_whole_first):
-            if (found := _chosen(self.measurements[setting].crowding, self.model)) is not None:
+            if (found := _chosen(self.measurements[setting].contention, self.model)) is not None:
                 return found
         hosts = self.cluster.hosts if self.cluster is not None else ()
         known = () if isinstance(hosts, msgspec.UnsetType) else hosts
@@ -214,7 +214,7 @@ class ProfileCostModel(CostModel):
             return {}
         found: dict[str, TrialRun] = {}
         for table in self.measurements.values():
-            found = {**table.rehearsals, **found}
+            found = {**table.trial_runs, **found}
         return found
 
     @property

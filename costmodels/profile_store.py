@@ -173,14 +173,14 @@ class TrialRun(msgspec.Struct, frozen=True, kw_only=True):
 class ProfileCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """That a model has been profiled: nothing is left to measure, or nothing for want of time.
 
-    ops, stages, rehearsals: how many of its own there are. plan: the best, in words; step_seconds:
+    ops, stages, trial runs: how many of its own there are. plan: the best, in words; step_seconds:
     of it. median_error, worst_error: of stages predicted from ops. left_out: what there was no time
     for in a ``budget`` of so many seconds.
     """
 
     ops: int
     stages: int
-    rehearsals: int
+    trial_runs: int
     plan: str
     step_seconds: float
     median_error: float
@@ -190,11 +190,12 @@ class ProfileCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
     def told(self) -> dict[str, object]:
         """As a run that finds all of it says it."""
-        counts = {f"known_{name}": getattr(self, name) for name in ("ops", "stages", "rehearsals")}
+        counts = {f"known_{name}": getattr(self, name) for name in ("ops", "stages", "trial_runs")}
         rest = ("plan", "step_seconds", "median_error", "worst_error", "left_out")
         return {**counts, **{name: getattr(self, name) for name in rest}}
 
 
+# Names of tables in profile files; they stay as they are, so that older profiles can be read.
 _TABLES: dict[str, type[object]] = {
     "ops": TimeQuartiles,
     "stages": StageMeasurement,

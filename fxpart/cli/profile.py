@@ -53,7 +53,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure TARGET's ops, stages, crowding of ranks and best plans here; write a profile.
+    """Measure TARGET's ops, stages, contention of ranks and best plans here; write a profile.
 
     What the profile holds already is not measured again. Plan with it: --cost-model FILE. Use an
     idle machine. Under torchrun, with one rank for each device of the cluster, each kind of device

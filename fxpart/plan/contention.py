@@ -44,18 +44,18 @@ class ContentionMeasurement(Protocol):
 def find_host_loads(
     cluster: Cluster,
     devices: Sequence[int],
-    crowding: Callable[[str], ContentionMeasurement] | None = None,
+    contention: Callable[[str], ContentionMeasurement] | None = None,
 ) -> tuple[HostLoad, ...]:
     """The hosts of a plan whose ranks run on these devices (rank 0's is the first), if crowded.
 
-    crowding: by host, what was measured (``ContentionMeasurement.crowding``), where the seconds of
-    the plan come from measurements; nothing else is then assumed. Without it the cluster's hosts
+    contention: by host, what was measured (``ContentionMeasurement.contention``), where the seconds
+    of the plan come from measurements; nothing else is then assumed. Without it the cluster's hosts
     say it: their measured curve, or else max(1, k threads / cores) for k ranks. Ranks under quotas
     slow each other down as far as that was measured, each as often as its quota lets it compute;
     nobody waits for a core.
     """
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
-    if crowding is None and not known:
+    if contention is None and not known:
         return ()
     ranks: dict[str, list[int]] = {}
     for rank, index in enumerate(devices):
@@ -68,16 +68,16 @@ def find_host_loads(
         all_of = there[name]
         load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(all_of))
         if any(device.share < 1 for device in all_of):
-            if crowding is None:
+            if contention is None:
                 continue
             shares = tuple(cluster.devices[devices[rank]].share for rank in mine)
             every = [device.share for device in all_of]
-            curve = cap_slowdown_by_quota(crowding(name).slowdown, every)
+            curve = cap_slowdown_by_quota(contention(name).slowdown, every)
             load = replace(load, slowdown=curve, full=sum(every), shares=shares)
-        elif crowding is None:
+        elif contention is None:
             load = replace(load, slowdown=_curve(known.get(name), all_of))
         else:
-            seen = crowding(name)
+            seen = contention(name)
             load = replace(
                 load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake,
                 uneven=seen.uneven,

@@ -411,6 +411,6 @@ def plan_best_choice(
         constraints=request.constraints,
         placed=None if placement is None else placement.ranks,
         parameters=elements,
-        crowding=find_contention(costs, request.cluster),
+        contention=find_contention(costs, request.cluster),
     )
     return with_process(plan, costs)

@@ -39,13 +39,13 @@ def make_joint_plan(
     constraints: Mapping[str, int | float | str | bool],
     placed: Sequence[Sequence[int]] | None = None,
     parameters: Sequence[int] = (),
-    crowding: Callable[[str], ContentionMeasurement] | None = None,
+    contention: Callable[[str], ContentionMeasurement] | None = None,
 ) -> Plan:
     """The plan for ``solution.choice``.
 
     placed: of each stage the devices of its lanes, as indices into the cluster's; None takes each
-    stage's next devices of its pool. parameters: elements by block, where they are known. crowding:
-    as for :func:`fxpart.plan.contention.find_host_loads`.
+    stage's next devices of its pool. parameters: elements by block, where they are known.
+    contention: as for :func:`fxpart.plan.contention.find_host_loads`.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -74,7 +74,7 @@ def make_joint_plan(
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=seed,
-        prediction=predict(choice, found, lanes, pairs, find_host_loads(cluster, used, crowding)),
+        prediction=predict(choice, found, lanes, pairs, find_host_loads(cluster, used, contention)),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, found, provenance),
         alternatives=comparison.candidates(solution),

@@ -1,1 +1,1 @@
-"""Measure on the devices at hand: ops, stages, links, crowding, memory. Fills profiles."""
+"""Measure on the devices at hand: ops, stages, links, contention, memory. Fills profiles."""

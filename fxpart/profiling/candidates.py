@@ -108,7 +108,7 @@ def in_words(problem: PartitionProblem, choice: PartitionChoice) -> str:
 def without_calibration(model: Any) -> CostModel:
     """A measured model that knows ops alone."""
     bare = {
-        setting: replace(found, calibrations={}, crowding={})
+        setting: replace(found, calibrations={}, contention={})
         for setting, found in model.measurements.items()
     }
     found: CostModel = replace(model, measurements=bare)

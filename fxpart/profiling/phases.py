@@ -70,7 +70,7 @@ class Phases(StagePhases):
         ops, known_ops = self._ops(left_out)
         stages, known_stages = self.stages(without_calibration(self.model()), [])
         calibrated = self._calibration(stages)
-        self._crowding(left_out)
+        self._measure_contention(left_out)
         # What is best may be others now: of these it is said where time was short. Factors stay, so
         # that the same are best the next time.
         again, known_again = self.stages(self.model(), left_out)
@@ -89,8 +89,8 @@ class Phases(StagePhases):
             known_ops=known_ops,
             stages=stages + again + of_best,
             known_stages=known_stages + known_again + known_of_best,
-            rehearsals=0 if rehearsed is None else rehearsed.done,
-            known_rehearsals=0 if rehearsed is None else rehearsed.known,
+            trial_runs=0 if rehearsed is None else rehearsed.done,
+            known_trial_runs=0 if rehearsed is None else rehearsed.known,
             median_error=middle,
             worst_error=worst,
             plan=best,
@@ -110,7 +110,7 @@ class Phases(StagePhases):
             device=f"{self.setting.device} ({self.setting.chip})",
             seconds=time.monotonic() - self.start,
             calibration=self.profile.get("calibrations", self.setting, Calibration).get(key),
-            crowding=self.profile.get("crowding", self.setting, ContentionProfile).get(key),
+            contention=self.profile.get("crowding", self.setting, ContentionProfile).get(key),
             **found,
         )
 
@@ -167,7 +167,7 @@ class Phases(StagePhases):
         self.profile.put("calibrations", self.setting, {key: made}, self.date)
         return made
 
-    def _crowding(self, left_out: list[str]) -> ContentionProfile | None:
+    def _measure_contention(self, left_out: list[str]) -> ContentionProfile | None:
         """How ranks of this host slow each other down, on as much of the model as there is time."""
         key, ranks = self.front.info.fingerprint, self.neighbours
         wanted = min(crowds.MOST, ranks)

@@ -10,12 +10,12 @@ from fxpart.costmodels.profile_store import Calibration, ContentionProfile, Prof
 class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a run of ``fxpart profile`` did.
 
-    seconds: of measuring and planning; capture_seconds: before that. ops, stages, rehearsals:
-    measured now; known_ops, known_stages, known_rehearsals: found in the profile. calibration,
-    crowding: of this model here, None where there was no time for them. median_error, worst_error:
-    of stages predicted from ops with these factors, relative. plan: the best, in words (of one rank
-    a stage, where none fits the memory); step_seconds: what it took when it was rehearsed, or
-    is predicted to take. left_out: in words, what the budget did not reach.
+    seconds: of measuring and planning; capture_seconds: before that. ops, stages, trial runs:
+    measured now; known_ops, known_stages, known_trial_runs: found in the profile. calibration,
+    contention: of this model here, None where there was no time for them. median_error,
+    worst_error: of stages predicted from ops with these factors, relative. plan: the best, in words
+    (of one rank a stage, where none fits the memory); step_seconds: what it took when it was
+    rehearsed, or is predicted to take. left_out: in words, what the budget did not reach.
     """
 
     path: str
@@ -27,10 +27,10 @@ class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
     known_ops: int = 0
     stages: int = 0
     known_stages: int = 0
-    rehearsals: int = 0
-    known_rehearsals: int = 0
+    trial_runs: int = 0
+    known_trial_runs: int = 0
     calibration: Calibration | None = None
-    crowding: ContentionProfile | None = None
+    contention: ContentionProfile | None = None
     median_error: float = 0.0
     worst_error: float = 0.0
     plan: str = ""
@@ -42,7 +42,7 @@ class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
         return ProfileCompletion(
             ops=self.ops + self.known_ops,
             stages=self.stages + self.known_stages,
-            rehearsals=self.rehearsals + self.known_rehearsals,
+            trial_runs=self.trial_runs + self.known_trial_runs,
             plan=self.plan,
             step_seconds=self.step_seconds,
             median_error=self.median_error,

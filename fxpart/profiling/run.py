@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # What is being measured ("ops", "stages", "crowding", "rehearsals"), how many of how many are done.
 Progress = Callable[[str, int, int], None]
 
-# Shares of the budget that are used when ops, and stages, are done: with rehearsals, and without.
+# Shares of the budget that are used when ops, and stages, are done: with trial runs, and without.
 _OPS, _STAGES = (0.3, 0.4), (0.6, 0.8)
 _SOLVING = 5.0  # seconds for each search
 _NEAR = 0.1  # of a quota

@@ -59,7 +59,7 @@ def profile(
     rehearse: bool = True,
     plans: Sequence[Plan] = (),
 ) -> ProfilingReport:
-    """Measure the workload's ops, stages, crowding and best plans into the profile at ``path``.
+    """Measure the workload's ops, stages, contention and best plans into the profile at ``path``.
 
     The profile is made where there is none; what it holds for this device is not measured again.
     budget: seconds for measurements, and for capturing the model as far as that is short. rehearse:

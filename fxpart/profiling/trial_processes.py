@@ -151,5 +151,5 @@ def _silent(request: dict[str, Any]) -> FxpartError:
         "FXP507",
         where=f"rehearsing a plan of {request['ranks']} ranks",
         why=f"no answer within {_TIMEOUT:g} s",
-        fix="profile without rehearsals (--no-rehearse), or a smaller batch",
+        fix="profile without trial runs (--no-rehearse), or a smaller batch",
     )

@@ -68,7 +68,7 @@ def normalize_rounds(rounds: Rounds) -> list[list[float]]:
 
 
 def summarize_rounds(runs: Sequence[TrialRun], rounds: Rounds) -> list[TrialRun]:
-    """The rehearsals of plans that have played: how they compare is what the rounds say.
+    """The trial runs of plans that have played: how they compare is what the rounds say.
 
     Their level, the geometric mean of all, stays: other plans were run at that pace.
     """

@@ -29,7 +29,7 @@ def describe_run(done: ProfilingReport) -> list[str]:
     rows = [
         ("distinct ops", str(done.ops), str(done.known_ops)),
         ("stages", str(done.stages), str(done.known_stages)),
-        ("trial runs", str(done.rehearsals), str(done.known_rehearsals)),
+        ("trial runs", str(done.trial_runs), str(done.known_trial_runs)),
     ]
     lines = [f"{done.model} on {done.device}, {seconds(done.seconds)}", ""]
     lines += table(("", "measured now", "known before"), "<>>", rows)
@@ -38,8 +38,8 @@ def describe_run(done: ProfilingReport) -> list[str]:
         if done.calibration.residuals:
             errors = f"median {percent(done.median_error)}, worst {percent(done.worst_error)}"
             lines.append(f"  error of stages predicted from their ops with these factors: {errors}")
-    if done.crowding is not None:
-        lines += ["", *_crowding(done.crowding)]
+    if done.contention is not None:
+        lines += ["", *_format_contention(done.contention)]
     if done.plan:
         lines += ["", f"best plan: {done.plan}, step time {seconds(done.step_seconds)}"]
     if done.left_out:
@@ -60,13 +60,13 @@ def describe_profile(profile: Profile) -> list[str]:
             lines += [f"    {line}" for line in _stages(stages)]
         if plans := profile.get("rehearsals", setting, TrialRun):
             lines += [f"  {plural(len(plans), 'trial run')}"]
-            lines += [f"    {line}" for line in _rehearsals(plans)]
+            lines += [f"    {line}" for line in _format_trial_runs(plans)]
         for key, calibration in profile.get("calibrations", setting, Calibration).items():
             lines += [f"  of model {key[:12] or 'any'}"]
             lines += [f"    {line}" for line in _calibration(calibration)]
-        for key, crowding in profile.get("crowding", setting, ContentionProfile).items():
+        for key, contention in profile.get("crowding", setting, ContentionProfile).items():
             lines += [f"  of model {key[:12] or 'any'}"]
-            lines += [f"    {line}" for line in _crowding(crowding)]
+            lines += [f"    {line}" for line in _format_contention(contention)]
     return lines or ["The profile has no measurements."]
 
 
@@ -107,7 +107,7 @@ def _stages(stages: Mapping[str, StageMeasurement]) -> list[str]:
     return table(("stage", "rows", "forward", "backward", "optimizer"), "<>>>>", rows)
 
 
-def _rehearsals(plans: Mapping[str, TrialRun]) -> list[str]:
+def _format_trial_runs(plans: Mapping[str, TrialRun]) -> list[str]:
     """The fastest first."""
     ordered = sorted(plans.values(), key=lambda found: found.seconds.seconds)
     rows = [
@@ -141,7 +141,7 @@ def _calibration(found: Calibration) -> list[str]:
     return lines
 
 
-def _crowding(found: ContentionProfile) -> list[str]:
+def _format_contention(found: ContentionProfile) -> list[str]:
     slow = ", ".join(f"{value:.2f}" for value in found.slowdown)
     lines = []
     if slow:

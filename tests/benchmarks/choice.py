@@ -243,7 +243,7 @@ def profiled(name: str, cluster: Cluster, path: Path, budget: float) -> None:
 
     found = profile(cpu_models.build(name), cluster, path, budget=budget)
     ranks = len(cluster.devices)
-    say(f"{name}, {ranks} ranks: {found.rehearsals} plans run in {found.seconds:.0f} s")
+    say(f"{name}, {ranks} ranks: {found.trial_runs} plans run in {found.seconds:.0f} s")
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ def profiled(model: str, path: Path, *more: str) -> dict[str, Any]:
         raise SystemExit(done.stderr)
     (found,) = json.loads(done.stdout)
     kept = (
-        "seconds", "capture_seconds", "ops", "known_ops", "stages", "known_stages", "rehearsals",
-        "known_rehearsals", "left_out",
+        "seconds", "capture_seconds", "ops", "known_ops", "stages", "known_stages", "trial_runs",
+        "known_trial_runs", "left_out",
     )  # fmt: skip
     sys.stderr.write(f"{model}: {found['seconds']:.2f} s, {wall:.1f} s in all\n")
     return {"wall": wall, **{name: found[name] for name in kept}}

@@ -204,17 +204,21 @@ def test_texts_that_are_none(tmp_path: Path, text: str) -> None:
 
 
 class Evil:
-    """Would run code if it were unpickled."""
+    """Would write a file if it were unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def __reduce__(self):
-        return (Path.touch, (Path("/tmp/fxpart-test-was-run"),))
+        return (Path.touch, (self.file,))
 
 
 def test_objects_are_never_unpickled(tmp_path: Path) -> None:
-    small(tmp_path, {"w": WHOLE}, w=np.array([Evil()], dtype=object))
+    written = tmp_path / "written"
+    small(tmp_path, {"w": WHOLE}, w=np.array([Evil(written)], dtype=object))
     with pytest.raises(FxpartError, match="pickled"):
         PaddleFolder(tmp_path)
-    assert not Path("/tmp/fxpart-test-was-run").exists()
+    assert not written.exists()
 
 
 def test_archives_that_are_none(tmp_path: Path) -> None:

@@ -163,16 +163,16 @@ def test_unknown_ops_are_priced_by_formula_as_their_class_was_measured() -> None
     assert found.source == "roofline" and found.seconds == pytest.approx(7 * 1.5 * base.seconds)
 
 
-def test_a_models_own_calibration_and_crowding_come_first() -> None:
+def test_a_models_own_calibration_and_contention_come_first() -> None:
     calibrations = {
         name: Calibration(factors={"matmul forward": factor})
         for name, factor in (("a", 2.0), ("b", 3.0))
     }
-    crowding = {
+    contention = {
         "a": ContentionProfile(slowdown=(1.0, 2.0)),
         "": ContentionProfile(slowdown=(1.0, 1.0)),
     }
-    model = measured({ahead(linear(8)): 1.0}, None, calibrations, crowding)
+    model = measured({ahead(linear(8)): 1.0}, None, calibrations, contention)
     device = cluster().devices[0]
     assert model.for_model("a").op(linear(8), device, False).seconds == pytest.approx(4.0)
     assert model.for_model("b").op(linear(8), device, False).seconds == pytest.approx(3.0)

@@ -103,7 +103,7 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
         microbatches=2,
         progress=lambda what, *_: heard.append(what),
     )
-    assert first.rehearsals > 0 and first.left_out == () and "rehearsals" in heard
+    assert first.trial_runs > 0 and first.left_out == () and "rehearsals" in heard
     work = workload()
     program = fxpart.compile(
         work.model,
@@ -120,7 +120,7 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
     assert known[plan_key(program.plan)].seconds.seconds == found.expected_seconds
     assert first.plan == words(program.plan) and first.step_seconds == found.expected_seconds
     again = profile(workload(), "local:2", path, budget=900.0, microbatches=2)
-    assert (again.rehearsals, again.known_rehearsals) == (0, first.rehearsals)
+    assert (again.trial_runs, again.known_trial_runs) == (0, first.trial_runs)
     assert (again.ops, again.known_ops) == (0, first.ops + first.known_ops)
     assert again.plan == first.plan and again.seconds < 1.0
     path = tmp_path / "b.profile"
@@ -129,7 +129,7 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
         work.model, "local:2", example_inputs=work.example, loss=work.loss, cost_model=path,
         microbatches=2,
     )  # fmt: skip
-    assert without.rehearsals == 0 and without.plan == words(program.plan)
+    assert without.trial_runs == 0 and without.plan == words(program.plan)
     assert without.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
@@ -181,7 +181,7 @@ def test_elsewhere_nothing_is_rehearsed(tmp_path: Path) -> None:
     links = tuple(msgspec.structs.replace(link, source="*", target="*") for link in local.links[:1])
     apart = msgspec.structs.replace(local, devices=(local.devices[0], far), links=links)
     found = profile(workload(), apart, tmp_path / "a.profile", budget=1e-3)
-    assert found.rehearsals == 0 and "of one rank" in found.plan
+    assert found.trial_runs == 0 and "of one rank" in found.plan
 
 
 def test_batches_travel_whole(tmp_path: Path) -> None:
@@ -221,6 +221,6 @@ def test_a_plan_that_cannot_be_run_is_left_out_and_told(
     assert told and all("1 stage" in words_ for words_ in told)
     with Profile(tmp_path / "a.profile") as held:
         known = held.get("rehearsals", held.settings()[0], TrialRun)
-    assert len(known) == found.rehearsals
+    assert len(known) == found.trial_runs
     again = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0, microbatches=2)
     assert again.left_out  # nothing has settled

@@ -60,7 +60,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
     assert first.ops > 0 and first.stages > 0 and first.left_out == ()
     assert first.calibration is not None and first.calibration.factors
     assert first.calibration.residuals
-    assert first.crowding is not None and first.crowding.baseline > 50e6
+    assert first.contention is not None and first.contention.baseline > 50e6
     assert first.step_seconds > 0
     assert {"ops", "stages", "crowding"} <= set(heard)
     with Profile(path) as held:
@@ -72,7 +72,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
     again = profile(workload(), one_rank(), path, budget=900.0, rehearse=False)
     assert (again.ops, again.stages) == (0, 0)
     assert again.known_stages == first.stages + first.known_stages
-    assert again.calibration == first.calibration and again.crowding == first.crowding
+    assert again.calibration == first.calibration and again.contention == first.contention
     with Profile(path) as held:
         assert list(held.rows()) == rows
     program = fxpart.compile(
@@ -93,7 +93,9 @@ def test_the_best_plan_is_known_as_a_whole(
     tmp_path: Path, mesh: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of several ranks, where plans are not run: those that it turns out to be, in turn."""
-    monkeypatch.setattr(Phases, "_crowding", lambda self, left_out: None)  # takes its time
+    monkeypatch.setattr(
+        Phases, "_measure_contention", lambda self, left_out: None
+    )  # takes its time
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     path, asked = tmp_path / "model.profile", {"mesh": mesh}
     found = profile(workload(), cluster, path, budget=900.0, rehearse=False, constraints=asked)
@@ -169,7 +171,7 @@ def test_of_unlike_devices_the_plan_for_all_is_timed(
         return real(self)
 
     monkeypatch.setattr(Phases, "best_plan", best_plan)
-    for phase in ("_crowding", "_rehearsed"):  # they take their time
+    for phase in ("_measure_contention", "_rehearsed"):  # they take their time
         monkeypatch.setattr(Phases, phase, lambda self, left_out: None)
     asked = PlanningArguments(None, None, None, "roofline", {}, 0)
     made = ProfilingSession.of(workload(), unlike, asked)
@@ -184,7 +186,7 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     cluster = msgspec.structs.replace(LOCAL, devices=LOCAL.devices[:2])
     path = tmp_path / "model.profile"
     found = profile(workload(), cluster, path, budget=1e-3)
-    assert found.ops > 0 and found.stages == 0 and found.crowding is None
+    assert found.ops > 0 and found.stages == 0 and found.contention is None
     assert any("ops" in words for words in found.left_out)
     assert any("slow each other down" in words for words in found.left_out)
     again = profile(workload(), cluster, path, budget=1e-3)
@@ -211,8 +213,8 @@ def test_under_a_quota_seconds_are_the_processors(
     under = msgspec.structs.replace(one_rank(), devices=(held,))
     monkeypatch.setattr("fxpart.profiling.session.quota", lambda: 0.01)
     found = profile(workload(), under, path, budget=20.0, rehearse=False)
-    assert found.crowding is not None and found.crowding.baseline > 50e6
-    assert not found.crowding.slowdown and not found.crowding.wake
+    assert found.contention is not None and found.contention.baseline > 50e6
+    assert not found.contention.slowdown and not found.contention.wake
     monkeypatch.setattr("fxpart.profiling.session.quota", lambda: None)
     profile(workload(), one_rank(), path, budget=20.0, rehearse=False)
     with Profile(path) as kept:
@@ -242,7 +244,7 @@ def test_a_quota_counts_where_it_holds_threads_back(
 
 
 @pytest.mark.slow
-def test_crowding_of_several_processes() -> None:
+def test_contention_of_several_processes() -> None:
     built = ZOO["mlp"].build()
     program = fxpart.compile(
         built.model, "local:1", example_inputs=built.batch, loss=built.loss, microbatches=1

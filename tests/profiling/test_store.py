@@ -106,7 +106,7 @@ def test_a_merge_keeps_the_later(
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A profile with one crowding."""
+    """A profile with one contention."""
     with Profile(tmp_path / "a.profile", create=True) as profile:
         profile.put("crowding", HERE, {"": ContentionProfile(slowdown=(1.0, 1.5))})
     return tmp_path / "a.profile"

@@ -46,7 +46,7 @@ def measured(
     ops_: Mapping[str, float],
     on: Cluster | None = None,
     calibrations: Mapping[str, Calibration] | None = None,
-    crowding: Mapping[str, ContentionProfile] | None = None,
+    contention: Mapping[str, ContentionProfile] | None = None,
 ) -> ProfileCostModel:
     """A model of a profile with these seconds by key and direction."""
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,9 @@ def measured(
         with Profile(path, create=True) as profile:
             profile.put("ops", HERE, {k: TimeQuartiles(s, s, s, 5) for k, s in ops_.items()})
             profile.put("calibrations", HERE, calibrations or {})
-            profile.put("crowding", HERE, crowding or {"": ContentionProfile(slowdown=(1.0, 1.5))})
+            profile.put(
+                "crowding", HERE, contention or {"": ContentionProfile(slowdown=(1.0, 1.5))}
+            )
         found = find(path, on or cluster())
     assert isinstance(found, ProfileCostModel)
     return found

@@ -37,7 +37,7 @@ from fxpart.schedule.queues.messages import (
 from fxpart.schedule.queues.minibatch import (
     DONE,
     ORDERED,
-    TODO,
+    WAITING,
     MicrobatchState,
     Minibatch,
     ReplicaTimes,
@@ -267,7 +267,7 @@ class Dispatcher:
                 if ORDERED in (item.forward, item.backward) and ready:
                     return  # it is at it
                 mine = self.queues.trains[group] and item.forward == DONE
-                if chosen is None and mine and item.backward == TODO and ready:
+                if chosen is None and mine and item.backward == WAITING and ready:
                     chosen = number, microbatch
         if chosen is not None:
             self._backward(copy, group, *chosen)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 _NEWEST = 0.5  # what the newest computation counts for in a copy's pace
 
-TODO, ORDERED, DONE = range(3)
+WAITING, ORDERED, DONE = range(3)
 
 
 @dataclass
@@ -15,8 +15,8 @@ class MicrobatchState:
     """A microbatch in a group. owner: the copy that does it, and keeps what it made."""
 
     owner: int | None = None
-    forward: int = TODO
-    backward: int = TODO
+    forward: int = WAITING
+    backward: int = WAITING
 
 
 @dataclass
