@@ -29,7 +29,11 @@ _FIX = "make the plan again with `fxpart plan`, or correct this place"
 
 
 def problems(plan: Plan) -> tuple[Problem, ...]:
-    """Every FXP303 of the plan, at most MAX_PROBLEMS; of one with huge numbers only these."""
+    """Return every FXP303 of the plan, at most MAX_PROBLEMS.
+
+    Unknown schedules and weight modes, and numbers that are too large for floats, are returned
+    alone: the other checks depend on them.
+    """
     found: list[Problem] = []
     found += (Problem("FXP303", where, why, _FIX) for where, why in _names(plan))
     if found:

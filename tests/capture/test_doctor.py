@@ -44,6 +44,6 @@ def test_frozen_parameters_ties_and_inputs() -> None:
 @pytest.mark.slow
 def test_batch_norm_is_told() -> None:
     found = examine("resnet50")
-    assert any("normalisation" in note for note in found.notes)
+    assert any("normalization" in note for note in found.notes)
     assert any(name.endswith("running_mean") for name in found.buffers_written)
     assert {use.op for use in found.in_place} >= {"aten.relu_"}

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpart.cluster.files import decode, to_json, to_toml
-from fxpart.cluster.importers import paddle
+from fxpart.cluster.importers import paddle, paddle_document
 from fxpart.cluster.importers.paddle_export import document_of
 from fxpart.cluster.importers.paddle_rank_map import mapping_of, reorder_devices
 from fxpart.cluster.importers.registry import recognise
@@ -122,7 +122,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         for _ in range(draw(st.integers(0, 4))):
             ends = {f"{end}_global_id": draw(st.sampled_from(ids)) for end in ("source", "target")}
             link = draw(MORE) | ends | {"bandwidth": draw(WRITTEN)}
-            link["type"] = draw(st.sampled_from([*paddle.KINDS, "ICI"]))
+            link["type"] = draw(st.sampled_from([*paddle_document.KINDS, "ICI"]))
             for key in ("latency", "hop"):
                 if draw(st.booleans()):
                     link[key] = draw(WRITTEN | st.just(0))

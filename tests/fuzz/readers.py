@@ -10,27 +10,27 @@ from fuzz import deeper, inputs, programs, runs
 from fuzz.reading import Reader, in_file
 
 READERS: dict[str, Reader] = {
-    "plan": Reader(inputs.read_plan, inputs.plans, ("plan_io.files.load",)),
+    "plan": Reader(inputs.read_plan, inputs.plans, ("plan.files.load",)),
     "cluster-json": Reader(
-        inputs.read_cluster(".json"), inputs.clusters(".json"), ("cluster_io.files.load",)
+        inputs.read_cluster(".json"), inputs.clusters(".json"), ("cluster.files.load",)
     ),
     "cluster-toml": Reader(
-        inputs.read_cluster(".toml"), inputs.clusters(".toml"), ("cluster_io.files.load",)
+        inputs.read_cluster(".toml"), inputs.clusters(".toml"), ("cluster.files.load",)
     ),
     "nccl": Reader(
-        inputs.read_import("nccl-tests"), inputs.imports("nccl_*"), ("cluster_io.importers.load",)
+        inputs.read_import("nccl-tests"), inputs.imports("nccl_*"), ("cluster.importers.registry.load",)
     ),
     "topology": Reader(
-        inputs.read_import("topo"), inputs.imports("topo_*"), ("cluster_io.importers.load",)
+        inputs.read_import("topo"), inputs.imports("topo_*"), ("cluster.importers.registry.load",)
     ),
-    "slurm": Reader(inputs.read_import("slurm"), inputs.slurm, ("cluster_io.importers.load",)),
+    "slurm": Reader(inputs.read_import("slurm"), inputs.slurm, ("cluster.importers.registry.load",)),
     "paddle": Reader(
-        inputs.read_import("paddle"), inputs.imports("paddle_2*"), ("cluster_io.importers.load",)
+        inputs.read_import("paddle"), inputs.imports("paddle_2*"), ("cluster.importers.registry.load",)
     ),
     "recognised": Reader(
         inputs.read_import("auto"),
         inputs.imports("nccl*", "topo_*", "paddle_2*"),
-        ("cluster_io.importers.load",),
+        ("cluster.importers.registry.load",),
     ),
     "schedule": Reader(
         in_file("schedule.txt", inputs.read_schedule),
@@ -42,7 +42,7 @@ READERS: dict[str, Reader] = {
         inputs.schedules(csv=True),
         ("schedule.files.contents",),
     ),
-    "recording": Reader(inputs.read_recording, inputs.recordings, ("report.measured.load",)),
+    "recording": Reader(inputs.read_recording, inputs.recordings, ("report.recording_file.load",)),
     "recording-compared": Reader(deeper.read_compared, inputs.recordings, ()),
     "partition-problem": Reader(
         inputs.read_problem("partition"), inputs.problems("partition"), ("solver.archive.read",)
@@ -53,7 +53,7 @@ READERS: dict[str, Reader] = {
     "joint-problem": Reader(
         inputs.read_problem("joint"), inputs.problems("joint"), ("solver.archive.read",)
     ),
-    "instance": Reader(inputs.read_instance, inputs.instances, ("maxload.formats.read_instance",)),
+    "instance": Reader(inputs.read_instance, inputs.instances, ()),
     "annotations-json": Reader(
         inputs.read_annotations(".json"),
         inputs.annotations(".json"),
@@ -65,7 +65,7 @@ READERS: dict[str, Reader] = {
         ("annotations.files.load_annotations",),
     ),
     "profile": Reader(
-        in_file("some.profile", inputs.read_profile), inputs.profiles, ("profile.Profile.__init__",)
+        in_file("some.profile", inputs.read_profile), inputs.profiles, ("costmodels.profile_store.Profile.__init__",)
     ),
     "profile-rows": Reader(deeper.read_row, deeper.rows, ()),
     "paddle-mapping": Reader(deeper.read_mapping, deeper.mappings, ("cli.cluster._text",)),
@@ -77,17 +77,17 @@ READERS: dict[str, Reader] = {
     "program": Reader(
         programs.read_program("program.json"),
         programs.programs("program.json"),
-        ("codegen.export._verified",),
+        ("codegen.program_archive._verified",),
     ),
     "program-lane": Reader(
         programs.read_program("program_lane1.json"),
         programs.programs("program.json"),
-        ("codegen.export._verified",),
+        ("codegen.program_archive._verified",),
     ),
     "program-manifest": Reader(
         programs.read_program("manifest.json"),
         programs.programs("manifest.json"),
-        ("codegen.export._verified",),
+        ("codegen.program_archive._verified",),
     ),
     "program-constants": Reader(
         programs.read_program("constants.safetensors"), programs.constants, ()
@@ -95,23 +95,23 @@ READERS: dict[str, Reader] = {
     "reproducer": Reader(
         programs.read_reproducer("graph.json"),
         programs.reproducers("graph.json"),
-        ("pipeline.reproduce.read_reproducer",),
+        ("compiler.reproducer.read_reproducer",),
     ),
     "reproducer-pipeline": Reader(
         programs.read_reproducer("pipeline.json"),
         programs.reproducers("pipeline.json"),
-        ("pipeline.reproduce.read_reproducer",),
+        ("compiler.reproducer.read_reproducer",),
     ),
     "weights-index": Reader(programs.read_index, programs.index, ("codegen.tensor_files._index",)),
     "checkpoint": Reader(
         runs.beside("manifest.json", runs.checkpoint, runs.read_checkpoint),
         runs.manifests,
-        ("checkpoint.reader._manifest", "checkpoint.reader.Checkpoint.plan"),
+        ("checkpoint.reader._read_manifest", "checkpoint.reader.Checkpoint.plan"),
     ),
     "checkpoint-tensors": Reader(
         runs.beside("rank-00000.safetensors", runs.checkpoint, runs.read_newest),
         runs.tensors,
-        ("checkpoint.reader._header", "checkpoint.reader.Checkpoint._load"),
+        ("checkpoint.reader._read_header", "checkpoint.reader.Checkpoint._load"),
     ),
     "checkpoint-headers": Reader(
         in_file("rank.safetensors", runs.read_header),
@@ -124,14 +124,14 @@ READERS: dict[str, Reader] = {
     "checkpoint-told": Reader(
         runs.beside("rank-00000.json", runs.partial, runs.read_told),
         runs.of(runs.partial, "rank-00000.json", "json"),
-        ("checkpoint.merging.told",),
+        ("checkpoint.manifest_merge.read_rank_manifests",),
     ),
     "hf-index": Reader(
         runs.beside(
             "model.safetensors.index.json", lambda: runs.converted("dcp"), runs.read_foreign("dcp")
         ),
         runs.of(lambda: runs.converted("dcp"), "model.safetensors.index.json", "json"),
-        ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.text.read_text"),
+        ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.text_files.read_text"),
     ),
     "hf-offsets": Reader(
         runs.beside(
@@ -150,7 +150,7 @@ READERS: dict[str, Reader] = {
     "hf-rest": Reader(
         runs.beside("fxpart.json", lambda: runs.converted("dcp"), runs.read_foreign("dcp")),
         runs.of(lambda: runs.converted("dcp"), "fxpart.json", "json"),
-        ("checkpoint.exchange.huggingface.Folder.__init__",),
+        ("checkpoint.exchange.huggingface.SafetensorsFolder.__init__",),
     ),
     "paddle-dictionaries": Reader(
         runs.beside(
@@ -170,25 +170,25 @@ READERS: dict[str, Reader] = {
         ),
         runs.of(lambda: runs.converted("paddle"), "model_dist0.pdparams.npz", "binary"),
         (
-            "checkpoint.exchange.npz.Arrays.__init__",
-            "checkpoint.exchange.npz.Arrays._take",
-            "checkpoint.exchange.npz.Arrays.read",
+            "checkpoint.exchange.npz.NpzArrays.__init__",
+            "checkpoint.exchange.npz.NpzArrays._add_entry",
+            "checkpoint.exchange.npz.NpzArrays.read",
         ),
     ),
-    "ring": Reader(in_file("some.ring", runs.read_ring), runs.rings, ("events.ring.read",)),
+    "ring": Reader(in_file("some.ring", runs.read_ring), runs.rings, ("diagnostics.flight_recorder.read",)),
     "failure": Reader(
         in_file("some.failure.json", runs.read_failure),
         runs.failures,
-        ("events.failures.read_failure",),
+        ("diagnostics.failure_record.read_failure",),
     ),
     "end": Reader(deeper.read_end, deeper.ends, ()),
     "ledger": Reader(
-        in_file("steps.jsonl", runs.read_ledger), runs.ledgers, ("runtime.run.lines.read_lines",)
+        in_file("steps.jsonl", runs.read_ledger), runs.ledgers, ("runtime.training_run.json_lines.read_lines",)
     ),
     "generations": Reader(
         in_file("generations.jsonl", runs.read_generations),
         runs.generations,
-        ("runtime.run.lines.read_lines",),
+        ("runtime.training_run.json_lines.read_lines",),
     ),
     "progress": Reader(
         runs.read_progress, runs.lines, ("elastic.progress._last_lines",), lenient=True
@@ -196,11 +196,11 @@ READERS: dict[str, Reader] = {
     "wish": Reader(
         runs.read_wish,
         runs.wishes,
-        ("elastic.wishes.Holder.wish", "elastic.cache._asked_digest"),
+        ("elastic.scale_request.RunLock.read_request", "elastic.plan_cache._read_key_digest"),
         lenient=True,
     ),
     "slow ranks": Reader(
-        runs.read_slow, runs.slow, ("elastic.slow_ranks.told_slow",), lenient=True
+        runs.read_slow, runs.slow, ("elastic.slow_rank_report.read_slow_rank_report",), lenient=True
     ),
-    "launcher": Reader(runs.read_launcher, runs.launchers, ("elastic.wishes.running",)),
+    "launcher": Reader(runs.read_launcher, runs.launchers, ("elastic.scale_request.read_launcher_record",)),
 }

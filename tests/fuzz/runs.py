@@ -84,7 +84,7 @@ def sealed(data: bytes) -> bytes:
     try:
         document = msgspec.json.decode(data)
         bare = msgspec.json.encode({**document, "digest": ""}, order="sorted")
-        return manifest_codec.signed(bare)
+        return manifest_codec.insert_digest(bare)
     except (TypeError, ValueError, AssertionError, RecursionError, OverflowError):
         return data
 
