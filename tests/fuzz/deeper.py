@@ -142,9 +142,9 @@ def _within(header: dict[str, object], key: str, seal: Seal) -> Seal:
 
 def read_whole(path: Path) -> object:
     """Such a file as convert reads it."""
-    from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open, detect
+    from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open_source, detect
 
-    source = _open(path, detect(path), ConversionOptions())
+    source = _open_source(path, detect(path), ConversionOptions())
     return [source.read(key) for key in source.tensors]
 
 

@@ -18,14 +18,20 @@ READERS: dict[str, Reader] = {
         inputs.read_cluster(".toml"), inputs.clusters(".toml"), ("cluster.files.load",)
     ),
     "nccl": Reader(
-        inputs.read_import("nccl-tests"), inputs.imports("nccl_*"), ("cluster.importers.registry.load",)
+        inputs.read_import("nccl-tests"),
+        inputs.imports("nccl_*"),
+        ("cluster.importers.registry.load",),
     ),
     "topology": Reader(
         inputs.read_import("topo"), inputs.imports("topo_*"), ("cluster.importers.registry.load",)
     ),
-    "slurm": Reader(inputs.read_import("slurm"), inputs.slurm, ("cluster.importers.registry.load",)),
+    "slurm": Reader(
+        inputs.read_import("slurm"), inputs.slurm, ("cluster.importers.registry.load",)
+    ),
     "paddle": Reader(
-        inputs.read_import("paddle"), inputs.imports("paddle_2*"), ("cluster.importers.registry.load",)
+        inputs.read_import("paddle"),
+        inputs.imports("paddle_2*"),
+        ("cluster.importers.registry.load",),
     ),
     "recognised": Reader(
         inputs.read_import("auto"),
@@ -65,7 +71,9 @@ READERS: dict[str, Reader] = {
         ("annotations.files.load_annotations",),
     ),
     "profile": Reader(
-        in_file("some.profile", inputs.read_profile), inputs.profiles, ("costmodels.profile_store.Profile.__init__",)
+        in_file("some.profile", inputs.read_profile),
+        inputs.profiles,
+        ("costmodels.profile_store.Profile.__init__",),
     ),
     "profile-rows": Reader(deeper.read_row, deeper.rows, ()),
     "paddle-mapping": Reader(deeper.read_mapping, deeper.mappings, ("cli.cluster._text",)),
@@ -175,7 +183,9 @@ READERS: dict[str, Reader] = {
             "checkpoint.exchange.npz.NpzArrays.read",
         ),
     ),
-    "ring": Reader(in_file("some.ring", runs.read_ring), runs.rings, ("diagnostics.flight_recorder.read",)),
+    "ring": Reader(
+        in_file("some.ring", runs.read_ring), runs.rings, ("diagnostics.flight_recorder.read",)
+    ),
     "failure": Reader(
         in_file("some.failure.json", runs.read_failure),
         runs.failures,
@@ -183,7 +193,9 @@ READERS: dict[str, Reader] = {
     ),
     "end": Reader(deeper.read_end, deeper.ends, ()),
     "ledger": Reader(
-        in_file("steps.jsonl", runs.read_ledger), runs.ledgers, ("runtime.training_run.json_lines.read_lines",)
+        in_file("steps.jsonl", runs.read_ledger),
+        runs.ledgers,
+        ("runtime.training_run.json_lines.read_lines",),
     ),
     "generations": Reader(
         in_file("generations.jsonl", runs.read_generations),
@@ -202,5 +214,7 @@ READERS: dict[str, Reader] = {
     "slow ranks": Reader(
         runs.read_slow, runs.slow, ("elastic.slow_rank_report.read_slow_rank_report",), lenient=True
     ),
-    "launcher": Reader(runs.read_launcher, runs.launchers, ("elastic.scale_request.read_launcher_record",)),
+    "launcher": Reader(
+        runs.read_launcher, runs.launchers, ("elastic.scale_request.read_launcher_record",)
+    ),
 }

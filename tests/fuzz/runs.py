@@ -135,10 +135,10 @@ def read_foreign(form: str) -> Callable[[Path], object]:
     """Another tool's checkpoint, recognised and read as converting it does."""
 
     def load(folder: Path) -> object:
-        from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open, detect
+        from fxpart.checkpoint.exchange.conversion import ConversionOptions, _open_source, detect
 
         detect(folder)
-        source = _open(folder, form, ConversionOptions())  # type: ignore[arg-type]
+        source = _open_source(folder, form, ConversionOptions())  # type: ignore[arg-type]
         return [(source.read(key), source.layout(key)) for key in source.tensors]
 
     return load
@@ -283,7 +283,9 @@ def read_wish(data: bytes) -> object:
     run.path.mkdir(exist_ok=True)
     for name in ("scale.json", "asked.json"):
         (run.path / name).write_bytes(data)
-    return RunLock(run, RankBounds(1, 8), -1).wish(), _read_key_digest(run.path / "asked.json")
+    return RunLock(run, RankBounds(1, 8), -1).read_request(), _read_key_digest(
+        run.path / "asked.json"
+    )
 
 
 def wishes() -> list[Sample]:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTS = (1_000, 5_000)  # the second is left to `make long`
 # What reads files, as it is written; `open` counts unless it writes.
 OPENING = {
-    "open", "os.open", "io.open", "read_bytes", "read_text", "open_regular_file", "open_for_reading",
+    "open", "os.open", "io.open", "read_bytes", "read_text",
+    "open_regular_file", "open_for_reading",
     "sqlite3.connect", "mmap.mmap", "load_file", "safe_open", "np.load", "numpy.load",
     "np.memmap", "np.fromfile", "json.load",
 }  # fmt: skip
