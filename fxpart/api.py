@@ -243,9 +243,10 @@ class Program:
 
     captured: the captured model. prepared: its graph with blocks. graph: its graph with blocks and
     stages, before sharding. spec: the stages as data. sources: the source of each stage module; for
-    a stage of several ranks, that of the first mesh rank. request: the planning request. lanes: the
-    programs of all mesh ranks, None if each stage has one rank. annotations: the user's sharding
-    annotations. problem: the costed problem, if the planner searched degrees.
+    a stage of several ranks, that of the first mesh rank. request: the planning request.
+    mesh_rank_programs: the programs of all mesh ranks, None if each stage has one rank.
+    annotations: the user's sharding annotations. problem: the costed problem, if the planner
+    searched degrees.
     """
 
     plan: Plan
@@ -255,7 +256,7 @@ class Program:
     prepared: fx.GraphModule
     graph: fx.GraphModule
     request: PlanRequest
-    lanes: MeshRankPrograms | None = None
+    mesh_rank_programs: MeshRankPrograms | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
     problem: JointProblem | None = None
 
@@ -286,12 +287,12 @@ class Program:
             return self.problem
         return build_joint_problem(self.prepared, self.captured, self.request, None)[0]
 
-    def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+    def mesh_rank_program(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """Return the spec and stage sources of one mesh rank, generated on demand."""
-        if self.lanes is None:
+        if self.mesh_rank_programs is None:
             assert index == 0, "a stage of one rank has one mesh rank"
             return self.spec, self.sources
-        return self.lanes.program(index)
+        return self.mesh_rank_programs.program(index)
 
     def completed_annotations(self, suffix: str = ".toml") -> str:
         """Return all placements of the program as an annotations file, with their origin.
@@ -299,14 +300,14 @@ class Program:
         The file can be edited and passed as ``annotations``. suffix: ".toml" or ".json". FXP109 if
         each stage has one rank, so nothing is sharded.
         """
-        if self.lanes is None:
+        if self.mesh_rank_programs is None:
             raise error(
                 "FXP109",
                 where="completed annotations",
                 why="each stage of the program has one rank, so nothing is sharded",
                 fix='compile with a mesh: constraints={"mesh": "dp=2,tp=2"}, or --mesh dp=2,tp=2',
             )
-        whole = self.lanes.sharded.whole
+        whole = self.mesh_rank_programs.sharded.whole
         return dump_annotations(whole, suffix, without=whole.meta.get(ADDED_KEY, ()))
 
     @guard_compile
@@ -369,7 +370,12 @@ class Program:
     def parts(self) -> GeneratedProgram:
         """The generated stages of the plan."""
         return GeneratedProgram(
-            self.captured, self.prepared, self.graph, self.spec, self.sources, self.lanes
+            self.captured,
+            self.prepared,
+            self.graph,
+            self.spec,
+            self.sources,
+            self.mesh_rank_programs,
         )
 
     def trainer(

@@ -22,13 +22,14 @@ from .mark_gradients import MarkGradientsPass
 class LowerPass:
     """Compute local shards of every value, with every reshard as explicit collectives.
 
-    lane: the mesh rank; graphs of different ranks differ only if sharding is uneven. whole_outputs:
-    return the user's outputs unsharded on every rank. Undecided placements and strategies count as
-    replicated. The result's ``meta`` has the mesh, the mesh rank, and the pending
-    gradient-reduction axes of each parameter; its state has local shapes on the meta device.
+    mesh_rank: the mesh rank; graphs of different ranks differ only if sharding is uneven.
+    whole_outputs: return the user's outputs unsharded on every rank. Undecided placements and
+    strategies count as replicated. The result's ``meta`` has the mesh, the mesh rank, and the
+    pending gradient-reduction axes of each parameter; its state has local shapes on the meta
+    device.
     """
 
-    lane: str = "0"
+    mesh_rank: str = "0"
     whole_outputs: bool = False
     name: ClassVar[str] = "lower"
     requires: ClassVar[Level] = Level.ANNOTATED
@@ -39,16 +40,20 @@ class LowerPass:
         mesh = graph_module.meta.get(MESH_KEY)
         if mesh is None:
             raise error("FXP900", where="pass lower", why="the graph has no mesh")
-        lane = int(self.lane) if self.lane.isascii() and self.lane.isdigit() else -1
-        if not 0 <= lane < mesh.size:
+        mesh_rank = (
+            int(self.mesh_rank) if self.mesh_rank.isascii() and self.mesh_rank.isdigit() else -1
+        )
+        if not 0 <= mesh_rank < mesh.size:
             raise error(
                 "FXP109",
-                where=f"pass lower, lane={self.lane!r}",
+                where=f"pass lower, mesh_rank={self.mesh_rank!r}",
                 why=f"the mesh {mesh} has {mesh.size} ranks",
                 fix=f"use a number from 0 to {mesh.size - 1}",
             )
         demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
-        result = MarkGradientsPass().run(LocalGraphBuilder(graph_module, demands, lane).build())
+        result = MarkGradientsPass().run(
+            LocalGraphBuilder(graph_module, demands, mesh_rank).build()
+        )
         result.meta.pop(BEHAVIORS_KEY, None)
         blocks: dict[int, list[fx.Node]] = {}
         for node in result.graph.nodes:

@@ -40,7 +40,7 @@ class GeneratedProgram:
     graph: fx.GraphModule
     spec: ProgramSpec
     sources: tuple[str, ...]
-    lanes: MeshRankPrograms | None
+    mesh_rank_programs: MeshRankPrograms | None
 
 
 def apply_plan(
@@ -119,9 +119,9 @@ def generate_program(
     recomputation. microbatches: per step; with more than one, totals of the batch become inputs.
     """
     assigned = divide_graph(assign(graph, starts, order), captured, microbatches)
-    lanes = None
+    mesh_rank_programs = None
     if sharded is not None:
-        lanes = MeshRankPrograms(
+        mesh_rank_programs = MeshRankPrograms(
             divide_sharded_graph(sharded, captured, microbatches),
             captured,
             tuple(starts),
@@ -130,10 +130,10 @@ def generate_program(
             transfer_dtype,
             in_blocks,
         )
-        spec, sources = lanes.program(0)
+        spec, sources = mesh_rank_programs.program(0)
     else:
         spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
-    return GeneratedProgram(captured, graph, assigned, spec, sources, lanes)
+    return GeneratedProgram(captured, graph, assigned, spec, sources, mesh_rank_programs)
 
 
 def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
@@ -146,7 +146,7 @@ def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) ->
     schedule = plan_schedule(plan)
     texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
     by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
-    lanes = range(1, len(plan.stages[0].ranks))
+    mesh_ranks = range(1, len(plan.stages[0].ranks))
     return export(
         directory,
         plan=plan.dumps(),
@@ -154,7 +154,9 @@ def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) ->
         sources=parts.sources,
         actions=[by_rank[rank] for rank in sorted(by_rank)],
         constants=constants_of(parts.spec, parts.captured.state),
-        lanes=[parts.lanes.program(index) for index in lanes] if parts.lanes else (),
+        mesh_ranks=[parts.mesh_rank_programs.program(index) for index in mesh_ranks]
+        if parts.mesh_rank_programs
+        else (),
     )
 
 

@@ -1,10 +1,11 @@
 """Files of an exported program.
 
-plan.json               the plan, as given program.json            the ProgramSpec;
-program_lane<l>.json for mesh rank l, if it differs stage<k>.py             the module of stage k;
-stage<k>_lane<l>.py likewise rank<r>.txt             the actions of rank r constants.safetensors
-lifted constants and buffers that no checkpoint stores manifest.json           a SHA-256 digest of
-each of the files above
+plan.json: the plan, as given.
+program.json: the ProgramSpec; program_lane<l>.json: that of mesh rank l, if it differs.
+stage<k>.py: the module of stage k; stage<k>_lane<l>.py: that of mesh rank l, if it differs.
+rank<r>.txt: the actions of rank r.
+constants.safetensors: lifted constants and buffers that no checkpoint stores.
+manifest.json: a SHA-256 digest of each of the files above.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ProgramArchive:
     constants: dict[str, torch.Tensor]
     files: Mapping[str, bytes]
 
-    def lane(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+    def mesh_rank_program(self, index: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """Return the program of a mesh rank and its stage sources; raise FXP505 if invalid."""
         own = self.files.get(name := f"program_lane{index}.json")
         try:
@@ -85,20 +86,20 @@ def export(
     sources: Sequence[str],
     actions: Sequence[str],
     constants: Mapping[str, torch.Tensor] | None = None,
-    lanes: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
+    mesh_ranks: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
 ) -> tuple[Path, ...]:
     """Write a program into a folder and return the files, with the manifest last.
 
     plan: the plan's text. sources: the module text of each stage. actions: the text for each rank.
-    lanes: description and texts of the other mesh ranks, for stages on several ranks. The files are
-    written to a temporary folder, which is then renamed, so that readers never see a mix of two
-    programs. The same input gives the same bytes. Raise FXP603 if the folder contains other files
-    or cannot be written.
+    mesh_ranks: description and texts of the other mesh ranks, for stages on several ranks. The
+    files are written to a temporary folder, which is then renamed, so that readers never see a mix
+    of two programs. The same input gives the same bytes. Raise FXP603 if the folder contains other
+    files or cannot be written.
     """
     target = Path(directory).absolute()
     files = _contents(plan, spec, sources, actions, constants or {})
-    for index, (own, texts) in enumerate(lanes, start=1):
-        files.update(_lane(index, own, texts, spec, sources))
+    for index, (own, texts) in enumerate(mesh_ranks, start=1):
+        files.update(_mesh_rank_files(index, own, texts, spec, sources))
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files[MANIFEST] = _json(ProgramManifest(files=digests))
     try:
@@ -128,7 +129,7 @@ def _contents(
     return files
 
 
-def _lane(
+def _mesh_rank_files(
     index: int,
     spec: ProgramSpec,
     sources: Sequence[str],

@@ -162,9 +162,9 @@ def _scatter_bucket(
     counts = _totals(tensors, cut, sizes, parts)
     flat = tensors[0].new_empty(sum(counts))
     at = 0
-    for lane in range(parts):
+    for mesh_rank in range(parts):
         for tensor, dim, size in zip(tensors, cut, sizes, strict=True):
-            piece = part(tensor, dim, 1, size, lane)
+            piece = part(tensor, dim, 1, size, mesh_rank)
             flat.narrow(0, at, piece.numel()).view(piece.shape).copy_(piece)
             at += piece.numel()
     handle: CollectiveHandle = mesh.start_reduce_scatter(flat, axis, counts)
@@ -202,9 +202,9 @@ def _gather_bucket(
 
     def finish() -> None:
         found, at = handle.wait(), 0
-        for lane in range(parts):
+        for mesh_rank in range(parts):
             for target, dim, size in zip(targets, cut, sizes, strict=True):
-                place = part(target, dim, 1, size, lane)
+                place = part(target, dim, 1, size, mesh_rank)
                 place.copy_(found.narrow(0, at, place.numel()).view(place.shape))
                 at += place.numel()
 

@@ -70,17 +70,17 @@ class CommunicationCounts:
         self.bytes.clear()
 
 
-def members(mesh: Mesh, lane: int, axis: Axis) -> tuple[int, ...]:
-    """Return the mesh ranks that differ from ``lane`` only on the axes, itself included,
+def members(mesh: Mesh, mesh_rank: int, axis: Axis) -> tuple[int, ...]:
+    """Return the mesh ranks that differ from ``mesh_rank`` only on the axes, itself included,
     ascending.
     """
     free = {mesh.index(name) for name in ((axis,) if isinstance(axis, str) else axis)}
-    here = mesh.coordinate(lane)
+    here = mesh.coordinate(mesh_rank)
     ranges = [
         range(size) if at in free else (here[at],)
         for at, size in enumerate(mesh.shape)
     ]  # fmt: skip
-    return tuple(mesh.lane(coordinate) for coordinate in product(*ranges))
+    return tuple(mesh.mesh_rank(coordinate) for coordinate in product(*ranges))
 
 
 class Communicator(ABC):
@@ -88,16 +88,16 @@ class Communicator(ABC):
 
     A backend implements ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat,
     contiguous tensors. An input must not change between a start and the end of its wait. mesh,
-    lane: the mesh and this mesh rank. counts: see :class:`CommunicationCounts`. fake: there are no
-    other ranks, and only shapes matter.
+    mesh, mesh_rank: the mesh and this rank in it. counts: see :class:`CommunicationCounts`. fake:
+    there are no other ranks, and only shapes matter.
     """
 
     fake = False
 
-    def __init__(self, mesh: Mesh, lane: int) -> None:
-        """lane: this rank's position in the mesh."""
+    def __init__(self, mesh: Mesh, mesh_rank: int) -> None:
+        """mesh_rank: this rank's position in the mesh."""
         self.mesh = mesh
-        self.lane = lane
+        self.mesh_rank = mesh_rank
         self.counts = CommunicationCounts()
         self._known: dict[Axis, tuple[int, int, tuple[int, ...]]] = {}
 
@@ -105,8 +105,9 @@ class Communicator(ABC):
         """Return this rank's position in the group of the axes, the group's size and its ranks."""
         found = self._known.get(axis)
         if found is None:
-            lanes = members(self.mesh, self.lane, axis)
-            found = self._known[axis] = lanes.index(self.lane), len(lanes), lanes
+            mesh_ranks = members(self.mesh, self.mesh_rank, axis)
+            place = mesh_ranks.index(self.mesh_rank)
+            found = self._known[axis] = place, len(mesh_ranks), mesh_ranks
         return found
 
     def place(self, axis: Axis) -> int:
@@ -124,12 +125,12 @@ class Communicator(ABC):
 
         reuse: the result may overwrite the tensor.
         """
-        _, size, lanes = self.group(axis)
+        _, size, mesh_ranks = self.group(axis)
         if size == 1:
             return CompletedCollective(tensor if reuse else tensor.clone())
         self.counts.note("all_reduce", axis, tensor.numel() * tensor.itemsize)
         fresh = tensor.contiguous()
-        return self._reduce(fresh, lanes, op, reuse or fresh is not tensor)
+        return self._reduce(fresh, mesh_ranks, op, reuse or fresh is not tensor)
 
     def start_all_gather(
         self, tensor: torch.Tensor, axis: Axis, counts: Sequence[Size] | None = None
@@ -138,22 +139,22 @@ class Communicator(ABC):
 
         counts: elements of each rank; None if equal.
         """
-        _, size, lanes = self.group(axis)
+        _, size, mesh_ranks = self.group(axis)
         if size == 1:
             return CompletedCollective(tensor.reshape(-1))
         sizes: list[Size] = [tensor.numel()] * size if counts is None else list(counts)
         self.counts.note("all_gather", axis, sum(sizes) * tensor.itemsize)
-        return self._gather(tensor.reshape(-1), lanes, sizes)
+        return self._gather(tensor.reshape(-1), mesh_ranks, sizes)
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, axis: Axis, counts: Sequence[Size]
     ) -> CollectiveHandle:
         """Start a sum of 1-D tensors; this rank gets its own part. counts: sizes of the parts."""
-        _, size, lanes = self.group(axis)
+        _, size, mesh_ranks = self.group(axis)
         if size == 1:
             return CompletedCollective(flat)
         self.counts.note("reduce_scatter", axis, flat.numel() * flat.itemsize)
-        return self._scatter(flat.contiguous(), lanes, list(counts))
+        return self._scatter(flat.contiguous(), mesh_ranks, list(counts))
 
     def start_all_to_all(
         self, flat: torch.Tensor, axis: Axis, give: Sequence[Size], get: Sequence[Size]
@@ -162,11 +163,11 @@ class Communicator(ABC):
 
         give: elements of each sent part. get: elements received from each rank.
         """
-        _, size, lanes = self.group(axis)
+        _, size, mesh_ranks = self.group(axis)
         if size == 1:
             return CompletedCollective(flat)
         self.counts.note("all_to_all", axis, flat.numel() * flat.itemsize)
-        return self._exchange(flat.contiguous(), lanes, list(give), list(get))
+        return self._exchange(flat.contiguous(), mesh_ranks, list(give), list(get))
 
     def watch(self, around: Callable[[str, Start], Start] | None) -> None:
         """Wrap the start of each kind of transfer by ``around(kind, start)``; None removes it.
@@ -218,25 +219,25 @@ class Communicator(ABC):
 
     @abstractmethod
     def _reduce(
-        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+        self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool
     ) -> CollectiveHandle:
         """Start the sum or maximum over the ranks; reuse: the result may overwrite ``tensor``."""
 
     @abstractmethod
     def _gather(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
         """Start gathering all ranks' flat pieces; counts: elements of each."""
 
     @abstractmethod
     def _scatter(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
         """Start reducing to this rank's piece of the sum; counts: elements of each rank's piece."""
 
     @abstractmethod
     def _exchange(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> CollectiveHandle:
         """Start exchanging flat pieces; give, get: elements by rank."""
 

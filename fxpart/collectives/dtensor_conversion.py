@@ -68,7 +68,7 @@ def from_dtensor(tensor: DTensor, mesh: Mesh) -> tuple[torch.Tensor, Placements]
         raise error(
             "FXP109",
             where=f"a DTensor on a mesh of {shape}",
-            why=f"the mesh is {mesh or 'of one lane'}",
+            why=f"the mesh is {mesh or 'of one rank'}",
             fix="use a device mesh of the same shape",
         )
     found = tuple(_own(p) for p in tensor.placements)[: len(mesh.axes)]

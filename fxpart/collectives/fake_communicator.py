@@ -13,21 +13,21 @@ class FakeCommunicator(Communicator):
     fake = True
 
     def _reduce(
-        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+        self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool
     ) -> CompletedCollective:
         return CompletedCollective(torch.empty_like(tensor))
 
     def _gather(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CompletedCollective:
         return CompletedCollective(flat.new_empty([sum(counts)]))
 
     def _scatter(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CompletedCollective:
-        return CompletedCollective(flat.new_empty([counts[lanes.index(self.lane)]]))
+        return CompletedCollective(flat.new_empty([counts[mesh_ranks.index(self.mesh_rank)]]))
 
     def _exchange(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> CompletedCollective:
         return CompletedCollective(flat.new_empty([sum(get)]))

@@ -82,7 +82,7 @@ class GroupCommunicator(Communicator):
         if world != needed:
             raise error(
                 "FXP502",
-                where=f"{stages} stages on the mesh {mesh or 'of one lane'}",
+                where=f"{stages} stages on the mesh {mesh or 'of one rank'}",
                 why=f"they need {needed} processes, but there are {world}",
                 fix=f"start {needed} processes",
             )
@@ -102,34 +102,39 @@ class GroupCommunicator(Communicator):
         self._groups.clear()
 
     def _reduce(
-        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+        self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool
     ) -> CollectiveHandle:
         if not tensor.numel():
             return CompletedCollective(tensor if reuse else tensor.clone())
-        small = len(lanes) <= _FEW and tensor.numel() * tensor.itemsize <= _SMALL
-        if self._on_cpu(tensor) and (len(lanes) == 2 or small):
-            place = lanes.index(self.lane)
-            others = [tensor if i == place else torch.empty_like(tensor) for i in range(len(lanes))]
+        small = len(mesh_ranks) <= _FEW and tensor.numel() * tensor.itemsize <= _SMALL
+        if self._on_cpu(tensor) and (len(mesh_ranks) == 2 or small):
+            place = mesh_ranks.index(self.mesh_rank)
+            others = [
+                tensor if i == place else torch.empty_like(tensor) for i in range(len(mesh_ranks))
+            ]
             return self._swap(
-                lanes, [tensor] * len(lanes), others, lambda: _total(others, place, op, reuse)
+                mesh_ranks,
+                [tensor] * len(mesh_ranks),
+                others,
+                lambda: _total(others, place, op, reuse),
             )
         result = tensor if reuse else tensor.clone()
         return self._begin(
             lambda group: dist.all_reduce(result, _OPS[op], group, async_op=True),
-            lanes, tensor, lambda: result,
+            mesh_ranks, tensor, lambda: result,
         )  # fmt: skip
 
     def _gather(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
-        place = lanes.index(self.lane)
+        place = mesh_ranks.index(self.mesh_rank)
         if self._on_cpu(flat):
             whole = flat.new_empty(sum(counts))
             pieces = list(whole.split(counts))
             pieces[place].copy_(flat)
-            return self._swap(lanes, [flat] * len(lanes), pieces, lambda: whole)
+            return self._swap(mesh_ranks, [flat] * len(mesh_ranks), pieces, lambda: whole)
         longest = max(counts)
-        padded = flat.new_empty(len(lanes) * longest)
+        padded = flat.new_empty(len(mesh_ranks) * longest)
         mine = flat if flat.numel() == longest else flat.new_zeros(longest)
         if mine is not flat:
             mine[: flat.numel()].copy_(flat)
@@ -137,30 +142,32 @@ class GroupCommunicator(Communicator):
         def finish() -> torch.Tensor:
             if min(counts) == longest:
                 return padded
-            rows = padded.view(len(lanes), longest)
+            rows = padded.view(len(mesh_ranks), longest)
             return torch.cat([row[:n] for row, n in zip(rows, counts, strict=True)])
 
         if not longest:
             return CompletedCollective(padded)
         return self._begin(
             lambda group: dist.all_gather_into_tensor(padded, mine, group, async_op=True),
-            lanes, mine, finish,
+            mesh_ranks, mine, finish,
         )  # fmt: skip
 
     def _scatter(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CollectiveHandle:
-        place = lanes.index(self.lane)
+        place = mesh_ranks.index(self.mesh_rank)
         parts = list(flat.split(counts))
         if self._on_cpu(flat):
-            others = [torch.empty_like(parts[place]) for _ in lanes]
+            others = [torch.empty_like(parts[place]) for _ in mesh_ranks]
             others[place] = parts[place]
-            return self._swap(lanes, parts, others, lambda: _total(others, place, "sum", False))
+            return self._swap(
+                mesh_ranks, parts, others, lambda: _total(others, place, "sum", False)
+            )
         longest = max(counts)
         if min(counts) == longest:
             padded = flat
         else:
-            padded = flat.new_zeros(len(lanes), longest)
+            padded = flat.new_zeros(len(mesh_ranks), longest)
             for row, given in zip(padded, parts, strict=True):
                 row[: given.numel()].copy_(given)
             padded = padded.view(-1)
@@ -169,21 +176,21 @@ class GroupCommunicator(Communicator):
             return CompletedCollective(mine)
         return self._begin(
             lambda group: dist.reduce_scatter_tensor(mine, padded, group=group, async_op=True),
-            lanes, padded, lambda: mine[: counts[place]],
+            mesh_ranks, padded, lambda: mine[: counts[place]],
         )  # fmt: skip
 
     def _exchange(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> CollectiveHandle:
-        place = lanes.index(self.lane)
+        place = mesh_ranks.index(self.mesh_rank)
         found = flat.new_empty(sum(get))
         if self._on_cpu(flat):
             given, received = list(flat.split(give)), list(found.split(get))
             received[place].copy_(given[place])
-            return self._swap(lanes, given, received, lambda: found)
+            return self._swap(mesh_ranks, given, received, lambda: found)
         return self._begin(
             lambda group: dist.all_to_all_single(found, flat, get, give, group, async_op=True),
-            lanes, flat, lambda: found,
+            mesh_ranks, flat, lambda: found,
         )  # fmt: skip
 
     def _on_cpu(self, tensor: torch.Tensor) -> bool:
@@ -191,14 +198,14 @@ class GroupCommunicator(Communicator):
 
     def _swap(
         self,
-        lanes: tuple[int, ...],
+        mesh_ranks: tuple[int, ...],
         give: Sequence[torch.Tensor],
         get: Sequence[torch.Tensor],
         finish: Callable[[], torch.Tensor],
     ) -> CollectiveHandle:
         """Send ``give[i]`` to the group's rank i and receive ``get[i]`` from it."""
-        group, place = self._groups[lanes], lanes.index(self.lane)
-        others = [i for i in range(len(lanes)) if i != place]
+        group, place = self._groups[mesh_ranks], mesh_ranks.index(self.mesh_rank)
+        others = [i for i in range(len(mesh_ranks)) if i != place]
         try:
             works = [group.recv([get[i]], i, _TAG) for i in others if get[i].numel()]
             works += [group.send([give[i]], i, _TAG) for i in others if give[i].numel()]
@@ -209,13 +216,13 @@ class GroupCommunicator(Communicator):
     def _begin(
         self,
         start: Callable[[Any], Any],
-        lanes: tuple[int, ...],
+        mesh_ranks: tuple[int, ...],
         tensor: torch.Tensor,
         finish: Callable[[], torch.Tensor],
     ) -> CollectiveHandle:
         """Start one of torch's collectives."""
         try:
-            work = start(self._groups[lanes])
+            work = start(self._groups[mesh_ranks])
         except (RuntimeError, ValueError) as cause:
             raise PeerLostError(str(cause)) from cause
         # On a GPU, waiting only orders streams; a limit would block the CPU.
@@ -289,11 +296,11 @@ def make_groups(
     limit, rank = timedelta(seconds=timeout), dist.get_rank()
     found: Groups = {}
     for stage, row in enumerate(ranks):
-        for lanes in _all_groups(mesh, axes):
-            here = [row[lane] for lane in lanes]
+        for mesh_ranks in _all_groups(mesh, axes):
+            here = [row[mesh_rank] for mesh_rank in mesh_ranks]
             made = _new_group(here, limit)
             if rank in here:
-                found.setdefault(stage, {})[lanes] = made
+                found.setdefault(stage, {})[mesh_ranks] = made
     share_cores()
     return found
 
@@ -316,6 +323,6 @@ def _all_groups(
     else:
         wanted = sorted({tuple(name for name in names if name in each) for each in axes})
     for each in filter(None, wanted):
-        for lane in range(mesh.size):
-            found[members(mesh, lane, each)] = None
+        for mesh_rank in range(mesh.size):
+            found[members(mesh, mesh_rank, each)] = None
     return list(found)

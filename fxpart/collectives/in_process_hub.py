@@ -34,16 +34,17 @@ class _Rendezvous:
 class _RendezvousHandle:
     """A rank's handle on a rendezvous."""
 
-    __slots__ = ("_hub", "_lane", "_lanes", "_meeting")
+    __slots__ = ("_hub", "_meeting", "_mesh_rank", "_mesh_ranks")
 
     def __init__(
-        self, hub: InProcessHub, lane: int, lanes: tuple[int, ...], meeting: _Rendezvous
+        self, hub: InProcessHub, mesh_rank: int, mesh_ranks: tuple[int, ...], meeting: _Rendezvous
     ) -> None:
-        self._hub, self._lane, self._lanes, self._meeting = hub, lane, lanes, meeting
+        self._hub, self._meeting = hub, meeting
+        self._mesh_rank, self._mesh_ranks = mesh_rank, mesh_ranks
 
     def wait(self) -> torch.Tensor:
         """Return the rank's result, once all ranks have arrived."""
-        return self._hub.finish(self._lane, self._lanes, self._meeting)
+        return self._hub.finish(self._mesh_rank, self._mesh_ranks, self._meeting)
 
 
 class InProcessHub:
@@ -58,7 +59,9 @@ class InProcessHub:
         """timeout: maximum seconds of a wait."""
         self.mesh = mesh
         self.timeout = timeout
-        self.communicators = tuple(_InProcessCommunicator(self, lane) for lane in range(mesh.size))
+        self.communicators = tuple(
+            _InProcessCommunicator(self, mesh_rank) for mesh_rank in range(mesh.size)
+        )
         self._changed = threading.Condition()
         self.reset()
 
@@ -74,11 +77,11 @@ class InProcessHub:
         with self._changed:
             self._gone.clear()
 
-    def abort(self, lane: int, cause: BaseException | str) -> None:
+    def abort(self, mesh_rank: int, cause: BaseException | str) -> None:
         """Remove a rank: all current and future waits for it fail."""
         text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         with self._changed:
-            self._gone.setdefault(lane, text)
+            self._gone.setdefault(mesh_rank, text)
             self._changed.notify_all()
 
     def run(self, function: Callable[[Communicator], T]) -> list[T]:
@@ -91,22 +94,24 @@ class InProcessHub:
         failures: list[tuple[int, BaseException]] = []
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def lane(communicator: Communicator) -> None:
+        def run_rank(communicator: Communicator) -> None:
             try:
                 with (
                     torch.inference_mode(inference),
                     torch.set_grad_enabled(grad),
                     torch.autograd.set_multithreading_enabled(False),
                 ):
-                    results[communicator.lane] = function(communicator)
-                self.abort(communicator.lane, "it has ended")
+                    results[communicator.mesh_rank] = function(communicator)
+                self.abort(communicator.mesh_rank, "it has ended")
             except BaseException as cause:
-                failures.append((communicator.lane, cause))
-                self.abort(communicator.lane, cause)
+                failures.append((communicator.mesh_rank, cause))
+                self.abort(communicator.mesh_rank, cause)
 
         self.reset()
         threads = [
-            threading.Thread(target=lane, args=(c,), name=f"lane {c.lane}", daemon=True)
+            threading.Thread(
+                target=run_rank, args=(c,), name=f"mesh rank {c.mesh_rank}", daemon=True
+            )
             for c in self.communicators
         ]
         for thread in threads:
@@ -120,8 +125,8 @@ class InProcessHub:
 
     def start(
         self,
-        lane: int,
-        lanes: tuple[int, ...],
+        mesh_rank: int,
+        mesh_ranks: tuple[int, ...],
         kind: tuple[Any, ...],
         part: torch.Tensor,
         combine: _Combine,
@@ -129,74 +134,82 @@ class InProcessHub:
     ) -> _RendezvousHandle:
         """Add a part to the group's next rendezvous; ``kind`` must be equal on all ranks."""
         with self._changed:
-            turn = self._turns.get((lanes, lane), 0)
-            self._turns[lanes, lane] = turn + 1
-            meeting = self._meetings.setdefault((lanes, turn), _Rendezvous())
-            meeting.parts[lane], meeting.kinds[lane], meeting.notes[lane] = part, kind, note
-            complete = len(meeting.parts) == len(lanes)
+            turn = self._turns.get((mesh_ranks, mesh_rank), 0)
+            self._turns[mesh_ranks, mesh_rank] = turn + 1
+            meeting = self._meetings.setdefault((mesh_ranks, turn), _Rendezvous())
+            meeting.parts[mesh_rank] = part
+            meeting.kinds[mesh_rank], meeting.notes[mesh_rank] = kind, note
+            complete = len(meeting.parts) == len(mesh_ranks)
             if complete:
-                del self._meetings[lanes, turn]
+                del self._meetings[mesh_ranks, turn]
         if complete:
             try:
-                results = _compute(meeting, lanes, combine)
+                results = _compute(meeting, mesh_ranks, combine)
             except BaseException as cause:
                 with self._changed:
-                    meeting.failed = f"lane {lane} failed: {cause}"
+                    meeting.failed = f"mesh rank {mesh_rank} failed: {cause}"
                     self._changed.notify_all()
                 raise
             with self._changed:
                 meeting.results = results
                 self._changed.notify_all()
-        return _RendezvousHandle(self, lane, lanes, meeting)
+        return _RendezvousHandle(self, mesh_rank, mesh_ranks, meeting)
 
-    def finish(self, lane: int, lanes: tuple[int, ...], meeting: _Rendezvous) -> torch.Tensor:
+    def finish(
+        self, mesh_rank: int, mesh_ranks: tuple[int, ...], meeting: _Rendezvous
+    ) -> torch.Tensor:
         """Wait for the rendezvous; raise TransferTimeoutError or PeerLostError."""
         if meeting.results is None:
             limit = None if self.timeout == float("inf") else self.timeout
 
             def gone() -> list[int]:
-                return [n for n in lanes if n in self._gone and n not in meeting.parts]
+                return [n for n in mesh_ranks if n in self._gone and n not in meeting.parts]
 
             def over() -> bool:
                 return meeting.results is not None or meeting.failed is not None or bool(gone())
 
             with self._changed:
                 if not self._changed.wait_for(over, limit):
-                    late = ", ".join(str(n) for n in lanes if n not in meeting.parts)
+                    late = ", ".join(str(n) for n in mesh_ranks if n not in meeting.parts)
                     raise TransferTimeoutError(
-                        self.timeout, f"lane {lane} waited {self.timeout:g} s for lanes {late}"
+                        self.timeout,
+                        f"mesh rank {mesh_rank} waited {self.timeout:g} s for mesh ranks {late}",
                     )
                 if meeting.failed is not None:
                     raise PeerLostError(meeting.failed)
                 for lost in gone():
-                    raise PeerLostError(f"lane {lost} of the mesh {self.mesh}: {self._gone[lost]}")
+                    raise PeerLostError(
+                        f"mesh rank {lost} of the mesh {self.mesh}: {self._gone[lost]}"
+                    )
         assert meeting.results is not None
-        return meeting.results[lane]
+        return meeting.results[mesh_rank]
 
 
 def _compute(
-    meeting: _Rendezvous, lanes: tuple[int, ...], combine: _Combine
+    meeting: _Rendezvous, mesh_ranks: tuple[int, ...], combine: _Combine
 ) -> dict[int, torch.Tensor]:
     """Return each rank's result of a complete rendezvous, on its own device."""
-    parts = [meeting.parts[lane] for lane in lanes]
+    parts = [meeting.parts[mesh_rank] for mesh_rank in mesh_ranks]
     if len(set(meeting.kinds.values())) > 1:
-        told = ", ".join(f"lane {lane}: {meeting.kinds[lane]}" for lane in lanes)
-        raise error("FXP900", where="a collective", why=f"the lanes disagree: {told}", fix="")
+        kinds = ", ".join(
+            f"mesh rank {mesh_rank}: {meeting.kinds[mesh_rank]}" for mesh_rank in mesh_ranks
+        )
+        raise error("FXP900", where="a collective", why=f"the mesh ranks disagree: {kinds}", fix="")
     with torch.no_grad():
         near = [part.to(parts[0].device) for part in parts]
-        made = combine(near, [meeting.notes[lane] for lane in lanes])
-        return {n: t.to(p.device) for n, t, p in zip(lanes, made, parts, strict=True)}
+        made = combine(near, [meeting.notes[mesh_rank] for mesh_rank in mesh_ranks])
+        return {n: t.to(p.device) for n, t, p in zip(mesh_ranks, made, parts, strict=True)}
 
 
 class _InProcessCommunicator(Communicator):
     """A communicator that uses a hub."""
 
-    def __init__(self, hub: InProcessHub, lane: int) -> None:
-        super().__init__(hub.mesh, lane)
+    def __init__(self, hub: InProcessHub, mesh_rank: int) -> None:
+        super().__init__(hub.mesh, mesh_rank)
         self._hub = hub
 
     def _reduce(
-        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+        self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool
     ) -> _RendezvousHandle:
         def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
             total = parts[0].clone()
@@ -205,20 +218,20 @@ class _InProcessCommunicator(Communicator):
             return [total, *(total.clone() for _ in parts[1:])]
 
         kind = ("all_reduce", op, tuple(tensor.shape), tensor.dtype)
-        return self._hub.start(self.lane, lanes, kind, tensor, combine)
+        return self._hub.start(self.mesh_rank, mesh_ranks, kind, tensor, combine)
 
     def _gather(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> _RendezvousHandle:
         def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
             assert [part.numel() for part in parts] == counts, "pieces are not as announced"
             return [torch.cat(parts) for _ in parts]
 
         kind = ("all_gather", tuple(counts), flat.dtype)
-        return self._hub.start(self.lane, lanes, kind, flat, combine)
+        return self._hub.start(self.mesh_rank, mesh_ranks, kind, flat, combine)
 
     def _scatter(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> _RendezvousHandle:
         def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
             rows = list(zip(*(part.split(counts) for part in parts), strict=True))
@@ -229,10 +242,10 @@ class _InProcessCommunicator(Communicator):
             return totals
 
         kind = ("reduce_scatter", tuple(counts), flat.dtype)
-        return self._hub.start(self.lane, lanes, kind, flat, combine)
+        return self._hub.start(self.mesh_rank, mesh_ranks, kind, flat, combine)
 
     def _exchange(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> _RendezvousHandle:
         def combine(parts: list[torch.Tensor], notes: list[Any]) -> list[torch.Tensor]:
             for place, (_, received) in enumerate(notes):
@@ -241,7 +254,7 @@ class _InProcessCommunicator(Communicator):
             return [torch.cat(column) for column in zip(*rows, strict=True)]
 
         kind = ("all_to_all", flat.dtype)
-        return self._hub.start(self.lane, lanes, kind, flat, combine, (give, get))
+        return self._hub.start(self.mesh_rank, mesh_ranks, kind, flat, combine, (give, get))
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, op: str) -> None:

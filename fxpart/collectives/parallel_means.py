@@ -59,7 +59,9 @@ def _loss(name: str) -> Any:
         return mean * part
 
     form.__name__ = form.__qualname__ = f"{name}_rows"
-    form.__doc__ = f"``aten.{name}`` with its factors cut: this lane's part of the mean (Partial)."
+    form.__doc__ = (
+        f"``aten.{name}`` with its factors cut: this mesh rank's part of the mean (Partial)."
+    )
     return form
 
 

@@ -42,9 +42,9 @@ def random_part(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[_RANDOM_FIRST:]
 
 
-def bind_fake_communicator(target: Any, mesh: Mesh, lane: int) -> Any:
+def bind_fake_communicator(target: Any, mesh: Mesh, mesh_rank: int) -> Any:
     """Bind a collective to a fake communicator, which computes shapes only."""
-    return partial(target, collectives.FakeCommunicator(mesh, lane))
+    return partial(target, collectives.FakeCommunicator(mesh, mesh_rank))
 
 
 def parse_random_call(node: fx.Node) -> tuple[Any, ...] | None:

@@ -215,10 +215,10 @@ class StorageAnalysis:
             return (type(item).__name__, str(item))
 
         op, args = called(node)
-        lane = (
+        mesh_rank = (
             (self.root.meta[MESH_KEY], self.root.meta[MESH_RANK_KEY]) if is_collective(op) else ()
         )
-        return (op, describe(args), describe(dict(node.kwargs)), lane)
+        return (op, describe(args), describe(dict(node.kwargs)), mesh_rank)
 
     def _observe(self, node: fx.Node) -> OpBehavior:
         """Run the op on fake operands and record storages and saved tensors."""

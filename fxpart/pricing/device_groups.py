@@ -79,7 +79,7 @@ class Rings:
         """The lanes that differ from this one on the axes alone, ascending."""
         here, free = self._mesh.coordinate(lane), {self._mesh.index(axis) for axis in axes}
         ranges = [range(n) if i in free else (here[i],) for i, n in enumerate(self._mesh.shape)]
-        return tuple(self._mesh.lane(place) for place in product(*ranges))
+        return tuple(self._mesh.mesh_rank(place) for place in product(*ranges))
 
 
 def _groups(cluster: Cluster, lanes: int) -> list[tuple[Device, ...]]:

@@ -87,9 +87,9 @@ def form_of(node: fx.Node) -> CollectiveOpCall | None:
     )
 
 
-def bind_single_rank(form: Callable[..., Any], mesh: Mesh, lane: int) -> Callable[..., Any]:
+def bind_single_rank(form: Callable[..., Any], mesh: Mesh, mesh_rank: int) -> Callable[..., Any]:
     """The form as this lane of the mesh runs it, without the others."""
-    return partial(form, IdenticalRanksCommunicator(mesh, lane))
+    return partial(form, IdenticalRanksCommunicator(mesh, mesh_rank))
 
 
 class IdenticalRanksCommunicator(Communicator):
@@ -100,27 +100,29 @@ class IdenticalRanksCommunicator(Communicator):
     """
 
     def _reduce(
-        self, tensor: torch.Tensor, lanes: tuple[int, ...], op: str, reuse: bool
+        self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool
     ) -> CompletedCollective:
-        return CompletedCollective(tensor.clone() if op == "max" else tensor * len(lanes))
+        return CompletedCollective(tensor.clone() if op == "max" else tensor * len(mesh_ranks))
 
     def _gather(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CompletedCollective:
         return CompletedCollective(_filled(flat, _total(counts)))
 
     def _scatter(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
     ) -> CompletedCollective:
-        return CompletedCollective(self._own(flat, lanes, counts) * len(lanes))
+        return CompletedCollective(self._own(flat, mesh_ranks, counts) * len(mesh_ranks))
 
     def _exchange(
-        self, flat: torch.Tensor, lanes: tuple[int, ...], give: list[Size], get: list[Size]
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], give: list[Size], get: list[Size]
     ) -> CompletedCollective:
-        return CompletedCollective(_filled(self._own(flat, lanes, give), _total(get)))
+        return CompletedCollective(_filled(self._own(flat, mesh_ranks, give), _total(get)))
 
-    def _own(self, flat: torch.Tensor, lanes: tuple[int, ...], counts: list[Size]) -> torch.Tensor:
-        place = lanes.index(self.lane)
+    def _own(
+        self, flat: torch.Tensor, mesh_ranks: tuple[int, ...], counts: list[Size]
+    ) -> torch.Tensor:
+        place = mesh_ranks.index(self.mesh_rank)
         return flat.narrow(0, _total(counts[:place]), int(counts[place]))
 
 

@@ -91,7 +91,7 @@ class OpArguments:
     ) -> None:
         """graph: with blocks, or one lane's of it."""
         self._specs, self._sizes, self._device = specs, sizes, device
-        self._mesh, self._lane = graph.meta.get(MESH_KEY), graph.meta.get(MESH_RANK_KEY, 0)
+        self._mesh, self._mesh_rank = graph.meta.get(MESH_KEY), graph.meta.get(MESH_RANK_KEY, 0)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def call(self, node: fx.Node) -> OpCall:
@@ -100,9 +100,9 @@ class OpArguments:
         if is_collective(function):
             assert self._mesh is not None, "a local graph has its mesh"
             if is_random_shard(function):
-                function = bind_fake_communicator(function, self._mesh, self._lane)
+                function = bind_fake_communicator(function, self._mesh, self._mesh_rank)
             elif form_of(node) is not None:
-                function = bind_single_rank(function, self._mesh, self._lane)
+                function = bind_single_rank(function, self._mesh, self._mesh_rank)
             else:
                 raise UnmeasurableOpError("it moves a tensor and computes nothing")
         elif not callable(function):

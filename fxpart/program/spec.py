@@ -105,11 +105,12 @@ class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the stages' ranks share the work. Without one, a stage is one rank.
 
-    mesh: "dp=2,tp=2", the same for every stage; rank = stage * lanes + lane. The program that holds
-    this is that of one lane: its shapes and state are local. inputs: the user's tensors as the
-    user gives them, whole. placements: per input name, those of its microbatches. state: by
-    original name, every parameter and buffer that any stage holds. zero: 0, 1 (optimizer state
-    sharded over the axis ``zero_axis``) or 2 (gradients too); ZeRO-3 is a placement of the weights.
+    mesh: "dp=2,tp=2", the same for every stage; rank = stage * mesh ranks + mesh rank. The program
+    that holds this is that of one mesh rank: its shapes and state are local. inputs: the user's
+    tensors as the user gives them, whole. placements: per input name, those of its microbatches.
+    state: by original name, every parameter and buffer that any stage holds. zero: 0, 1 (optimizer
+    state sharded over the axis ``zero_axis``) or 2 (gradients too); ZeRO-3 is a placement of the
+    weights.
     """
 
     mesh: str

@@ -110,15 +110,15 @@ class TrainerBase(EntryPoints):
         prediction: Prediction | None = None,
         devices: Mapping[int, torch.device] | None = None,
         unused: Mapping[str, torch.Tensor] | None = None,
-        lanes: Sequence[MeshRank] | None = None,
+        mesh_ranks: Sequence[MeshRank] | None = None,
         **options: Any,
     ) -> None:
         """Build the trainer's parts.
 
-        modules: the stage modules of this process, by stage; ignored if ``lanes`` is given. ranks:
-        the rank of each stage, or of each stage and mesh rank; an int denotes consecutive ranks.
-        lanes: this process's mesh ranks of a sharded program, whose ``spec`` is that of any mesh
-        rank.
+        modules: the stage modules of this process, by stage; ignored if ``mesh_ranks`` is given.
+        mesh_ranks: this process's mesh ranks of a sharded program, whose ``spec`` is that of any
+        mesh rank. ranks: the rank of each stage, or of each stage and mesh rank; an int denotes
+        consecutive ranks.
 
         optimizer: see :func:`~fxpart.runtime.optimizer.factory.make_optimizer`; None to compute
         only gradients. groups: parameter groups by name, see
@@ -143,7 +143,7 @@ class TrainerBase(EntryPoints):
         self._evaluation = evaluation
         self._prediction = prediction
         self._unused = dict(unused or {})
-        self._mesh_ranks = (MeshRank(0, spec, modules),) if lanes is None else tuple(lanes)
+        self._mesh_ranks = tuple([MeshRank(0, spec, modules)] if mesh_ranks is None else mesh_ranks)
         self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
         agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)

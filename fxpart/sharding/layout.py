@@ -23,7 +23,7 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def indices(
-    shape: Sequence[int], placements: Placements, mesh: Mesh, lane: int
+    shape: Sequence[int], placements: Placements, mesh: Mesh, mesh_rank: int
 ) -> tuple[NDArray[np.int64], ...]:
     """Return, per dim, the global indices that the mesh rank stores, in local order.
 
@@ -33,7 +33,9 @@ def indices(
     import numpy as np  # imported here, because reading plans does not need it
 
     held = [np.arange(size, dtype=np.int64) for size in shape]
-    for placement, parts, place in zip(placements, mesh.shape, mesh.coordinate(lane), strict=True):
+    for placement, parts, place in zip(
+        placements, mesh.shape, mesh.coordinate(mesh_rank), strict=True
+    ):
         if isinstance(placement, Shard):
             view = held[placement.dim].reshape(placement.outer, -1)
             start, stop = chunk(view.shape[1], parts, place)
@@ -42,11 +44,13 @@ def indices(
 
 
 def local_shape(
-    shape: Sequence[int], placements: Placements, mesh: Mesh, lane: int
+    shape: Sequence[int], placements: Placements, mesh: Mesh, mesh_rank: int
 ) -> tuple[int, ...]:
     """Return the local shape of the mesh rank."""
     held = list(shape)
-    for placement, parts, place in zip(placements, mesh.shape, mesh.coordinate(lane), strict=True):
+    for placement, parts, place in zip(
+        placements, mesh.shape, mesh.coordinate(mesh_rank), strict=True
+    ):
         if isinstance(placement, Shard):
             rest, left = divmod(held[placement.dim], placement.outer)
             assert left == 0, f"a dim of {held[placement.dim]} is not {placement.outer} equal parts"

@@ -16,8 +16,7 @@ _SIZE = re.compile(r"(?=0*[1-9])[0-9]{1,6}")
 class Mesh:
     """Named axes with their sizes, major first; a mesh rank is a row-major coordinate index.
 
-    The global rank of (stage, mesh rank) is ``stage * mesh.size + mesh rank``. ``lane`` in the
-    methods is the mesh rank.
+    The global rank of (stage, mesh rank) is ``stage * mesh.size + mesh_rank``.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -71,26 +70,26 @@ class Mesh:
             )
         return self.names.index(axis)
 
-    def coordinate(self, lane: int) -> tuple[int, ...]:
+    def coordinate(self, mesh_rank: int) -> tuple[int, ...]:
         """Return the coordinate of a mesh rank."""
         found: list[int] = []
         for size in reversed(self.shape):
-            lane, place = divmod(lane, size)
+            mesh_rank, place = divmod(mesh_rank, size)
             found.append(place)
         return tuple(reversed(found))
 
-    def lane(self, coordinate: tuple[int, ...]) -> int:
+    def mesh_rank(self, coordinate: tuple[int, ...]) -> int:
         """Return the mesh rank at a coordinate."""
-        lane = 0
+        mesh_rank = 0
         for place, size in zip(coordinate, self.shape, strict=True):
-            lane = lane * size + place
-        return lane
+            mesh_rank = mesh_rank * size + place
+        return mesh_rank
 
-    def group(self, lane: int, axis: str) -> tuple[int, ...]:
-        """Return the mesh ranks that differ from ``lane`` only on ``axis``, itself included, in
-        order.
+    def group(self, mesh_rank: int, axis: str) -> tuple[int, ...]:
+        """Return the mesh ranks that differ from ``mesh_rank`` only on ``axis``, itself included,
+        in order.
         """
-        at, here = self.index(axis), self.coordinate(lane)
+        at, here = self.index(axis), self.coordinate(mesh_rank)
         return tuple(
-            self.lane((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])
+            self.mesh_rank((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])
         )

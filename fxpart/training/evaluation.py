@@ -117,7 +117,7 @@ def _place_on_training_stages(
         mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
     graph, plan = PassManager(all_passes()).run(PREPARE, captured.graph), program.plan
     trained = program.captured.state
-    if program.lanes is None:
+    if program.mesh_rank_programs is None:
         placed = assign_like(program.graph, graph)
         assigned = divide_graph(placed, captured, plan.microbatches, outputs=keep_outputs)
         made = cut(
@@ -127,13 +127,15 @@ def _place_on_training_stages(
             _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank)
             for mesh_rank in mesh_ranks
         ]
-    like = program.lanes.sharded.like(graph, captured)
+    like = program.mesh_rank_programs.sharded.like(graph, captured)
     sharded = divide_sharded_graph(
         replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
     )
     found = []
     for mesh_rank in mesh_ranks:
-        own = assign_like(program.lanes.graph(mesh_rank.index), sharded.local(mesh_rank.index))
+        own = assign_like(
+            program.mesh_rank_programs.graph(mesh_rank.index), sharded.local(mesh_rank.index)
+        )
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )

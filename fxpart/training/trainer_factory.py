@@ -93,7 +93,7 @@ def _make_trainer(
     placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
-    mesh_ranks = placement.load(program.lane)
+    mesh_ranks = placement.load(program.mesh_rank_program)
 
     def fill() -> tuple[dict[str, torch.Tensor], str]:
         for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:
@@ -188,7 +188,7 @@ class _LocalPlacement:
         return made
 
     @property
-    def lanes(self) -> list[int]:
+    def mesh_ranks(self) -> list[int]:
         """The mesh ranks with a stage in this process."""
         return [mesh_rank for mesh_rank in range(self.size) if self.stages(mesh_rank)]
 
@@ -210,7 +210,7 @@ class _LocalPlacement:
     def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[MeshRank]:
         """Return this process's mesh ranks with empty modules; programs: of each mesh rank."""
         mesh_ranks = []
-        for mesh_rank in self.lanes:
+        for mesh_rank in self.mesh_ranks:
             own, sources = programs(mesh_rank)
             modules = {
                 stage: load_stage(sources[stage], own.stages[stage], self.device(stage, mesh_rank))
@@ -252,7 +252,7 @@ class _LocalPlacement:
             schedule=as_given(self.plan) if stream is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
-            lanes=mesh_ranks,
+            mesh_ranks=mesh_ranks,
             **options,
         )
         heartbeat.report_last_event(made.events.last)
@@ -287,7 +287,7 @@ def load_trainer(
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
     placement = _LocalPlacement.of(plan, spec, timeout)
-    mesh_ranks = placement.load(exported.lane)
+    mesh_ranks = placement.load(exported.mesh_rank_program)
 
     def fill() -> tuple[None, str]:
         for mesh_rank, module in [(own, m) for own in mesh_ranks for m in own.modules.values()]:

@@ -33,21 +33,23 @@ from .reshard_builder import ReshardBuilder
 class LocalGraphBuilder:
     """Builds the rank-local graph of a sharded graph."""
 
-    def __init__(self, module: fx.GraphModule, demands: PlacementRequirements, lane: int) -> None:
-        """demands: of the module's graph. lane: the mesh rank (for uneven sharding)."""
-        self.module, self.demands, self.lane = module, demands, lane
+    def __init__(
+        self, module: fx.GraphModule, demands: PlacementRequirements, mesh_rank: int
+    ) -> None:
+        """demands: of the module's graph. mesh_rank: the mesh rank (for uneven sharding)."""
+        self.module, self.demands, self.mesh_rank = module, demands, mesh_rank
         mesh = demands.mesh
         inputs: dict[fx.Node, Placements] = {
             n: demands.home(n)
             for n in module.graph.find_nodes(op="placeholder")
             if isinstance(value(n), torch.Tensor)
         }
-        self.local = LocalSizes(mesh, lane, factors(inputs, mesh))
+        self.local = LocalSizes(mesh, mesh_rank, factors(inputs, mesh))
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.block: int | None = None  # of the op being added
         self.like: fx.Node | None = None
-        self.run = FakeCallRunner(module.graph, mesh, lane)
+        self.run = FakeCallRunner(module.graph, mesh, mesh_rank)
         made = [self._input(n) for n in module.graph.find_nodes(op="placeholder")]
         self.sizes = SizeNodes(self.graph, [n for n in made if isinstance(value(n), torch.Tensor)])
         self.moves = ReshardBuilder(demands, self.local, self.sizes.node, self._add)
@@ -61,7 +63,7 @@ class LocalGraphBuilder:
                 self._call(node)
             elif node.op == "output":
                 self._output(node)
-        return local_module(self.module, self.graph, self.demands, self.lane)
+        return local_module(self.module, self.graph, self.demands, self.mesh_rank)
 
     # inputs and state
 

@@ -17,13 +17,13 @@ from .placement_requirements import PlacementRequirements
 
 
 def local_module(
-    whole: fx.GraphModule, graph: fx.Graph, demands: PlacementRequirements, lane: int
+    whole: fx.GraphModule, graph: fx.Graph, demands: PlacementRequirements, mesh_rank: int
 ) -> fx.GraphModule:
     """Return the module of a local graph, with its state on the meta device."""
     state = {str(n.target): _attribute(whole, n) for n in graph.find_nodes(op="get_attr")}
     result = fx.GraphModule(state, graph)
     result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIORS_KEY}
-    result.meta[MESH_KEY], result.meta[MESH_RANK_KEY] = demands.mesh, lane
+    result.meta[MESH_KEY], result.meta[MESH_RANK_KEY] = demands.mesh, mesh_rank
     result.meta[PARTIAL_KEY] = _partial(whole.graph, demands)
     result.meta[OUTPUTS_KEY] = _returned(whole.graph, demands)
     return result

@@ -36,10 +36,10 @@ def factors(inputs: Mapping[fx.Node, Placements], mesh: Mesh) -> dict[sympy.Symb
 class LocalSizes:
     """Global and local sizes of one mesh rank, as ints and expressions in local symbols."""
 
-    def __init__(self, mesh: Mesh, lane: int, parts: Mapping[sympy.Symbol, int]) -> None:
+    def __init__(self, mesh: Mesh, mesh_rank: int, parts: Mapping[sympy.Symbol, int]) -> None:
         """parts: the result of :func:`factors`."""
         self.mesh = mesh
-        self.place = mesh.coordinate(lane)
+        self.place = mesh.coordinate(mesh_rank)
         self._whole = {symbol: count * symbol for symbol, count in parts.items()}
 
     def whole(self, size: Any) -> Size:

@@ -31,10 +31,10 @@ from fxpart.sharding import Mesh
 class FakeCallRunner:
     """Runs calls of one mesh rank on fake tensors."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, lane: int) -> None:
+    def __init__(self, graph: fx.Graph, mesh: Mesh, mesh_rank: int) -> None:
         """graph: the global graph, for its fake mode and symbols."""
         self.mode = fake_mode(graph)
-        self.mesh, self.lane = mesh, lane
+        self.mesh, self.mesh_rank = mesh, mesh_rank
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._results: dict[Hashable, Any] = {}
         self._kept: list[Any] = []  # keeps objects alive whose ids are in keys
@@ -93,7 +93,7 @@ class FakeCallRunner:
     def _run(self, node: fx.Node, args: Any, kwargs: Any, whole: Any) -> Any:
         target: Any = node.target
         if is_collective(target):
-            target = bind_fake_communicator(target, self.mesh, self.lane)
+            target = bind_fake_communicator(target, self.mesh, self.mesh_rank)
         with self.mode, disable_guards(self.mode), torch.no_grad():
             try:
                 with silence_fake_errors():

@@ -18,7 +18,7 @@ from fxpart.compat import operation_schema
 from fxpart.compiler.tensor_sizes import tensors
 
 Where: TypeAlias = tuple[int | None, ...]  # a dim of each tensor, or None
-LANES = 2
+SHARDS = 2
 ADDED = -1  # an operand that is added once: zeros on all shards but the first
 _SIZES = (4, 6, 8, 10)
 _TRIALS = 30_000
@@ -126,7 +126,7 @@ def _overlap(a: FactorCandidate, b: FactorCandidate) -> bool:
 
 def _candidates(runner: _ShardTrial) -> Iterator[FactorCandidate]:
     """Yield every assignment of equal-size dims that includes a dim of some operand."""
-    sizes = sorted({s for shape in runner.shapes for s in shape if s % LANES == 0})
+    sizes = sorted({s for shape in runner.shapes for s in shape if s % SHARDS == 0})
     for size in sizes:
         inside = [[None, *(d for d, s in enumerate(shape) if s == size)] for shape in runner.shapes]
         outside = [[None, *(d for d, s in enumerate(shape) if s == size)] for shape in runner.outs]
@@ -184,9 +184,9 @@ class _ShardTrial:
         pieces = []
         for t, dim in zip(whole, factor.operands, strict=True):
             if dim == ADDED:
-                pieces.append([t, *[torch.zeros_like(t)] * (LANES - 1)])
+                pieces.append([t, *[torch.zeros_like(t)] * (SHARDS - 1)])
             else:
-                pieces.append([t] * LANES if dim is None else list(t.chunk(LANES, dim)))
+                pieces.append([t] * SHARDS if dim is None else list(t.chunk(SHARDS, dim)))
         return self._equal(whole, pieces, factor.results)
 
     def adds(self, summed: Sequence[int], trial: int) -> bool:
@@ -195,18 +195,18 @@ class _ShardTrial:
         pieces = []
         for i, t in enumerate(whole):
             part = torch.randn(t.shape, generator=torch.Generator().manual_seed(7 + i)).to(t.dtype)
-            pieces.append([t - part, part] if i in summed else [t] * LANES)
+            pieces.append([t - part, part] if i in summed else [t] * SHARDS)
         return self._equal(whole, pieces, (None,) * len(self.outs))
 
     def _equal(
         self, whole: Sequence[torch.Tensor], pieces: list[list[torch.Tensor]], results: Where
     ) -> bool:
         try:
-            lanes = [self.run([piece[lane] for piece in pieces]) for lane in range(LANES)]
+            runs = [self.run([piece[shard] for piece in pieces]) for shard in range(SHARDS)]
         except (RuntimeError, ValueError, IndexError):
             return False
         for i, (expected, dim) in enumerate(zip(self.run(whole), results, strict=True)):
-            parts = [lane[i] for lane in lanes]
+            parts = [run[i] for run in runs]
             if dim is None and not (expected.is_floating_point() or expected.is_complex()):
                 return False  # sums of integers and booleans prove nothing
             if dim is None and any(p.shape != expected.shape for p in parts):

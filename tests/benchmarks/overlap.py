@@ -2,9 +2,10 @@
 
     python tests/benchmarks/overlap.py [--width 384] [--data-only]
 
-Four ranks of one thread over gloo (two stages of two lanes; --data-only: one stage on two ranks)
-train a small GPT. One trainer makes both kinds of steps in turn, by ``step`` and by ``backward``
-and ``update``, so that a busy machine disturbs both alike; the ratio is the median over the pairs.
+Four ranks of one thread over gloo (two stages of two mesh ranks; --data-only: one stage on two
+ranks) train a small GPT. One trainer makes both kinds of steps in turn, by ``step`` and by
+``backward`` and ``update``, so that a busy machine disturbs both alike; the ratio is the median
+over the pairs.
 """
 
 from __future__ import annotations

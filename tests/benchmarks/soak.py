@@ -2,10 +2,11 @@
 
     python tests/benchmarks/soak.py [--steps 20000]
 
-Once as a pipeline of four stages, once as two stages of two lanes; most steps are plain, others
-accumulate, have other shapes, are refused or read the state. Each rank is looked at forty times;
-the first quarter is warm-up. Memory may grow by 1 MiB from the second quarter to the last (by
-median), Python's objects by 40, descriptors and threads not at all. Ends with status 1 on a leak.
+Once as a pipeline of four stages, once as two stages of two mesh ranks; most steps are plain,
+others accumulate, have other shapes, are refused or read the state. Each rank is looked at forty
+times; the first quarter is warm-up. Memory may grow by 1 MiB from the second quarter to the last
+(by median), Python's objects by 40, descriptors and threads not at all. Ends with status 1 on a
+leak.
 """
 
 from __future__ import annotations

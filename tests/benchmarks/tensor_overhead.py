@@ -113,12 +113,12 @@ def ours(
         constraints={"mesh": "tp=2", "stages": 1, "placements": "annotated"},
     )  # fmt: skip
     trainer = program.trainer()
-    (lane,) = trainer._mesh_ranks
+    (mesh_rank,) = trainer._mesh_ranks
 
     def step() -> None:
         seen["ours"] = float(trainer.step(batch))
 
-    return step, lane.modules[0].mesh.counts  # type: ignore[union-attr, return-value]
+    return step, mesh_rank.modules[0].mesh.counts  # type: ignore[union-attr, return-value]
 
 
 def theirs(model: nn.Module, batch: tuple[torch.Tensor, ...], seen: dict[str, float]) -> Step:

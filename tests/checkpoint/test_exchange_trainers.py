@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_trainers import everything, lanes, pipeline, steps
+from checkpoint_trainers import everything, mesh_ranks, pipeline, steps
 from hand_stages import batch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -56,7 +56,7 @@ def test_the_model_alone(tmp_path: Path, saved: Path) -> None:
 @pytest.mark.parametrize("way", ["tp", "tp and zero-1", "dp"])
 def test_parts_of_lanes_in_paddles_dictionaries(tmp_path: Path, way: str) -> None:
     """What lay in an even grid over ranks is told so; the rest, whole on one."""
-    trainer = lanes(way)
+    trainer = mesh_ranks(way)
     path = trainer.save_checkpoint(tmp_path / "saved")
     convert(path, tmp_path / "there", "paddle")
     cut = [
@@ -67,7 +67,7 @@ def test_parts_of_lanes_in_paddles_dictionaries(tmp_path: Path, way: str) -> Non
     ]
     assert bool(cut) == way.startswith("tp")
     back = convert(tmp_path / "there", tmp_path / "back", "fxpart")
-    other = lanes("pipeline")
+    other = mesh_ranks("pipeline")
     other.load_checkpoint(back.path)
     assert everything(other) == everything(trainer)
 

@@ -1,4 +1,4 @@
-"""Local graphs as programs: stages of all lanes, in threads, against the whole graph."""
+"""Local graphs as programs: stages of all mesh ranks, in threads, against the whole graph."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ SEEDS = {
 
 
 @cache
-def local(name: str, lane: int) -> fx.GraphModule:
-    """A zoo model's graph on a lane: rows over dp, Megatron's weights over tp."""
+def local(name: str, mesh_rank: int) -> fx.GraphModule:
+    """A zoo model's graph on a mesh rank: rows over dp, Megatron's weights over tp."""
     seeds = json.dumps({"input:*": "dp:S(0)", **SEEDS[name]})
     aliases = json.dumps(dict(captured(name).aliases))
-    passes = [AnnotatePass(MESH, seeds, aliases), PropagatePass(), LowerPass(lane=str(lane))]
+    passes = [
+        AnnotatePass(MESH, seeds, aliases),
+        PropagatePass(),
+        LowerPass(mesh_rank=str(mesh_rank)),
+    ]
     return PassManager(all_passes()).run(passes, prepared(name))
 
 
@@ -52,15 +56,15 @@ def local(name: str, lane: int) -> fx.GraphModule:
 def test_stages_of_all_lanes(name: str) -> None:
     """Three stages: loss and gradients are those of the whole graph."""
     found, mesh, data = captured(name), Mesh.parse(MESH), inputs(name)
-    lane = local(name, 0)  # the lanes' graphs are the same: all cuts are even
-    blocks = len(lane.meta[BLOCKS_KEY])
-    graph = assigned(lane, (0, blocks // 3, 2 * blocks // 3))
-    spec = sharding_spec(found, lane)
-    users = list(lane.graph.find_nodes(op="placeholder"))[1:]
+    mesh_rank = local(name, 0)  # the mesh ranks' graphs are the same: all cuts are even
+    blocks = len(mesh_rank.meta[BLOCKS_KEY])
+    graph = assigned(mesh_rank, (0, blocks // 3, 2 * blocks // 3))
+    spec = sharding_spec(found, mesh_rank)
+    users = list(mesh_rank.graph.find_nodes(op="placeholder"))[1:]
 
     def one(mine: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mine_of = {n: parse_placements(s.placements, mesh) for n, s in spec.state.items()}
-        state = {n: cut(found.state[n], p, mesh, mine.lane) for n, p in mine_of.items()}
+        state = {n: cut(found.state[n], p, mesh, mine.mesh_rank) for n, p in mine_of.items()}
         for n in state:
             state[n].requires_grad_(found.state[n].requires_grad)
         stages = Stages(
@@ -68,7 +72,9 @@ def test_stages_of_all_lanes(name: str) -> None:
         )
         for module in stages.modules:
             module.mesh = mine
-        given = [cut(t, homes_of(n), mesh, mine.lane) for t, n in zip(data, users, strict=True)]
+        given = [
+            cut(t, homes_of(n), mesh, mine.mesh_rank) for t, n in zip(data, users, strict=True)
+        ]
         loss = stages.run(given, 7)[stages.spec.loss]
         assert len(stages.spec.stages) == 3
         return loss.detach(), stages.gradients()
@@ -91,16 +97,17 @@ def test_stages_of_all_lanes(name: str) -> None:
 
 @pytest.mark.slow
 def test_specs_of_a_lane() -> None:
-    """The lane's program has local shapes; the sharding has the whole ones; text is the same."""
+    """The mesh rank's program has local shapes; the sharding has the whole ones; text is the
+    same."""
     found = captured("gpt2")
     graph = assigned(local("gpt2", 0), (0,))
-    lane = build_local_capture(found, graph)
+    mesh_rank = build_local_capture(found, graph)
     sharding = sharding_spec(found, graph, 1, "dp")
-    program, stages = split(graph, lane, sharding=sharding)
+    program, stages = split(graph, mesh_rank, sharding=sharding)
     assert program.sharding is sharding and (sharding.zero, sharding.zero_axis) == (1, "dp")
     assert sharding.inputs == found.inputs
     assert sharding.placements["input_ids"] == "dp:S(0)"
-    assert lane.batch_size * 2 == found.batch_size
+    assert mesh_rank.batch_size * 2 == found.batch_size
     name = "transformer.h.0.attn.c_attn.weight"
     held = next(s for s in program.stages[0].state if s.name == name)
     width, three = found.state[name].shape
@@ -112,8 +119,8 @@ def test_specs_of_a_lane() -> None:
     assert "from fxpart import collectives\n" in text
     assert "self.mesh = None" in text
     assert "collectives.all_reduce(self.mesh, " in text
-    again = split(assigned(local("gpt2", 3), (0,)), lane, sharding=sharding)[1]
-    assert emit(again[0]) == text, "even cuts give every lane the same program"
+    again = split(assigned(local("gpt2", 3), (0,)), mesh_rank, sharding=sharding)[1]
+    assert emit(again[0]) == text, "even cuts give every mesh rank the same program"
 
 
 def test_unsharded_programs_know_no_mesh() -> None:

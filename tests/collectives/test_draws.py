@@ -47,7 +47,7 @@ def test_elementwise(which: int, cut: str, sizes: tuple[int, int, int], key: int
 def test_dropout_that_drops_nothing_and_all_and_its_mask() -> None:
     x = torch.rand(5, 4)
 
-    def lane(comm: C.Communicator) -> list[torch.Tensor]:
+    def mesh_rank(comm: C.Communicator) -> list[torch.Tensor]:
         local = C.slice_shard(comm, x, "a", 0)
         found, mask = C.random_shard(
             comm, (5, 4), "a:S(0)", 7, 0, ATEN.native_dropout.default, local, 0.5, True
@@ -56,7 +56,7 @@ def test_dropout_that_drops_nothing_and_all_and_its_mask() -> None:
         return [found, mask, none]
 
     want = seeded(7, 0, ATEN.native_dropout.default, x, 0.5, True)
-    runs = C.InProcessHub(Mesh.parse("a=2")).run(lane)
+    runs = C.InProcessHub(Mesh.parse("a=2")).run(mesh_rank)
     assert torch.equal(torch.cat([r[0] for r in runs]), want[0])
     assert torch.equal(torch.cat([r[1] for r in runs]), want[1])
     assert not torch.cat([r[2] for r in runs]).any()

@@ -23,18 +23,18 @@ def there_and_back(text: str, cuts: list[str]) -> None:
     whole = torch.arange(12 * 5.0).view(12, 5)
     for cut in cuts:
         placements = parse_placements(cut, mesh)
-        local = piece(whole, placements, mesh, comm.lane)
+        local = piece(whole, placements, mesh, comm.mesh_rank)
         made = to_dtensor(comm, local, placements, on, whole.shape)
         assert isinstance(made, DTensor) and made.shape == whole.shape
         parts = 2 ** cut.count("P")
         assert torch.equal(made.full_tensor(), whole * parts), cut
         back, found = from_dtensor(made, mesh)
-        assert torch.equal(back, piece(whole, found, mesh, comm.lane)), cut
+        assert torch.equal(back, piece(whole, found, mesh, comm.mesh_rank)), cut
         if "," not in cut.replace(",b:", "").replace(",a:", ""):
             assert torch.equal(back, local)
     theirs = distribute_tensor(whole, on, [Shard(1)] * len(mesh.axes))
     back, found = from_dtensor(theirs, mesh)
-    assert torch.equal(back, piece(whole, found, mesh, comm.lane))
+    assert torch.equal(back, piece(whole, found, mesh, comm.mesh_rank))
     with pytest.raises(FxpartError, match="mesh"):
         from_dtensor(theirs, Mesh.parse("a=5"))
     averaged = DTensor.from_local(

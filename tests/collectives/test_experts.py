@@ -1,4 +1,4 @@
-"""Mixtures of experts on lanes: every cut against the whole op, forward and gradient."""
+"""Mixtures of experts on mesh ranks: every cut against the whole op, forward and gradient."""
 
 from __future__ import annotations
 
@@ -112,31 +112,31 @@ def forward_backward(
     return out.detach(), [leaf.grad for leaf in leaves]
 
 
-def part(tensor: torch.Tensor, placements: Placements, mesh: Mesh, lane: int) -> torch.Tensor:
-    """What the lane holds."""
-    return tensor[np.ix_(*indices(tensor.shape, placements, mesh, lane))].contiguous()
+def part(tensor: torch.Tensor, placements: Placements, mesh: Mesh, mesh_rank: int) -> torch.Tensor:
+    """What the mesh rank holds."""
+    return tensor[np.ix_(*indices(tensor.shape, placements, mesh, mesh_rank))].contiguous()
 
 
 def joined(
     shape: torch.Size, parts: list[torch.Tensor], placements: Placements, mesh: Mesh
 ) -> torch.Tensor:
-    """The whole tensor of what the lanes hold; replicas must be equal."""
+    """The whole tensor of what the mesh ranks hold; replicas must be equal."""
     whole = parts[0].new_zeros(shape)
-    for lane, held in enumerate(parts):
-        assert tuple(held.shape) == local_shape(shape, placements, mesh, lane)
-        here = mesh.coordinate(lane)
+    for mesh_rank, held in enumerate(parts):
+        assert tuple(held.shape) == local_shape(shape, placements, mesh, mesh_rank)
+        here = mesh.coordinate(mesh_rank)
         first = tuple(
             0 if isinstance(p, Replicate) else at for p, at in zip(placements, here, strict=True)
         )
         if first != here:
-            close(held, parts[mesh.lane(first)])
+            close(held, parts[mesh.mesh_rank(first)])
             continue
-        whole[np.ix_(*indices(shape, placements, mesh, lane))] += held
+        whole[np.ix_(*indices(shape, placements, mesh, mesh_rank))] += held
     return whole
 
 
 def call_of(found: ShardingRule, strategy: tuple[str, ...], mesh: Mesh) -> Any:
-    """What a lane calls: the op, or the form of the factor that needs one."""
+    """What a mesh rank calls: the op, or the form of the factor that needs one."""
     axes: dict[str, list[str]] = {}
     for name, axis in zip(strategy, mesh.names, strict=True):
         if name in found.forms:
@@ -151,7 +151,7 @@ def call_of(found: ShardingRule, strategy: tuple[str, ...], mesh: Mesh) -> Any:
 
 
 def check(made: Case, mesh: Mesh, strategy: tuple[str, ...]) -> None:
-    """The lanes' results and gradients together are those of the whole op."""
+    """The mesh ranks' results and gradients together are those of the whole op."""
     found = rule(made)
     how = layout(found, strategy, mesh)
     if how is None:
@@ -161,13 +161,13 @@ def check(made: Case, mesh: Mesh, strategy: tuple[str, ...]) -> None:
     function = call_of(found, strategy, mesh)
     passed = tuple(Replicate() if isinstance(p, Partial) else p for p in how.results[0])
 
-    def lane(communicator: Communicator) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        here = communicator.lane
+    def mesh_rank(communicator: Communicator) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        here = communicator.mesh_rank
         held = [part(t, p, mesh, here) for t, p in zip(made.given, how.operands, strict=True)]
         held = _summed(held, how, communicator)
         return forward_backward(function(communicator), held, made, part(back, passed, mesh, here))
 
-    ran = InProcessHub(mesh, timeout=20).run(lane)
+    ran = InProcessHub(mesh, timeout=20).run(mesh_rank)
     outs = [out for out, _ in ran]
     close(joined(back.shape, outs, how.results[0], mesh), expected)
     for index, gradient in enumerate(gradients):
@@ -181,8 +181,8 @@ def check(made: Case, mesh: Mesh, strategy: tuple[str, ...]) -> None:
 def _summed(
     held: list[torch.Tensor], how: RuleLayout, communicator: Communicator
 ) -> list[torch.Tensor]:
-    """Partial operands: the first lane of each such axis has all, the others zeros."""
-    here = communicator.mesh.coordinate(communicator.lane)
+    """Partial operands: the first mesh rank of each such axis has all, the others zeros."""
+    here = communicator.mesh.coordinate(communicator.mesh_rank)
     kept = [
         all(at == 0 or not isinstance(p, Partial) for p, at in zip(placed, here, strict=True))
         for placed in how.operands
@@ -221,8 +221,8 @@ def test_two_axes(strategy: tuple[str, str]) -> None:
 @pytest.mark.parametrize("strategy", ["e", "t&e"])
 @pytest.mark.parametrize("experts", [3, 5, 7])
 def test_experts_that_do_not_divide(strategy: str, experts: int) -> None:
-    for lanes in (2, 3, 4):  # 5 experts on 4 lanes: 2, 2, 1 and none
-        check(case(7, experts=experts), Mesh((("m", lanes),)), (strategy,))
+    for mesh_ranks in (2, 3, 4):  # 5 experts on 4 mesh ranks: 2, 2, 1 and none
+        check(case(7, experts=experts), Mesh((("m", mesh_ranks),)), (strategy,))
 
 
 @settings(deadline=None, max_examples=25)
@@ -246,7 +246,7 @@ def test_any_cut_of_any_mixture(data: Any, mesh: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["t", "e", "i", "t&e"])
 def test_grouped_products_of_torch(strategy: str) -> None:
-    """They refuse float64; with all tokens on one expert a lane has no row for them."""
+    """They refuse float64; with all tokens on one expert a mesh rank has no row for them."""
     for routing in ("random", "one"):
         made = case(1, inner=16, width=16, product=GROUPED, dtype=torch.float32, routing=routing)
         check(made, Mesh((("m", 2),)), (strategy,))
@@ -270,9 +270,9 @@ def test_two_transfers_forward_and_two_back() -> None:
     assert how is not None
     function = call_of(found, ("t&e",), mesh)
 
-    def lane(communicator: Communicator) -> tuple[int, int]:
+    def mesh_rank(communicator: Communicator) -> tuple[int, int]:
         held = [
-            part(t, p, mesh, communicator.lane)
+            part(t, p, mesh, communicator.mesh_rank)
             for t, p in zip(made.given, how.operands, strict=True)
         ]
         forward_backward(function(communicator), held, made, torch.ones(3, 3, dtype=torch.float64))
@@ -280,7 +280,7 @@ def test_two_transfers_forward_and_two_back() -> None:
         return communicator.counts.calls[key], communicator.counts.bytes[key]
 
     # the counts of 4 experts, and 3 tokens x 2 experts x 3 numbers: there, back, and gradients
-    (calls, first), (_, second) = InProcessHub(mesh, timeout=20).run(lane)
+    (calls, first), (_, second) = InProcessHub(mesh, timeout=20).run(mesh_rank)
     assert calls == 5
     sent = 6 * 3 * 8
     assert first + second == 2 * (4 * 8) + 4 * 2 * sent
@@ -312,7 +312,7 @@ def _over_gloo(strategy: str, routing: str) -> list[list[float]]:
     found = rule(made)
     how = layout(found, (strategy,), mesh)
     assert how is not None
-    here = communicator.lane
+    here = communicator.mesh_rank
     held = [part(t, p, mesh, here) for t, p in zip(made.given, how.operands, strict=True)]
     back = part(
         torch.ones(6, 3, dtype=torch.float64),
@@ -337,9 +337,9 @@ def test_over_gloo(pool: Pool, strategy: str, routing: str) -> None:
     for index, (whole, placed) in enumerate(wanted):
         assert whole is not None
         parts = [
-            torch.tensor(ran[lane][index], dtype=torch.float64).view(
-                local_shape(whole.shape, placed, mesh, lane)
+            torch.tensor(ran[mesh_rank][index], dtype=torch.float64).view(
+                local_shape(whole.shape, placed, mesh, mesh_rank)
             )
-            for lane in (0, 1)
+            for mesh_rank in (0, 1)
         ]
         close(joined(whole.shape, parts, placed, mesh), whole)

@@ -22,12 +22,12 @@ def tensor(seed: int, *shape: int) -> torch.Tensor:
 
 
 def ids(comm: C.Communicator, count: int, below: int) -> torch.Tensor:
-    return (torch.arange(count) * 7 + comm.lane) % below
+    return (torch.arange(count) * 7 + comm.mesh_rank) % below
 
 
 def calls(comm: C.Communicator) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Each form on a local x; sizes divide by nothing in particular where that is allowed."""
-    n = 3 if comm.place(AB) < 3 else 1  # 10 rows on four lanes
+    n = 3 if comm.place(AB) < 3 else 1  # 10 rows on four mesh ranks
     same = torch.tensor([0, 4, 7, 11])
     column = tensor(5, 5)
     return {
@@ -62,7 +62,7 @@ def calls(comm: C.Communicator) -> dict[str, Callable[[torch.Tensor], torch.Tens
 def run(comm: C.Communicator) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
     for name in calls(comm):
-        x = tensor(100 + comm.lane, 3, 5).requires_grad_()
+        x = tensor(100 + comm.mesh_rank, 3, 5).requires_grad_()
         y = calls(comm)[name](x)
         (grad,) = torch.autograd.grad(y, x, tensor(7, *y.shape))
         found[name] = y.detach(), grad
@@ -73,7 +73,7 @@ def compared() -> list[str]:
     mesh = Mesh.parse("a=2,b=2")
     comm = C.GroupCommunicator(mesh, timeout=20.0)
     mine = run(comm)
-    theirs = C.InProcessHub(mesh, timeout=20.0).run(run)[comm.lane]
+    theirs = C.InProcessHub(mesh, timeout=20.0).run(run)[comm.mesh_rank]
     for name, pair in mine.items():
         torch.testing.assert_close(pair, theirs[name], msg=name)
         assert pair[1].any(), name

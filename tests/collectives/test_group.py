@@ -15,14 +15,15 @@ from fxpart.errors import FxpartError
 from fxpart.sharding import Mesh, chunk
 
 
-def drawn(seed: int, lane: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The numbers of a lane, which every rank can draw."""
-    generator = torch.Generator().manual_seed(1000 * seed + lane)
+def drawn(seed: int, mesh_rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The numbers of a mesh rank, which every rank can draw."""
+    generator = torch.Generator().manual_seed(1000 * seed + mesh_rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def primitives(text: str, stages: int, direct: bool) -> dict[tuple[str, str], int]:
-    """Compare every primitive on every axis with what all lanes' inputs say; returns the bytes."""
+    """Compare every primitive on every axis with what all mesh ranks' inputs say; returns the
+    bytes."""
     mesh = Mesh.parse(text)
     comm = C.GroupCommunicator(mesh, stages, timeout=20.0, direct=direct)
     axes: list[str | tuple[str, ...]] = [*mesh.names, mesh.names]
@@ -30,7 +31,7 @@ def primitives(text: str, stages: int, direct: bool) -> dict[tuple[str, str], in
         group = comm.group(axis)[2]
         place, parts = comm.place(axis), comm.size(axis)
         for size in (1, 5, 40_000):
-            whole = [drawn(seed + 10 * comm.stage, lane, (size, 3)) for lane in group]
+            whole = [drawn(seed + 10 * comm.stage, mesh_rank, (size, 3)) for mesh_rank in group]
             for op, want in (("sum", sum(whole)), ("max", torch.stack(whole).amax(0))):
                 found = comm.all_reduce(whole[place].T.contiguous().T, axis, op)
                 torch.testing.assert_close(found, want)
@@ -44,7 +45,7 @@ def primitives(text: str, stages: int, direct: bool) -> dict[tuple[str, str], in
             got = comm.all_to_all([whole[place][s] for s in cut], axis, back)
             assert all(torch.equal(g, w[cut[place]]) for g, w in zip(got, whole, strict=True))
     for dtype in (torch.bool, torch.int64, torch.bfloat16):
-        mine = torch.tensor([comm.lane % 2, 1]).to(dtype)
+        mine = torch.tensor([comm.mesh_rank % 2, 1]).to(dtype)
         assert len(comm.all_gather(mine, mesh.names[0])) == mesh.shape[0]
         assert comm.all_gather(mine, mesh.names[0])[0].dtype == dtype
     comm.close()
@@ -68,8 +69,8 @@ def differentiable(direct: bool) -> None:
     def chain(comm: C.Communicator) -> list[torch.Tensor]:
         x = drawn(1, 0, (5, 6)).requires_grad_()
         y = C.slice_shard(comm, C.enter(comm, C.leave(comm, x, "b"), "a"), "a", 0, gradient="P")
-        y = C.all_to_all(comm, y, "a", 0, 1, 5, 1, 3) * (1 + comm.lane)
-        y = C.all_gather(comm, y, "a", 1, 6, 3, "P") * drawn(2, comm.lane, (5, 6))
+        y = C.all_to_all(comm, y, "a", 0, 1, 5, 1, 3) * (1 + comm.mesh_rank)
+        y = C.all_gather(comm, y, "a", 1, 6, 3, "P") * drawn(2, comm.mesh_rank, (5, 6))
         y = C.all_reduce(comm, C.first_only(comm, y, "b"), "b", "P").sin()
         y = C.reduce_scatter(comm, y, "a", 1)
         y.pow(2).sum().backward()
@@ -77,7 +78,7 @@ def differentiable(direct: bool) -> None:
         return [y.detach(), x.grad]
 
     comm = C.GroupCommunicator(mesh, timeout=20.0, direct=direct)
-    theirs = C.InProcessHub(mesh, timeout=20.0).run(chain)[comm.lane]
+    theirs = C.InProcessHub(mesh, timeout=20.0).run(chain)[comm.mesh_rank]
     for found, want in zip(chain(comm), theirs, strict=True):
         torch.testing.assert_close(found, want)
 
@@ -102,34 +103,34 @@ def buckets(comm: C.Communicator, bucket: int) -> None:
         torch.int64,
     ]
 
-    def tensors(lane: int, seed: int) -> list[torch.Tensor]:
+    def tensors(mesh_rank: int, seed: int) -> list[torch.Tensor]:
         return [
-            (drawn(seed + i, lane, s) * 8).round().to(k)
+            (drawn(seed + i, mesh_rank, s) * 8).round().to(k)
             for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))
         ]
 
     place, parts = comm.place(axis), comm.size(axis)
     group = comm.group(axis)[2]
     axes = mesh.names
-    mine = tensors(comm.lane, 1)
+    mine = tensors(comm.mesh_rank, 1)
     mine[3] = mine[3].T.contiguous().T
-    scattered = tensors(comm.lane, 50)
+    scattered = tensors(comm.mesh_rank, 50)
     first = C.start_sum(comm, mine, axes, bucket=bucket)
     second = C.start_reduce_scatter(comm, scattered, axis, dims=dims, bucket=bucket)
     pieces = second.wait()
     assert all(a is b for a, b in zip(first.wait(), mine, strict=True))
     for i, total in enumerate(mine):
-        want = sum(tensors(lane, 1)[i] for lane in range(mesh.size))
+        want = sum(tensors(mesh_rank, 1)[i] for mesh_rank in range(mesh.size))
         torch.testing.assert_close(total, want)
     for i, piece in enumerate(pieces):
-        want = sum(tensors(lane, 50)[i] for lane in group)
+        want = sum(tensors(mesh_rank, 50)[i] for mesh_rank in group)
         sizes = lengths(shapes[i][dims[i]], parts)
         assert torch.equal(piece, want.split(sizes, dims[i])[place])
     into = [torch.full_like(t, 7) for t in mine]
     into[0] = torch.empty(3, 5, dtype=kinds[0]).T
     C.start_all_gather(comm, pieces, axis, into, dims=dims, bucket=bucket).wait()
     for i, whole in enumerate(into):
-        assert torch.equal(whole, sum(tensors(lane, 50)[i] for lane in group))
+        assert torch.equal(whole, sum(tensors(mesh_rank, 50)[i] for mesh_rank in group))
 
 
 def grouped_buckets(direct: bool) -> None:

@@ -16,9 +16,9 @@ ATEN = torch.ops.aten
 WIDTH = 3
 
 
-def parts(count: int, lanes: int) -> list[tuple[int, int]]:
+def parts(count: int, mesh_ranks: int) -> list[tuple[int, int]]:
     """Ranges of rows."""
-    return [chunk(count, lanes, lane) for lane in range(lanes)]
+    return [chunk(count, mesh_ranks, mesh_rank) for mesh_rank in range(mesh_ranks)]
 
 
 def whole_gradient(found: torch.Tensor, table: torch.Tensor, towards: torch.Tensor) -> torch.Tensor:
@@ -34,29 +34,29 @@ def whole_gradient(found: torch.Tensor, table: torch.Tensor, towards: torch.Tens
     st.integers(0, 1000),
 )  # fmt: skip
 def test_rows_are_sent_in_the_order_of_one_process(
-    rows: int, lanes: int, count: int, padding: int, seed: int
+    rows: int, mesh_ranks: int, count: int, padding: int, seed: int
 ) -> None:
     """The bits of one process: results, and what comes for each row, one after another."""
     torch.manual_seed(seed)
-    table, ids = torch.randn(rows, WIDTH), torch.randint(0, rows, (lanes * count, 2))
+    table, ids = torch.randn(rows, WIDTH), torch.randint(0, rows, (mesh_ranks * count, 2))
     leaf = table.clone().requires_grad_()
     want = ATEN.embedding(leaf, ids, padding, False, True)
     towards = torch.randn_like(want)
     gradient = whole_gradient(want, leaf, towards)
-    ranges = parts(rows, lanes)
+    ranges = parts(rows, mesh_ranks)
 
-    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        low, high = ranges[comm.lane]
+    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        low, high = ranges[comm.mesh_rank]
         mine = table[low:high].clone().requires_grad_()
-        local, back = ids.chunk(lanes)[comm.lane] if count else ids, towards
+        local, back = ids.chunk(mesh_ranks)[comm.mesh_rank] if count else ids, towards
         if count:
-            back = towards.chunk(lanes)[comm.lane]
+            back = towards.chunk(mesh_ranks)[comm.mesh_rank]
         found = C.embedding_sent(comm, ("a",), rows, mine, local, padding, False, True)
         (got,) = torch.autograd.grad(found, [mine], back)
         sent = comm.counts.bytes.get(("all_to_all", "a"), 0)
         return found.detach(), got, sent
 
-    runs = C.InProcessHub(Mesh.parse(f"a={lanes}"), timeout=20).run(lane)
+    runs = C.InProcessHub(Mesh.parse(f"a={mesh_ranks}"), timeout=20).run(mesh_rank)
     if count:
         assert torch.equal(torch.cat([found for found, *_ in runs]), want)
     for (low, high), (_, got, _) in zip(ranges, runs, strict=True):
@@ -64,9 +64,9 @@ def test_rows_are_sent_in_the_order_of_one_process(
         for row in range(low, high):
             mine = got._values()[got._indices()[0] == row - low]
             assert torch.equal(mine, gradient._values()[gradient._indices()[0] == row])
-    if lanes > 1:  # counts, ids, rows there; gradients back
+    if mesh_ranks > 1:  # counts, ids, rows there; gradients back
         sent = sum(size for *_, size in runs)
-        assert sent == lanes * lanes * 16 + lanes * count * 2 * (8 + 2 * 4 * WIDTH)
+        assert sent == mesh_ranks * mesh_ranks * 16 + mesh_ranks * count * 2 * (8 + 2 * 4 * WIDTH)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
@@ -79,11 +79,11 @@ def test_bags_are_summed_in_the_order_of_one_process(
     if weighted and mode:
         return  # torch weighs sums alone
     torch.manual_seed(mode)
-    rows, lanes, bags, each = 7, 2, 3, 4
+    rows, mesh_ranks, bags, each = 7, 2, 3, 4
     table = torch.randn(rows, WIDTH)
-    ids = torch.randint(0, rows, (lanes * bags * each,))
+    ids = torch.randint(0, rows, (mesh_ranks * bags * each,))
     weights = torch.rand(len(ids)) if weighted else None
-    offsets = torch.arange(0, lanes * bags * each, each)
+    offsets = torch.arange(0, mesh_ranks * bags * each, each)
     leaf = table.clone().requires_grad_()
     want = ATEN.embedding_bag.padding_idx(
         leaf, ids, offsets, False, mode, mode != 2, weights, False, padding
@@ -91,19 +91,19 @@ def test_bags_are_summed_in_the_order_of_one_process(
     towards = torch.randn_like(want)
     (gradient,) = torch.autograd.grad(want, [leaf], towards)
 
-    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        low, high = parts(rows, lanes)[comm.lane]
+    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = parts(rows, mesh_ranks)[comm.mesh_rank]
         mine = table[low:high].clone().requires_grad_()
-        own = offsets.chunk(lanes)[comm.lane]
+        own = offsets.chunk(mesh_ranks)[comm.mesh_rank]
         own = torch.cat([own, own[-1:] + each]) if last else own
         found = C.embedding_bag_sent(
-            comm, ("a",), rows, mine, ids.chunk(lanes)[comm.lane], own, False, mode, True,
-            None if weights is None else weights.chunk(lanes)[comm.lane], last, padding,
+            comm, ("a",), rows, mine, ids.chunk(mesh_ranks)[comm.mesh_rank], own, False, mode, True,
+            None if weights is None else weights.chunk(mesh_ranks)[comm.mesh_rank], last, padding,
         )[0]  # fmt: skip
-        (got,) = torch.autograd.grad(found, [mine], towards.chunk(lanes)[comm.lane])
+        (got,) = torch.autograd.grad(found, [mine], towards.chunk(mesh_ranks)[comm.mesh_rank])
         return found.detach(), got
 
-    runs = C.InProcessHub(Mesh.parse("a=2"), timeout=20).run(lane)
+    runs = C.InProcessHub(Mesh.parse("a=2"), timeout=20).run(mesh_rank)
     torch.testing.assert_close(torch.cat([found for found, _ in runs]), want.detach())
     total = torch.cat([got.to_dense() for _, got in runs])
     torch.testing.assert_close(total, gradient.to_dense())
@@ -120,21 +120,21 @@ def _tables(form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", ["embedding_rows", "embedding_bag_rows"])
-@pytest.mark.parametrize("lanes", [2, 3, 8])
-def test_a_lane_has_gradients_of_its_own_rows_alone(form: str, lanes: int) -> None:
-    """Not of a first row that stands for others' ids; a lane without rows has an empty one."""
+@pytest.mark.parametrize("mesh_ranks", [2, 3, 8])
+def test_a_lane_has_gradients_of_its_own_rows_alone(form: str, mesh_ranks: int) -> None:
+    """Not of a first row that stands for others' ids; a mesh rank without rows has an empty one."""
     table, call = torch.randn(7, WIDTH, dtype=torch.float64), _tables(form)
 
-    def lane(comm: C.Communicator) -> torch.Tensor:
-        low, high = parts(7, lanes)[comm.lane]
+    def mesh_rank(comm: C.Communicator) -> torch.Tensor:
+        low, high = parts(7, mesh_ranks)[comm.mesh_rank]
         mine = table[low:high].clone().requires_grad_()
         found = call(comm, mine)
         (got,) = torch.autograd.grad(found.sum(), [mine])
         return got
 
-    runs = C.InProcessHub(Mesh.parse(f"a={lanes}"), timeout=20).run(lane)
+    runs = C.InProcessHub(Mesh.parse(f"a={mesh_ranks}"), timeout=20).run(mesh_rank)
     asked = set()
-    for (low, _), got in zip(parts(7, lanes), runs, strict=True):
+    for (low, _), got in zip(parts(7, mesh_ranks), runs, strict=True):
         assert got.is_sparse
         asked |= {int(i) + low for i in got.coalesce()._indices()[0]}
     assert asked == {0, 5, 1, 6}

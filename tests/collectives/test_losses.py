@@ -124,12 +124,12 @@ def test_rows_and_classes(case: dict[str, Any]) -> None:
 
 
 def test_a_vocabulary_parallel_loss_sends_three_rows_and_no_logits() -> None:
-    def lane(comm: C.Communicator) -> C.CommunicationCounts:
+    def mesh_rank(comm: C.Communicator) -> C.CommunicationCounts:
         logits = torch.randn(16, 50).requires_grad_()
         C.cross_entropy_classes(comm, ("a",), 100, logits, torch.arange(16)).backward()
         return comm.counts
 
-    (counts, _) = C.InProcessHub(Mesh.parse("a=2")).run(lane)
+    (counts, _) = C.InProcessHub(Mesh.parse("a=2")).run(mesh_rank)
     assert counts.calls == {("all_reduce", "a"): 2}
     assert counts.bytes == {("all_reduce", "a"): 4 * 16 * 4}
 
@@ -139,11 +139,11 @@ def test_half_precision_is_computed_in_single() -> None:
     target = torch.randint(0, 10, (8,))
     want = ATEN.cross_entropy_loss(logits, target)
 
-    def lane(comm: C.Communicator) -> torch.Tensor:
+    def mesh_rank(comm: C.Communicator) -> torch.Tensor:
         x = C.slice_shard(comm, logits, "a", 1)
         return C.cross_entropy_classes(comm, ("a",), 10, x, target)
 
-    for found in C.InProcessHub(Mesh.parse("a=2")).run(lane):
+    for found in C.InProcessHub(Mesh.parse("a=2")).run(mesh_rank):
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-2)
 

@@ -35,7 +35,7 @@ def test_batch_norm(
         mesh,
         lambda c, x, w, b: (
             C.batch_norm_rows(
-                c, mesh.names, rows, x, w, b, *running[c.lane], training, 0.3, 1e-5, True
+                c, mesh.names, rows, x, w, b, *running[c.mesh_rank], training, 0.3, 1e-5, True
             )
             if not c.fake
             else C.batch_norm_rows(c, mesh.names, rows, x, w, b, None, None, True, 0.3, 1e-5, True)
@@ -55,12 +55,12 @@ def test_batch_norm(
 def test_one_gather_forward_and_one_sum_backward() -> None:
     x = torch.randn(4, 5)
 
-    def lane(comm: C.Communicator) -> C.CommunicationCounts:
+    def mesh_rank(comm: C.Communicator) -> C.CommunicationCounts:
         y = C.slice_shard(comm, x, "a", 0).requires_grad_()
         C.batch_norm_rows(
             comm, ("a",), 4, y, None, None, None, None, True, 0.1, 1e-5
         ).sum().backward()
         return comm.counts
 
-    for counts in C.InProcessHub(Mesh.parse("a=2")).run(lane):
+    for counts in C.InProcessHub(Mesh.parse("a=2")).run(mesh_rank):
         assert counts.calls == {("all_gather", "a"): 1, ("all_reduce", "a"): 1}

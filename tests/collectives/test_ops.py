@@ -13,10 +13,10 @@ from fxpart import collectives as C
 from fxpart.sharding import Mesh, Shard, indices
 
 
-def part(whole: torch.Tensor, shard: Shard, mesh: Mesh, lane: int, axis: str) -> torch.Tensor:
-    """What a lane holds of a tensor that is cut along one axis."""
+def part(whole: torch.Tensor, shard: Shard, mesh: Mesh, mesh_rank: int, axis: str) -> torch.Tensor:
+    """What a mesh rank holds of a tensor that is cut along one axis."""
     placements = tuple(shard if name == axis else None for name in mesh.names)
-    held = indices(whole.shape, placements, mesh, lane)
+    held = indices(whole.shape, placements, mesh, mesh_rank)
     for dim, index in enumerate(held):
         whole = whole.index_select(dim, torch.from_numpy(index))
     return whole
@@ -49,24 +49,24 @@ def lanes_of(
     op: Callable[[C.Communicator, torch.Tensor], torch.Tensor],
     grad: Callable[[int], torch.Tensor],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per lane the op's result and the gradient of its input."""
+    """Per mesh rank the op's result and the gradient of its input."""
 
-    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        x = start(comm.lane).detach().clone().requires_grad_()
+    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = start(comm.mesh_rank).detach().clone().requires_grad_()
         y = op(comm, x)
-        (g,) = torch.autograd.grad(y, x, grad(comm.lane))
-        fake = C.FakeCommunicator(mesh, comm.lane)
+        (g,) = torch.autograd.grad(y, x, grad(comm.mesh_rank))
+        fake = C.FakeCommunicator(mesh, comm.mesh_rank)
         with torch.no_grad():
             assert op(fake, x).shape == y.shape
         assert fake.counts.calls.keys() <= comm.counts.calls.keys()
         return y.detach(), g
 
-    return C.InProcessHub(mesh, timeout=20).run(lane)
+    return C.InProcessHub(mesh, timeout=20).run(mesh_rank)
 
 
-def sums(values: list[torch.Tensor], mesh: Mesh, lane: int, axis: str) -> torch.Tensor:
-    """The sum over a lane's group."""
-    return torch.stack([values[other] for other in mesh.group(lane, axis)]).sum(0)
+def sums(values: list[torch.Tensor], mesh: Mesh, mesh_rank: int, axis: str) -> torch.Tensor:
+    """The sum over a mesh rank's group."""
+    return torch.stack([values[other] for other in mesh.group(mesh_rank, axis)]).sum(0)
 
 
 @pytest.mark.slow
@@ -79,28 +79,28 @@ def test_slice_and_gather(
     gradients = [torch.randn_like(whole) for _ in range(mesh.size)]
     if not partial:
         gradients = [gradients[0]] * mesh.size
-    pieces = [part(whole, cut, mesh, lane, axis) for lane in range(mesh.size)]
+    pieces = [part(whole, cut, mesh, mesh_rank, axis) for mesh_rank in range(mesh.size)]
     found = lanes_of(
         mesh,
-        lambda lane: whole,
+        lambda mesh_rank: whole,
         lambda c, x: C.slice_shard(c, x, axis, cut.dim, cut.outer, kind),
-        lambda lane: part(gradients[0], cut, mesh, lane, axis),
+        lambda mesh_rank: part(gradients[0], cut, mesh, mesh_rank, axis),
     )
-    for lane, (y, g) in enumerate(found):
-        torch.testing.assert_close(y, pieces[lane])
-        assert y.is_contiguous() or mesh.size == 1 or len(mesh.group(lane, axis)) == 1
-        total = sums([g for _, g in found], mesh, lane, axis) if partial else g
+    for mesh_rank, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, pieces[mesh_rank])
+        assert y.is_contiguous() or mesh.size == 1 or len(mesh.group(mesh_rank, axis)) == 1
+        total = sums([g for _, g in found], mesh, mesh_rank, axis) if partial else g
         torch.testing.assert_close(total, gradients[0])
     found = lanes_of(
         mesh,
-        lambda lane: pieces[lane],
+        lambda mesh_rank: pieces[mesh_rank],
         lambda c, x: C.all_gather(c, x, axis, cut.dim, whole.shape[cut.dim], cut.outer, kind),
-        lambda lane: gradients[lane],
+        lambda mesh_rank: gradients[mesh_rank],
     )
-    for lane, (y, g) in enumerate(found):
+    for mesh_rank, (y, g) in enumerate(found):
         torch.testing.assert_close(y, whole)
-        full = sums(gradients, mesh, lane, axis) if partial else gradients[lane]
-        torch.testing.assert_close(g, part(full, cut, mesh, lane, axis))
+        full = sums(gradients, mesh, mesh_rank, axis) if partial else gradients[mesh_rank]
+        torch.testing.assert_close(g, part(full, cut, mesh, mesh_rank, axis))
 
 
 @pytest.mark.slow
@@ -115,18 +115,20 @@ def test_reduce(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], partial: boo
         lambda c, x: C.all_reduce(c, x, axis, "P" if partial else "R"),
         gradients.__getitem__,
     )
-    for lane, (y, g) in enumerate(found):
-        torch.testing.assert_close(y, sums(terms, mesh, lane, axis))
-        want = sums(gradients, mesh, lane, axis) if partial else gradients[lane]
+    for mesh_rank, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, sums(terms, mesh, mesh_rank, axis))
+        want = sums(gradients, mesh, mesh_rank, axis) if partial else gradients[mesh_rank]
         torch.testing.assert_close(g, want)
     found = lanes_of(
         mesh,
         terms.__getitem__,
         lambda c, x: C.reduce_scatter(c, x, axis, cut.dim, cut.outer),
-        lambda lane: part(gradients[0], cut, mesh, lane, axis),
+        lambda mesh_rank: part(gradients[0], cut, mesh, mesh_rank, axis),
     )
-    for lane, (y, g) in enumerate(found):
-        torch.testing.assert_close(y, part(sums(terms, mesh, lane, axis), cut, mesh, lane, axis))
+    for mesh_rank, (y, g) in enumerate(found):
+        torch.testing.assert_close(
+            y, part(sums(terms, mesh, mesh_rank, axis), cut, mesh, mesh_rank, axis)
+        )
         torch.testing.assert_close(g, gradients[0])
 
 
@@ -139,15 +141,15 @@ def test_turn(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], within: bool) 
     gradient = torch.randn_like(whole)
     found = lanes_of(
         mesh,
-        lambda lane: part(whole, source, mesh, lane, axis),
+        lambda mesh_rank: part(whole, source, mesh, mesh_rank, axis),
         lambda c, x: C.all_to_all(
             c, x, axis, source.dim, target.dim, whole.shape[source.dim], source.outer, target.outer
         ),
-        lambda lane: part(gradient, target, mesh, lane, axis),
+        lambda mesh_rank: part(gradient, target, mesh, mesh_rank, axis),
     )
-    for lane, (y, g) in enumerate(found):
-        torch.testing.assert_close(y, part(whole, target, mesh, lane, axis))
-        torch.testing.assert_close(g, part(gradient, source, mesh, lane, axis))
+    for mesh_rank, (y, g) in enumerate(found):
+        torch.testing.assert_close(y, part(whole, target, mesh, mesh_rank, axis))
+        torch.testing.assert_close(g, part(gradient, source, mesh, mesh_rank, axis))
 
 
 @pytest.mark.slow
@@ -155,18 +157,18 @@ def test_turn(case: tuple[Mesh, str, torch.Tensor, Shard, Shard], within: bool) 
 def test_enter_leave_first(case: tuple[Mesh, str, torch.Tensor, Shard, Shard]) -> None:
     mesh, axis, whole, _, _ = case
     gradients = [torch.randn_like(whole) for _ in range(mesh.size)]
-    head = [mesh.group(lane, axis)[0] == lane for lane in range(mesh.size)]
+    head = [mesh.group(mesh_rank, axis)[0] == mesh_rank for mesh_rank in range(mesh.size)]
     for op in (C.enter, C.leave, C.first_only):
         found = lanes_of(
-            mesh, lambda lane: whole, lambda c, x, op=op: op(c, x, axis), gradients.__getitem__
+            mesh, lambda mesh_rank: whole, lambda c, x, op=op: op(c, x, axis), gradients.__getitem__
         )
-        for lane, (y, g) in enumerate(found):
+        for mesh_rank, (y, g) in enumerate(found):
             kept = torch.zeros_like(whole)
-            value = whole if op is not C.first_only or head[lane] else kept
+            value = whole if op is not C.first_only or head[mesh_rank] else kept
             torch.testing.assert_close(y, value)
-            summed = sums(gradients, mesh, lane, axis)
-            own = gradients[lane] if head[lane] else kept
-            want = {C.enter: summed, C.leave: own, C.first_only: gradients[lane]}[op]
+            summed = sums(gradients, mesh, mesh_rank, axis)
+            own = gradients[mesh_rank] if head[mesh_rank] else kept
+            want = {C.enter: summed, C.leave: own, C.first_only: gradients[mesh_rank]}[op]
             torch.testing.assert_close(g, want)
 
 
@@ -175,11 +177,11 @@ def test_dtypes_without_gradient(dtype: torch.dtype) -> None:
     mesh = Mesh.parse("a=2")
     whole = torch.arange(10).view(5, 2).to(dtype)
 
-    def lane(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         piece = C.slice_shard(comm, whole, "a", 0)
         return C.all_gather(comm, piece, "a", 0, 5), C.all_to_all(comm, piece, "a", 0, 1, 5)
 
-    for place, (full, column) in enumerate(C.InProcessHub(mesh).run(lane)):
+    for place, (full, column) in enumerate(C.InProcessHub(mesh).run(mesh_rank)):
         assert torch.equal(full, whole) and not full.requires_grad
         assert torch.equal(column, whole[:, place : place + 1])
 
@@ -187,14 +189,14 @@ def test_dtypes_without_gradient(dtype: torch.dtype) -> None:
 def test_counts_are_of_what_the_collective_is_about() -> None:
     mesh = Mesh.parse("a=2,b=1")
 
-    def lane(comm: C.Communicator) -> C.CommunicationCounts:
+    def mesh_rank(comm: C.Communicator) -> C.CommunicationCounts:
         x = torch.ones(4, 6, requires_grad=True)
         y = C.enter(comm, x, "a")
         y = C.all_reduce(comm, C.all_reduce(comm, y * 2, "a"), "b")
         C.all_gather(comm, C.reduce_scatter(comm, y, "a", 0), "a", 0, 4).sum().backward()
         return comm.counts
 
-    for counts in C.InProcessHub(mesh).run(lane):
+    for counts in C.InProcessHub(mesh).run(mesh_rank):
         # the reduce-scatter's gradient is an all-gather, the entry's an all-reduce
         assert counts.calls == {
             ("all_reduce", "a"): 2, ("reduce_scatter", "a"): 1, ("all_gather", "a"): 2,

@@ -96,7 +96,7 @@ def read_program(name: str) -> Callable[[bytes], object]:
         if name != "manifest.json":
             (folder / "manifest.json").write_bytes(manifest(files))
         found = load_exported(folder, stages=())  # the stages' own text would be run
-        return [found.lane(lane) for lane in range(2)]
+        return [found.mesh_rank_program(mesh_rank) for mesh_rank in range(2)]
 
     return read
 

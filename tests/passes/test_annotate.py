@@ -187,4 +187,6 @@ def test_positions_in_the_whole_dim(placements: list[Placement | None]) -> None:
     if fits(whole, (64, 64), mesh):
         cut = [sum(isinstance(p, Shard) and p.dim == d for p in whole) for d in (0, 1)]
         expected = tuple(64 >> c for c in cut)
-        assert all(local_shape((64, 64), left, mesh, lane) == expected for lane in range(8))
+        assert all(
+            local_shape((64, 64), left, mesh, mesh_rank) == expected for mesh_rank in range(8)
+        )

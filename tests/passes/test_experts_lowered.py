@@ -1,4 +1,5 @@
-"""Mixtures in whole models: annotated, propagated, lowered, run on lanes, equal to one piece."""
+"""Mixtures in whole models: annotated, propagated, lowered, run on mesh ranks, equal to one
+piece."""
 
 from __future__ import annotations
 

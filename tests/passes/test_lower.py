@@ -1,4 +1,5 @@
-"""lower: local graphs run on all lanes equal the graph; collectives are those of Megatron-LM."""
+"""lower: local graphs run on all mesh ranks equal the graph; collectives are those of
+Megatron-LM."""
 
 from __future__ import annotations
 
@@ -129,19 +130,19 @@ def kinds(graph: fx.GraphModule) -> Counter[str]:
 @pytest.mark.slow
 def test_tensor_parallel_is_megatron() -> None:
     """Two all-reduces forward and two backward in each layer, of rows * tokens * width elements."""
-    lanes, outcome = ran("tp=2", everywhere(MEGATRON))
-    assert kinds(lanes[0])["all_reduce"] == 2 * 2
-    assert kinds(lanes[0])["enter"] == 2 * 2  # each an all-reduce backward
+    mesh_ranks, outcome = ran("tp=2", everywhere(MEGATRON))
+    assert kinds(mesh_ranks[0])["all_reduce"] == 2 * 2
+    assert kinds(mesh_ranks[0])["enter"] == 2 * 2  # each an all-reduce backward
     assert outcome.calls == {("all_reduce", "tp"): 2 * 4}
     assert outcome.bytes == {("all_reduce", "tp"): 2 * 4 * ROWS * TOKENS * WIDTH * SIZE}
-    assert lanes[0].meta[PARTIAL_KEY] == {}
+    assert mesh_ranks[0].meta[PARTIAL_KEY] == {}
 
 
 @pytest.mark.slow
 def test_sequence_parallel_is_megatron() -> None:
     """All-gather and reduce-scatter in place of each all-reduce: the same bytes."""
-    lanes, outcome = ran("tp=2", SEQUENCE)
-    found = kinds(lanes[0])
+    mesh_ranks, outcome = ran("tp=2", SEQUENCE)
+    found = kinds(mesh_ranks[0])
     assert found["all_gather"] == found["reduce_scatter"] == 2 * 2
     pairs = 2 * 4  # forward and backward, two in each layer
     whole = ROWS * TOKENS * WIDTH * SIZE
@@ -152,7 +153,7 @@ def test_sequence_parallel_is_megatron() -> None:
         ("all_gather", "tp"): pairs * whole, ("reduce_scatter", "tp"): pairs * whole,
         ("all_reduce", "tp"): SIZE,  # the loss
     }  # fmt: skip
-    norms = {n for n, axes in lanes[0].meta[PARTIAL_KEY].items() if axes == ("tp",)}
+    norms = {n for n, axes in mesh_ranks[0].meta[PARTIAL_KEY].items() if axes == ("tp",)}
     assert {"layers.0.first.weight", "layers.1.second.bias", "end.weight"} <= norms
     assert "layers.0.q.weight" not in norms
 
@@ -160,27 +161,27 @@ def test_sequence_parallel_is_megatron() -> None:
 @pytest.mark.slow
 def test_data_parallel_talks_at_the_end_only() -> None:
     """One all-reduce of the loss; every parameter's gradient is a sum still to be made."""
-    lanes, outcome = ran("dp=2", {"input:x": "dp:S(0)"})
+    mesh_ranks, outcome = ran("dp=2", {"input:x": "dp:S(0)"})
     assert outcome.calls == {("all_reduce", "dp"): 1}
     found, _ = model()
-    assert lanes[0].meta[PARTIAL_KEY] == dict.fromkeys(found.parameters, ("dp",))
+    assert mesh_ranks[0].meta[PARTIAL_KEY] == dict.fromkeys(found.parameters, ("dp",))
 
 
 @pytest.mark.slow
 def test_data_and_tensor_parallel() -> None:
     """Each axis as by itself, on half the rows."""
-    lanes, outcome = ran("dp=2,tp=2", {"input:x": "dp:S(0)", **everywhere(MEGATRON)})
+    mesh_ranks, outcome = ran("dp=2,tp=2", {"input:x": "dp:S(0)", **everywhere(MEGATRON)})
     assert outcome.calls == {("all_reduce", "tp"): 2 * 4, ("all_reduce", "dp"): 1}
     assert outcome.bytes[("all_reduce", "tp")] == 2 * 4 * ROWS * TOKENS * WIDTH * SIZE // 2
-    assert len(lanes) == 4
+    assert len(mesh_ranks) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_uneven(lanes: int) -> None:
-    """An inner width that the lanes cannot share evenly."""
+@pytest.mark.parametrize("mesh_ranks", [2, 4])
+def test_uneven(mesh_ranks: int) -> None:
+    """An inner width that the mesh ranks cannot share evenly."""
     seeds = everywhere({k: v for k, v in MEGATRON.items() if k.startswith(("up", "down"))})
-    found, outcome = ran(f"tp={lanes}", seeds, inner=11)
+    found, outcome = ran(f"tp={mesh_ranks}", seeds, inner=11)
     widths = [
         next(n for n in g.graph.nodes if n.name == "layers_0_up_weight").meta["val"].shape[0]
         for g in found
@@ -210,12 +211,12 @@ def test_a_parameter_of_whole_and_cut_users() -> None:
     graph = PassManager(all_passes()).run(PREPARE, found.graph)
     names = {str(n.target).split(".")[1]: n.name for n in graph.graph.nodes if n.op[:4] == "call"}
     strategies = {names["mul"]: ("d0",)}
-    lanes, outcome = check(
+    mesh_ranks, outcome = check(
         by_hand(graph, "a=2", {"x": "a:S(0)"}, strategies), found.state, [numbers(ROWS, WIDTH)]
     )
-    assert lanes[0].meta[PARTIAL_KEY] == {"scale": ("a",)}
-    assert kinds(lanes[0])["leave"] == 1
-    assert kinds(lanes[0])["enter"] == 0
+    assert mesh_ranks[0].meta[PARTIAL_KEY] == {"scale": ("a",)}
+    assert kinds(mesh_ranks[0])["leave"] == 1
+    assert kinds(mesh_ranks[0])["enter"] == 0
     assert outcome.gradients.keys() == {"scale", "big"}
 
 
@@ -234,7 +235,7 @@ def test_blocks_and_names_stay() -> None:
 
 @pytest.mark.slow
 def test_saved_bytes_are_local() -> None:
-    """What autograd keeps of the inner activations is a lane's share."""
+    """What autograd keeps of the inner activations is a mesh rank's share."""
     _, graph = model()
     local = lower_all(sharded(graph, "tp=2", everywhere(MEGATRON)))[0]
 
@@ -249,7 +250,7 @@ def test_saved_bytes_are_local() -> None:
 def test_lane_outside_the_mesh() -> None:
     _, graph = model()
     with pytest.raises(FxpartError, match="FXP109"):
-        PassManager(all_passes()).run([LowerPass(lane="2")], sharded(graph, "tp=2", {}))
+        PassManager(all_passes()).run([LowerPass(mesh_rank="2")], sharded(graph, "tp=2", {}))
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def test_graphs_travel_as_text() -> None:
 
 @pytest.mark.parametrize("name", ["tensor", "sequence"])
 def test_golden_texts(name: str) -> None:
-    """One lane's graph of a layer, as text."""
+    """One mesh rank's graph of a layer, as text."""
     _, graph = model()
     seeds = SEQUENCE if name == "sequence" else everywhere(MEGATRON)
     local = lower_all(sharded(graph, "tp=2", seeds))[0]
@@ -299,7 +300,7 @@ MESHES = ("a=2", "a=3", "a=2,b=2", "a=4", "a=3,b=2")
 
 
 def random_program(seed: int, mesh: str) -> None:
-    """A random graph with random shardings, run on all lanes against the graph itself."""
+    """A random graph with random shardings, run on all mesh ranks against the graph itself."""
     random = Random(seed)
     maker = Maker(random)
     graph = maker.make(random.randint(4, 14))

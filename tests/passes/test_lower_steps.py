@@ -17,12 +17,12 @@ from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Shard, local_sh
 ALONG: tuple[Placement, ...] = (REPLICATE, PARTIAL, Shard(0), Shard(1), Shard(1, 2))
 
 
-def give(whole: torch.Tensor, placements: Whole, mesh: Mesh, lane: int) -> torch.Tensor:
-    """A lane's part; of a partial sum each lane has another share."""
-    held = cut(whole, placements, mesh, lane)
+def give(whole: torch.Tensor, placements: Whole, mesh: Mesh, mesh_rank: int) -> torch.Tensor:
+    """A mesh rank's part; of a partial sum each mesh rank has another share."""
+    held = cut(whole, placements, mesh, mesh_rank)
     for axis, placement in enumerate(placements):
         if placement == PARTIAL:
-            parts, place = mesh.shape[axis], mesh.coordinate(lane)[axis]
+            parts, place = mesh.shape[axis], mesh.coordinate(mesh_rank)[axis]
             held = held * (2.0 * (place + 1) / (parts * (parts + 1)))
     return held
 
@@ -30,13 +30,13 @@ def give(whole: torch.Tensor, placements: Whole, mesh: Mesh, lane: int) -> torch
 def moved(
     held: torch.Tensor, shape: tuple[int, ...], source: Whole, target: Whole, mine: Communicator
 ) -> torch.Tensor:
-    """Every step, on one lane."""
+    """Every step, on one mesh rank."""
     for step in steps(source, target):
         axis, before, after = mine.mesh.names[step.axis], step.before[step.axis], step.after
         rest: tuple[Any, ...] = ()
         if isinstance(before, Shard):
             joined = (*step.before[: step.axis], REPLICATE, *step.before[step.axis + 1 :])
-            size = local_shape(shape, joined, mine.mesh, mine.lane)[before.dim]
+            size = local_shape(shape, joined, mine.mesh, mine.mesh_rank)[before.dim]
             rest = (before.dim, size, before.outer)
             if isinstance(after, Shard):
                 rest = (before.dim, after.dim, size, before.outer, after.outer)
@@ -56,13 +56,13 @@ def test_every_pair(text: str, shape: tuple[int, int]) -> None:
     each = [p for p in product(ALONG, repeat=len(mesh.axes)) if fits(shape, p, mesh)]
     pairs = list(product(each, each))
 
-    def lane(mine: Communicator) -> list[torch.Tensor]:
+    def mesh_rank(mine: Communicator) -> list[torch.Tensor]:
         return [
-            moved(give(whole, a, mesh, mine.lane), shape, a, b, mine)
+            moved(give(whole, a, mesh, mine.mesh_rank), shape, a, b, mine)
             for a, b in pairs
         ]  # fmt: skip
 
-    found = InProcessHub(mesh, timeout=60.0).run(lane)
+    found = InProcessHub(mesh, timeout=60.0).run(mesh_rank)
     for index, (source, target) in enumerate(pairs):
         result = join([held[index] for held in found], target, mesh, shape)
         torch.testing.assert_close(result, whole, msg=f"{source} to {target}")

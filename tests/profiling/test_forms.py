@@ -154,12 +154,12 @@ def sharded(name: str, mesh: str = "") -> Graphs:
     return ShardedGraph(propagated(graph, mesh or usual, given, close=True), held), held
 
 
-def local(made: Graphs, rows: int = 4, lane: int = 0) -> tuple[fx.GraphModule, Specs, Sizes]:
-    """A lane's graph with what says what its ops are at so many rows of its own."""
+def local(made: Graphs, rows: int = 4, mesh_rank: int = 0) -> tuple[fx.GraphModule, Specs, Sizes]:
+    """A mesh rank's graph with what says what its ops are at so many rows of its own."""
     whole, held = made
     size = rows if held.symbolic else captured_rows(held)
     sizes = Sizes(held, BatchSplit(size, 1), StageParallelism.of(whole).parts)
-    return whole.local(lane), Specs(trained_names(held)), sizes
+    return whole.local(mesh_rank), Specs(trained_names(held)), sizes
 
 
 def forms(graph: fx.GraphModule) -> list[fx.Node]:
@@ -203,7 +203,7 @@ def test_what_only_moves_stays_unmeasured() -> None:
 
 
 def test_alone_a_form_computes_what_equal_lanes_do() -> None:
-    """Against lanes that run as threads and hold the same tensors: forward and gradients."""
+    """Against mesh ranks that run as threads and hold the same tensors: forward and gradients."""
     graph, specs, sizes = local(sharded("rows"))
     mesh, arguments = Mesh.parse("dp=2"), OpArguments(graph, specs, sizes, CPU)
     for node in forms(graph):
@@ -234,8 +234,8 @@ def test_results_are_those_of_lanes_that_give_the_same() -> None:
             *comm.all_to_all(x.split(2), "a"),
         ]
 
-    for lane, real in enumerate(InProcessHub(mesh, timeout=20).run(all_kinds)):
-        for a, b in zip(all_kinds(IdenticalRanksCommunicator(mesh, lane)), real, strict=True):
+    for mesh_rank, real in enumerate(InProcessHub(mesh, timeout=20).run(all_kinds)):
+        for a, b in zip(all_kinds(IdenticalRanksCommunicator(mesh, mesh_rank)), real, strict=True):
             assert torch.equal(a, b)
     empty = collectives.FakeCommunicator(mesh, 0).all_to_all([x[:0]] * 3, "a", [(2,)] * 3)
     alone = IdenticalRanksCommunicator(mesh, 0).all_to_all([x[:0]] * 3, "a", [(2,)] * 3)
@@ -245,9 +245,9 @@ def test_results_are_those_of_lanes_that_give_the_same() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_keys_are_of_local_shapes(name: str) -> None:
-    """Equal for every lane and for equal layers; another mesh at equal rows is another key."""
+    """Equal for every mesh rank and for equal layers; another mesh at equal rows is another key."""
     made = sharded(name)
-    keys = [_keys(local(made, lane=lane)) for lane in range(made[0].mesh.size)]
+    keys = [_keys(local(made, mesh_rank=mesh_rank)) for mesh_rank in range(made[0].mesh.size)]
     assert all(k == keys[0] for k in keys)
     if name == "rows":
         assert len(keys[0]) == 2  # both norms are one op
@@ -387,9 +387,9 @@ def test_forms_of_the_zoo_run_alone(name: str, mesh: str) -> None:
         if node.meta["val"].dim() == 2 and node.meta["val"].shape[0] % 2 == 0:
             seeds[str(node.target)] = "tp:S(0)"
     made = ShardedGraph(propagated(graph, mesh, seeds, close=True), held), held
-    lane, specs, sizes = local(made, rows=2)
-    arguments = OpArguments(lane, specs, sizes, CPU)
-    distinct = {specs.op(node): node for node in forms(lane)}
+    mesh_rank, specs, sizes = local(made, rows=2)
+    arguments = OpArguments(mesh_rank, specs, sizes, CPU)
+    distinct = {specs.op(node): node for node in forms(mesh_rank)}
     assert distinct
     for node in distinct.values():
         assert_runs(node, arguments.call(node), specs, sizes)

@@ -70,5 +70,5 @@ def test_evaluation_keeps_nothing() -> None:
     trainer.eval_step(batch())
     assert trainer._eval is not None
     (executors,) = trainer._eval[1]._executors.values()
-    assert all(not executor._cells for lane in executors for executor in lane)
+    assert all(not executor._cells for mesh_rank in executors for executor in mesh_rank)
     assert all(p.grad is None for stage in hand.stages for p in stage.parameters())

@@ -47,14 +47,14 @@ def test_gradients_may_be_looked_at_between_batches() -> None:
 
 
 def test_copies_of_one_parameter_stay_equal_in_every_bit() -> None:
-    """Ties between stages, and replicas on the lanes of a stage."""
+    """Ties between stages, and replicas on the mesh ranks of a stage."""
     made = trainer(InProcess(8), "dp=2,tp=2")
     for seed in range(3):
         made.step(batch(seed=seed))
     for name, entry in made._state.entries.items():
         shards: dict[tuple[Any, ...], bytes] = {}
-        for (_, lane), tensor in entry.copies.items():
-            where = entry.pieces.slices(lane)
+        for (_, mesh_rank), tensor in entry.copies.items():
+            where = entry.pieces.slices(mesh_rank)
             assert where is not None
             key = tuple((s.start, s.stop) for s in where)
             value = tensor.detach().numpy().tobytes()
@@ -91,7 +91,7 @@ def test_rows_that_do_not_divide_are_repeated(mesh: str) -> None:
 
 
 def test_a_smaller_batch_makes_fewer_and_larger_pieces() -> None:
-    """Six rows on two lanes are three pieces at most, of two rows each."""
+    """Six rows on two mesh ranks are three pieces at most, of two rows each."""
     made = trainer(InProcess(4), "dp=2", microbatches=8)
     cut = made._feed.read(batch(6), 8)
     assert cut.rows == (2, 2, 2)
@@ -104,16 +104,16 @@ def test_a_smaller_batch_makes_fewer_and_larger_pieces() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("what", ["raise", "backward"])
-@pytest.mark.parametrize(("stage", "lanes"), [(0, (1,)), (1, (0,)), (0, (0, 1))])
+@pytest.mark.parametrize(("stage", "mesh_ranks"), [(0, (1,)), (1, (0,)), (0, (0, 1))])
 def test_in_process_a_failed_lane_is_named(
-    mesh: str, what: str, stage: int, lanes: tuple[int, ...]
+    mesh: str, what: str, stage: int, mesh_ranks: tuple[int, ...]
 ) -> None:
-    """The lanes that wait for it stop, one error names it, and the trainer can go on."""
-    found = fail(mesh, stage, what, lanes)
+    """The mesh ranks that wait for it stop, one error names it, and the trainer can go on."""
+    found = fail(mesh, stage, what, mesh_ranks)
     size = ranks_of(mesh) // 2
     named = {where.split(",")[0] for _, where, _ in found["problems"]}
     assert {code for code, *_ in found["problems"]} == {"FXP504"}
-    assert named and named <= {f"rank {stage * size + lane}" for lane in lanes}
+    assert named and named <= {f"rank {stage * size + mesh_rank}" for mesh_rank in mesh_ranks}
     assert all(f"stage {stage}, action {stage}" in where for _, where, _ in found["problems"])
     assert found["unchanged"] and found["gradients"] == 0
     assert found["next"] and found["seconds"] < 10
@@ -185,7 +185,7 @@ def test_gloo_refuses_rows_on_every_rank(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_gloo_a_failure_on_every_lane_is_clean(pool: Pool) -> None:
-    """All lanes of a stage fail at one action: the same error everywhere, and all go on."""
+    """All mesh ranks of a stage fail at one action: the same error everywhere, and all go on."""
     found = pool.run(fail, "tp=2", 0, "raise", (0, 1), ranks=4)
     assert all(each["problems"] == found[0]["problems"] for each in found)
     assert {where.split(",")[0] for _, where, _ in found[0]["problems"]} == {"rank 0", "rank 1"}
@@ -194,7 +194,7 @@ def test_gloo_a_failure_on_every_lane_is_clean(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_gloo_a_failure_on_one_lane_ends_within_the_timeout(pool: Pool) -> None:
-    """The other lane waits in a collective that never comes: bounded, and the job is over."""
+    """The other mesh rank waits in a collective that never comes: bounded, and the job is over."""
     found = pool.run(fail, "tp=2", 0, "raise", (0,), 3.0, ranks=4)
     assert all(each["problems"][0][0] in ("FXP503", "FXP504") for each in found)
     assert all(each["seconds"] < 12 for each in found)

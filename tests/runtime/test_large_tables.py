@@ -88,7 +88,8 @@ def train(mesh: str) -> dict[str, Any]:
     gc.collect()
     found = allocations(run)
     trainer = made[0]
-    rows = {name: tuple(t.shape) for lane in trainer._mesh_ranks for module in lane.modules.values()
+    rows = {name: tuple(t.shape)
+            for mesh_rank in trainer._mesh_ranks for module in mesh_rank.modules.values()
             for name, t in module.named_parameters()}  # fmt: skip
     entry = next(e for e in program.plan.prediction.ranks if trainer.rank in e.ranks)
     state = trainer.state_dict()

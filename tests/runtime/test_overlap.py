@@ -1,4 +1,5 @@
-"""Sums between lanes that start in the last backward: the same numbers, one order, no one left."""
+"""Sums between mesh ranks that start in the last backward: the same numbers, one order, no one
+left."""
 
 from __future__ import annotations
 
@@ -54,22 +55,22 @@ def test_all_lanes_start_the_same_buckets_in_the_same_order(schedule: str) -> No
     first, *others = programs.order("dp=2", {"schedule": schedule}, 100)
     wanted = [[(6,)], [(6, 10)], [(10,)], [(10, 6)], []]  # reverse order of use, then the flags
     for step in (first, *others):
-        for lane in (0, 1):
-            assert [names for at, _, names in step[0] if at == lane] == wanted
+        for mesh_rank in (0, 1):
+            assert [names for at, _, names in step[0] if at == mesh_rank] == wanted
     assert not any(armed for _, armed, _ in first[0])
     for step in others:
-        assert [armed for lane, armed, _ in step[0] if lane == 0] == [True] * 4 + [False]
+        assert [armed for mesh_rank, armed, _ in step[0] if mesh_rank == 0] == [True] * 4 + [False]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["raise", "backward"])
 @pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("lanes", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("mesh_ranks", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_after_a_failure_nothing_is_left_under_way(
-    what: str, at: int, lanes: tuple[int, ...], zero: int
+    what: str, at: int, mesh_ranks: tuple[int, ...], zero: int
 ) -> None:
-    found = programs.fail("dp=2", {"zero": zero}, what, at, lanes)
+    found = programs.fail("dp=2", {"zero": zero}, what, at, mesh_ranks)
     assert {code for code, *_ in found["problems"]} == {"FXP504"}
     assert found["unchanged"] and not found["left"] and found["seconds"] < 10
     assert found["state"] == programs.good("dp=2", {"zero": zero})
@@ -77,7 +78,7 @@ def test_after_a_failure_nothing_is_left_under_way(
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_gradient_that_some_lanes_have_not(zero: int) -> None:
-    """It counts as zeros there; one that no lane has stays away, and the optimizer at rest."""
+    """It counts as zeros there; one that no mesh rank has stays away, and the optimizer at rest."""
     none = programs.absent("dp=2", (0, 1), zero)
     assert none["gradients"] == ["embed.weight", "scale"]
     start = {n: t.tolist() for n, t in programs.make("dp=2", {}, 100).state_dict().items()}
@@ -100,20 +101,20 @@ def stage(comm: Communicator, sizes: list[int]) -> tuple[list[nn.Parameter], Sta
 @settings(max_examples=25)
 @given(st.data())
 def test_lanes_whose_gradients_come_in_other_orders(data: st.DataObject) -> None:
-    """Whatever the order on each lane, sums meet their like; counted over several steps."""
+    """Whatever the order on each mesh rank, sums meet their like; counted over several steps."""
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     uses = [[data.draw(st.permutations(range(len(sizes)))) for _ in range(3)] for _ in range(2)]
     skipped = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
 
-    def lane(comm: Communicator) -> None:
+    def mesh_rank(comm: Communicator) -> None:
         parameters, made = stage(comm, sizes)
-        for step, order in enumerate(uses[comm.lane]):
+        for step, order in enumerate(uses[comm.mesh_rank]):
             if step:
                 made.arm()
             total = torch.zeros(())
             for index in order:
                 if index not in skipped:
-                    total = total + (parameters[index] * (comm.lane + index + step)).sum()
+                    total = total + (parameters[index] * (comm.mesh_rank + index + step)).sum()
             if total.requires_grad:
                 total.backward()
             if step:
@@ -129,7 +130,7 @@ def test_lanes_whose_gradients_come_in_other_orders(data: st.DataObject) -> None
 
     before, reduce_scatter.BUCKET, terms.FIRST = (reduce_scatter.BUCKET, terms.FIRST), 24, 12
     try:
-        InProcessHub(Mesh.parse("dp=2"), timeout=20).run(lane)
+        InProcessHub(Mesh.parse("dp=2"), timeout=20).run(mesh_rank)
     finally:
         reduce_scatter.BUCKET, terms.FIRST = before
 
@@ -137,7 +138,7 @@ def test_lanes_whose_gradients_come_in_other_orders(data: st.DataObject) -> None
 def test_a_gradient_that_grows_after_its_sum_has_begun_is_an_error() -> None:
     """It cannot happen with one backward for each action; it must not pass unseen if it does."""
 
-    def lane(comm: Communicator) -> str:
+    def mesh_rank(comm: Communicator) -> str:
         (parameter, other), made = stage(comm, [600_000, 3])
         for _ in range(2):
             made.arm()
@@ -150,11 +151,11 @@ def test_a_gradient_that_grows_after_its_sum_has_begun_is_an_error() -> None:
             parameter.sum().backward()
         return "told"
 
-    assert InProcessHub(Mesh.parse("dp=2"), timeout=20).run(lane) == ["told"] * 2
+    assert InProcessHub(Mesh.parse("dp=2"), timeout=20).run(mesh_rank) == ["told"] * 2
 
 
 def test_a_gradient_that_comes_in_two_parts_waits_for_both() -> None:
-    def lane(comm: Communicator) -> list[float]:
+    def mesh_rank(comm: Communicator) -> list[float]:
         (parameter, _), made = stage(comm, [600_000, 3])
         seen = []
         for _ in range(3):
@@ -170,14 +171,14 @@ def test_a_gradient_that_comes_in_two_parts_waits_for_both() -> None:
             parameter.grad = None
         return seen
 
-    found = InProcessHub(Mesh.parse("dp=2"), timeout=20).run(lane)
+    found = InProcessHub(Mesh.parse("dp=2"), timeout=20).run(mesh_rank)
     assert found == [[0, 0, 4, 0, 1, 4, 0, 1, 4]] * 2
 
 
 def test_sums_keep_the_layout_of_gradients() -> None:
     """A gradient in channels-last order stays so: norms add numbers up as they lie."""
 
-    def lane(comm: Communicator) -> Any:
+    def mesh_rank(comm: Communicator) -> Any:
         weight = nn.Parameter(torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last))
         bias = nn.Parameter(torch.ones(4))
         made = StageGradientReducer(
@@ -193,7 +194,7 @@ def test_sums_keep_the_layout_of_gradients() -> None:
         assert torch.equal(weight.grad, 2 * whole)
         return before == weight.grad.stride()
 
-    assert all(InProcessHub(Mesh.parse("dp=2"), timeout=20).run(lane))
+    assert all(InProcessHub(Mesh.parse("dp=2"), timeout=20).run(mesh_rank))
 
 
 @settings(max_examples=60)
@@ -252,14 +253,16 @@ def train_accumulating(mesh: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "at", "lanes"), [("raise", 1, (0,)), ("backward", 2, (1,)), ("backward", 1, (0, 1))]
+    ("what", "at", "mesh_ranks"),
+    [("raise", 1, (0,)), ("backward", 2, (1,)), ("backward", 1, (0, 1))],
 )
 def test_gloo_a_failure_leaves_no_bucket_behind(
-    pool: Pool, what: str, at: int, lanes: tuple[int, ...]
+    pool: Pool, what: str, at: int, mesh_ranks: tuple[int, ...]
 ) -> None:
-    """The other lanes' sums end with zeros; the next steps are those without the failed one."""
+    """The other mesh ranks' sums end with zeros; the next steps are those without the failed
+    one."""
     expected = programs.good("dp=2", {})
-    results = pool.run(programs.fail, "dp=2", {}, what, at, lanes, ranks=4)
+    results = pool.run(programs.fail, "dp=2", {}, what, at, mesh_ranks, ranks=4)
     assert len({str(found["problems"]) for found in results}) == 1
     for found in results:
         assert {code for code, *_ in found["problems"]} == {"FXP504"}

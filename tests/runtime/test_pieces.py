@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_lanes import SHAPES, lane, sharding, weights
+from hand_lanes import SHAPES, mesh_rank, sharding, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
 
 @given(layouts(), st.booleans())
 def test_parts_are_what_the_indices_say(pieces: ShardLayout, flat: bool) -> None:
-    """Taken out, they are the lane's elements; put in, the sources set each element once."""
+    """Taken out, they are the mesh rank's elements; put in, the sources set each element once."""
     whole = torch.arange(math.prod(pieces.shape)).view(pieces.shape)
     axis = pieces.mesh.names[0]
     cut = shard_along_axis(pieces, axis) if flat and axis not in pieces.axes else pieces
@@ -80,9 +80,9 @@ def test_a_part_in_one_range_is_a_view() -> None:
 
 
 def stage_zero(index: int, mesh: str) -> tuple[Any, nn.Module, StateSlicer]:
-    """A lane's spec, its first stage without weights, and what cuts them."""
+    """A mesh rank's spec, its first stage without weights, and what cuts them."""
     given = sharding(mesh)
-    made = lane(index, given, [0])
+    made = mesh_rank(index, given, [0])
     module = made.modules[0]
     vars(module)["INDEX"], vars(module)["device"] = 0, torch.device("cpu")
     for state in made.spec.stages[0].state:
@@ -95,7 +95,7 @@ def stage_zero(index: int, mesh: str) -> tuple[Any, nn.Module, StateSlicer]:
 def test_weights_come_in_parts(
     source: str, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a file nothing is read but the lane's part."""
+    """From a file nothing is read but the mesh rank's part."""
     whole, sizes = weights(), []
     original = TensorFiles.read_part
 

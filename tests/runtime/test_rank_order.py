@@ -1,4 +1,4 @@
-"""Stages on any ranks: the numbers do not depend on which rank runs which stage and lane."""
+"""Stages on any ranks: the numbers do not depend on which rank runs which stage and mesh rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others get silently wrong, on every schedule, as pipelines and as pipelines of lanes.
+"""What others get silently wrong, on every schedule, as pipelines and as pipelines of mesh ranks.
 
 Ties across stages, k accumulated calls, the global norm, skips, smaller batches and new lengths,
 evaluation before training, a mask without batch dim, None among the inputs: the numbers of one
@@ -143,7 +143,7 @@ def test_lanes_of_every_schedule(schedule: str, zero: int) -> None:
             assert_close({name: state[name] for name in whole.named}, whole.state())
     entry = made._state.entries["shared.weight"]
     copies = {t.detach().numpy().tobytes() for t in entry.copies.values()}
-    assert len(copies) == 1, "copies of a tie, and of a lane, are equal in every bit"
+    assert len(copies) == 1, "copies of a tie, and of a mesh rank, are equal in every bit"
 
 
 def gloo_rows(schedule: str) -> tuple[list[bytes], list[bytes], Bits]:
@@ -163,7 +163,7 @@ def test_gloo_gives_every_row(pool: Pool, schedule: str) -> None:
 
 @pytest.mark.slow
 def test_gloo_lanes_with_split_backwards(pool: Pool) -> None:
-    """Two lanes of two stages; the last half of a backward is when sums start."""
+    """Two mesh ranks of two stages; the last half of a backward is when sums start."""
     options = {"schedule": "zb-h1", "clip_norm": 0.5}
     results = pool.run(overlap_programs.train, "dp=2", options, ranks=4)
     assert results == [overlap_programs.train("dp=2", options)] * 4

@@ -48,7 +48,7 @@ def test_tables_have_the_bits_of_one_process(way: str, again: bool) -> None:
         want = alone(model(again=again), OPTIMIZERS[optimizer], range(4))
         for name in ROWS:
             # torch sums what came for a row in an order that depends on all rows of a table, and
-            # a lane has some: three parts or more of a row may be rounded differently
+            # a mesh rank has some: three parts or more of a row may be rounded differently
             # (and ZeRO's pieces are given sums, where SGD adds part by part)
             bits = not any(w in way for w in ("rows", "zero")) and not (again and "data" in way)
             near = {"rtol": 0.0, "atol": 0.0} if bits else {"rtol": 1e-6, "atol": 1e-7}

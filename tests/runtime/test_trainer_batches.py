@@ -102,7 +102,7 @@ def test_parts_that_do_not_fit(pool: Pool, kind: str, expected: Any) -> None:
 
 
 def train_on_rows(local: bool, zero: int) -> Any:
-    """Two stages of two data-parallel lanes; each rank the global batch, or its rows alone."""
+    """Two stages of two data-parallel mesh ranks; each rank the global batch, or its rows alone."""
     made = hand_lanes.trainer(connect(4), "dp=2", zero=zero, microbatches=3)
     losses = []
     for seed, count in enumerate((8, 8, 6)):
@@ -122,18 +122,21 @@ def test_lanes_give_their_rows_alone(pool: Pool, zero: int) -> None:
     assert pool.run(train_on_rows, True, zero, ranks=4) == whole
 
 
-def needs(mesh: str, lane: int, microbatches: int = 2) -> BatchRequirements:
+def needs(mesh: str, mesh_rank: int, microbatches: int = 2) -> BatchRequirements:
     given = hand_lanes.sharding(mesh)
     return BatchRequirements.of(
-        [hand_lanes.lane(lane, given, [0])], frozenset({"ids"}), microbatches
+        [hand_lanes.mesh_rank(mesh_rank, given, [0])], frozenset({"ids"}), microbatches
     )
 
 
 def test_rows_of_lanes() -> None:
-    """Each microbatch is shared; together the lanes have every row once."""
-    assert [needs("dp=2", lane).rows(8) for lane in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """Each microbatch is shared; together the mesh ranks have every row once."""
+    assert [needs("dp=2", mesh_rank).rows(8) for mesh_rank in (0, 1)] == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+    ]
     assert needs("tp=2", 1).rows(5) == [0, 1, 2, 3, 4]
-    every = [row for lane in (0, 2) for row in needs("dp=2,tp=2", lane, 4).rows(10)]
+    every = [row for mesh_rank in (0, 2) for row in needs("dp=2,tp=2", mesh_rank, 4).rows(10)]
     assert sorted(every) == list(range(10))
     with pytest.raises(FxpartError, match="multiple of 2"):
         needs("dp=2", 0).rows(7)
@@ -141,12 +144,14 @@ def test_rows_of_lanes() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_samplers_load_every_row_once(shuffle: bool) -> None:
-    """Also of a smaller last batch, as far as the lanes can share it."""
-    loaders = [needs("dp=2", lane).sampler(11, 4, shuffle=shuffle, seed=3) for lane in (0, 1)]
+    """Also of a smaller last batch, as far as the mesh ranks can share it."""
+    loaders = [
+        needs("dp=2", mesh_rank).sampler(11, 4, shuffle=shuffle, seed=3) for mesh_rank in (0, 1)
+    ]
     batches = [list(loader) for loader in loaders]
     assert len(loaders[0]) == len(batches[0]) == 3
-    assert [[len(rows) for rows in lane] for lane in batches] == [[2, 2, 1]] * 2
-    every = [row for lane in batches for rows in lane for row in rows]
+    assert [[len(rows) for rows in mesh_rank] for mesh_rank in batches] == [[2, 2, 1]] * 2
+    every = [row for mesh_rank in batches for rows in mesh_rank for row in rows]
     assert len(set(every)) == 10 and set(every) <= set(range(11))
     loaders[0].epoch = 1
     assert (list(loaders[0]) != batches[0]) == shuffle

@@ -30,7 +30,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "options"), KINDS)
 def test_zero_trains_like_one_process(mesh: str, options: dict[str, Any]) -> None:
-    """Uneven pieces too: 7 rows, 6 and 10 columns, one number, on two and on three lanes."""
+    """Uneven pieces too: 7 rows, 6 and 10 columns, one number, on two and on three mesh ranks."""
     for mine, expected in zip(train(mesh, options), one_process(), strict=True):
         assert_close(mine, expected)
 
@@ -59,13 +59,13 @@ def test_gradients_accumulate_over_batches(zero: int) -> None:
     assert_close(made.state_dict(), whole.state())
 
 
-def held_bytes(made: Trainer, lane: int) -> tuple[int, int]:
-    """What a lane holds between microbatches and updates: (optimizer state, gradients)."""
+def held_bytes(made: Trainer, mesh_rank: int) -> tuple[int, int]:
+    """What a mesh rank holds between microbatches and updates: (optimizer state, gradients)."""
     assert made.optimizer is not None
     state = gradients = 0
     for entry in made._state.entries.values():
         for (_, at), parameter in entry.copies.items():
-            if at == lane:
+            if at == mesh_rank:
                 held = made._shards.of(parameter)
                 for value in made.optimizer.state.get(held, {}).values():
                     state += value.nbytes if value.dim() else 0
@@ -76,35 +76,36 @@ def held_bytes(made: Trainer, lane: int) -> tuple[int, int]:
 
 
 def whole_bytes() -> int:
-    """Of the parameters that a lane's two stages hold, without the number that is never cut."""
+    """Of the parameters that a mesh rank's two stages hold, without the number that is never
+    cut."""
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES.values() if shape)
     return 4 * (numbers + torch.Size(SHAPES["embed.weight"]).numel())
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_zero_1_holds_a_part_of_the_optimizer(lanes: int) -> None:
-    made = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=1)
-    plain = trainer(InProcess(2 * lanes), f"dp={lanes}")
+@pytest.mark.parametrize("mesh_ranks", [2, 3])
+def test_zero_1_holds_a_part_of_the_optimizer(mesh_ranks: int) -> None:
+    made = trainer(InProcess(2 * mesh_ranks), f"dp={mesh_ranks}", zero=1)
+    plain = trainer(InProcess(2 * mesh_ranks), f"dp={mesh_ranks}")
     for each in (made, plain):
         each.step(batch(12))
-    states = [held_bytes(made, lane)[0] for lane in range(lanes)]
+    states = [held_bytes(made, mesh_rank)[0] for mesh_rank in range(mesh_ranks)]
     assert sum(states) == 2 * whole_bytes()
     assert held_bytes(plain, 0)[0] == 2 * whole_bytes()
-    most = -(-whole_bytes() // lanes) + 4 * lanes * len(SHAPES)
+    most = -(-whole_bytes() // mesh_ranks) + 4 * mesh_ranks * len(SHAPES)
     assert max(states) <= 2 * most
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_zero_2_accumulates_a_part_of_the_gradients(lanes: int) -> None:
+@pytest.mark.parametrize("mesh_ranks", [2, 3])
+def test_zero_2_accumulates_a_part_of_the_gradients(mesh_ranks: int) -> None:
     """The owners' gradients; a copy of a tie has none until the update."""
-    made = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=2)
-    plain = trainer(InProcess(2 * lanes), f"dp={lanes}", zero=1)
+    made = trainer(InProcess(2 * mesh_ranks), f"dp={mesh_ranks}", zero=2)
+    plain = trainer(InProcess(2 * mesh_ranks), f"dp={mesh_ranks}", zero=1)
     for each in (made, plain):
         each.backward(batch(12))
         each.backward(batch(12))
     owned = 4 * (sum(torch.Size(shape).numel() for shape in SHAPES.values()))
-    scale = 4 * (lanes - 1)
-    held = [held_bytes(made, lane)[1] for lane in range(lanes)]
+    scale = 4 * (mesh_ranks - 1)
+    held = [held_bytes(made, mesh_rank)[1] for mesh_rank in range(mesh_ranks)]
     # Pieces of one bucket share its memory, so that it is counted once for each.
     parts = [made._shards.of(p).grad for _, p in made._state.parameters()]
     assert sum(p.nbytes for p in parts if p is not None) == owned + scale
@@ -120,12 +121,12 @@ def test_zero_2_sends_gradients_while_a_backward_runs(monkeypatch: pytest.Monkey
     left: set[str] = set()
     after = OptimizerShards.after_backward
 
-    def look(self: OptimizerShards, lane: int, stage: int) -> None:
+    def look(self: OptimizerShards, mesh_rank: int, stage: int) -> None:
         for name, entry in self._state.entries.items():
-            found = entry.copies.get((stage, lane))
+            found = entry.copies.get((stage, mesh_rank))
             if found is not None and found.grad is not None:
                 left.add(name)
-        after(self, lane, stage)
+        after(self, mesh_rank, stage)
 
     monkeypatch.setattr(reduce_scatter, "BUCKET", 1)
     monkeypatch.setattr(OptimizerShards, "after_backward", look)
@@ -167,8 +168,8 @@ def test_elementwise_optimizers_run_on_parts(kind: Any, options: dict[str, Any])
     """Also state that an optimizer makes at once (Adagrad), and state that is one number."""
     mesh = options["mesh"]
     rest = {k: v for k, v in options.items() if k != "mesh"}
-    lanes = int(mesh[-1])
-    made = trainer(InProcess(2 * lanes), mesh, optimizer=kind, **rest)
+    mesh_ranks = int(mesh[-1])
+    made = trainer(InProcess(2 * mesh_ranks), mesh, optimizer=kind, **rest)
     whole = Whole(kind)
     for seed in range(3):
         made.step(batch(12, seed=seed))
@@ -182,7 +183,7 @@ def test_elementwise_optimizers_run_on_parts(kind: Any, options: dict[str, Any])
         for key, value in mine.items():
             if value is not None:
                 assert torch.as_tensor(found[name][key]).shape == torch.as_tensor(value).shape
-    again = trainer(InProcess(2 * lanes), mesh, optimizer=kind, **rest)
+    again = trainer(InProcess(2 * mesh_ranks), mesh, optimizer=kind, **rest)
     again.load_state_dict(made.state_dict())
     again.load_optimizer_state_dict(made.optimizer_state_dict())
     for seed in (7, 8):
@@ -230,8 +231,8 @@ def test_groups_of_parameters_are_made_by_their_own_shapes() -> None:
 def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> tuple[int, int]:
     """Bytes of gathered parameters between forward and backward, and gathers in a step.
 
-    Measured after the last stage's forward: its all-reduce needs both lanes to be through with the
-    stage before, and a backward there needs both to gather.
+    Measured after the last stage's forward: its all-reduce needs both mesh ranks to be through with
+    the stage before, and a backward there needs both to gather.
     """
     gathered: list[weakref.ref[torch.Tensor]] = []
     sizes: list[int] = []
@@ -265,11 +266,11 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
 
 @pytest.mark.slow
 def test_zero_3_keeps_no_gathered_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between forward and backward only the lane's parts stay; each is gathered once more."""
+    """Between forward and backward only the mesh rank's parts stay; each is gathered once more."""
     with monkeypatch.context() as context:
         kept, once = alive_after_forward(context, regather=False)
     dropped, twice = alive_after_forward(monkeypatch, regather=True)
     whole = 4 * 2 * 10 * 6
-    assert kept == 2 * whole, "two lanes, up and down projection"
+    assert kept == 2 * whole, "two mesh ranks, up and down projection"
     assert dropped == 0
     assert twice == 2 * once == 8

@@ -41,7 +41,7 @@ def test_chunks_are_torch_chunks(size: int, parts: int) -> None:
 
 def test_lanes_and_coordinates() -> None:
     assert [MESH.coordinate(k) for k in range(6)] == list(itertools.product(range(2), range(3)))
-    assert [MESH.lane(MESH.coordinate(k)) for k in range(6)] == list(range(6))
+    assert [MESH.mesh_rank(MESH.coordinate(k)) for k in range(6)] == list(range(6))
     assert MESH.group(4, "tp") == (3, 4, 5)
     assert MESH.group(4, "dp") == (1, 4)
     assert str(MESH) == "dp=2,tp=3"
@@ -70,10 +70,10 @@ def test_bad_meshes(text: str) -> None:
 def test_shards_partition_the_tensor(rows: int, columns: int, same: bool) -> None:
     placements = (Shard(0), Shard(0 if same else 1))
     count = np.zeros((rows, columns), dtype=int)
-    for lane in range(MESH.size):
-        held = indices((rows, columns), placements, MESH, lane)
+    for mesh_rank in range(MESH.size):
+        held = indices((rows, columns), placements, MESH, mesh_rank)
         count[np.ix_(*held)] += 1
-        shape = local_shape((rows, columns), placements, MESH, lane)
+        shape = local_shape((rows, columns), placements, MESH, mesh_rank)
         assert shape == tuple(len(h) for h in held)
     assert (count == 1).all()
 

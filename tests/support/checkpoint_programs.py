@@ -9,7 +9,7 @@ from typing import Any
 
 import hand_lanes
 import torch
-from checkpoint_trainers import LANES, OPTIMIZERS, everything, lanes, steps
+from checkpoint_trainers import LANES, OPTIMIZERS, everything, mesh_ranks, steps
 from hand_stages import batch, language
 from runtime_programs import make
 from stream_programs import make as make_stream
@@ -29,9 +29,9 @@ def pipeline(stages: int, mode: str = "") -> StatefulTrainer:
 
 
 def laned(way: str) -> StatefulTrainer:
-    """The model on lanes."""
+    """The model on mesh ranks."""
     mesh, _ = LANES[way]
-    return lanes(way, transport=connect(2 * hand_lanes.Mesh.parse(mesh).size))
+    return mesh_ranks(way, transport=connect(2 * hand_lanes.Mesh.parse(mesh).size))
 
 
 def trained(root: str, how: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def loaded(root: str, how: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def rows(seed: int = 0) -> dict[str, Any]:
-    """A batch that two and three lanes can share."""
+    """A batch that two and three mesh ranks can share."""
     return hand_lanes.batch(12, seed=seed)
 
 

@@ -64,8 +64,8 @@ def pipeline(way: str, optimizer: str = "adamw", **model: Any) -> StatefulTraine
     )  # fmt: skip
 
 
-def lanes(way: str, optimizer: str = "adamw", transport: Any = None) -> StatefulTrainer:
-    """The other model on lanes of this process."""
+def mesh_ranks(way: str, optimizer: str = "adamw", transport: Any = None) -> StatefulTrainer:
+    """The other model on mesh ranks of this process."""
     mesh, options = LANES[way]
     ranks = 2 * hand_lanes.Mesh.parse(mesh).size
     return hand_lanes.trainer(

@@ -1,4 +1,4 @@
-"""Run an op's local form on every lane and put the pieces together again."""
+"""Run an op's local form on every mesh rank and put the pieces together again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fxpart import collectives as C
 from fxpart.sharding import Mesh, Partial, Placements, Shard, indices, parse_placements
 
 
-def piece(whole: torch.Tensor, where: Placements, mesh: Mesh, lane: int) -> torch.Tensor:
-    """What a lane holds of a tensor; replicated axes leave it whole."""
-    for dim, index in enumerate(indices(whole.shape, where, mesh, lane)):
+def piece(whole: torch.Tensor, where: Placements, mesh: Mesh, mesh_rank: int) -> torch.Tensor:
+    """What a mesh rank holds of a tensor; replicated axes leave it whole."""
+    for dim, index in enumerate(indices(whole.shape, where, mesh, mesh_rank)):
         whole = whole.index_select(dim, torch.from_numpy(index))
     return whole
 
@@ -23,18 +23,18 @@ def joined(
 ) -> torch.Tensor:
     """The whole tensor: pieces in place, partial axes summed, replicated axes checked."""
     whole = torch.zeros(shape, dtype=pieces[0].dtype)
-    for lane, part in enumerate(pieces):
-        place = mesh.coordinate(lane)
-        twin = mesh.lane(
+    for mesh_rank, part in enumerate(pieces):
+        place = mesh.coordinate(mesh_rank)
+        twin = mesh.mesh_rank(
             tuple(
                 p if isinstance(w, Shard | Partial) else 0
                 for p, w in zip(place, where, strict=True)
             )
         )
-        if twin != lane:
+        if twin != mesh_rank:
             torch.testing.assert_close(part, pieces[twin], equal_nan=True)
             continue
-        held = indices(shape, where, mesh, lane)
+        held = indices(shape, where, mesh, mesh_rank)
         if not shape:
             whole += part.detach()
             continue
@@ -75,25 +75,25 @@ def compare(
         for axis in range(len(mesh.axes))
     ]
 
-    def lane(comm: C.Communicator) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, list[torch.Tensor]]:
         local = {
-            k: None if t is None else piece(t, placements[k], mesh, comm.lane).clone()
+            k: None if t is None else piece(t, placements[k], mesh, comm.mesh_rank).clone()
             for k, (t, _) in operands.items()
         }
         for k in floating:
             local[k].requires_grad_()  # type: ignore[union-attr]
         found = form(comm, **local)
         held = tuple(p if isinstance(p, Shard) else None for p in where)
-        back_grad = piece(grad, held, mesh, comm.lane)
+        back_grad = piece(grad, held, mesh, comm.mesh_rank)
         back = (
             torch.autograd.grad(found, [local[k] for k in floating], back_grad) if floating else ()
         )
-        fake = C.FakeCommunicator(mesh, comm.lane)
+        fake = C.FakeCommunicator(mesh, comm.mesh_rank)
         with torch.no_grad():
             assert form(fake, **local).shape == found.shape
         return found.detach(), list(back)
 
-    runs = (hub or C.InProcessHub(mesh, timeout=20)).run(lane)
+    runs = (hub or C.InProcessHub(mesh, timeout=20)).run(mesh_rank)
     torch.testing.assert_close(
         joined([y for y, _ in runs], where, mesh, tuple(want.shape)), want.detach(), equal_nan=True
     )

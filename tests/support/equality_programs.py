@@ -41,13 +41,13 @@ def compiled(name: str, schedule: str, stages: int, mesh: str, *, exact: bool = 
     built = build(name)
     if exact:
         built = replace(built, model=built.model.double(), batch=double(built.batch))
-    lanes = 2 if mesh == "dp=2" else 1
+    mesh_ranks = 2 if mesh == "dp=2" else 1
     return fxpart.compile(
-        built.model, f"local:{stages * lanes}", example_inputs=built.batch, loss=built.loss,
-        batch_dims=built.batch_dims, microbatches=built.batch_size // lanes,
+        built.model, f"local:{stages * mesh_ranks}", example_inputs=built.batch, loss=built.loss,
+        batch_dims=built.batch_dims, microbatches=built.batch_size // mesh_ranks,
         constraints={
             "mesh": mesh, "stages": stages, "schedule": schedule, "granularity": "op",
-            "ranks": stages * lanes,
+            "ranks": stages * mesh_ranks,
         },
         batch_coupling=ZOO[name].coupling,
     )  # fmt: skip
@@ -86,17 +86,17 @@ def compared(pool: Any, name: str, schedule: str, stages: int, mesh: str) -> str
         program = compiled(name, schedule, stages, mesh)
     except FxpartError as failure:
         return failure.code
-    lanes = 2 if mesh == "dp=2" else 1
+    mesh_ranks = 2 if mesh == "dp=2" else 1
     plan = program.plan.dumps()
-    ranks = pool.run(on_ranks, name, plan, ranks=stages * lanes, timeout=300.0)
+    ranks = pool.run(on_ranks, name, plan, ranks=stages * mesh_ranks, timeout=300.0)
     if len({found["digest"] for found in ranks}) != 1:
         return "ranks differ"
     here = steps(program)
     worst = _difference(here, ranks[0])
-    if worst > (TOLERANCE if lanes > 1 else 0.0):
+    if worst > (TOLERANCE if mesh_ranks > 1 else 0.0):
         return f"ranks and one process differ by {worst:.1e}"
     whole = program.verify(steps=2)
-    if lanes > 1 and not whole.passed:
+    if mesh_ranks > 1 and not whole.passed:
         # Replicas sum in another order, and AdamW makes much of a gradient that is nearly 0: in
         # float64 rounding does not reach what is compared, and a fault would stay.
         whole = compiled(name, schedule, stages, mesh, exact=True).verify(steps=2)

@@ -1,4 +1,4 @@
-"""Sharded stage modules written by hand: a small model on two stages, and each lane's program.
+"""Sharded stage modules written by hand: a small model on two stages, and each mesh rank's program.
 
 The model: an embedding, a wide MLP with a residual, an output matrix tied to the embedding, and the
 loss. Axis ``dp`` cuts the batch, ``tp`` the MLP's hidden dim (and the norm of nothing else).
@@ -92,7 +92,7 @@ class First(HandStage):
 
 
 class Last(HandStage):
-    """The embedding again, a number, and the mean loss over all rows of all lanes."""
+    """The embedding again, a number, and the mean loss over all rows of all mesh ranks."""
 
     takes = ("h", "labels")
     gives = ("loss",)
@@ -145,8 +145,8 @@ def sharding(mesh: str, zero: int = 0, zero3: bool = False) -> ShardingSpec:
     )
 
 
-def lane(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: type) -> MeshRank:
-    """One lane's program and the modules of the stages that are here."""
+def mesh_rank(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: type) -> MeshRank:
+    """One mesh rank's program and the modules of the stages that are here."""
     mesh, whole = Mesh.parse(given.mesh), weights()
     local = {n: ShardLayout.of(given, n, ()).part(t, index) for n, t in whole.items()}
     zero3 = "dp:S" in given.state["up.weight"].placements
@@ -199,7 +199,8 @@ def trainer(
     ranks: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> Trainer:
-    """A trainer of this process's lanes. ranks: by stage and lane, by default in order."""
+    """A trainer of this process's mesh ranks. ranks: by stage and mesh rank, by default in
+    order."""
     given = sharding(mesh, zero, zero3)
     size = Mesh.parse(mesh).size
     table = build_rank_table((0, size) if ranks is None else ranks, size)
@@ -207,13 +208,13 @@ def trainer(
         (index, [s for s, r in enumerate(get_pipeline_ranks(table, index)) if r in transport.local])
         for index in range(size)
     ]
-    lanes = [lane(index, given, stages) for index, stages in here if stages]
+    mesh_ranks = [mesh_rank(index, given, stages) for index, stages in here if stages]
     return Trainer(
-        lanes[0].spec,
+        mesh_ranks[0].spec,
         {},
         ranks=table,
         transport=transport,
-        lanes=lanes,
+        mesh_ranks=mesh_ranks,
         **{"microbatches": 2, "optimizer": torch.optim.AdamW, **options},
     )
 
@@ -221,11 +222,11 @@ def trainer(
 def data_parallel(
     make: Callable[[], Hand], size: int, zero: int, seats: Sequence[int] = (), **options: Any
 ) -> Trainer:
-    """Any program of ``hand_stages`` on lanes that share its rows, all in this process.
+    """Any program of ``hand_stages`` on mesh ranks that share its rows, all in this process.
 
     seats: of each stage, the place in a pipeline; by default one after another.
     """
-    lanes = []
+    mesh_ranks = []
     for index in range(size):
         hand = make()
         spec = hand.spec()
@@ -241,19 +242,24 @@ def data_parallel(
         last = hand.stages[-1]
         last.forward = partial(_averaged, last, last.forward)  # type: ignore[method-assign]
         modules = dict(enumerate(hand.stages))
-        lanes.append(MeshRank(index, msgspec.structs.replace(spec, sharding=given), modules))
-    ranks = [size * seat for seat in seats or range(len(lanes[0].modules))]
+        mesh_ranks.append(MeshRank(index, msgspec.structs.replace(spec, sharding=given), modules))
+    ranks = [size * seat for seat in seats or range(len(mesh_ranks[0].modules))]
     transport = InProcess(size * len(set(ranks)))
     given_options = {"microbatches": 4, "optimizer": torch.optim.AdamW, **options}
     return Trainer(
-        lanes[0].spec, {}, ranks=ranks, transport=transport, lanes=lanes, **given_options
+        mesh_ranks[0].spec,
+        {},
+        ranks=ranks,
+        transport=transport,
+        mesh_ranks=mesh_ranks,
+        **given_options,
     )
 
 
 def _averaged(
     stage: Any, forward: Callable[..., tuple[torch.Tensor, ...]], *inputs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The loss as the mean over the lanes, each of which has as many rows."""
+    """The loss as the mean over the mesh ranks, each of which has as many rows."""
     loss, *rest = forward(*inputs)
     return (collectives.all_reduce(stage.mesh, loss / stage.mesh.size("dp"), "dp"), *rest)
 

@@ -1,4 +1,4 @@
-"""What rank processes run for the tests of lanes: each returns plain data to compare."""
+"""What rank processes run for the tests of mesh ranks: each returns plain data to compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers(tensors: dict[str, torch.Tensor]) -> Numbers:
 
 
 def ranks_of(mesh: str) -> int:
-    """Two stages of so many lanes."""
+    """Two stages of so many mesh ranks."""
     return 2 * Mesh.parse(mesh).size
 
 
@@ -112,13 +112,14 @@ def checkpoint(
 
 
 def fail(
-    mesh: str, stage: int, what: str, lanes: tuple[int, ...], timeout: float = 60.0
+    mesh: str, stage: int, what: str, mesh_ranks: tuple[int, ...], timeout: float = 60.0
 ) -> dict[str, Any]:
-    """One step with a fault on some lanes of a stage, then, where that can be, one good step."""
+    """One step with a fault on some mesh ranks of a stage, then, where that can be, one good
+    step."""
     made = trainer(connect(ranks_of(mesh), timeout=timeout), mesh)
-    for lane in made._mesh_ranks:
-        if lane.index in lanes and stage in lane.modules:
-            module = lane.modules[stage]
+    for mesh_rank in made._mesh_ranks:
+        if mesh_rank.index in mesh_ranks and stage in mesh_rank.modules:
+            module = mesh_rank.modules[stage]
             module.forward = Faulty(made, module, what, 2)
     before = bits(made.state_dict())
     problems: list[Any] = []

@@ -1,4 +1,5 @@
-"""Runs the local graphs of all lanes of a mesh in one process, and puts their results together."""
+"""Runs the local graphs of all mesh ranks of a mesh in one process, and puts their results
+together."""
 
 from __future__ import annotations
 
@@ -61,17 +62,19 @@ def by_hand(
 
 
 def lower_all(graph: fx.GraphModule, *, whole_outputs: bool = False) -> list[fx.GraphModule]:
-    """The local graph of every lane, verified."""
-    lanes = range(graph.meta[MESH_KEY].size)
-    passes = [LowerPass(lane=str(lane), whole_outputs=whole_outputs) for lane in lanes]
+    """The local graph of every mesh rank, verified."""
+    mesh_ranks = range(graph.meta[MESH_KEY].size)
+    passes = [
+        LowerPass(mesh_rank=str(mesh_rank), whole_outputs=whole_outputs) for mesh_rank in mesh_ranks
+    ]
     return [PassManager(all_passes()).run([item], graph) for item in passes]
 
 
-def cut(whole: torch.Tensor, placements: Placements, mesh: Mesh, lane: int) -> torch.Tensor:
-    """The lane's part of a tensor, a copy."""
+def cut(whole: torch.Tensor, placements: Placements, mesh: Mesh, mesh_rank: int) -> torch.Tensor:
+    """The mesh rank's part of a tensor, a copy."""
     if not whole.dim():
         return whole.detach().clone()
-    held = np.ix_(*indices(whole.shape, placements, mesh, lane))
+    held = np.ix_(*indices(whole.shape, placements, mesh, mesh_rank))
     return whole.detach()[tuple(torch.from_numpy(i) for i in held)].clone()
 
 
@@ -82,20 +85,21 @@ def join(
     shape: Sequence[int],
     rtol: float = 1e-9,
 ) -> torch.Tensor:
-    """A whole tensor out of what all lanes hold: partial axes are summed, copies must be equal.
+    """A whole tensor out of what all mesh ranks hold: partial axes are summed, copies must be
+    equal.
 
     rtol: of copies, by the largest entry.
     """
     whole = torch.zeros(tuple(shape), dtype=pieces[0].dtype)
     seen: dict[Any, torch.Tensor] = {}
-    for lane, piece in enumerate(pieces):
+    for mesh_rank, piece in enumerate(pieces):
         key = tuple(
             place if p is None or p == REPLICATE else -1
-            for place, p in zip(mesh.coordinate(lane), placements, strict=True)
+            for place, p in zip(mesh.coordinate(mesh_rank), placements, strict=True)
         )
         other = seen.setdefault(key, torch.zeros_like(whole))
         if whole.dim():
-            held = np.ix_(*indices(shape, placements, mesh, lane))
+            held = np.ix_(*indices(shape, placements, mesh, mesh_rank))
             other[tuple(torch.from_numpy(i) for i in held)] += piece.detach()
         else:
             other += piece.detach()
@@ -107,7 +111,7 @@ def join(
 
 
 class LocalGraph(WholeGraph):
-    """Runs a local graph with a lane's communicator."""
+    """Runs a local graph with a mesh rank's communicator."""
 
     def __init__(
         self, graph: fx.GraphModule, state: dict[str, torch.Tensor], mesh: Communicator
@@ -124,7 +128,8 @@ class LocalGraph(WholeGraph):
 
 @dataclass(frozen=True)
 class Outcome:
-    """loss, outputs, gradients and state of a step, whole; counts: of lane 0's communicator."""
+    """loss, outputs, gradients and state of a step, whole; counts: of mesh rank 0's
+    communicator."""
 
     loss: torch.Tensor
     outputs: tuple[torch.Tensor | None, ...]
@@ -147,33 +152,36 @@ def run_whole(
 
 
 def run_lanes(
-    lanes: Sequence[fx.GraphModule],
+    mesh_ranks: Sequence[fx.GraphModule],
     state: Mapping[str, torch.Tensor],
     inputs: Sequence[Any],
     key: int,
     like: Outcome,
 ) -> Outcome:
-    """All lanes of the local graphs on parts of the state and inputs, and their results joined.
+    """All mesh ranks of the local graphs on parts of the state and inputs, and their results
+    joined.
 
     like: the oracle's, for the shapes of outputs.
     """
-    mesh: Mesh = lanes[0].meta[MESH_KEY]
-    homes = {str(n.target): homes_of(n) for n in lanes[0].graph.find_nodes(op="get_attr")}
-    users = list(lanes[0].graph.find_nodes(op="placeholder"))[1:]
+    mesh: Mesh = mesh_ranks[0].meta[MESH_KEY]
+    homes = {str(n.target): homes_of(n) for n in mesh_ranks[0].graph.find_nodes(op="get_attr")}
+    users = list(mesh_ranks[0].graph.find_nodes(op="placeholder"))[1:]
 
     def one(mine: Communicator) -> tuple[Any, dict[str, torch.Tensor], Communicator]:
         held = {
-            n: cut(state[n], home, mesh, mine.lane).requires_grad_(state[n].requires_grad)
+            n: cut(state[n], home, mesh, mine.mesh_rank).requires_grad_(state[n].requires_grad)
             for n, home in homes.items()
         }
-        given = [cut(t, homes_of(n), mesh, mine.lane) for t, n in zip(inputs, users, strict=True)]
-        results = LocalGraph(lanes[mine.lane], held, mine).run(key, *given)
+        given = [
+            cut(t, homes_of(n), mesh, mine.mesh_rank) for t, n in zip(inputs, users, strict=True)
+        ]
+        results = LocalGraph(mesh_ranks[mine.mesh_rank], held, mine).run(key, *given)
         if results[0].requires_grad:
             results[0].backward()
         return results, held, mine
 
     done = InProcessHub(mesh, timeout=60.0).run(one)
-    partial = lanes[0].meta[PARTIAL_KEY]
+    partial = mesh_ranks[0].meta[PARTIAL_KEY]
     gradients = {}
     for name, home in homes.items():
         grads = [held[name].grad for _, held, _ in done]
@@ -197,7 +205,7 @@ def run_lanes(
         None
         if home is None or shape is None
         else join([r[i] for r, _, _ in done], home, mesh, shape)
-        for i, (home, shape) in enumerate(zip(lanes[0].meta[OUTPUTS_KEY], shapes, strict=True))
+        for i, (home, shape) in enumerate(zip(mesh_ranks[0].meta[OUTPUTS_KEY], shapes, strict=True))
     ]
     counts = done[0][2].counts
     assert outputs[0] is not None
@@ -220,12 +228,12 @@ def check(
     rtol: float = 1e-9,
     whole_outputs: bool = False,
 ) -> tuple[list[fx.GraphModule], Outcome]:
-    """Lower the sharded graph, run it whole and on all lanes, and compare."""
-    lanes = lower_all(graph, whole_outputs=whole_outputs)
+    """Lower the sharded graph, run it whole and on all mesh ranks, and compare."""
+    mesh_ranks = lower_all(graph, whole_outputs=whole_outputs)
     wanted = run_whole(graph, state, inputs, key)
-    got = run_lanes(lanes, state, inputs, key, wanted)
+    got = run_lanes(mesh_ranks, state, inputs, key, wanted)
     assert_same(got, wanted, rtol=rtol)
-    return lanes, got
+    return mesh_ranks, got
 
 
 def assert_same(got: Outcome, wanted: Outcome, *, rtol: float = 1e-9) -> None:

@@ -1,4 +1,4 @@
-"""A small GPT on lanes, for tests/benchmarks/overlap.py."""
+"""A small GPT on mesh ranks, for tests/benchmarks/overlap.py."""
 
 from __future__ import annotations
 
@@ -108,13 +108,15 @@ def trainer_of(options: dict[str, Any]) -> tuple[Trainer, dict[str, torch.Tensor
         inputs=inputs, constants=(), symbols={"b": ("ids", 0), "s": ("ids", 1)},
         stages=tuple(made), loss="loss", outputs=(), ties={}, sharding=sharding,
     )  # fmt: skip
-    lanes = []
-    for lane in range(2):
-        here = [s for s, r in enumerate(get_pipeline_ranks(table, lane)) if r in transport.local]
+    mesh_ranks = []
+    for mesh_rank in range(2):
+        here = [
+            s for s, r in enumerate(get_pipeline_ranks(table, mesh_rank)) if r in transport.local
+        ]
         if here:
-            lanes.append(MeshRank(lane, spec, {s: parts[s] for s in here}))
+            mesh_ranks.append(MeshRank(mesh_rank, spec, {s: parts[s] for s in here}))
     trainer = Trainer(
-        spec, {}, ranks=table, transport=transport, lanes=lanes,
+        spec, {}, ranks=table, transport=transport, mesh_ranks=mesh_ranks,
         microbatches=options["microbatches"],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )  # fmt: skip

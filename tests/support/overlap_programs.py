@@ -73,16 +73,16 @@ def train(
 
 
 def order(mesh: str, options: dict[str, Any], size: int) -> list[dict[int, list[Any]]]:
-    """Per step and stage what this process's lanes have started, and whether in a backward."""
+    """Per step and stage what this process's mesh ranks have started, and whether in a backward."""
     made = make(mesh, options, size)
     found: list[dict[int, list[Any]]] = []
     start = StageGradientReducer._start
     places = {id(each): place for place, each in made._shards._reducers.items()}
 
     def note(self: StageGradientReducer, bucket: Any) -> None:
-        stage, lane = places[id(self)]
+        stage, mesh_rank = places[id(self)]
         names = [tuple(term.parameter.shape) for term in bucket.terms]
-        found[-1].setdefault(stage, []).append((lane, self.armed, names))
+        found[-1].setdefault(stage, []).append((mesh_rank, self.armed, names))
         start(self, bucket)
 
     StageGradientReducer._start = note  # type: ignore[method-assign]
@@ -95,20 +95,22 @@ def order(mesh: str, options: dict[str, Any], size: int) -> list[dict[int, list[
     return found
 
 
-def fail(mesh: str, options: dict[str, Any], what: str, at: int, lanes: tuple[int, ...]) -> Any:
-    """Two good steps, one with a fault in stage 0 of some lanes, two good steps."""
+def fail(
+    mesh: str, options: dict[str, Any], what: str, at: int, mesh_ranks: tuple[int, ...]
+) -> Any:
+    """Two good steps, one with a fault in stage 0 of some mesh ranks, two good steps."""
     made = make(mesh, options, 100)
     made.step(batch(12, seed=0))
     made.step(batch(12, seed=1))
     modules = [
-        (lane.index, module)
-        for lane in made._mesh_ranks
-        for module in lane.modules.values()
+        (mesh_rank.index, module)
+        for mesh_rank in made._mesh_ranks
+        for module in mesh_rank.modules.values()
         if isinstance(module, First)
     ]
     before, problems, begun = made.state_dict(), [], time.monotonic()
     for index, module in modules:
-        if index in lanes:
+        if index in mesh_ranks:
             module.forward = Faulty(made, module, what, at)  # type: ignore[method-assign]
     try:
         made.step(batch(12, seed=2))
@@ -136,7 +138,7 @@ def good(mesh: str, options: dict[str, Any]) -> dict[str, bytes]:
 
 
 def absent(mesh: str, missing: tuple[int, ...], zero: int) -> dict[str, Any]:
-    """Steps in which the lanes ``missing`` do not use the MLP."""
+    """Steps in which the mesh ranks ``missing`` do not use the MLP."""
     made = make(mesh, {"zero": zero, "optimizer": torch.optim.AdamW}, 100)
 
     def short(module: Any) -> Any:
@@ -145,9 +147,9 @@ def absent(mesh: str, missing: tuple[int, ...], zero: int) -> dict[str, Any]:
 
         return forward
 
-    for lane in made._mesh_ranks:
-        for module in lane.modules.values():
-            if isinstance(module, First) and lane.index in missing:
+    for mesh_rank in made._mesh_ranks:
+        for module in mesh_rank.modules.values():
+            if isinstance(module, First) and mesh_rank.index in missing:
                 module.forward = short(module)  # type: ignore[method-assign]
     for seed in range(3):
         made.step(batch(12, seed=seed))

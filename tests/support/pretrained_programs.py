@@ -72,7 +72,12 @@ def load(folder: str, mesh: str) -> tuple[int, int, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     trainer = program.trainer(weights=folder)
     rise = memory("VmHWM") - before
-    own = [t for lane in trainer._mesh_ranks for m in lane.modules.values() for t in m.parameters()]
+    own = [
+        t
+        for mesh_rank in trainer._mesh_ranks
+        for m in mesh_rank.modules.values()
+        for t in m.parameters()
+    ]
     total = sum(float(t.detach().sum()) for t in own)
     trainer.close()
     return rise, sum(t.nbytes for t in own), total

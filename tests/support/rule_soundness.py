@@ -1,4 +1,4 @@
-"""Whether a rule tells the truth: cut the operands, run each lane, recombine, compare.
+"""Whether a rule tells the truth: cut the operands, run each mesh rank, recombine, compare.
 
 Everything is checked that a layout claims: results, gradients of operands, and operands that the op
 writes.
@@ -119,11 +119,11 @@ def results_of(value: Any) -> list[torch.Tensor]:
 
 
 def cut(x: torch.Tensor, places: Placements, mesh: Mesh, seed: int) -> list[torch.Tensor]:
-    """The lanes' parts; Partial ones are random parts of the sum."""
+    """The mesh ranks' parts; Partial ones are random parts of the sum."""
     generator = torch.Generator().manual_seed(seed)
     held = [x]
     for placement, parts in zip(places, mesh.shape, strict=True):
-        # lanes that hold the same get the same parts of it
+        # mesh ranks that hold the same get the same parts of it
         pieces = {id(t): t for t in held}
         made = {key: _pieces(t, placement, parts, generator) for key, t in pieces.items()}
         held = [p for t in held for p in made[id(t)]]
@@ -152,7 +152,7 @@ def _pieces(
 def whole(
     held: Sequence[torch.Tensor], places: Placements, mesh: Mesh, tolerance: dict[str, float]
 ) -> torch.Tensor:
-    """The tensor of which the lanes hold these parts; lanes that should agree must."""
+    """The tensor of which the mesh ranks hold these parts; mesh ranks that should agree must."""
     parts = list(held)
     for placement, count in reversed(list(zip(places, mesh.shape, strict=True))):
         groups = [parts[i : i + count] for i in range(0, len(parts), count)]
@@ -303,8 +303,8 @@ def _check(
         for t, places in zip(reference.towards, known.results, strict=True)
     ]  # fmt: skip
 
-    def lane(mesh_of: Communicator) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
-        at = mesh_of.lane
+    def mesh_rank(mesh_of: Communicator) -> tuple[list[torch.Tensor], Any, list[torch.Tensor]]:
+        at = mesh_of.mesh_rank
         leaves = _leaves([h[at] for h in held], example)
         used = _used(leaves, node)
         target, arguments = local_call(node, rule, strategy, known, mesh_of)
@@ -315,12 +315,12 @@ def _check(
 
     hub = InProcessHub(mesh, timeout=30.0)
     if not rule.forms and node.target is not seeded:  # nothing to say to each other: no threads
-        lanes = [lane(communicator) for communicator in hub.communicators]
+        mesh_ranks = [mesh_rank(communicator) for communicator in hub.communicators]
     else:
-        lanes = hub.run(lane)
+        mesh_ranks = hub.run(mesh_rank)
     tolerance = _tolerance(reference)
     for i, result in enumerate(reference.results):
-        parts = [found[0][i] for found in lanes]
+        parts = [found[0][i] for found in mesh_ranks]
         for at, part in enumerate(parts):
             assert part.shape == local_shape(tuple(result.shape), known.results[i], mesh, at)
             assert part.dtype == result.dtype
@@ -329,12 +329,12 @@ def _check(
             torch.testing.assert_close(made, result, equal_nan=True, **tolerance)
     for i, gradient in enumerate(reference.gradients):
         if gradient is not None:
-            made = whole([found[1][i] for found in lanes], known.gradients[i], mesh, tolerance)
+            made = whole([found[1][i] for found in mesh_ranks], known.gradients[i], mesh, tolerance)
             torch.testing.assert_close(
                 made, gradient, equal_nan=True, **tolerance, msg=lambda m, i=i: f"gradient {i}: {m}"
             )
     for i, after in enumerate(reference.after):
-        made = whole([found[2][i] for found in lanes], known.operands[i], mesh, tolerance)
+        made = whole([found[2][i] for found in mesh_ranks], known.operands[i], mesh, tolerance)
         torch.testing.assert_close(made, after, equal_nan=True, **tolerance)
 
 
@@ -351,7 +351,7 @@ def local_call(
     known: RuleLayout,
     mesh: Communicator,
 ) -> tuple[Callable[..., Any], tuple[Any, Any]]:
-    """What one lane runs: target and arguments, as the lowering makes them."""
+    """What one mesh rank runs: target and arguments, as the lowering makes them."""
     shapes = [tuple(n.meta["val"].shape) for n in operands(node)]
     outs = [tuple(t.shape) for t in results_of(node.meta["val"])]
     arguments: tuple[Any, Any] = (node.args, dict(node.kwargs))
@@ -359,9 +359,9 @@ def local_call(
         arguments = rule.localise(
             node,
             arguments,
-            [local_shape(s, p, mesh.mesh, mesh.lane)
+            [local_shape(s, p, mesh.mesh, mesh.mesh_rank)
              for s, p in zip(shapes, known.operands, strict=True)],
-            [local_shape(s, p, mesh.mesh, mesh.lane)
+            [local_shape(s, p, mesh.mesh, mesh.mesh_rank)
              for s, p in zip(outs, known.results, strict=True)],
         )  # fmt: skip
     args, kwargs = arguments

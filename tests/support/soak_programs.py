@@ -66,8 +66,8 @@ def run(
 def soak(kind: str, steps: int, leak: str = "", timeout: float = 60.0) -> list[tuple[int, ...]]:
     """Steps of several kinds in turn; samples of this rank, the first quarter being warm-up.
 
-    kind: "pipeline" (four stages, with a tie, a skip and a mask) or "data" (two stages of two
-    lanes, whose optimizer state is cut). leak: what to plant: "objects", "memory", "descriptors",
+    kind: "pipeline" (four stages, with a tie, a skip and a mask) or "data" (two stages of two mesh
+    ranks, whose optimizer state is cut). leak: what to plant: "objects", "memory", "descriptors",
     "threads".
     """
     transport = connect(4, timeout=timeout)

@@ -167,10 +167,10 @@ def left(here: bool) -> list[tuple[int, Bits]]:
 
 def own(trainer: AsyncTrainer) -> dict[str, torch.Tensor]:
     """The parameters of this process by stage and name."""
-    (lane,) = trainer._mesh_ranks
+    (mesh_rank,) = trainer._mesh_ranks
     return {
         f"{stage}.{name}": parameter
-        for stage, module in lane.modules.items()
+        for stage, module in mesh_rank.modules.items()
         for name, parameter in module.named_parameters()
     }
 

@@ -94,7 +94,7 @@ def test_evaluation_and_checkpoints(way: str) -> None:
 
 
 def test_a_plan_applied_again_gives_the_same_program() -> None:
-    """Also where the solver chose, and for every lane."""
+    """Also where the solver chose, and for every mesh rank."""
     given = base("recommender")
     first = given.program.replan(
         "local:4", microbatches=2, constraints={"mesh": "dp=2,tp=2", "stages": 1, "zero": 3}
@@ -103,5 +103,7 @@ def test_a_plan_applied_again_gives_the_same_program() -> None:
     plan = fxpart.Plan.loads(first.plan.dumps())
     built = ZOO["recommender"].build()
     again = fxpart.compile(built.model, plan=plan, example_inputs=built.batch, loss=built.loss)
-    assert [again.lane(k) for k in range(4)] == [first.lane(k) for k in range(4)]
+    assert [again.mesh_rank_program(k) for k in range(4)] == [
+        first.mesh_rank_program(k) for k in range(4)
+    ]
     assert verify(again).passed

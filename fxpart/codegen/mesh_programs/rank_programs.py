@@ -41,16 +41,16 @@ class MeshRankPrograms:
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
-    def graph(self, lane: int) -> fx.GraphModule:
+    def graph(self, mesh_rank: int) -> fx.GraphModule:
         """Return the assigned graph of a mesh rank; ranks with equal shapes share it."""
-        local = self.sharded.local(lane)
+        local = self.sharded.local(mesh_rank)
         if id(local) not in self._graphs:
             self._graphs[id(local)] = assign(local, self.starts, self.order)
         return self._graphs[id(local)]
 
-    def program(self, lane: int) -> tuple[ProgramSpec, tuple[str, ...]]:
+    def program(self, mesh_rank: int) -> tuple[ProgramSpec, tuple[str, ...]]:
         """Return the stages as data and the source text of each."""
-        graph = self.graph(lane)
+        graph = self.graph(mesh_rank)
         if id(graph) not in self._made:
             self._made[id(graph)] = generate(
                 graph, self.captured, self.seed, self.sharded, self.transfer_dtype, self.in_blocks

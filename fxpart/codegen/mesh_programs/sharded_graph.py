@@ -65,13 +65,13 @@ class ShardedGraph:
         parts = [f"{said} annotated", f"{len(origins) - said - chosen} by propagation"]
         return ", ".join([*parts, *([f"{chosen} chosen by the solver"] if chosen else [])])
 
-    def local(self, lane: int) -> fx.GraphModule:
+    def local(self, mesh_rank: int) -> fx.GraphModule:
         """Return the graph of one mesh rank; ranks with equal shapes share one."""
-        shapes = self._shapes(lane)
+        shapes = self._shapes(mesh_rank)
         if shapes not in self._locals:
             whole = ",whole_outputs=true" if self.whole_outputs else ""
             self._locals[shapes] = PassManager(all_passes()).run(
-                f'lower{{lane="{lane}"{whole}}}', self.whole
+                f'lower{{mesh_rank="{mesh_rank}"{whole}}}', self.whole
             )
         return self._locals[shapes]
 
@@ -144,7 +144,7 @@ class ShardedGraph:
         at = self.mesh.index(self.zero_axis)
         return (*placed[:at], None, *placed[at + 1 :])
 
-    def _shapes(self, lane: int) -> tuple[object, ...]:
+    def _shapes(self, mesh_rank: int) -> tuple[object, ...]:
         """Return the shapes of all values of a mesh rank; symbolic sizes divide evenly."""
         found: list[object] = []
         for node in self.whole.graph.nodes:
@@ -154,7 +154,7 @@ class ShardedGraph:
             for tensor, placed in zip(_tensors(node), known.results, strict=False):
                 if any(isinstance(p, Shard) for p in placed):
                     sizes = [s if isinstance(s, int) else _EVEN for s in tensor.shape]
-                    found.append(local_shape(sizes, placed, self.mesh, lane))
+                    found.append(local_shape(sizes, placed, self.mesh, mesh_rank))
         return tuple(found)
 
 

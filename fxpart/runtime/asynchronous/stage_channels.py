@@ -38,7 +38,7 @@ class AsyncStagePlacement:
     """
 
     rank: int
-    lane: int
+    mesh_rank: int
     ranks: Sequence[int]
     transport: Transport
     device: torch.device

@@ -55,9 +55,9 @@ def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], Asyn
     )
     weights: dict[Place, StageWeights] = {}
     updates: dict[Place, StageUpdater] = {}
-    for lane in trainer._mesh_ranks:
-        for stage, module in sorted(lane.modules.items()):
-            place = stage, lane.index
+    for mesh_rank in trainer._mesh_ranks:
+        for stage, module in sorted(mesh_rank.modules.items()):
+            place = stage, mesh_rank.index
             optimizer = trainer.optimizers[place]
             weights[place] = StageWeights(
                 module, optimizer, async_options.mode, trainer.versions, stage,
@@ -70,7 +70,8 @@ def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], Asyn
                 options.clip_norm, async_options.clip, options.clip_value, part / max(total, 1)
             )
             updates[place] = StageUpdater(
-                MeshRank(lane.index, lane.spec, {stage: module}), trainer._shards, weights[place],
+                MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}),
+                trainer._shards, weights[place],
                 [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
             )  # fmt: skip
     stages = AsyncStageGroup(

@@ -37,7 +37,7 @@ class AsyncStageGroup:
 
     def __init__(
         self,
-        lanes: Sequence[MeshRank],
+        mesh_ranks: Sequence[MeshRank],
         ranks: Ranks,
         transport: Transport,
         devices: Mapping[int, torch.device],
@@ -52,24 +52,24 @@ class AsyncStageGroup:
         events: FlightRecorder,
     ) -> None:
         """Create the runners; arguments as for :class:`fxpart.runtime.engine.PipelineEngine`."""
-        self._lanes = tuple(lanes)
+        self._mesh_ranks = tuple(mesh_ranks)
         self._devices = devices
         self._transport = transport
         self._meshes = meshes
         self._threads = mesh_rank_threads
-        self._used = {rank: find_used_inputs(lanes, ranks, rank) for rank in transport.local}
+        self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self.updates = dict(updates)
         self.broken: str | None = None
         self.runners: dict[Place, AsyncStageRunner] = {}
         alone = len(transport.local) == transport.ranks
-        for lane in lanes:
-            pipeline_ranks = get_pipeline_ranks(ranks, lane.index)
-            for stage, module in sorted(lane.modules.items()):
-                place, rank = (stage, lane.index), pipeline_ranks[stage]
+        for mesh_rank in mesh_ranks:
+            pipeline_ranks = get_pipeline_ranks(ranks, mesh_rank.index)
+            for stage, module in sorted(mesh_rank.modules.items()):
+                place, rank = (stage, mesh_rank.index), pipeline_ranks[stage]
                 threads = meshes is not None and meshes.threads
                 placement = AsyncStagePlacement(
                     rank,
-                    lane.index,
+                    mesh_rank.index,
                     pipeline_ranks,
                     transport,
                     devices[rank],
@@ -78,7 +78,7 @@ class AsyncStageGroup:
                     events,
                 )
                 table = StageSignature.of(
-                    lane.spec, lane.spec.stages[stage], module, layout.found, False,
+                    mesh_rank.spec, mesh_rank.spec.stages[stage], module, layout.found, False,
                     recompute.get(stage, "none"),
                 )  # fmt: skip
                 self.runners[place] = AsyncStageRunner(
@@ -89,10 +89,12 @@ class AsyncStageGroup:
         self, cuts: Sequence[MicrobatchSplit], keys: Sequence[int], *, closing: bool
     ) -> None:
         """Run one call on every stage. cuts: by mesh rank. closing: flush afterwards."""
-        parts = {lane.index: cut for lane, cut in zip(self._lanes, cuts, strict=True)}
+        parts = {
+            mesh_rank.index: cut for mesh_rank, cut in zip(self._mesh_ranks, cuts, strict=True)
+        }
 
         def work(runner: AsyncStageRunner) -> Iterator[None]:
-            cut = parts[runner.placement.lane]
+            cut = parts[runner.placement.mesh_rank]
             yield from runner.minibatch(self._batch(runner, cut, keys), cut.sizes, closing=closing)
             if closing:
                 yield from runner.flush()
@@ -133,7 +135,9 @@ class AsyncStageGroup:
                 why=f"an earlier failure ended the training: {self.broken}",
                 fix="restart the job from its last checkpoint",
             )
-        drives = {lane.index: partial(self._drive, lane, work) for lane in self._lanes}
+        drives = {
+            mesh_rank.index: partial(self._drive, mesh_rank, work) for mesh_rank in self._mesh_ranks
+        }
         try:
             self._threads.run_all(drives)
         except FxpartError as cause:
@@ -151,15 +155,15 @@ class AsyncStageGroup:
             if self._meshes is not None:
                 self._meshes.recover()
 
-    def _drive(self, lane: MeshRank, work: Work) -> None:
+    def _drive(self, mesh_rank: MeshRank, work: Work) -> None:
         """Step the stages of a mesh rank in turn until all are done."""
 
         def leave_if_halted(runner: AsyncStageRunner) -> None:
             """Release other mesh ranks that wait for a mesh rank with a failed stage."""
             if runner.halted and self._meshes is not None:
-                self._meshes.leave(lane.index, "a stage of this mesh rank has failed")
+                self._meshes.leave(mesh_rank.index, "a stage of this mesh rank has failed")
 
-        mine = [self.runners[stage, lane.index] for stage in sorted(lane.modules)]
+        mine = [self.runners[stage, mesh_rank.index] for stage in sorted(mesh_rank.modules)]
         for runner in mine:
             leave_if_halted(runner)
         runs = {runner: work(runner) for runner in mine}

@@ -34,12 +34,14 @@ Optimizers = Mapping[Place, torch.optim.Optimizer]
 def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
     """Return the trainable parameters owned by each stage and mesh rank here, in model order."""
     found: dict[Place, list[tuple[str, nn.Parameter]]] = {
-        (stage, lane.index): [] for lane in state.lanes for stage in sorted(lane.modules)
+        (stage, mesh_rank.index): []
+        for mesh_rank in state.mesh_ranks
+        for stage in sorted(mesh_rank.modules)
     }
     for name, entry in state.entries.items():
-        for (stage, lane), tensor in entry.copies.items():
+        for (stage, mesh_rank), tensor in entry.copies.items():
             if entry.trainable and stage == entry.spec.owner and isinstance(tensor, nn.Parameter):
-                found[stage, lane].append((name, tensor))
+                found[stage, mesh_rank].append((name, tensor))
     return found
 
 

@@ -45,7 +45,7 @@ class StageUpdater:
 
     def __init__(
         self,
-        lane: MeshRank,
+        mesh_rank: MeshRank,
         shards: OptimizerShards,
         weights: StageWeights,
         parameters: Sequence[nn.Parameter],
@@ -55,16 +55,16 @@ class StageUpdater:
     ) -> None:
         """Create an updater.
 
-        lane: mesh rank with this stage's module only. parameters: owned by the stage, in model
+        mesh_rank: mesh rank with this stage's module only. parameters: owned by the stage, in model
         order. norms: compute norms even without clipping.
         """
-        self._lane = lane
+        self._mesh_rank = mesh_rank
         self._shards = shards
         self._weights = weights
         self._parameters = list(parameters)
         self._clipping = clipping
         self._norms = norms or clipping.norm is not None
-        self._backward_hooks = shards.hooks(lane.index)
+        self._backward_hooks = shards.hooks(mesh_rank.index)
         self.square = 0.0
         self.known: float | None = None
         self.skipped = self.deferred = False
@@ -73,7 +73,7 @@ class StageUpdater:
         """Prepare a backward. last: of its minibatch, so that the gradient reduction may start."""
         if last and self._backward_hooks is not None and not self.deferred:
             self._shards.closing = True
-            for stage in self._lane.modules:
+            for stage in self._mesh_rank.modules:
                 self._backward_hooks.last(stage)
 
     def run(self, *, halted: bool) -> None:
@@ -82,7 +82,7 @@ class StageUpdater:
             return
         if halted:
             self._clear()
-        self._shards.finish(self._lane)
+        self._shards.finish(self._mesh_rank)
         if not halted:
             self._clip()
             self.step()

@@ -31,7 +31,7 @@ def build_call_status(
     failed = sum(runner.failure is not None for runner in runners)
     loss = None if cut is None or failed else _loss(stages, cut)
     square = sum(
-        update.square for (_, lane), update in stages.updates.items() if lane == 0
+        update.square for (_, mesh_rank), update in stages.updates.items() if mesh_rank == 0
     )  # equal on all mesh ranks
     skipped = 0
     for update in stages.updates.values():

@@ -105,19 +105,19 @@ def refresh_tied_weights(state: ModelState) -> None:
     """
     with torch.no_grad():
         for _, entry in find_tied_entries(state):
-            for lane in state.lanes:
-                _refresh(state, entry, lane.index)
+            for mesh_rank in state.mesh_ranks:
+                _refresh(state, entry, mesh_rank.index)
 
 
-def _refresh(state: ModelState, entry: StateEntry, lane: int) -> None:
+def _refresh(state: ModelState, entry: StateEntry, mesh_rank: int) -> None:
     transport, owner = state.transport, entry.spec.owner
-    home = state.rank(owner, lane)
+    home = state.rank(owner, mesh_rank)
     for stage in sorted(entry.stages):
-        copy, rank = entry.copies.get((stage, lane)), state.rank(stage, lane)
+        copy, rank = entry.copies.get((stage, mesh_rank)), state.rank(stage, mesh_rank)
         if stage == owner:
             continue
         if home in transport.local:
-            whole = entry.copies[owner, lane].detach()
+            whole = entry.copies[owner, mesh_rank].detach()
             if copy is not None:
                 copy.copy_(whole)
             else:

@@ -237,8 +237,8 @@ class AsyncTrainer(AsyncTrainerBase):
         self._agree_on_call("report")
         mine = [
             StageReport.of(stage, self.staleness[stage], weights)
-            for (stage, lane), weights in self._weights.items()
-            if lane == 0
+            for (stage, mesh_rank), weights in self._weights.items()
+            if mesh_rank == 0
         ]
         with convert_transport_errors(self._transport, "sharing reports"):
             return gather_stage_reports(self._transport, mine)

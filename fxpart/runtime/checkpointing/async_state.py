@@ -96,9 +96,9 @@ def iterate_gradient_norms(trainer: AsyncTrainerBase) -> Iterator[tuple[int, str
     """Yield (rank, key, squared norm of the last gradients) of each stage's first mesh rank."""
     if not is_scheduled_asynchronous(trainer):
         return
-    for (stage, lane), update in trainer._stages.updates.items():
-        if lane == 0:
-            yield trainer._state.rank(stage, lane), _square(stage), update.square
+    for (stage, mesh_rank), update in trainer._stages.updates.items():
+        if mesh_rank == 0:
+            yield trainer._state.rank(stage, mesh_rank), _square(stage), update.square
 
 
 def restore_gradient_norms(trainer: AsyncTrainerBase, values: Mapping[str, Any]) -> None:

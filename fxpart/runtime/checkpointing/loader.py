@@ -171,8 +171,8 @@ class _CheckpointLoader:
             if saved is None or saved.shape != tuple(entry.pieces.shape):
                 continue  # a constant, or a buffer that is not saved with the model
             # By mesh rank: replicas on one mesh rank are equal and read once.
-            for (_, lane), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
-                self._fill(key, region_of(entry.pieces, lane), copy)
+            for (_, mesh_rank), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
+                self._fill(key, region_of(entry.pieces, mesh_rank), copy)
         for name, tensor in self._trainer._unused.items():
             self._fill(f"model/{name}", make_full_region(tuple(tensor.shape)), tensor)
         self._last_read = None

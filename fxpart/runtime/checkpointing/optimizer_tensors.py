@@ -45,15 +45,15 @@ def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
         regions: dict[int, TensorRegion] = {}
         # The owner's tensors first: another stage of this rank may share them.
         places = sorted(entry.copies, key=lambda place: place[0] != entry.spec.owner)
-        for stage, lane in places:
-            if lane not in regions:
-                regions[lane] = region_of(pieces, lane)
-            writes = stage == entry.spec.owner and lane in pieces.sources
+        for stage, mesh_rank in places:
+            if mesh_rank not in regions:
+                regions[mesh_rank] = region_of(pieces, mesh_rank)
+            writes = stage == entry.spec.owner and mesh_rank in pieces.sources
             description = OptimizerTensor(
-                name, pieces.shape, regions[lane], state.rank(stage, lane),
-                writes, writes and lane == pieces.sources[0],
+                name, pieces.shape, regions[mesh_rank], state.rank(stage, mesh_rank),
+                writes, writes and mesh_rank == pieces.sources[0],
             )  # fmt: skip
-            found.setdefault(id(shards.of(entry.copies[stage, lane])), description)
+            found.setdefault(id(shards.of(entry.copies[stage, mesh_rank])), description)
     return found
 
 

@@ -117,10 +117,10 @@ class _SnapshotBuilder:
         state = self._trainer._state
         for name, entry in state.entries.items():
             key = key_of(name, entry)
-            for lane, tensor in entry.owned().items() if key else ():
-                if lane in entry.pieces.sources:
-                    region = region_of(entry.pieces, lane)
-                    rank = state.rank(entry.spec.owner, lane)
+            for mesh_rank, tensor in entry.owned().items() if key else ():
+                if mesh_rank in entry.pieces.sources:
+                    region = region_of(entry.pieces, mesh_rank)
+                    rank = state.rank(entry.spec.owner, mesh_rank)
                     self._add(rank, key, tensor, entry.pieces.shape, region)
         if 0 in self._trainer.transport.local:
             for name, tensor in self._trainer._unused.items():

@@ -15,18 +15,18 @@ from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import Shard, indices
 
 
-def region_of(pieces: ShardLayout, lane: int) -> TensorRegion:
+def region_of(pieces: ShardLayout, mesh_rank: int) -> TensorRegion:
     """Return the region of the whole tensor that a mesh rank stores."""
     sharded = {p.dim for p in pieces.placements if isinstance(p, Shard)}
     if not sharded and not pieces.flat:
         return make_full_region(pieces.shape)
-    stored = indices(pieces.shape, pieces.placements, pieces.mesh, lane) if sharded else ()
+    stored = indices(pieces.shape, pieces.placements, pieces.mesh, mesh_rank) if sharded else ()
     ranges = tuple(
         _ranges(stored[dim]) if dim in sharded else ((0, size),)
         for dim, size in enumerate(pieces.shape)
     )
     box = TensorRegion(ranges)
-    return TensorRegion(ranges, pieces.range(lane, box.elements)) if pieces.flat else box
+    return TensorRegion(ranges, pieces.range(mesh_rank, box.elements)) if pieces.flat else box
 
 
 def key_of(name: str, entry: StateEntry) -> str:

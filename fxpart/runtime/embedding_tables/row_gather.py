@@ -46,7 +46,9 @@ def gather(
     found: list[SparseGradientParts | None] = []
     for at in range(len(mine)):
         ranks_with_rows = [
-            lane for lane in range(mesh_ranks) if lengths_by_rank[lane][at] is not None
+            mesh_rank
+            for mesh_rank in range(mesh_ranks)
+            if lengths_by_rank[mesh_rank][at] is not None
         ]
         parts = [
             SparseGradientParts(tuple(lengths_by_rank[i][at] or ()), ids[i][at], values[i][at])
@@ -84,8 +86,8 @@ def _gather_rows(
     for at, (like, _) in enumerate(mine):
         kinds.setdefault(torch.long if ids else like.dtype, []).append(at)
     for dtype, tables in kinds.items():
-        shapes = [[_shape(lengths_by_rank[lane][at], mine[at][0], ids) for at in tables]
-                  for lane in range(len(lengths_by_rank))]  # fmt: skip
+        shapes = [[_shape(lengths_by_rank[mesh_rank][at], mine[at][0], ids) for at in tables]
+                  for mesh_rank in range(len(lengths_by_rank))]  # fmt: skip
         counts = [[torch.Size(shape).numel() for shape in row] for row in shapes]
         own = [part.ids if ids else part.values for at in tables
                if (part := mine[at][1]) is not None]  # fmt: skip
@@ -94,10 +96,10 @@ def _gather_rows(
         gathered = _all_gather(mesh, axes, flat, [sum(row) for row in counts])
         starts = [0, *accumulate(n for row in counts for n in row)]
         spans = iter(pairwise(starts))
-        for lane, row in enumerate(shapes):
+        for mesh_rank, row in enumerate(shapes):
             for at, shape in zip(tables, row, strict=True):
                 start, stop = next(spans)
-                found[lane][at] = gathered[start:stop].view(shape)
+                found[mesh_rank][at] = gathered[start:stop].view(shape)
     return found
 
 

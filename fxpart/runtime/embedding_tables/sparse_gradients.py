@@ -60,11 +60,11 @@ class SparseGradients:
         self._capture.drop(parameter)
         self._reduced.pop(id(parameter), None)
 
-    def finish(self, lane: MeshRank, stage: int) -> None:
+    def finish(self, mesh_rank: MeshRank, stage: int) -> None:
         """Gather the rows of all mesh ranks; all mesh ranks of the stage call it."""
         groups: dict[tuple[str, ...], list[tuple[StateEntry, torch.Tensor]]] = {}
         for entry in self.entries.values():
-            parameter = entry.copies.get((stage, lane.index))
+            parameter = entry.copies.get((stage, mesh_rank.index))
             if parameter is not None:
                 groups.setdefault(self._axes(entry), []).append((entry, parameter))
         for axes, held in groups.items():
@@ -72,7 +72,7 @@ class SparseGradients:
             found = [parts for _, parts in mine]
             if axes:
                 assert self._meshes is not None, "axes are of a mesh"
-                found = gather(self._meshes.of(stage, lane.index), axes, mine)
+                found = gather(self._meshes.of(stage, mesh_rank.index), axes, mine)
             for (entry, parameter), parts in zip(held, found, strict=True):
                 if len(entry.stages) == 1:
                     self._set(parameter, parts)
@@ -83,11 +83,13 @@ class SparseGradients:
         """Set the gradient of tied tables to the sum over their stages, ordered by the owner."""
         totals = self.sums()
         for names, tables in self._group_tied_tables():
-            if not all((name, tables.lane) in totals for name in names):
+            if not all((name, tables.mesh_rank) in totals for name in names):
                 continue
-            found = broadcast_owner_rows(tables, [totals[name, tables.lane] for name in names])
+            found = broadcast_owner_rows(tables, [totals[name, tables.mesh_rank] for name in names])
             for entry, parts in zip(tables.entries, found, strict=True):
-                holders = {id(t): t for (_, at), t in entry.copies.items() if at == tables.lane}
+                holders = {
+                    id(t): t for (_, at), t in entry.copies.items() if at == tables.mesh_rank
+                }
                 for place, parameter in enumerate(holders.values()):
                     own = parts.copy() if parts is not None and place else parts
                     self._set(parameter, own)
@@ -99,11 +101,11 @@ class SparseGradients:
         """
         found: dict[tuple[str, int], SparseGradientParts | None] = {}
         for names, tables in self._group_tied_tables():
-            here = [self._pending_by_stage(entry, tables.lane) for entry in tables.entries]
+            here = [self._pending_by_stage(entry, tables.mesh_rank) for entry in tables.entries]
             if here[0]:
                 parts = {stage: [own[stage] for own in here] for stage in here[0]}
                 totals = collect_rows_at_owner(tables, parts)
-                found.update(((n, tables.lane), t) for n, t in zip(names, totals, strict=True))
+                found.update(((n, tables.mesh_rank), t) for n, t in zip(names, totals, strict=True))
         return found
 
     def _group_tied_tables(self) -> Iterator[tuple[list[str], TiedTables]]:
@@ -123,14 +125,17 @@ class SparseGradients:
                 groups[key][-1].append(name)
                 room[key] -= size
         for names in chain.from_iterable(groups.values()):
-            for lane in self._state.lanes:
-                yield names, TiedTables(self._state, [self.entries[n] for n in names], lane.index)
+            for mesh_rank in self._state.mesh_ranks:
+                yield (
+                    names,
+                    TiedTables(self._state, [self.entries[n] for n in names], mesh_rank.index),
+                )
 
     def _pending_by_stage(
-        self, entry: StateEntry, lane: int
+        self, entry: StateEntry, mesh_rank: int
     ) -> dict[int, SparseGradientParts | None]:
         """Return the gradients in this process by stage; a tensor shared by stages counts once."""
-        holders = {stage: t for (stage, at), t in entry.copies.items() if at == lane}
+        holders = {stage: t for (stage, at), t in entry.copies.items() if at == mesh_rank}
         first: dict[int, int] = {}
         for stage in sorted(holders, key=lambda s: (s != entry.spec.owner, s)):
             first.setdefault(id(holders[stage]), stage)
@@ -139,8 +144,8 @@ class SparseGradients:
     def shard(self, place: Place) -> None:
         """ZeRO: restrict each gradient to this mesh rank's range, without communication."""
         for name, entry in self.entries.items():
-            for (_, lane), parameter in entry.copies.items():
-                held, (start, stop) = place(name, entry, lane, parameter)
+            for (_, mesh_rank), parameter in entry.copies.items():
+                held, (start, stop) = place(name, entry, mesh_rank, parameter)
                 if held is not parameter and parameter.grad is not None:
                     # uncoalesced rows would be summed in another order
                     whole = parameter.grad.coalesce()

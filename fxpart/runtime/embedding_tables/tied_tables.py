@@ -32,7 +32,7 @@ class TiedTables:
 
     state: ModelState
     entries: Sequence[StateEntry]
-    lane: int
+    mesh_rank: int
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -46,12 +46,14 @@ class TiedTables:
 
     def rank(self, stage: int) -> int:
         """Return the rank of a stage."""
-        return self.state.rank(stage, self.lane)
+        return self.state.rank(stage, self.mesh_rank)
 
     def local_tables(self, stage: int | None = None) -> list[torch.Tensor]:
         """Return the tables of a stage, or of any stage in this process."""
         return [
-            next(t for (s, at), t in e.copies.items() if at == self.lane and stage in (None, s))
+            next(
+                t for (s, at), t in e.copies.items() if at == self.mesh_rank and stage in (None, s)
+            )
             for e in self.entries
         ]
 
@@ -80,7 +82,7 @@ def collect_rows_at_owner(tables: TiedTables, parts: dict[int, PartsByTable]) ->
                     table[stage] = part
     for handle in sends:
         transport.wait(handle)
-    spec = tables.state.lanes[0].spec
+    spec = tables.state.mesh_ranks[0].spec
     return [_merge_in_order(spec, table) if table else None for table in found]
 
 

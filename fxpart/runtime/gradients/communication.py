@@ -20,7 +20,7 @@ def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
     for name, entry in find_tied_entries(state):
         if name in shards.rows:
             continue
-        for mesh_rank in state.lanes:
+        for mesh_rank in state.mesh_ranks:
             _send_tied_gradient(state, shards, entry, mesh_rank.index)
 
 

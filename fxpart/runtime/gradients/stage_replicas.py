@@ -31,7 +31,7 @@ def reduce_replica_gradients(state: ModelState, shards: OptimizerShards) -> None
     replicas. :func:`fxpart.runtime.gradients.communication.send_tied_gradients` sends the totals
     back.
     """
-    spec = state.lanes[0].spec
+    spec = state.mesh_ranks[0].spec
     if not spec.replicas:
         return
     for (owner, stages), entries in _group_by_owner(state, shards).items():
@@ -44,7 +44,7 @@ def reduce_gradients_temporarily(state: ModelState, shards: OptimizerShards) -> 
 
     Used while gradient accumulation continues.
     """
-    spec = state.lanes[0].spec
+    spec = state.mesh_ranks[0].spec
     entries = [
         e for group in _group_by_owner(state, shards).values() for e in group if spec.replicas
     ]

@@ -122,7 +122,9 @@ CommunicatorTable = dict[tuple[int, int], Communicator]
 def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], CommunicatorTable]:
     """Create a hub per stage for mesh ranks in one process, and the communicators."""
     hubs = [InProcessHub(mesh) for _ in range(stages)]
-    return hubs, {(s, end.lane): end for s, hub in enumerate(hubs) for end in hub.communicators}
+    return hubs, {
+        (s, end.mesh_rank): end for s, hub in enumerate(hubs) for end in hub.communicators
+    }
 
 
 def _make_group_communicators(
@@ -142,4 +144,4 @@ def _make_group_communicators(
         for at, row in enumerate(rows)
         if here in row
     }
-    return {(s, ends[row].lane): ends[row] for s, row in enumerate(ranks) if row in ends}
+    return {(s, ends[row].mesh_rank): ends[row] for s, row in enumerate(ranks) if row in ends}

@@ -48,7 +48,7 @@ class OptimizerShards:
         """
         self._state = state
         self._meshes = meshes
-        sharding = state.lanes[0].spec.sharding
+        sharding = state.mesh_ranks[0].spec.sharding
         self.zero = 0 if sharding is None or meshes is None else sharding.zero
         self._axis = sharding.zero_axis if sharding is not None and self.zero else ""
         self._shards: dict[int, nn.Parameter] = {}
@@ -59,7 +59,7 @@ class OptimizerShards:
         self.rows = SparseGradients(state, meshes, shared=shared_rows)
         self._scatters: dict[tuple[int, int], GradientReduceScatter] = {}
         if meshes is not None and self._shards:
-            for mesh_rank in state.lanes:
+            for mesh_rank in state.mesh_ranks:
                 for stage in mesh_rank.modules:
                     mesh = meshes.of(stage, mesh_rank.index)
                     self._scatters[stage, mesh_rank.index] = GradientReduceScatter(mesh, self._axis)
@@ -274,7 +274,7 @@ class OptimizerShards:
         """
         found: dict[tuple[int, int], StageGradientReducer] = {}
         queues: dict[int, ReductionQueue] = {}
-        for mesh_rank in self._state.lanes:
+        for mesh_rank in self._state.mesh_ranks:
             for stage in sorted(mesh_rank.modules):
                 terms = list(self._find_partial_gradients(mesh_rank, stage))
                 if terms and self._meshes is not None:

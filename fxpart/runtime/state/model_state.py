@@ -69,7 +69,7 @@ class ModelState:
     ) -> None:
         """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank."""
         spec = mesh_ranks[0].spec
-        self.lanes = tuple(mesh_ranks)
+        self.mesh_ranks = tuple(mesh_ranks)
         self.ranks = ranks
         self.transport = transport
         self.device = devices[transport.local[0]]
@@ -86,11 +86,11 @@ class ModelState:
     def _entry(self, name: str, stage_items: list[tuple[int, StateSpec]]) -> StateEntry:
         copies = {
             (index, mesh_rank.index): _tensor(mesh_rank.modules[index], state.attribute)
-            for mesh_rank in self.lanes
+            for mesh_rank in self.mesh_ranks
             for index, state in stage_items
             if index in mesh_rank.modules
         }
-        first, sharding = stage_items[0][1], self.lanes[0].spec.sharding
+        first, sharding = stage_items[0][1], self.mesh_ranks[0].spec.sharding
         pieces = ShardLayout.of(sharding, name, first.shape)
         tensor_sharding = None if sharding is None else sharding.state.get(name)
         stages = tuple(index for index, _ in stage_items)

@@ -1,4 +1,4 @@
-"""Whole tensors and what each lane holds of them: parts taken out, parts put in."""
+"""Map between whole tensors and the shards that each mesh rank stores."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fxpart.sharding import Mesh, Placements, Shard, chunk, indices, local_shape
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor of ``shape`` lies over the lanes of a mesh.
+    """Layout of a tensor of ``shape`` over the ranks of a mesh.
 
-    flat: the axis along which what a lane holds is cut once more, as a flat tensor in equal pieces
-    (state of an optimizer that is sharded over the axis); the shape is then 1-d.
+    flat: mesh axis along which each shard is flattened and divided again into equal pieces (ZeRO
+    optimizer state). The local shape is then 1-d.
     """
 
     shape: tuple[int, ...]
@@ -28,84 +28,88 @@ class ShardLayout:
 
     @classmethod
     def of(cls, sharding: ShardingSpec | None, name: str, shape: tuple[int, ...]) -> ShardLayout:
-        """Those of a parameter or buffer; ``shape`` is that of a program without a mesh."""
+        """Return the layout of a parameter or buffer; ``shape`` is used if there is no mesh."""
         if sharding is None:
             return cls(shape)
         mesh = Mesh.parse(sharding.mesh)
-        held = sharding.state.get(name)
-        if held is None:
+        stored = sharding.state.get(name)
+        if stored is None:
             return cls(shape, (None,) * len(mesh.axes), mesh)
-        return cls(held.shape, parse_placements(held.placements, mesh), mesh)
+        return cls(stored.shape, parse_placements(stored.placements, mesh), mesh)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a lane holds less than the whole."""
+        """Whether a mesh rank stores less than the whole tensor."""
         return bool(self.axes or self.flat)
 
     @cached_property
     def axes(self) -> frozenset[str]:
-        """The axes along which the tensor is cut."""
+        """The mesh axes over which the tensor is sharded."""
         names = zip(self.mesh.names, self.placements, strict=True)
         return frozenset(name for name, placement in names if isinstance(placement, Shard))
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """The lanes that together hold every element once: the first of each group of equals."""
+        """The mesh ranks that together store every element once: the first of each group of
+        replicas."""
         cut = self.axes | {self.flat}
         return tuple(
-            lane
-            for lane in range(self.mesh.size)
+            mesh_rank
+            for mesh_rank in range(self.mesh.size)
             if all(
                 place == 0 or name in cut
-                for name, place in zip(self.mesh.names, self.mesh.coordinate(lane), strict=True)
+                for name, place in zip(
+                    self.mesh.names, self.mesh.coordinate(mesh_rank), strict=True
+                )
             )
         )
 
     @cached_property
     def most(self) -> int:
-        """The elements of the lane that holds the most."""
-        lanes = range(self.mesh.size) if self.is_cut else range(1)
-        return max(math.prod(self.local_shape(lane)) for lane in lanes)
+        """The number of elements of the largest shard."""
+        mesh_ranks = range(self.mesh.size) if self.is_cut else range(1)
+        return max(math.prod(self.local_shape(mesh_rank)) for mesh_rank in mesh_ranks)
 
-    def local_shape(self, lane: int) -> tuple[int, ...]:
-        """The shape of what the lane holds."""
-        shape = local_shape(self.shape, self.placements, self.mesh, lane)
+    def local_shape(self, mesh_rank: int) -> tuple[int, ...]:
+        """Return the shape of the shard of a mesh rank."""
+        shape = local_shape(self.shape, self.placements, self.mesh, mesh_rank)
         if not self.flat:
             return shape
-        start, stop = self.range(lane, math.prod(shape))
+        start, stop = self.range(mesh_rank, math.prod(shape))
         return (stop - start,)
 
-    def range(self, lane: int, size: int) -> tuple[int, int]:
-        """Start and stop of the lane's piece of ``size`` elements along the ``flat`` axis."""
+    def range(self, mesh_rank: int, size: int) -> tuple[int, int]:
+        """Return start and stop of a mesh rank's piece of ``size`` elements on the ``flat``
+        axis."""
         at = self.mesh.index(self.flat)
-        return chunk(size, self.mesh.shape[at], self.mesh.coordinate(lane)[at])
+        return chunk(size, self.mesh.shape[at], self.mesh.coordinate(mesh_rank)[at])
 
-    def part(self, whole: torch.Tensor, lane: int) -> torch.Tensor:
-        """What the lane holds of the whole tensor; a view where its elements lie in one range."""
-        for dim, start, stop, picked in self._cuts(lane):
+    def part(self, whole: torch.Tensor, mesh_rank: int) -> torch.Tensor:
+        """Return the shard of a mesh rank; a view if its elements are one range of each dim."""
+        for dim, start, stop, picked in self._cuts(mesh_rank):
             if picked is None:
                 whole = whole.narrow(dim, start, stop - start)
             else:
                 whole = whole.index_select(dim, picked.to(whole.device))
         if self.flat:
             whole = whole.reshape(-1)
-            whole = whole[slice(*self.range(lane, whole.numel()))]
+            whole = whole[slice(*self.range(mesh_rank, whole.numel()))]
         return whole
 
-    def put(self, whole: torch.Tensor, lane: int, part: torch.Tensor) -> None:
-        """Write the lane's part into the whole tensor."""
+    def put(self, whole: torch.Tensor, mesh_rank: int, part: torch.Tensor) -> None:
+        """Write the shard of a mesh rank into the whole tensor."""
         if not self.flat:
-            self._put(whole, lane, part)
+            self._put(whole, mesh_rank, part)
             return
         inner = ShardLayout(self.shape, self.placements, self.mesh)
-        mine = inner.part(whole, lane).reshape(-1).clone()
-        mine[slice(*self.range(lane, mine.numel()))] = part
-        self._put(whole, lane, mine.view(inner.local_shape(lane)))
+        mine = inner.part(whole, mesh_rank).reshape(-1).clone()
+        mine[slice(*self.range(mesh_rank, mine.numel()))] = part
+        self._put(whole, mesh_rank, mine.view(inner.local_shape(mesh_rank)))
 
-    def _put(self, whole: torch.Tensor, lane: int, part: torch.Tensor) -> None:
-        """Views down to the last dim that is cut into several ranges; that one by its indices."""
+    def _put(self, whole: torch.Tensor, mesh_rank: int, part: torch.Tensor) -> None:
+        """Copy a shard; dims that are divided into several ranges are indexed."""
         spread: list[tuple[int, torch.Tensor]] = []
-        for dim, start, stop, picked in self._cuts(lane):
+        for dim, start, stop, picked in self._cuts(mesh_rank):
             if picked is None:
                 whole = whole.narrow(dim, start, stop - start)
             else:
@@ -121,23 +125,23 @@ class ShardLayout:
             grid = torch.meshgrid(*lines, indexing="ij")
             whole[grid] = part.to(whole.device, whole.dtype)
 
-    def slices(self, lane: int) -> tuple[slice, ...] | None:
-        """The lane's part as one range of each dim; None where a dim is cut into several."""
+    def slices(self, mesh_rank: int) -> tuple[slice, ...] | None:
+        """Return the shard as one range of each dim; None if a dim has several ranges."""
         found = [slice(0, size) for size in self.shape]
-        for dim, start, stop, picked in self._cuts(lane):
+        for dim, start, stop, picked in self._cuts(mesh_rank):
             if picked is not None:
                 return None
             found[dim] = slice(start, stop)
         return tuple(found)
 
-    def _cuts(self, lane: int) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
-        """Per dim that is cut: the range held, or the indices where it is not one range."""
+    def _cuts(self, mesh_rank: int) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+        """Yield each sharded dim with its range, and its indices if they are not one range."""
         cut = sorted({p.dim for p in self.placements if isinstance(p, Shard)})
         if not cut:
             return
-        held = indices(self.shape, self.placements, self.mesh, lane)
+        picked = indices(self.shape, self.placements, self.mesh, mesh_rank)
         for dim in cut:
-            mine = held[dim]
+            mine = picked[dim]
             start = int(mine[0]) if len(mine) else 0
             stop = start + len(mine)
             one = not len(mine) or int(mine[-1]) == stop - 1
@@ -146,20 +150,20 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class StateSlicer:
-    """A lane's parts of whole tensors, by name."""
+    """Takes the shards of a mesh rank out of whole tensors, by tensor name."""
 
     sharding: ShardingSpec
-    lane: int
+    mesh_rank: int
 
     def __call__(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """The part; a view where its elements lie in one range."""
-        return ShardLayout.of(self.sharding, name, tuple(whole.shape)).part(whole, self.lane)
+        """Return the shard; a view if its elements are one range of each dim."""
+        return ShardLayout.of(self.sharding, name, tuple(whole.shape)).part(whole, self.mesh_rank)
 
     def slices(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-        """The part as one range of each dim, None where a dim is cut into several."""
-        return ShardLayout.of(self.sharding, name, shape).slices(self.lane)
+        """Return the shard as one range of each dim; None if a dim has several ranges."""
+        return ShardLayout.of(self.sharding, name, shape).slices(self.mesh_rank)
 
 
-def make_state_slicer(spec: ProgramSpec, lane: int) -> StateSlicer | None:
-    """What takes a lane's part out of whole tensors by name; None where a stage is one rank."""
-    return None if spec.sharding is None else StateSlicer(spec.sharding, lane)
+def make_state_slicer(spec: ProgramSpec, mesh_rank: int) -> StateSlicer | None:
+    """Return a slicer for the shards of a mesh rank; None if each stage has one rank."""
+    return None if spec.sharding is None else StateSlicer(spec.sharding, mesh_rank)

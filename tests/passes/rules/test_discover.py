@@ -84,7 +84,7 @@ def test_rows_of_a_table_need_a_form_and_are_not_proposed() -> None:
 
 
 def test_a_scaled_sum_is_not_taken_for_a_sum() -> None:
-    """The traps: a mean is no sum, a number is added on each lane, a square is not linear."""
+    """The traps: a mean is no sum, a number is added on each mesh rank, a square is not linear."""
     assert discover(ATEN.mean.dim, (real(4, 6), [1])).notation == "a _o01 -> a"
     assert discover(ATEN.add.Scalar, (real(4, 6), 2.0)).linear == ()
     assert discover(ATEN.square.default, (real(4, 6),)).linear == ()

@@ -1,4 +1,4 @@
-"""Every rule against its op: cut, run on lanes, recombine, compare, forward and gradient."""
+"""Every rule against its op: cut, run on mesh ranks, recombine, compare, forward and gradient."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def test_what_no_rule_covers_has_none() -> None:
 
 
 def test_rows_that_an_arange_looks_up_stay_where_they_are() -> None:
-    """Each lane's masks are of its own rows; another index of the same shape is no such thing."""
+    """Each mesh rank's masks are of its own rows; another index of the same shape is no such
+    thing."""
     example = own_rows(Draw(1))
     node = node_of(example)
     rule = rule_of(node)
@@ -177,7 +178,7 @@ def test_rows_that_an_arange_looks_up_stay_where_they_are() -> None:
 
 
 def test_no_lane_is_left_without_a_part() -> None:
-    """Four over three lanes by ceil would be 2, 2 and none; five over 2x2 is 2, 1, 1 and 1."""
+    """Four over three mesh ranks by ceil would be 2, 2 and none; five over 2x2 is 2, 1, 1 and 1."""
     rule = rule_of(node_of(Example(torch.ops.aten.relu.default, (torch.rand(4, 5),))))
     assert rule is not None
     assert layout(rule, ("d0",), Mesh.parse("a=3")) is None

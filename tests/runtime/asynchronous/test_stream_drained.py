@@ -92,7 +92,7 @@ def test_a_warm_up_is_synchronous() -> None:
 
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}])
 def test_lanes_of_data_parallel_stages(clip: dict[str, float], monkeypatch: Any) -> None:
-    """Two lanes, four stages: sums over lanes before each stage's update."""
+    """Two mesh ranks, four stages: sums over mesh ranks before each stage's update."""
     found = []
     for kind, more in ((None, {}), (AsyncTrainer, {"weights": "flush"})):
         if kind is not None:

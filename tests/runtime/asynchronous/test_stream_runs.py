@@ -200,7 +200,7 @@ def test_schedulers_follow_their_own_updates() -> None:
 
 
 def test_lanes_have_one_version(monkeypatch: Any) -> None:
-    """Two lanes, two stages, no drain: copies of a parameter stay equal in every bit."""
+    """Two mesh ranks, two stages, no drain: copies of a parameter stay equal in every bit."""
     monkeypatch.setattr(hand_lanes, "Trainer", AsyncTrainer)
     made = hand_lanes.data_parallel(
         lambda: language((1, 1, 1, 1), dropout=0.0), 2, 0, weights="spectrain", microbatches=2

@@ -17,7 +17,7 @@ from checkpoint_trainers import (
     STREAMS,
     everything,
     held,
-    lanes,
+    mesh_ranks,
     moved,
     pipeline,
     steps,
@@ -57,20 +57,20 @@ LANED = [(way, "adamw") for way in LANES] + [("tp and zero-1", "sgd"), ("zero-2 
 def test_lanes_take_what_any_other_has_written(way: str, optimizer: str, tmp_path: Path) -> None:
     """Data, tensor, ZeRO-1, -2 and -3, uneven pieces: as by whole tensors, then as unstopped."""
     given = partial(hand_lanes.batch, 12)
-    old = lanes(way, optimizer)
+    old = mesh_ranks(way, optimizer)
     steps(old, (0, 1, 2), given)
     saved = old.save_checkpoint(tmp_path)
     state = everything(old)
     assert held(saved) == state
     for other in LANES:
-        new, compared = lanes(other, optimizer), lanes(other, optimizer)
+        new, compared = mesh_ranks(other, optimizer), mesh_ranks(other, optimizer)
         steps(new, (11,), given)
         new.load_checkpoint(tmp_path)
         assert everything(new) == state, other
         moved(old, compared)
         assert steps(new, (7, 8), given) == steps(compared, (7, 8), given), other
         assert everything(new) == everything(compared), other
-    again = lanes(way, optimizer)
+    again = mesh_ranks(way, optimizer)
     again.load_checkpoint(tmp_path)
     assert steps(again, (7, 8), given) == steps(old, (7, 8), given)
     assert everything(again) == everything(old)

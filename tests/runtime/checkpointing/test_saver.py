@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_trainers import everything, held, lanes, pipeline, steps, stream
+from checkpoint_trainers import everything, held, mesh_ranks, pipeline, steps, stream
 from hand_stages import batch, language
 from runtime_programs import make
 
@@ -60,7 +60,7 @@ def test_a_save_is_of_the_moment_and_two_are_kept(tmp_path: Path) -> None:
 
 def test_staging_is_used_again() -> None:
     """A second save allocates nothing; without staging the pieces are the trainer's own memory."""
-    trainer = lanes("tp")
+    trainer = mesh_ranks("tp")
     steps(trainer, (0, 1), lambda seed: __import__("hand_lanes").batch(12, seed=seed))
     staging = StagingBuffers()
     first, second = take_snapshot(trainer, staging), take_snapshot(trainer, staging)
@@ -138,7 +138,7 @@ def test_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path:
     steps(old, (0,))
     path = old.save_checkpoint(tmp_path)
 
-    other = lanes("pipeline")
+    other = mesh_ranks("pipeline")
     before = everything(other)
     found = problems(lambda: other.load_checkpoint(path))
     assert {code for code, _ in found} == {"FXP512"}

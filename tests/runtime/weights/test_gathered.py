@@ -1,4 +1,5 @@
-"""Parameters that are cut over lanes and gathered again in the backward: those that it reads."""
+"""Parameters that are cut over mesh ranks and gathered again in the backward: those that it
+reads."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from fxpart.runtime.asynchronous import AsyncTrainer
 
 @pytest.mark.parametrize("mode", ["stash", "naive", "spectrain"])
 def test_cut_parameters_are_trained_as_whole_ones(mode: str, monkeypatch: Any) -> None:
-    """Two lanes of two stages, one update missed: with and without ZeRO-3, the same numbers."""
+    """Two mesh ranks of two stages, one update missed: with and without ZeRO-3, the same
+    numbers."""
     monkeypatch.setattr(hand_lanes, "Trainer", AsyncTrainer)
     found = {}
     for zero3 in (False, True):
