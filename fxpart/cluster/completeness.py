@@ -1,4 +1,4 @@
-"""What a cluster does not say: missing links, facts never measured, keys that say nothing."""
+"""Find missing links, missing measurements and misspelled keys of a cluster."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MOST = 64
 
 
 def missing_links(cluster: Cluster) -> tuple[Problem, ...]:
-    """An FXP403 for each pair without a link, one for all devices that no link tells apart.
+    """Return an FXP403 for each pair of devices without a link, at most ``MOST``.
 
-    The first ``MOST`` of them: of many hosts without links between them nobody reads every pair.
+    Devices that no link names individually are one group, and one pair per group is reported.
     """
     if any(link.source == ANY == link.target for link in cluster.links):
         return ()
@@ -45,22 +45,22 @@ def missing_links(cluster: Cluster) -> tuple[Problem, ...]:
 
 
 def missing_facts(cluster: Cluster) -> tuple[str, ...]:
-    """What would make predictions better, in words; () where nothing is missing."""
+    """Return texts that name the missing facts which would improve predictions."""
     found = []
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
     busy = Counter(device.host for device in cluster.devices if device.kind == "cpu")
     cores = [name for name in busy if not (name in known and known[name].cores)]
     if cores:
-        found.append(f"how many cores {_named(cores)} has")
+        found.append(f"the number of cores of {_named(cores)}")
     alone = [n for n, count in busy.items() if count > 1 and not (n in known and known[n].slowdown)]
     if alone:
-        found.append(f"how the ranks of {_named(alone)} slow each other down")
+        found.append(f"the slowdown of ranks that compute at the same time on {_named(alone)}")
     if any(device.measured is UNSET for device in cluster.devices):
         count = sum(device.measured is UNSET for device in cluster.devices)
         found.append(f"measured rates of {count} of {len(cluster.devices)} devices")
     if without := len(missing_links(cluster)):
         many = f"{without} links" if without < MOST else "many links"
-        found.append(f"how devices reach each other: {many} are missing")
+        found.append(f"{many} between devices")
     if len(cluster.devices) > 1:
         count = sum(link.curve is UNSET for link in cluster.links)
         if count:
@@ -71,7 +71,7 @@ def missing_facts(cluster: Cluster) -> tuple[str, ...]:
 
 
 def find_misspelled_keys(cluster: Cluster) -> tuple[str, ...]:
-    """Unknown keys that look like known ones: they are kept, and have no effect. In words."""
+    """Return messages for unknown keys, which have no effect, that resemble known keys."""
     parts: list[tuple[str, Iterable[Any]]]
     parts = [("the cluster", [cluster]), ("devices", cluster.devices), ("links", cluster.links)]
     parts += [("hosts", () if cluster.hosts is UNSET else cluster.hosts)]
@@ -82,8 +82,8 @@ def find_misspelled_keys(cluster: Cluster) -> tuple[str, ...]:
             known = [name for name in item.__struct_fields__ if name != "extra"]
             for key in () if item.extra is UNSET else item.extra:
                 if close := get_close_matches(key.lower(), known, n=1, cutoff=0.8):
-                    words = f"{key!r} of {where} has no effect: {close[0]!r} is the key"
-                    found.setdefault(words)
+                    message = f"key {key!r} of {where} has no effect; did you mean {close[0]!r}?"
+                    found.setdefault(message)
     return tuple(found)
 
 

@@ -1,7 +1,7 @@
-"""What a container's quota leaves of the cores: control groups of Linux, both versions.
+"""CPU quota of a container, read from Linux control groups of version 1 or 2.
 
-A group's processes may together compute for so many microseconds of each period (sched-bwc.rst and
-cgroup-v2.rst of the Linux kernel's documentation); every group above it limits them as well.
+A control group limits the CPU time of its processes per period (sched-bwc.rst and cgroup-v2.rst of
+the Linux kernel documentation). The limits of all parent groups apply as well.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _MOUNTS = Path("/sys/fs/cgroup")
 
 
 def quota(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> float | None:
-    """Cores that this process may use on average; None where nothing limits it.
+    """Return the number of cores that this process may use on average, None without a limit.
 
-    groups: the process's, as the kernel lists them; mounts: where control groups are mounted.
+    groups: the kernel's list of the process's groups. mounts: mount point of control groups.
     """
     try:
         lines = groups.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -27,13 +27,13 @@ def quota(groups: Path = _GROUPS, mounts: Path = _MOUNTS) -> float | None:
 
 
 def _limits(line: str, mounts: Path) -> Iterator[float]:
-    """Of the line's group and those above it, such as ``4:cpu,cpuacct:/docker/1f`` or ``0::/a``.
+    """Yield the limits of a listed group and its parents, in cores.
 
-    Within a container the listed path may be the host's, and what is mounted the group itself: then
-    only the mount's own files are there.
+    line: such as ``4:cpu,cpuacct:/docker/1f`` or ``0::/a``. In a container, the listed path may be
+    the host's while only the group itself is mounted, so missing files are skipped.
     """
-    number, _, rest = line.partition(":")
-    controllers, _, path = rest.partition(":")
+    number, _, remainder = line.partition(":")
+    controllers, _, path = remainder.partition(":")
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     above = ["/".join(parts[:count]) for count in range(len(parts) + 1)]
     if number == "0" and not controllers:
@@ -45,13 +45,13 @@ def _limits(line: str, mounts: Path) -> Iterator[float]:
 
 
 def _new(folder: Path) -> float | None:
-    """Version 2's ``cpu.max``: microseconds, or "max", of a period."""
+    """Return the limit of version 2: ``cpu.max`` has microseconds (or "max") and the period."""
     words = _words(folder / "cpu.max")
     return _ratio(*words) if len(words) == 2 else None
 
 
 def _old(folder: Path) -> float | None:
-    """Version 1's ``cpu.cfs_quota_us``, -1 where there is none, of ``cpu.cfs_period_us``."""
+    """Return the limit of version 1: ``cpu.cfs_quota_us`` (-1: none) per ``cpu.cfs_period_us``."""
     words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
     return _ratio(*words) if len(words) == 2 else None
 
@@ -64,7 +64,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _ratio(allowed: str, period: str) -> float | None:
-    """Cores; None for "max", -1, and what is no number."""
+    """Return the quotient as cores; None for "max", -1 and invalid numbers."""
     if not (allowed.isdecimal() and period.isdecimal() and int(allowed) and int(period)):
         return None
     return int(allowed) / int(period)

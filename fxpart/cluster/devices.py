@@ -1,4 +1,4 @@
-"""Devices, hosts and the directed links between devices: the data of a cluster. No torch."""
+"""Data of a cluster: devices, hosts and directed links. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One device that runs one rank.
 
     name: unique, e.g. "host0/gpu:3". kind: "cpu" or "gpu". model: e.g. "h100-sxm". memory: bytes.
-    flops: peak FLOP/s by dtype ("float32", "bfloat16"). bandwidth: memory bytes/s. launch: seconds
-    each op costs at least. source: where the figures come from. Ranks of one host may share its
-    cores and memory: then these are the rates that each has while all of them compute.
-    threads: of computation, on a CPU. quota: cores that the device may use on average, where a
-    container holds it to less than its threads would take; the rates above are those under it.
-    price: money an hour, in any one currency. domain: what fails together (a rack, a zone).
-    measured: rates that were measured here, beside the nominal ones above, by dtype (FLOP/s) and
-    "bandwidth" (bytes/s). extra: keys of a file that fxpart does not know, kept as they are. These
-    six are left out of files and of the hash where not given.
+    flops: peak FLOP/s by dtype ("float32", "bfloat16"). bandwidth: memory bytes/s. launch: minimum
+    seconds of an op. source: origin of the figures. If ranks of a host share its cores and memory,
+    the rates are those of each rank while all ranks compute.
+
+    The other fields are omitted from files and from the hash if unset. threads: computing threads
+    of a CPU. quota: cores that the device may use on average, if a container limits it to fewer
+    than its threads; the rates include this limit. price: cost per hour, in any one currency.
+    domain: failure domain (a rack, a zone). measured: measured rates by dtype (FLOP/s) and
+    "bandwidth" (bytes/s), in addition to the nominal ones. extra: unknown keys of a file.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def share(self) -> float:
-        """Of the time of its threads what the device's quota leaves, above 0, at most 1."""
+        """The fraction of its threads' time that the quota allows, in (0, 1]."""
         if isinstance(self.quota, msgspec.UnsetType):
             return 1.0
         threads = 1 if isinstance(self.threads, msgspec.UnsetType) else self.threads
@@ -48,12 +48,12 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine, as far as its devices share it.
+    """Properties of a machine that its devices share.
 
-    name: what devices call their ``host``. cores: that ranks on it share; 0 where not known.
-    slowdown: how many times longer a computation takes while 1, 2, ... of its ranks compute at the
-    same time, as measured; empty where it was not. address: by which others reach it. source: where
-    the figures come from. extra: keys of a file that fxpart does not know, kept as they are.
+    name: the ``host`` of its devices. cores: shared by its ranks; 0 if unknown. slowdown: measured
+    factors by which computation slows down while 1, 2, ... ranks compute at the same time; empty
+    if not measured. address: network address. source: origin of the figures. extra: unknown keys
+    of a file.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CpuLoadImbalance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two ranks share a core while another is idle, until the operating system looks.
+    """Time during which two ranks share a core while another core is idle.
 
-    cores: how many ranks compute without sharing cores. seconds: how long it lasts where nothing
-    else changes. fallen: the part of a core that is lost meanwhile where more ranks than cores
-    computed just before; risen: the same where fewer did.
+    It lasts until the operating system balances the load. cores: number of ranks that can compute
+    without sharing cores. seconds: duration if nothing else changes. fallen: lost fraction of a
+    core after more ranks than cores computed; risen: the same after fewer ranks computed.
     """
 
     cores: int
@@ -79,15 +79,14 @@ class CpuLoadImbalance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A directed link. source and target name a device, a host, or "*"; the closest match wins.
+    """A directed link between devices, hosts or "*" (any); the most specific link is used.
 
-    latency: seconds that a transfer takes before its first byte, software included; bandwidth:
-    bytes/s; kind: "shm", "nvlink", "net", ... ("net" means between hosts). origin: where the
-    figures come from. shared: between hosts, whether all devices of a host share that bandwidth
-    (one network card), so that bytes of stages on one host add up; else each device has its own.
-    segment: the name of something that links share (a PCIe switch, a network card): transfers over
-    links of one segment share its bandwidth. curve: measured (bytes, seconds), bytes rising, which
-    replace latency and bandwidth from the first to the last. extra: unknown keys of a file.
+    latency: seconds before the first byte, software included. bandwidth: bytes/s. kind: "shm",
+    "nvlink", "net" (between hosts), ... origin: origin of the figures. shared: whether all devices
+    of a host share the bandwidth between hosts (one network card), or each device has its own.
+    segment: name of a resource that several links share (a PCIe switch, a network card); transfers
+    over links of one segment share its bandwidth. curve: measured (bytes, seconds) in ascending
+    order, which replace latency and bandwidth within their range. extra: unknown keys of a file.
     """
 
     source: str
@@ -96,7 +95,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: float
     kind: str = ""
     origin: str = ""
-    # What is not given is left out of files and of the hash.
+    # Unset fields are omitted from files and from the hash.
     shared: bool | msgspec.UnsetType = msgspec.UNSET
     segment: str | msgspec.UnsetType = msgspec.UNSET
     curve: tuple[tuple[float, float], ...] | msgspec.UnsetType = msgspec.UNSET
@@ -106,11 +105,11 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class CollectiveCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Measured seconds of one collective over a group of ranks, by size.
 
-    operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast". ranks: of
-    the group; hosts: machines that they are on. points: (bytes, median seconds), bytes rising;
-    the bytes are those of the whole tensor, as the formulas of alphabeta.py count them. latency
-    (seconds), inverse_bandwidth (seconds a byte): the fitted line; residual: its median relative
-    error over the points. source: backend, threads, date. extra: unknown keys of a file.
+    operation: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "broadcast". ranks:
+    size of the group. hosts: number of machines. points: (bytes, median seconds), bytes ascending;
+    the bytes are those of the whole tensor, as in the formulas of alphabeta.py. latency (seconds),
+    inverse_bandwidth (seconds/byte): the fitted line; residual: its median relative error. source:
+    backend, threads, date. extra: unknown keys of a file.
     """
 
     operation: str

@@ -1,7 +1,7 @@
-"""Cluster files: TOML for people, JSON for machines, both ways; and the canonical digest.
+"""Read and write cluster files in TOML and JSON; the canonical digest of a cluster.
 
-A file may hold keys that fxpart does not know, at every level. They are kept in ``extra`` and
-written back among the others, where they came from.
+A file may have unknown keys at every level. They are stored in ``extra`` and written back at the
+same place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SUFFIXES = (".toml", ".json")
 
 
 def load(kind: type[Cluster], path: Path) -> Cluster:
-    """The checked cluster in ``path``; FXP401 where it cannot be read, FXP402 where it is wrong."""
+    """Load and validate a cluster; FXP401 if it cannot be read, FXP402 if it is not valid."""
     _suffix(path)
     try:
         data = read_bytes(path, MAX_BYTES)
@@ -39,7 +39,7 @@ def load(kind: type[Cluster], path: Path) -> Cluster:
 
 
 def decode(kind: type[Cluster], data: bytes, suffix: str, where: str = "cluster") -> Cluster:
-    """The checked cluster in the text ``data`` of the kind ".toml" or ".json"."""
+    """Parse and validate the text ``data`` in the format ".toml" or ".json"."""
     try:
         if suffix == ".json":
             raw = from_json(data)
@@ -52,26 +52,26 @@ def decode(kind: type[Cluster], data: bytes, suffix: str, where: str = "cluster"
 
 
 def from_builtins(kind: type[Cluster], raw: Any, where: str = "cluster") -> Cluster:
-    """The checked cluster in what a JSON or TOML parser gave; FXP401 or FXP402."""
+    """Convert and validate the result of a JSON or TOML parser; FXP401 or FXP402."""
     try:
-        cluster = msgspec.convert(_gathered(raw, kind), kind)
+        cluster = msgspec.convert(_separate_unknown_keys(raw, kind), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         raise _unreadable(where, str(why) or type(why).__name__) from why
     return cluster.validate()
 
 
 def to_builtins(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as a file holds it: dicts, lists, numbers; unknown keys where they came from."""
-    made = _flat(cluster)
-    for kind in _parts():
+    """Return the content of a cluster file as dicts, lists and numbers, unknown keys included."""
+    made = _fields(cluster)
+    for kind in _list_fields():
         if kind in made:
-            made[kind] = [_flat(item) for item in made[kind]]
-    listed: dict[str, Any] = _listed(made)
-    return listed
+            made[kind] = [_fields(item) for item in made[kind]]
+    result: dict[str, Any] = _tuples_to_lists(made)
+    return result
 
 
 def dump(cluster: Cluster, path: Path) -> None:
-    """Write ``cluster`` as TOML or JSON by the suffix of ``path``; FXP603 where it cannot be."""
+    """Write ``cluster`` as TOML or JSON by the suffix of ``path``; FXP603 if that fails."""
     text = to_toml(cluster) if _suffix(path) == ".toml" else to_json(cluster)
     try:
         path.write_text(text, encoding="utf-8", newline="\n")
@@ -82,18 +82,18 @@ def dump(cluster: Cluster, path: Path) -> None:
 
 
 def to_json(cluster: Cluster) -> str:
-    """The cluster as indented JSON with sorted keys and a final newline."""
+    """Return indented JSON with sorted keys and a final newline."""
     text = msgspec.json.encode(to_builtins(cluster), order="sorted")
     return msgspec.json.format(text, indent=2).decode() + "\n"
 
 
 def to_toml(cluster: Cluster) -> str:
-    """The cluster as TOML: what holds for all of it, then one table per host, device, link.
+    """Return TOML: fields of the cluster, then one table per host, device and link.
 
-    Raises FXP603 where an unknown key holds null, which TOML cannot say.
+    Raises FXP603 if the value of an unknown key is null, which TOML cannot represent.
     """
     made = to_builtins(cluster)
-    tables = {kind: made.pop(kind) for kind in _parts() if made.get(kind)}
+    tables = {kind: made.pop(kind) for kind in _list_fields() if made.get(kind)}
     lines = [f"{_key(key)} = {_toml(value)}" for key, value in made.items()]
     for kind, items in tables.items():
         for item in items:
@@ -103,55 +103,57 @@ def to_toml(cluster: Cluster) -> str:
 
 
 def digest(cluster: Cluster) -> str:
-    """SHA-256 in hex of the canonical JSON: sorted keys, no spaces."""
+    """Return the SHA-256 in hex of the canonical JSON: sorted keys, no spaces."""
     return hashlib.sha256(msgspec.json.encode(cluster, order="sorted")).hexdigest()
 
 
-def _parts() -> dict[str, type[msgspec.Struct]]:
-    """The lists of a cluster, in the order in which a file has them, and what is in them."""
+def _list_fields() -> dict[str, type[msgspec.Struct]]:
+    """Return the list fields of a cluster in file order, with the types of their items."""
     return {"hosts": Host, "devices": Device, "links": Link, "collectives": CollectiveCurve}
 
 
-def _gathered(raw: Any, kind: type[msgspec.Struct]) -> Any:
-    """What a parser gave, with the keys that ``kind`` does not have under ``extra``."""
+def _separate_unknown_keys(raw: Any, kind: type[msgspec.Struct]) -> Any:
+    """Move keys that ``kind`` does not have to ``extra``."""
     if not isinstance(raw, dict):
-        return raw  # the conversion says what is wrong with it
+        return raw  # The conversion reports the error.
     known = set(kind.__struct_fields__) - {"extra"}
     made = {key: value for key, value in raw.items() if key in known}
     if len(made) < len(raw):
         made["extra"] = {key: value for key, value in raw.items() if key not in known}
     if "links" in known:
-        for name, part in _parts().items():
+        for name, part in _list_fields().items():
             if isinstance(made.get(name), list):
-                made[name] = [_gathered(item, part) for item in made[name]]
+                made[name] = [_separate_unknown_keys(item, part) for item in made[name]]
     return made
 
 
-def _flat(item: msgspec.Struct) -> dict[str, Any]:
-    """The given fields of a struct by name, unknown keys after them."""
+def _fields(item: msgspec.Struct) -> dict[str, Any]:
+    """Return the set fields and the unknown keys of a struct by name."""
     fields = {k: getattr(item, k) for k in item.__struct_fields__}
     extra = fields.pop("extra", msgspec.UNSET)
     given = {key: value for key, value in fields.items() if value is not msgspec.UNSET}
     return given if extra is msgspec.UNSET else {**extra, **given}
 
 
-def _listed(value: Any) -> Any:
-    """The value with lists for tuples, as a parser gives it."""
+def _tuples_to_lists(value: Any) -> Any:
+    """Return the value with lists in place of tuples."""
     if isinstance(value, dict):
-        return {key: _listed(entry) for key, entry in value.items()}
-    return [_listed(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: _tuples_to_lists(entry) for key, entry in value.items()}
+    return (
+        [_tuples_to_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
+    )
 
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def _key(key: str) -> str:
-    """A TOML key: bare where it may be."""
+    """Return a TOML key, bare if possible."""
     return key if _BARE.fullmatch(key) else _toml(key)
 
 
 def _toml(value: Any) -> str:
-    """A TOML value: string, number, boolean, date, or array or inline table of these."""
+    """Return a TOML value: string, number, boolean, date, or array or inline table of these."""
     if isinstance(value, str):
         # JSON's escapes of control characters are TOML's too; DEL alone needs one more.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -163,15 +165,15 @@ def _toml(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if value is None:
-        why = "a key that fxpart does not know holds null, which TOML cannot say"
+        why = "the value of an unknown key is null, which TOML cannot represent"
         raise error("FXP603", where="TOML", why=why, fix="write the cluster as .json")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _suffix(path: Path) -> str:
     if path.suffix not in SUFFIXES:
-        fix = "name the file .toml or .json"
-        raise _unreadable(path, f"the suffix {path.suffix!r} is not known", fix)
+        fix = "use a file name with suffix .toml or .json"
+        raise _unreadable(path, f"the suffix {path.suffix!r} is unknown", fix)
     return path.suffix
 
 

@@ -1,4 +1,4 @@
-"""This host as a cluster: torchrun's ranks, GPUs by nvidia-smi, otherwise CPU ranks."""
+"""Describe this host as a cluster: torchrun's ranks, GPUs from nvidia-smi, or CPU ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fxpart.cluster.validation import MAX_DEVICES
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
 
-# Widest float32 fused multiply-add of one core and cycle, in FLOP, by instruction set: two units
-# of 16, 8 or 4 lanes, two FLOP a lane.
+# float32 FLOP per core and cycle by instruction set: two fused multiply-add units with vectors of
+# 16, 8 or 4 elements, and two FLOP per element.
 _FLOP_PER_CYCLE = (("avx512f", 64), ("avx2", 32), ("", 16))
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def detect(kind: type[Cluster]) -> Cluster:
-    """torchrun's ranks if it started us, else this host's GPUs, else one CPU rank for each core."""
+    """Return torchrun's ranks if it started this process, else this host's GPUs, else its cores."""
     launch = environment.read_launch()
     gpus = nvidia_models()
     if launch is None:
@@ -40,10 +40,10 @@ def detect(kind: type[Cluster]) -> Cluster:
 
 
 def local(kind: type[Cluster], ranks: int) -> Cluster:
-    """This host as ``ranks`` CPU devices, each with an even share of its cores and memory.
+    """Return this host as ``ranks`` CPU devices with even shares of its cores and memory.
 
-    A rank computes with as many threads as it has cores, at least one; in a container that may use
-    less than one core, each has its share of that as its quota.
+    A rank has one thread per core, at least one. In a container that may use less than one core,
+    the quota of each device is its share of that.
 
     FLOP/s = cores x FLOP per cycle (instruction set) x clock x efficiency / ranks, from the data
     file "cpu"; the clock is nominal, so that the same host gives the same cluster every time.
@@ -90,30 +90,30 @@ def local(kind: type[Cluster], ranks: int) -> Cluster:
 
 
 def cores() -> int:
-    """The cores this process may use at once; a part of one counts as one."""
+    """Return the number of cores that this process may use, rounded up."""
     return math.ceil(computing())
 
 
 def computing() -> float:
-    """The cores this process may use on average: those it may run on, or its container's quota."""
+    """Return the average number of cores of this process, by affinity and container quota."""
     affinity: Any = getattr(os, "sched_getaffinity", None)  # not on macOS
     there = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(there, quota() or there)
 
 
 def memory() -> int:
-    """This host's memory in bytes, or its container's limit where that is lower."""
+    """Return this host's memory in bytes, or its container's limit if that is lower."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CGROUP:
         try:
             found.append(int(Path(path).read_text()))
         except (OSError, ValueError):
-            continue  # no such group, or "max": no limit
+            continue  # No such group, or "max" for no limit.
     return min(size for size in found if size > 0)
 
 
 def flop_per_cycle() -> int:
-    """The float32 FLOP that one core does in a cycle, by the instruction sets it names."""
+    """Return the float32 FLOP per core and cycle, by this host's instruction sets."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
@@ -122,7 +122,7 @@ def flop_per_cycle() -> int:
 
 
 def nvidia_models() -> list[str]:
-    """The data-file names of this host's NVIDIA GPUs; [] where there are none or one is unknown."""
+    """Return the models of this host's NVIDIA GPUs; [] if there are none or one is unknown."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -136,14 +136,14 @@ def nvidia_models() -> list[str]:
 
 
 def match_model(product: str) -> str | None:
-    """The device model whose ``products`` marks all stand in a product name, longest first."""
+    """Return the device model with the most ``products`` words that occur in a product name."""
     words = product.lower().replace("-", " ").split()
     best: tuple[int, str] | None = None
     for model in models():
-        for marks in device_data(model).get("products", ()):
-            needed = marks.lower().split()
-            if all(mark in words for mark in needed) and (best is None or len(needed) > best[0]):
-                best = (len(needed), model)
+        for required in device_data(model).get("products", ()):
+            terms = required.lower().split()
+            if all(term in words for term in terms) and (best is None or len(terms) > best[0]):
+                best = (len(terms), model)
     return best[1] if best else None
 
 

@@ -1,4 +1,4 @@
-"""``fxpart cluster detect``: this host, and the hosts of the job that torchrun or SLURM started."""
+"""Detect this host and the other hosts of a job started by torchrun or SLURM."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import grid
 from fxpart.errors import FxpartError
 
-# Bytes/s of one PCIe lane in one direction, after encoding, by generation.
+# Bytes/s per unit of PCIe link width (x1) in one direction, after encoding, by generation.
 _PCIE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 
 
 def detect(facts: ImportOptions) -> ImportedCluster:
-    """This host's devices, and as many hosts as the job has.
+    """Return a cluster with the hosts of the job.
 
-    Only this host is looked at: devices of others are taken to be like its own, and their source
-    says so. Between hosts there is a link only where ``facts.network`` gives its speed.
+    Only this host is inspected. Other hosts are assumed to have the same devices, which is stated
+    in their ``source``. Hosts are linked only if ``facts.network`` has the network's speed.
     """
     launch, job = environment.read_launch(), environment.read_slurm()
     nodes = slurm.expand(job.nodes) if job is not None else ()
@@ -41,29 +41,29 @@ def detect(facts: ImportOptions) -> ImportedCluster:
     base, notes = _this_host(each, facts)
     if not nodes and launch is not None and not launch.one_machine:
         if launch.world % launch.local_world:
-            why = f"{launch.world} ranks do not fill hosts of {launch.local_world}"
+            why = f"{launch.world} ranks cannot be divided into hosts of {launch.local_world} ranks"
             raise make_import_error(
                 "WORLD_SIZE", why, "start the same number of ranks on each host"
             )
         nodes = tuple(f"host{i}" for i in range(launch.world // launch.local_world))
     if not nodes:
         return ImportedCluster(validate_imported(base, "this host"), notes)
-    # Without SLURM the first of the numbered hosts stands for this one.
-    seen = job.node if job is not None and job.node in nodes else nodes[0]
+    # Without SLURM, this host is the first of the numbered hosts.
+    inspected = job.node if job is not None and job.node in nodes else nodes[0]
     known = slurm.cpus(job.cpus, len(nodes)) if job is not None else ()
-    made = slurm.named(base, nodes, known, network(facts), seen)
+    made = slurm.replicate_host(base, nodes, known, network(facts), inspected)
     if job is None:
-        made = _unaddressed(made)
+        made = _without_addresses(made)
     if len(nodes) > 1:
-        others = [node for node in nodes if node != seen]
-        words = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
-        notes += (f"not looked at, taken to be like {seen}: {words}",)
+        others = [node for node in nodes if node != inspected]
+        names = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+        notes += (f"not inspected, assumed to be equal to {inspected}: {names}",)
         notes += (NO_NETWORK,) if facts.network is None else ()
     return ImportedCluster(validate_imported(made, "the job"), notes)
 
 
 def _per_host(launch: environment.Launch | None, job: environment.Slurm | None) -> int | None:
-    """Devices on each host, as torchrun or SLURM say; None where neither does."""
+    """Return the devices per host according to torchrun or SLURM; None if neither is used."""
     if launch is not None:
         return launch.local_world
     if job is None:
@@ -73,11 +73,15 @@ def _per_host(launch: environment.Launch | None, job: environment.Slurm | None) 
 
 
 def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[str, ...]]:
-    """This host as a cluster of ``each`` devices, or of as many as it has."""
+    """Return this host as a cluster of ``each`` devices, by default all, and notes."""
     gpus = nvidia_models()
     alike = len(set(gpus)) == 1 and (each or 0) <= len(gpus)
     if not alike:
-        notes = ("its GPUs are not all of one model; left out",) if len(set(gpus)) > 1 else ()
+        notes = (
+            ("the GPUs of this host are ignored because they are of several models",)
+            if len(set(gpus)) > 1
+            else ()
+        )
         return local(Cluster, each or cores()), notes
     base = grid(Cluster, 1, each or len(gpus), gpus[0])
     (name,) = hosts_of(base)
@@ -85,23 +89,23 @@ def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[s
     base = msgspec.structs.replace(base, hosts=(here,))
     if len(base.devices) < len(gpus) or len(gpus) == 1:
         return base, ()
-    table = _printed("topo", "-m")
+    table = _run_nvidia_smi("topo", "-m")
     try:
-        found = nvidia_topology.read(table, _with(facts, base))
+        found = nvidia_topology.read(table, _topology_options(facts, base))
     except FxpartError as why:
         note = f"nvidia-smi topo -m was not used: {why.problems[0].why}"
         return base, (note,)
     return found.cluster, found.notes
 
 
-def _with(facts: ImportOptions, base: Cluster) -> ImportOptions:
-    """What reading the topology needs: the devices, and PCIe's speed as the driver says it."""
-    return ImportOptions(into=base, pcie=facts.pcie or _pcie(), nvlink=facts.nvlink)
+def _topology_options(facts: ImportOptions, base: Cluster) -> ImportOptions:
+    """Return the options for reading the topology, with the PCIe speed from the driver."""
+    return ImportOptions(into=base, pcie=facts.pcie or _pcie_bandwidth(), nvlink=facts.nvlink)
 
 
-def _pcie() -> float | None:
-    """Bytes/s of this host's slowest GPU slot in one direction; None where it is not said."""
-    text = _printed(
+def _pcie_bandwidth() -> float | None:
+    """Return bytes/s of this host's slowest GPU slot in one direction; None if unknown."""
+    text = _run_nvidia_smi(
         "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits"
     )
     rates = []
@@ -113,8 +117,8 @@ def _pcie() -> float | None:
     return min(rates, default=0.0) or None
 
 
-def _printed(*arguments: str) -> str:
-    """What nvidia-smi prints; "" where it cannot be asked."""
+def _run_nvidia_smi(*arguments: str) -> str:
+    """Return the output of nvidia-smi; "" if it cannot be run."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -126,8 +130,8 @@ def _printed(*arguments: str) -> str:
     return done.stdout
 
 
-def _unaddressed(cluster: Cluster) -> Cluster:
-    """The cluster without addresses: its hosts' names are numbers of our own."""
+def _without_addresses(cluster: Cluster) -> Cluster:
+    """Return the cluster without addresses, as its host names were generated."""
     hosts = () if cluster.hosts is UNSET else cluster.hosts
     plain = tuple(msgspec.structs.replace(host, address="") for host in hosts)
     return msgspec.structs.replace(cluster, hosts=plain)

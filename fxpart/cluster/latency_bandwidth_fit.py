@@ -1,4 +1,4 @@
-"""Latency and bandwidth from measured times: the line through them, by relative error."""
+"""Fit latency and bandwidth to measured times by relative error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class LatencyBandwidthFit:
-    """``latency + size x inverse_bandwidth`` seconds, and how well that fits.
+    """A fitted line: ``latency + size x inverse_bandwidth`` seconds.
 
-    residuals: of each point the relative error, (line - measured) / measured, in order.
+    residuals: relative error (line - measured) / measured of each point, in order.
     """
 
     latency: float
@@ -21,7 +21,7 @@ class LatencyBandwidthFit:
     residuals: tuple[float, ...]
 
     def __call__(self, size: float) -> float:
-        """The line's seconds for ``size`` bytes."""
+        """Return the seconds for ``size`` bytes."""
         return self.latency + size * self.inverse_bandwidth
 
     @property
@@ -36,11 +36,11 @@ class LatencyBandwidthFit:
 
 
 def fit(points: Sequence[Point]) -> LatencyBandwidthFit:
-    """The line that is closest to (bytes, seconds) by the sum of squared relative errors.
+    """Fit a line to (bytes, seconds) by least squares of relative errors.
 
-    That is least squares with weights 1/seconds², so that microseconds count as much as
-    milliseconds. Neither part is negative: where the best would be, the other is fitted alone.
-    Needs a point; seconds are above zero.
+    The weights 1/seconds² make short transfers count as much as long ones. If latency or slope
+    would be negative, it is 0 and only the other one is fitted. Needs at least one point; seconds
+    must be positive.
     """
     weighted = [(1 / seconds, size / seconds) for size, seconds in points]
     s11 = sum(a * a for a, _ in weighted)
@@ -48,7 +48,7 @@ def fit(points: Sequence[Point]) -> LatencyBandwidthFit:
     s22 = sum(b * b for _, b in weighted)
     r1, r2 = sum(a for a, _ in weighted), sum(b for _, b in weighted)
     determinant = s11 * s22 - s12 * s12
-    latency, slope = r1 / s11, 0.0  # a constant, where the sizes do not tell them apart
+    latency, slope = r1 / s11, 0.0  # A constant, if all sizes are equal.
     if determinant > 1e-12 * s11 * s22:
         latency = (s22 * r1 - s12 * r2) / determinant
         slope = (s11 * r2 - s12 * r1) / determinant
@@ -62,6 +62,6 @@ def fit(points: Sequence[Point]) -> LatencyBandwidthFit:
 
 
 def compute_holdout_errors(points: Sequence[Point]) -> tuple[float, ...]:
-    """Relative errors at every second point of the line fitted on the others."""
+    """Return relative errors at every second point of a line fitted to the other points."""
     line = fit(points[::2])
     return tuple((line(size) - seconds) / seconds for size, seconds in points[1::2])

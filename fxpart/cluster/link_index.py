@@ -1,4 +1,4 @@
-"""Which link a transfer takes: the closest match among devices, hosts and "*"."""
+"""Look up the link of a transfer: the most specific match of device, host or "*"."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 ANY = "*"
 
-# Pairs of closeness (2 device, 1 host, 0 "*") from the closest to the loosest: by the sum, then
-# by the worse end, then by the source, so that every two patterns are ordered.
+# Pairs of specificity (2 device, 1 host, 0 "*") in descending order: by the sum, then by the less
+# specific end, then by the source, so that the order is total.
 _ORDER = sorted(
     ((a, b) for a in range(3) for b in range(3)), key=lambda p: (sum(p), min(p), p), reverse=True
 )
 
 
 class LinkIndex:
-    """The links of a cluster, indexed; ``links(source, target)`` takes device names."""
+    """Index over the links of a cluster; ``links(source, target)`` takes device names."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Index the cluster's links by their two ends."""
@@ -29,10 +29,10 @@ class LinkIndex:
         self._named = {end for pair in self._table for end in pair}
 
     def __call__(self, source: str, target: str) -> Link:
-        """The closest link from one device to another; raises FXP403 naming the pair."""
-        ends = [self._forms(name) for name in (source, target)]
+        """Return the most specific link from one device to another; FXP403 if there is none."""
+        ends = [self._patterns(name) for name in (source, target)]
         if source == target:
-            return self._itself(source)
+            return self._self_link(source)
         for a, b in _ORDER:
             link = self._table.get((ends[0][a], ends[1][b]))
             if link is not None:
@@ -45,20 +45,20 @@ class LinkIndex:
         )
 
     def group(self, name: str) -> str:
-        """The device's name if a link names it, else its host: equal groups have equal links."""
-        return name if name in self._named else self._forms(name)[1]
+        """Return the device if a link names it, else its host; equal groups have equal links."""
+        return name if name in self._named else self._patterns(name)[1]
 
-    def _forms(self, name: str) -> tuple[str, str, str]:
+    def _patterns(self, name: str) -> tuple[str, str, str]:
         device = self._devices.get(name)
         if device is None:
             raise error(
                 "FXP403",
                 where=f"device {name!r}",
                 why="the cluster has no device of this name",
-                fix=f"one of {', '.join(list(self._devices)[:8])}",
+                fix=f"use one of {', '.join(list(self._devices)[:8])}",
             )
         return (ANY, device.host, name)
 
-    def _itself(self, name: str) -> Link:
+    def _self_link(self, name: str) -> Link:
         bandwidth = self._devices[name].bandwidth
         return Link(source=name, target=name, latency=0.0, bandwidth=bandwidth, kind="self")

@@ -1,4 +1,4 @@
-"""New facts into a cluster: links of a host, measured curves."""
+"""Merge links, devices and measured curves into a cluster."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ if TYPE_CHECKING:
 
 
 def hosts_of(cluster: Cluster) -> list[str]:
-    """The names of the hosts that devices are on, in rank order."""
+    """Return the names of the devices' hosts, in rank order."""
     return list(dict.fromkeys(device.host for device in cluster.devices))
 
 
-def chosen_hosts(cluster: Cluster, facts: ImportOptions) -> list[str]:
-    """The hosts that a text about one host holds for: those named, else the only one. FXP407."""
+def select_hosts(cluster: Cluster, facts: ImportOptions) -> list[str]:
+    """Return the hosts that a description of one host applies to: ``facts.hosts``, or the only one.
+
+    Raises FXP407 for an unknown host, and if the cluster has several hosts and none is named.
+    """
     every = hosts_of(cluster)
     for name in facts.hosts:
         if name not in every:
             raise make_import_error(
-                f"--host {name}", "the cluster has no such host", f"one of {every[:8]}"
+                f"--host {name}", "the cluster has no such host", f"use one of {every[:8]}"
             )
     if facts.hosts:
         return list(facts.hosts)
     if len(every) > 1:
-        why = f"the text is about one host, and the cluster has {len(every)}"
+        why = f"the text describes one host, but the cluster has {len(every)}"
         raise make_import_error(
-            "--host", why, f"say which, as often as it holds: --host {every[0]}"
+            "--host", why, f"name each host that it applies to: --host {every[0]}"
         )
     return every
 
 
 def collapse(host: str, links: Sequence[Link], names: Sequence[str]) -> list[Link]:
-    """One link of a host to itself where all pairs of ``names`` are linked alike."""
-    kinds = {_alike(link) for link in links}
+    """Return a single link of the host to itself if all pairs of ``names`` have equal links."""
+    kinds = {_without_ends(link) for link in links}
     pairs = {(link.source, link.target) for link in links}
     if len(kinds) != 1 or pairs != set(permutations(names, 2)):
         return list(links)
@@ -50,21 +53,21 @@ def collapse(host: str, links: Sequence[Link], names: Sequence[str]) -> list[Lin
 
 
 def replace_host_links(cluster: Cluster, host: str, links: Iterable[Link]) -> Cluster:
-    """The cluster with ``links`` for those between the devices of one host."""
+    """Replace the links between the devices of one host."""
     inside = {host} | {device.name for device in cluster.devices if device.host == host}
     kept = [x for x in cluster.links if not (x.source in inside and x.target in inside)]
     return msgspec.structs.replace(cluster, links=(*kept, *links))
 
 
 def merge_links(cluster: Cluster, links: Iterable[Link]) -> Cluster:
-    """The cluster with ``links``, each in the place of the one with the same ends."""
+    """Add links, each replacing the one with the same ends."""
     table = {(link.source, link.target): link for link in cluster.links}
     table |= {(link.source, link.target): link for link in links}
     return msgspec.structs.replace(cluster, links=tuple(table.values()))
 
 
 def merge_curves(cluster: Cluster, curves: Iterable[CollectiveCurve]) -> Cluster:
-    """The cluster with ``curves``, each in the place of one of the same operation and group."""
+    """Add curves, each replacing the one with the same operation and group."""
     old = () if cluster.collectives is UNSET else cluster.collectives
     table = {(curve.operation, curve.ranks, curve.hosts): curve for curve in old}
     table |= {(curve.operation, curve.ranks, curve.hosts): curve for curve in curves}
@@ -72,11 +75,11 @@ def merge_curves(cluster: Cluster, curves: Iterable[CollectiveCurve]) -> Cluster
 
 
 def replace_devices(cluster: Cluster, devices: Iterable[Device]) -> Cluster:
-    """The cluster with ``devices`` in the places of those with the same names."""
+    """Replace the devices of the same names."""
     table = {device.name: device for device in devices}
     kept = tuple(table.get(device.name, device) for device in cluster.devices)
     return msgspec.structs.replace(cluster, devices=kept)
 
 
-def _alike(link: Link) -> Link:
+def _without_ends(link: Link) -> Link:
     return msgspec.structs.replace(link, source="*", target="*", extra=UNSET)

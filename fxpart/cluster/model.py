@@ -1,7 +1,7 @@
-"""The cluster: devices as individuals and the directed links between them. No torch.
+"""The cluster: individual devices and the directed links between them. Does not import torch.
 
-Reading, writing, presets, detection and checks are modules beside this one; they are given the
-class and do not import it.
+The modules for files, presets, detection and validation take the class as an argument, so that
+there is no import cycle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxpart.errors import FxpartError, Problem
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices, in rank order, links, and what is known of hosts.
+    """Devices in rank order, their links and hosts.
 
     collectives: measured seconds of collectives, see :mod:`fxpart.costmodels.communication`.
     extra: unknown keys of a file.
@@ -32,10 +32,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @staticmethod
     def local(ranks: int) -> Cluster:
-        """This host as ``ranks`` CPU devices that share its cores and memory evenly.
+        """Return this host as ``ranks`` CPU devices that share its cores and memory evenly.
 
-        The rates are estimated by formula, and each device's ``source`` says so. Raises FXP404
-        where ``ranks`` is not between 1 and 16384.
+        The rates are estimated by a formula, as stated in each device's ``source``. Raises FXP404
+        if ``ranks`` is not between 1 and 16384.
         """
         from fxpart.cluster.host_detection import local
 
@@ -43,10 +43,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @staticmethod
     def parse(text: str | Path | Cluster) -> Cluster:
-        """A cluster from a preset, "auto", or a .toml or .json file; clusters pass through.
+        """Return a cluster from a preset, "auto", or a .toml or .json file; accepts a cluster, too.
 
         Presets: "local:4" (this host), "8xh100" (devices x model), "16x8xh100" (hosts x devices x
-        model). Raises FXP401 (file), FXP402 (content) or FXP404 (no such preset).
+        model). Raises FXP401 (file), FXP402 (content) or FXP404 (unknown preset).
         """
         if isinstance(text, Cluster):
             return text
@@ -63,20 +63,20 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @staticmethod
     def auto() -> Cluster:
-        """torchrun's ranks if it started us, else this host's GPUs, else its cores."""
+        """Return torchrun's ranks if it started this process, else local GPUs, else local cores."""
         from fxpart.cluster.host_detection import detect
 
         return detect(Cluster)
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """The cluster in a .toml or .json file, checked. Raises FXP401 or FXP402."""
+        """Load and validate a .toml or .json file. Raises FXP401 or FXP402."""
         from fxpart.cluster.files import load
 
         return load(Cluster, Path(path))
 
     def dump(self, path: str | Path) -> None:
-        """Write the cluster to ``path``: TOML or JSON by its suffix. Raises FXP401 or FXP603."""
+        """Write the cluster as TOML or JSON, by the suffix of ``path``. Raises FXP401 or FXP603."""
         from fxpart.cluster.files import dump
 
         dump(self, Path(path))
@@ -89,10 +89,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return digest(self)
 
     def part(self, devices: Iterable[int]) -> Cluster:
-        """The cluster with some of its devices, by their places in ``devices``.
+        """Return a cluster of some devices, given by index, with their links and hosts.
 
-        With them go the links and hosts that they have to do with; ranks are their new order.
-        Raises IndexError for a place that there is not.
+        Ranks follow the new order. Raises IndexError for an index out of range.
         """
         kept = tuple(self.devices[place] for place in devices)
         hosts = {device.host for device in kept}
@@ -104,11 +103,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, devices=kept, links=links, hosts=named)
 
     def link(self, source: str | Device, target: str | Device) -> Link:
-        """The link that a transfer from one device to another takes: the closest match.
+        """Return the most specific link from one device to another.
 
-        A pair of devices wins over a pair of hosts, that over a host and "*", and that over "*" and
-        "*". A device reaches itself at its memory's speed. Raises FXP403 where nothing matches.
-        For many look-ups make one :class:`fxpart.cluster.link_index.LinkIndex`.
+        A pair of devices takes precedence over a pair of hosts, that over a host and "*", and that
+        over two "*". The link of a device to itself has its memory bandwidth. Raises FXP403 if no
+        link matches. For many lookups use :class:`fxpart.cluster.link_index.LinkIndex`.
         """
         from fxpart.cluster.link_index import LinkIndex
 
@@ -116,13 +115,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return LinkIndex(self)(names[0], names[1])
 
     def problems(self) -> tuple[Problem, ...]:
-        """Everything that is wrong with the cluster; empty where it is valid."""
+        """Return all problems of the cluster; empty if it is valid."""
         from fxpart.cluster.validation import problems
 
         return problems(self)
 
     def validate(self) -> Cluster:
-        """The cluster itself; raises FXP402 with every problem found where it is not valid."""
+        """Return the cluster itself; raises FXP402 with all problems if it is not valid."""
         found = self.problems()
         if found:
             raise FxpartError(found)

@@ -1,4 +1,4 @@
-"""Presets such as "16x8xh100", made from the hardware data in ``fxpart.costmodels/devices``."""
+"""Cluster presets such as "16x8xh100", from the hardware data in ``fxpart.costmodels/devices``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse_local(text: str) -> int | None:
 
 
 def mixed(kind: type[Cluster], parts: Sequence[tuple[int, int, str]]) -> Cluster:
-    """Hosts of several models side by side; between hosts the slowest of their networks."""
+    """Return a cluster with hosts of several models, linked by the slowest of their networks."""
     if sum(hosts * each for hosts, each, _ in parts) > MAX_DEVICES:
         text = "+".join("x".join(map(str, part)) for part in parts)
         raise unknown(text, f"there are more than {MAX_DEVICES} devices")
@@ -58,9 +58,9 @@ def mixed(kind: type[Cluster], parts: Sequence[tuple[int, int, str]]) -> Cluster
 
 
 def grid(kind: type[Cluster], hosts: int, per_host: int, model: str, first: int = 0) -> Cluster:
-    """``hosts`` hosts of ``per_host`` devices of one model, linked as its data file says.
+    """Return ``hosts`` hosts with ``per_host`` devices of one model, linked as in its data file.
 
-    first: the number of the first host.
+    first: number of the first host.
     """
     data = device_data(model)
     if hosts < 1 or per_host < 1 or hosts * per_host > MAX_DEVICES:
@@ -104,7 +104,7 @@ def _link(source: str, target: str, data: dict[str, Any]) -> Link:
 
 
 def device_data(model: str) -> dict[str, Any]:
-    """The data file of a device model, by its name or an alias; FXP404 lists those there are."""
+    """Return the data of a device model, by its name or an alias; FXP404 if it is unknown."""
     table = _all()
     if model not in table:
         raise unknown(model, f"there is no device data for {model[:80]!r}")
@@ -113,7 +113,7 @@ def device_data(model: str) -> dict[str, Any]:
 
 @cache
 def _all() -> dict[str, dict[str, Any]]:
-    """Every device file by name and by alias; read once, as the files are part of the package."""
+    """Return the data of all device models by name and alias."""
     table: dict[str, dict[str, Any]] = {}
     folder = files("fxpart.costmodels").joinpath("devices")
     for entry in sorted(folder.iterdir(), key=lambda e: e.name):
@@ -125,17 +125,17 @@ def _all() -> dict[str, dict[str, Any]]:
 
 
 def models() -> tuple[str, ...]:
-    """The names of all device models, without aliases, sorted."""
+    """Return the sorted names of all device models, without aliases."""
     return tuple(sorted({data["name"] for data in _all().values()}))
 
 
 def unknown(name: str, why: str = "") -> FxpartError:
-    """FXP404 for a text that names no cluster, with what would."""
+    """Return an FXP404 that lists the valid cluster names."""
     return error(
         "FXP404",
         where=f"cluster {name[:80]!r}",
         why=why or "it is neither a preset nor a .toml or .json file",
-        fix="auto, local:4, 8xh100 (devices x model), 16x8xh100 (hosts x devices x model),\n"
-        "several with + between them, or a file\n"
+        fix="use auto, local:4, 8xh100 (devices x model), 16x8xh100 (hosts x devices x model),\n"
+        "several of these joined by +, or a file\n"
         f"models: {', '.join(sorted(_all()))}",
     )

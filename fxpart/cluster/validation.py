@@ -1,4 +1,4 @@
-"""Find every fault of a cluster, not the first: its devices, links and what they name."""
+"""Validation of clusters, which reports all problems and not only the first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-# More ranks at work never make each faster: what falls by more than this was measured badly.
+# More computing ranks never make each rank faster, so a larger decrease is a measurement error.
 NOISE = 0.02
 MAX_POINTS = 4096
 MAX_DEPTH = 64
@@ -28,13 +28,13 @@ MAX_DEVICES = 16384
 MAX_LINKS = 1 << 18
 MAX_MEMORY = 1 << 60
 MAX_NAME = 256
-MAX_COUNT = 1 << 20  # of cores, threads, ranks
+MAX_COUNT = 1 << 20  # Cores, threads or ranks.
 ANY = "*"
 KINDS = ("cpu", "gpu")
 
 
 def problems(cluster: Cluster) -> tuple[Problem, ...]:
-    """Every FXP402 of the cluster: devices, links, hosts, measured curves, unknown keys."""
+    """Return all FXP402 problems: devices, links, hosts, measured curves and unknown keys."""
     found: list[Problem] = []
     if not cluster.devices:
         found.append(problem("the cluster", "it has no devices", "add at least one device"))
@@ -54,7 +54,7 @@ def problems(cluster: Cluster) -> tuple[Problem, ...]:
         found += _link(link, known)
     for (source, target), count in Counter((x.source, x.target) for x in cluster.links).items():
         if count > 1:
-            why = f"it stands there {count} times, so it is unclear which one holds"
+            why = f"it is defined {count} times"
             found.append(
                 problem(
                     f"link {quoted(source, MAX_NAME)} -> {quoted(target, MAX_NAME)}",
@@ -69,12 +69,12 @@ def problems(cluster: Cluster) -> tuple[Problem, ...]:
 
 
 def problem(where: str, why: str, fix: str = "") -> Problem:
-    """An FXP402."""
+    """Return an FXP402 problem."""
     return Problem("FXP402", where, why, fix or "correct the cluster file")
 
 
 def _names(cluster: Cluster) -> list[Problem]:
-    """Names that are used twice, or for a device and for a host."""
+    """Check for names used by several devices, or by a device and a host."""
     found = []
     hosts = {d.host for d in cluster.devices}
     for name, count in Counter(d.name for d in cluster.devices).items():
@@ -84,7 +84,7 @@ def _names(cluster: Cluster) -> list[Problem]:
                 problem(f"device {quoted(name, MAX_NAME)}", why, "give each device its own name")
             )
         if name in hosts:
-            why = "a host has the same name, so a link that names it is unclear"
+            why = "a host has the same name, so links to it are ambiguous"
             found.append(problem(f"device {quoted(name, MAX_NAME)}", why, "rename one of them"))
     return found
 
@@ -96,23 +96,23 @@ def _device(device: Device) -> list[Problem]:
         found += plain_name(where, label, name)
     if device.kind not in KINDS:
         found.append(
-            problem(where, f"kind {quoted(device.kind)}", f"use one of {', '.join(KINDS)}")
+            problem(where, f"unknown kind {quoted(device.kind)}", f"use one of {', '.join(KINDS)}")
         )
     if not 0 < device.memory <= MAX_MEMORY:
         why = f"memory is {quoted(device.memory)} bytes"
-        found.append(problem(where, why, "give the bytes that the device has, above 0"))
+        found.append(problem(where, why, "give the memory of the device in bytes, above 0"))
     if not device.flops:
-        why = "flops is empty: no rate for any dtype"
+        why = "flops is empty, so there is no rate for any dtype"
         found.append(problem(where, why, "give at least flops = { float32 = 1.0e12 }"))
     for dtype, rate in device.flops.items():
         found += positive(where, f"flops of {short(dtype)}", rate)
     found += positive(where, "bandwidth", device.bandwidth)
     found += not_negative(where, "launch", device.launch)
-    return found + _given(where, device)
+    return found + _optional_fields(where, device)
 
 
-def _given(where: str, device: Device) -> list[Problem]:
-    """What is wrong with the fields of a device that may be left out."""
+def _optional_fields(where: str, device: Device) -> list[Problem]:
+    """Check the optional fields of a device."""
     found = []
     if device.threads is not UNSET and not 1 <= device.threads <= MAX_COUNT:
         found.append(problem(where, f"threads is {quoted(device.threads)}", "give 1 or more"))
@@ -146,7 +146,7 @@ def _link(link: Link, known: set[str]) -> list[Problem]:
 
 
 def plain_name(where: str, label: str, name: str) -> list[Problem]:
-    """What is wrong with a name that others refer to."""
+    """Check a name that links or devices refer to."""
     if name and name != ANY and len(name) <= MAX_NAME and name.isprintable():
         return []
     why = f"the {label} {quoted(name, MAX_NAME)} is empty, '*', too long or not printable"
@@ -154,34 +154,34 @@ def plain_name(where: str, label: str, name: str) -> list[Problem]:
 
 
 def positive(where: str, what: str, value: float) -> list[Problem]:
-    """What is wrong with a number that has to be finite and above 0."""
+    """Check that a number is finite and above 0."""
     if math.isfinite(value) and value > 0:
         return []
     return [problem(where, f"{what} is {value}", "give a finite number above 0")]
 
 
 def not_negative(where: str, what: str, value: float) -> list[Problem]:
-    """What is wrong with a number that has to be finite and 0 or above."""
+    """Check that a number is finite and not negative."""
     if math.isfinite(value) and value >= 0:
         return []
     return [problem(where, f"{what} is {value}", "give a finite number, 0 or above")]
 
 
 def hosts(cluster: Cluster) -> list[Problem]:
-    """What is wrong with the hosts: names, cores, slowdown."""
+    """Check the hosts: names, cores and slowdown."""
     if cluster.hosts is UNSET:
         return []
     found = []
     used = {device.host for device in cluster.devices}
     for name, count in Counter(host.name for host in cluster.hosts).items():
         if count > 1:
-            why = f"it stands there {count} times, so it is unclear which one holds"
+            why = f"it is defined {count} times"
             found.append(problem(f"host {quoted(name, MAX_NAME)}", why, "keep one of them"))
     for host in cluster.hosts:
         where = f"host {quoted(host.name, MAX_NAME)}"
         if host.name not in used:
-            why = "no device is on a host of this name"
-            found.append(problem(where, why, "name it as the devices' `host` does"))
+            why = "no device has this host"
+            found.append(problem(where, why, "use the name in the devices' `host`"))
         found += _host(where, host)
     return found
 
@@ -196,17 +196,19 @@ def _host(where: str, host: Host) -> list[Problem]:
         found.append(problem(where, f"slowdown has {len(host.slowdown)} entries"))
     for count, factor in enumerate(host.slowdown, 1):
         if not (math.isfinite(factor) and factor >= 1):
-            why = f"slowdown of {count} ranks at work is {factor}"
-            found.append(problem(where, why, "give finite factors, 1 or above"))
+            why = f"slowdown of {count} computing ranks is {factor}"
+            found.append(problem(where, why, "give finite factors of 1 or more"))
     for count, (less, more) in enumerate(pairwise(host.slowdown), 2):
         if more < less * (1 - NOISE):
-            why = f"slowdown of {count} ranks at work, {more}, is below that of fewer, {less}"
+            why = (
+                f"slowdown of {count} computing ranks, {more}, is below that of fewer ranks, {less}"
+            )
             found.append(problem(where, why, "measure again on an idle host"))
     return found + unknown_keys(where, host)
 
 
 def collectives(cluster: Cluster) -> list[Problem]:
-    """What is wrong with the measured collectives."""
+    """Check the measured collectives."""
     if cluster.collectives is UNSET:
         return []
     found = []
@@ -215,7 +217,7 @@ def collectives(cluster: Cluster) -> list[Problem]:
         if count > 1:
             where = f"collective {quoted(operation)} over {quoted(ranks)} ranks"
             where += f" on {quoted(machines)} hosts"
-            why = f"it stands there {count} times, so it is unclear which one holds"
+            why = f"it is defined {count} times"
             found.append(problem(where, why, "keep one of them"))
     for curve in cluster.collectives:
         found += _curve(curve)
@@ -226,7 +228,7 @@ def _curve(curve: CollectiveCurve) -> list[Problem]:
     where = f"collective {quoted(curve.operation)} over {quoted(curve.ranks)} ranks"
     found = []
     if curve.operation not in OPERATIONS:
-        why = f"operation {quoted(curve.operation)}"
+        why = f"unknown operation {quoted(curve.operation)}"
         found.append(problem(where, why, f"use one of {', '.join(OPERATIONS)}"))
     if not 2 <= curve.ranks <= MAX_COUNT:
         found.append(problem(where, f"ranks is {quoted(curve.ranks)}", "give 2 or more"))
@@ -241,23 +243,23 @@ def _curve(curve: CollectiveCurve) -> list[Problem]:
 
 
 def points(where: str, what: str, curve: Sequence[tuple[float, float]]) -> list[Problem]:
-    """What is wrong with measured (bytes, seconds): both above 0, bytes rising."""
+    """Check measured (bytes, seconds): both must be above 0, and bytes ascending."""
     if not 0 < len(curve) <= MAX_POINTS:
         why = f"{what} has {len(curve)} entries"
-        return [problem(where, why, f"give [bytes, seconds] between 1 and {MAX_POINTS} times")]
+        return [problem(where, why, f"give between 1 and {MAX_POINTS} pairs [bytes, seconds]")]
     found = []
     for size, seconds in curve:
         found += positive(where, f"{what}: a size", size)
         found += positive(where, f"{what}: the time of {size} bytes", seconds)
     for (less, _), (more, _) in pairwise(curve):
         if more <= less:
-            why = f"{what}: {more} bytes stand after {less}"
-            found.append(problem(where, why, "give each size once, bytes rising"))
+            why = f"{what}: {more} bytes follow {less}"
+            found.append(problem(where, why, "give each size once, in ascending order"))
     return found
 
 
 def unknown_keys(where: str, item: msgspec.Struct) -> list[Problem]:
-    """What is wrong with the keys that fxpart does not know: only what a file can hold is kept."""
+    """Check that unknown keys have values that can be written to a file."""
     extra: Any = getattr(item, "extra", UNSET)
     if extra is UNSET:
         return []
@@ -268,26 +270,28 @@ def unknown_keys(where: str, item: msgspec.Struct) -> list[Problem]:
         if key in known
     ]
     if not extra:
-        found.append(problem(where, "extra is empty", "leave it out"))
-    if why := next(_unkept(extra, 0), ""):
-        found.append(problem(where, f"extra holds {why}", "keep text, finite numbers, lists"))
+        found.append(problem(where, "extra is empty", "remove it"))
+    if why := next(_unstorable(extra, 0), ""):
+        found.append(
+            problem(where, f"extra contains {why}", "use only text, finite numbers and lists")
+        )
     return found
 
 
-def _unkept(value: Any, depth: int) -> Iterator[str]:
-    """What in a value could not be written to a file and read again."""
+def _unstorable(value: Any, depth: int) -> Iterator[str]:
+    """Yield descriptions of values that cannot be written to a file and read again."""
     if depth > MAX_DEPTH:
         yield f"more than {MAX_DEPTH} levels"
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield from _unkept(key, depth + 1)
-            yield from _unkept(entry, depth + 1)
+            yield from _unstorable(key, depth + 1)
+            yield from _unstorable(entry, depth + 1)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _unkept(entry, depth + 1)
+            yield from _unstorable(entry, depth + 1)
     elif isinstance(value, str):
         if any("\ud800" <= letter <= "\udfff" for letter in value):
-            yield "text that is no Unicode"
+            yield "text that is not valid Unicode"
     elif isinstance(value, float):
         if not math.isfinite(value):
             yield f"the number {value}"

@@ -1,1 +1,1 @@
-"""What compile time and the runtime share of a program, as plain data."""
+"""Program descriptions shared by the compiler and the runtime, as plain data."""

@@ -1,4 +1,4 @@
-"""What crosses stage boundaries, read off a program: one list that every rank computes alike."""
+"""Values that cross stage boundaries of a program, in an order that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fxpart.schedule.action import StageEdge, list_group_stages
 
 @dataclass(frozen=True)
 class ValueEdge:
-    """One value from one stage to another.
+    """One value sent from one stage to another.
 
-    output: its position among the source's outputs; input: among the target's inputs. gradient:
-    whether its gradient comes back. back: the stage that the gradient is sent to. That is the
-    source; or, where several stages use the value, the user before this one, which adds its own
-    part and sends the sum on. So the parts are added one after another, later uses first, as
-    autograd adds them in one process, and the sum is the same in every bit. sent: in which
-    dtype value and gradient go from rank to rank.
+    output: index among the source's outputs. input: index among the target's inputs. gradient:
+    whether the value's gradient is sent back. sent: dtype of value and gradient in transfers.
+
+    back: the stage that receives the gradient. This is the source, or, if several stages use the
+    value, the previous user, which adds its own gradient and sends the sum on. So gradients are
+    added in the order of single-process autograd (later uses first), and sums are bit-equal.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ValueEdge:
 
 
 def find_value_edges(spec: ProgramSpec) -> tuple[ValueEdge, ...]:
-    """All links, ordered by source, target and output; FXP900 where two stages disagree."""
+    """Return all edges by source, target and output; FXP900 if two stages disagree."""
     found: list[ValueEdge] = []
     copies = {group[0]: list_group_stages(group) for group in spec.replicas}
     for stage in spec.stages:
@@ -43,12 +43,16 @@ def find_value_edges(spec: ProgramSpec) -> tuple[ValueEdge, ...]:
             for copy in copies.get(source, (source,)) if source >= 0 else ():
                 found.append(_link(spec, stage, position, value, copy))
     found.sort(key=lambda link: (link.source, link.target, link.output))
-    # Copies take different microbatches: a gradient cannot be sent on from one to the other.
-    return tuple(replace(f, back=f.source) for f in found) if spec.replicas else _returned(found)
+    # Replicas take different microbatches, so they cannot add each other's gradients.
+    return (
+        tuple(replace(f, back=f.source) for f in found)
+        if spec.replicas
+        else _set_gradient_targets(found)
+    )
 
 
-def _returned(found: list[ValueEdge]) -> tuple[ValueEdge, ...]:
-    """The links with ``back`` set: an earlier user, if it gets gradients from this one anyway."""
+def _set_gradient_targets(found: list[ValueEdge]) -> tuple[ValueEdge, ...]:
+    """Set ``back`` to the previous user, if it receives gradients from the target anyway."""
     pairs = {(link.source, link.target) for link in found if link.gradient}
     users: dict[tuple[int, int], list[int]] = {}
     for link in found:
@@ -64,7 +68,7 @@ def _returned(found: list[ValueEdge]) -> tuple[ValueEdge, ...]:
 
 
 def is_gradient_order_exact(spec: ProgramSpec) -> bool:
-    """Whether no gradient is a sum that is added up in another order than in one process."""
+    """Return whether all gradients are summed in the order of single-process training."""
     if spec.replicas:
         return False
     found = [link for link in find_value_edges(spec) if link.gradient]
@@ -77,7 +81,7 @@ def is_gradient_order_exact(spec: ProgramSpec) -> bool:
 
 
 def find_stage_edges(spec: ProgramSpec) -> tuple[StageEdge, ...]:
-    """The stage graph: one edge for each pair of stages with a link between them."""
+    """Return the stage graph: one edge per pair of stages with a value edge between them."""
     backward: dict[tuple[int, int], bool] = {}
     for link in find_value_edges(spec):
         pair = (link.source, link.target)
@@ -93,7 +97,7 @@ def _link(
         raise error(
             "FXP900",
             where=f"stage {stage.index}, input {value.name}",
-            why=f"stage {source} does not produce it before",
+            why=f"stage {source} does not produce it in an earlier stage",
             fix="",
         )
     output = names.index(value.name)
@@ -102,7 +106,7 @@ def _link(
         raise error(
             "FXP900",
             where=f"value {value.name} from stage {source} to stage {stage.index}",
-            why=f"it is {made.dtype} {made.shape} there and {value.dtype} {value.shape} here",
+            why=f"the source has {made.dtype} {made.shape}, the target {value.dtype} {value.shape}",
             fix="",
         )
     sent = wire_dtype(value.dtype, spec.transfer_dtype)

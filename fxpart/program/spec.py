@@ -1,7 +1,7 @@
-"""What a rank runs, as data: stages, their values and state. Torch-free; travels as JSON.
+"""Program of a rank as data: stages, their values and state. Does not import torch; stored as JSON.
 
-The code generator writes these beside the stage modules (``manifest.json``); the runtime needs
-nothing else of the compiler.
+The code generator writes this next to the stage modules (``manifest.json``). The runtime needs
+nothing else from the compiler.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Dim = int | str  # a number, or an expression in the program's symbols such as "
 
 
 class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor that crosses a boundary: its name, dtype ("float32"), and shape.
+    """A tensor that crosses a stage boundary: its name, dtype ("float32") and shape.
 
-    requires_grad: whether a gradient for it flows back; as a stage's input, from that stage; as an
-    output, from any of its receivers (or, for the loss, into it).
+    requires_grad: whether it has a gradient: for an input, from this stage; for an output, from any
+    receiver. True for a loss with a backward.
     """
 
     name: str
@@ -34,8 +34,8 @@ class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor of the user's batch.
 
-    name: the graph's placeholder. path: where it lies in the batch object, e.g. ("input_ids",),
-    (0,) or (2, "mask"). batch_dim: the dim along which microbatches are cut, None to pass it whole.
+    name: the graph's placeholder. path: its path in the batch object, e.g. ("input_ids",), (0,) or
+    (2, "mask"). batch_dim: dim that is divided into microbatches, None to pass the whole tensor.
     """
 
     name: str
@@ -46,7 +46,7 @@ class InputSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ConstantSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A leaf of the batch that is no tensor (None, bool, int, float, str): fixed at capture."""
+    """A leaf of the batch that is not a tensor (None, bool, int, float, str), fixed at capture."""
 
     path: tuple[str | int, ...]
     value: None | bool | int | float | str
@@ -56,9 +56,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A parameter, buffer or lifted constant of a stage.
 
     attribute: the escaped Python name in the stage module. name: the original qualified name.
-    kind: "parameter", "buffer" or "constant". owner: the one stage that owns it; a stage that is
-    not the owner holds a bit-equal copy (a tie). sparse: its gradient is sparse on every stage, the
-    rows that lookups with ``sparse=True`` have asked for.
+    kind: "parameter", "buffer" or "constant". owner: the stage that owns it; other stages store a
+    bit-equal copy (a tied parameter). sparse: its gradient is sparse on every stage and has the
+    rows of lookups with ``sparse=True``.
     """
 
     attribute: str
@@ -91,10 +91,10 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one parameter or buffer lies over the mesh of its stage.
+    """Sharding of one parameter or buffer over the mesh of its stage.
 
     shape: of the whole tensor. placements: text such as "tp:S(0)" (axes not named are replicated).
-    partial: the axes over which its gradient, as backward leaves it, is a sum still to be made.
+    partial: the axes over which its gradient must be summed after the backward.
     """
 
     shape: tuple[int, ...]
@@ -103,14 +103,13 @@ class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the stages' ranks share the work. Without one, a stage is one rank.
+    """Sharding of stages over several ranks. Without one, each stage has one rank.
 
-    mesh: "dp=2,tp=2", the same for every stage; rank = stage * mesh ranks + mesh rank. The program
-    that holds this is that of one mesh rank: its shapes and state are local. inputs: the user's
-    tensors as the user gives them, whole. placements: per input name, those of its microbatches.
-    state: by original name, every parameter and buffer that any stage holds. zero: 0, 1 (optimizer
-    state sharded over the axis ``zero_axis``) or 2 (gradients too); ZeRO-3 is a placement of the
-    weights.
+    mesh: "dp=2,tp=2", the same for every stage; rank = stage * mesh size + mesh rank. The program
+    with this field is that of one mesh rank, with local shapes and state. inputs: the user's whole
+    tensors. placements: placements of each input's microbatches, by name. state: parameters and
+    buffers of all stages, by original name. zero: 0, 1 (optimizer state sharded over the axis
+    ``zero_axis``) or 2 (gradients, too); ZeRO-3 is a placement of the weights.
     """
 
     mesh: str
@@ -122,7 +121,7 @@ class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TotalStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One aten operation of a program's totals.
+    """One aten operation in the computation of batch totals.
 
     args, kwargs: plain values, and objects of one entry: {"input": name}, {"value": number of an
     earlier step}, {"constant": name}, {"size": expression in the symbols}, {"torch": name of a
@@ -142,11 +141,11 @@ class ConstantTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TotalsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers of the whole batch that microbatches need, such as how many targets count.
+    """Totals over the whole batch that microbatches need, such as the number of valid targets.
 
-    inputs: the user's inputs that they depend on. steps: compute them; results: an argument (as in
-    a step) for each of names, the stage inputs that take them. shares: stage inputs that take the
-    microbatch's share of the batch's rows, with their dtypes.
+    inputs: the user inputs that they depend on. steps: operations that compute them. results: an
+    argument (as in a step) for each of ``names``, the stage inputs that receive them. shares: stage
+    inputs that receive the microbatch's fraction of the batch's rows, with their dtypes.
     """
 
     inputs: tuple[str, ...]
@@ -160,17 +159,18 @@ class TotalsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole program, the same on every rank.
 
-    symbols: per symbol the user input and dim it is read from, {"s0": ("input_ids", 0)}.
-    loss: the value that holds the loss (a scalar), and outputs: the user's output values in order.
-    transfer_dtype: in which float32 values and gradients go from rank to rank; "" as they are.
-    ties: groups of stages that hold one parameter, by its original name (owner first). replicas:
-    groups of stages that are copies of one another, of which each takes its turn of the
-    microbatches (:mod:`fxpart.program.replicas`); sources and targets name the
-    first of a group. totals: numbers of the whole batch that stages take as inputs; None where they
-    need none. weight: the number that a batch's loss is divided by, its weight in a mean over
-    batches; None where that is its number of rows; after it what keeps it away from zero. repeat:
-    whether rows may be repeated to divide over ranks, in a program of one microbatch and in one of
-    several: "" (no), "rows" (yes), "divisor" (if the second number of weight changes as rows do).
+    symbols: per symbol the user input and dim it is read from, {"s0": ("input_ids", 0)}. loss: name
+    of the loss (a scalar). outputs: names of the user's outputs in order. transfer_dtype: dtype of
+    float32 values and gradients in transfers between ranks; "" for no conversion. ties: stages of
+    each tied parameter, by its original name (owner first). replicas: stages that are replicas of
+    each other, with round-robin routing of microbatches (:mod:`fxpart.program.replicas`); sources
+    and targets name the first of a group.
+
+    totals: totals over the batch that are inputs of stages; None if there are none. weight: the
+    divisor of a batch's loss, which is its weight in a mean over batches, and a second number that
+    keeps the divisor above zero; None if the divisor is the number of rows. repeat: whether rows
+    may be repeated to divide them over ranks, in a program of one microbatch and in one of several:
+    "" (no), "rows" (yes), "divisor" (if the second number of weight changes as rows do).
     """
 
     inputs: tuple[InputSpec, ...]
@@ -194,10 +194,10 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """A dim as a number, given the symbols' values: "2*s0 + 1" with s0 = 3 is 7.
+    """Evaluate a dim with given symbols: "2*s0 + 1" with s0 = 3 is 7.
 
-    Knows + - * // % **, ``max`` and ``min``, nothing else is evaluated. Raises FXP109 for any
-    other text and for a symbol without a value.
+    Supports + - * // % **, ``max`` and ``min``. Raises FXP109 for any other expression and for a
+    symbol without a value.
     """
     if isinstance(dim, int):
         return dim

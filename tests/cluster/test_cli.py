@@ -61,7 +61,7 @@ def test_each_verb_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None
 def test_formats_are_those_of_the_importers() -> None:
     assert verbs.FORMATS == ("auto", *IMPORTERS)
     for name, importer in IMPORTERS.items():
-        assert importer.says and f"`{name}`" in PAGE.read_text(encoding="utf-8")
+        assert importer.summary and f"`{name}`" in PAGE.read_text(encoding="utf-8")
 
 
 def test_neither_torch_nor_solver_is_loaded() -> None:

@@ -304,7 +304,7 @@ def test_every_problem_is_found() -> None:
         "bandwidth is 0.0",
         "latency is -1.0",
         "latency is nan",
-        "stands there 2 times",
+        "defined 2 times",
     ):
         assert part in text, part
     assert set(codes(cluster.validate)) == {"FXP402"}

@@ -115,19 +115,19 @@ def wrong() -> dict[str, Cluster]:
     """What a fault says, and a cluster that has it."""
     two = Host(name="a", slowdown=(1.0, 1.5, 1.4))
     faults: dict[str, dict[str, object]] = {
-        "no device is on a host of this name": {"hosts": (Host(name="b"),)},
-        "stands there 2 times": {"hosts": (Host(name="a"), Host(name="a"))},
+        "no device has this host": {"hosts": (Host(name="b"),)},
+        "defined 2 times": {"hosts": (Host(name="a"), Host(name="a"))},
         "cores is -1": {"hosts": (Host(name="a", cores=-1),)},
-        "slowdown of 1 ranks at work is 0.9": {"hosts": (Host(name="a", slowdown=(0.9,)),)},
-        "slowdown of 2 ranks at work is inf": {"hosts": (Host(name="a", slowdown=(1, math.inf)),)},
-        "1.4, is below that of fewer, 1.5": {"hosts": (two,)},
+        "slowdown of 1 computing ranks is 0.9": {"hosts": (Host(name="a", slowdown=(0.9,)),)},
+        "slowdown of 2 computing ranks is inf": {"hosts": (Host(name="a", slowdown=(1, math.inf)),)},
+        "1.4, is below that of fewer ranks, 1.5": {"hosts": (two,)},
         "threads is 0": {"devices": (changed(CPU, threads=0),)},
         "price is -1": {"devices": (changed(CPU, price=-1.0),)},
         "domain '' is empty": {"devices": (changed(CPU, domain=""),)},
         "measured float32 is 0": {"devices": (changed(CPU, measured={"float32": 0.0}),)},
         "segment '*' is empty": {"links": (changed(ANY, segment="*"),)},
         "curve has 0 entries": {"links": (changed(ANY, curve=()),)},
-        "8.0 bytes stand after 8.0": {"links": (changed(ANY, curve=((8.0, 1.0), (8.0, 2.0))),)},
+        "8.0 bytes follow 8.0": {"links": (changed(ANY, curve=((8.0, 1.0), (8.0, 2.0))),)},
         "the time of 8.0 bytes is 0": {"links": (changed(ANY, curve=((8.0, 0.0),)),)},
         "operation 'sum'": {"collectives": (changed(CURVE, operation="sum"),)},
         "ranks is 1": {"collectives": (changed(CURVE, ranks=1),)},
@@ -139,7 +139,7 @@ def wrong() -> dict[str, Cluster]:
         "extra is empty": {"extra": {}},
         "the number nan": {"extra": {"x": [math.nan]}},
         "more than 64 bits": {"extra": {"x": 1 << 63}},
-        "no Unicode": {"extra": {"x": "\ud800"}},
+        "not valid Unicode": {"extra": {"x": "\ud800"}},
         "a set": {"extra": {"x": {1}}},
     }
     made = {words: changed(PLAIN, **fields) for words, fields in faults.items()}
@@ -170,14 +170,14 @@ def test_missing_links_name_the_pairs() -> None:
     hosts = Cluster.parse("128x2xh100")
     apart = changed(hosts, links=hosts.links[:-1])
     assert isinstance(apart, Cluster) and len(missing_links(apart)) == MOST
-    assert "many links are missing" in "\n".join(missing_facts(apart))
+    assert "many links between devices" in "\n".join(missing_facts(apart))
     assert missing_links(Cluster.parse("1xh100")) == ()
 
 
 def test_missing_facts_shrink_as_they_are_given() -> None:
     cluster = Cluster.local(2)
     words = "\n".join(missing_facts(cluster))
-    assert "slow each other down" in words and "collectives" in words and "cores" not in words
+    assert "the slowdown of ranks" in words and "collectives" in words and "cores" not in words
     assert cluster.hosts is not msgspec.UNSET
     full = msgspec.structs.replace(
         cluster,
@@ -187,7 +187,7 @@ def test_missing_facts_shrink_as_they_are_given() -> None:
         collectives=(CURVE,),
     )
     assert full.problems() == () and missing_facts(full) == ()
-    assert "how many cores host 'a' has" in missing_facts(PLAIN)
+    assert "the number of cores of host 'a'" in missing_facts(PLAIN)
 
 
 def test_keys_that_look_like_known_ones_are_told() -> None:
@@ -195,8 +195,8 @@ def test_keys_that_look_like_known_ones_are_told() -> None:
     cluster = changed(PLAIN, devices=(device, changed(device, name="a/cpu:1")), extra={"links_": 1})
     assert isinstance(cluster, Cluster) and cluster.problems() == ()
     assert find_misspelled_keys(cluster) == (
-        "'links_' of the cluster has no effect: 'links' is the key",
-        "'lanch' of devices has no effect: 'launch' is the key",
-        "'Threads' of devices has no effect: 'threads' is the key",
+        "key 'links_' of the cluster has no effect; did you mean 'links'?",
+        "key 'lanch' of devices has no effect; did you mean 'launch'?",
+        "key 'Threads' of devices has no effect; did you mean 'threads'?",
     )
     assert find_misspelled_keys(PLAIN) == ()

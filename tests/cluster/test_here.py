@@ -87,9 +87,9 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     found = job_detection.detect(ImportOptions())
     names = [device.name for device in found.cluster.devices]
     assert names[:3] == ["host0/cpu:0", "host0/cpu:1", "host1/cpu:0"] and len(names) == 6
-    assert "taken to be like host0" in found.cluster.devices[2].source
-    assert "taken to be like" not in found.cluster.devices[0].source
-    assert any("not known" in note for note in found.notes)
+    assert "assumed to be equal to host0" in found.cluster.devices[2].source
+    assert "assumed to be equal to" not in found.cluster.devices[0].source
+    assert any("is unknown" in note for note in found.notes)
     with pytest.raises(FxpartError, match="FXP403"):
         found.cluster.link("host0/cpu:0", "host1/cpu:0")
     assert (
@@ -108,7 +108,7 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "8(x3)")
     found = job_detection.detect(ImportOptions())
     assert [d.host for d in found.cluster.devices] == ["n1", "n1", "n2", "n2", "n3", "n3"]
-    like = ["taken to be like n2" in d.source for d in found.cluster.devices]
+    like = ["assumed to be equal to n2" in d.source for d in found.cluster.devices]
     assert like == [True, True, False, False, True, True]
     assert found.cluster.hosts is not msgspec.UNSET
     assert [(h.cores, h.address) for h in found.cluster.hosts] == [(8, f"n{i}") for i in (1, 2, 3)]

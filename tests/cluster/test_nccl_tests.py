@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxpart.cluster.devices import CollectiveCurve
 from fxpart.cluster.importers import nccl_tests
-from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.registry import detect_format
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.latency_bandwidth_fit import fit
 from fxpart.cluster.model import Cluster
@@ -39,8 +39,8 @@ def why(whole: str, facts: ImportOptions | None = None) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("nccl_*")), ids=lambda p: p.stem)
-def test_recognised(path: Path) -> None:
-    assert recognise(path.read_text()) == "nccl-tests"
+def test_format_is_detected(path: Path) -> None:
+    assert detect_format(path.read_text()) == "nccl-tests"
 
 
 def test_a_table() -> None:
@@ -111,7 +111,7 @@ def test_a_link() -> None:
         assert link.bandwidth == pytest.approx(220e9, rel=1e-2)
         assert link.kind == "nvlink" and link.curve is not msgspec.UNSET
     assert cluster.link("host1/gpu:0", "host1/gpu:1") == into.link("host1/gpu:0", "host1/gpu:1")
-    assert "no single link" in why(text("all_reduce_8xa100").replace("all_reduce", "sendrecv"))
+    assert "not a single link" in why(text("all_reduce_8xa100").replace("all_reduce", "sendrecv"))
 
 
 def test_an_old_table_needs_the_operation() -> None:
@@ -147,13 +147,13 @@ def table(line: str) -> str:
 @pytest.mark.parametrize(
     ("whole", "words"),
     [
-        (table("  8  2 float sum -1 22.5"), "the line has 6 columns, the header 13"),
+        (table("  8  2 float sum -1 22.5"), "the line has 6 columns, but the header has 13"),
         (table("  8  2 float sum -1 x 0 0 0 22.4 0 0 0"), "line 17: '8  2 float sum -1 x"),
-        (table("  8  2 float sum -1 0.0 0 0 0 22.4 0 0 0"), "8 bytes in 0 us cannot be"),
-        (table("  8  2 float sum -1 nan 0 0 0 22.4 0 0 0"), "no finite number"),
+        (table("  8  2 float sum -1 0.0 0 0 0 22.4 0 0 0"), "8 bytes in 0 us is not possible"),
+        (table("  8  2 float sum -1 nan 0 0 0 22.4 0 0 0"), "not a finite number"),
         ("# nThread 1\n", "no header"),
         ("#  size count type time algbw\n", "no line of numbers"),
-        ("# size count type time\n 8 2 float 1.0\n", "which ranks took part"),
+        ("# size count type time\n 8 2 float 1.0\n", "the ranks are unknown"),
     ],
 )
 def test_faults_name_the_line(whole: str, words: str) -> None:
@@ -161,7 +161,7 @@ def test_faults_name_the_line(whole: str, words: str) -> None:
 
 
 def test_programs_that_say_nothing_to_us() -> None:
-    assert "no use for" in why(text("all_reduce_8xa100").replace("all_reduce", "hypercube"))
+    assert "does not use it" in why(text("all_reduce_8xa100").replace("all_reduce", "hypercube"))
 
 
 def test_more_ranks_than_devices() -> None:
@@ -173,12 +173,12 @@ def test_more_ranks_than_devices() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("config",), 3, "config: it is no object"),
-        (("config", "devices"), [], "config.devices: there is none"),
-        (("results",), {}, "results: it is no list"),
+        (("config",), 3, "config: it is not an object"),
+        (("config", "devices"), [], "config.devices: the list is empty"),
+        (("results",), {}, "results: it is not a list"),
         (("results", 0, "size"), "x", "results[0].size"),
-        (("results", 1, "out_of_place", "time"), -1, "cannot be"),
-        (("results", 0), [], "results[0]: it is no object"),
+        (("results", 1, "out_of_place", "time"), -1, "is not possible"),
+        (("results", 0), [], "results[0]: it is not an object"),
     ],
 )
 def test_faults_name_the_key(path: tuple[str | int, ...], value: object, words: str) -> None:

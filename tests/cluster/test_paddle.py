@@ -17,7 +17,7 @@ from fxpart.cluster.files import decode, to_json, to_toml
 from fxpart.cluster.importers import paddle, paddle_document
 from fxpart.cluster.importers.paddle_export import document_of
 from fxpart.cluster.importers.paddle_rank_map import mapping_of, reorder_devices
-from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.registry import detect_format
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
@@ -44,7 +44,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_what_a_document_means() -> None:
-    assert recognise(TEXT) == "paddle"
+    assert detect_format(TEXT) == "paddle"
     cluster = paddle.read(TEXT, ImportOptions()).cluster
     assert [d.name for d in cluster.devices] == ["m0/gpu:0", "m0/gpu:1", "m1/gpu:0"]
     first, _, last = cluster.devices
@@ -228,12 +228,12 @@ def test_through_toml() -> None:
         (("machines", 0, "devices", 1, "memory"), "lots", "machines[0].devices[1].memory"),
         (("machines", 0, "devices", 1, "memory"), 0, "memory is 0 bytes"),
         (("machines", 0, "devices", 1, "sp_gflops"), 1e308, "machines[0].devices[1].sp_gflops"),
-        (("machines", 0, "devices", 1, "sp_gflops"), True, "no number"),
+        (("machines", 0, "devices", 1, "sp_gflops"), True, "not a number"),
         (("machines", 0, "links"), 7, "machines[0].links"),
         (("machines", 0, "links", 0, "bandwidth"), -1, "bandwidth is -1"),
         (("machines", 0, "links", 0, "latency"), "slow", "machines[0].links[0].latency"),
-        (("machines", 0, "links", 0, "source_global_id"), -1, "no id"),
-        (("machines", 0, "links", 0, "source_global_id"), [], "[] is no number"),
+        (("machines", 0, "links", 0, "source_global_id"), -1, "not an id"),
+        (("machines", 0, "links", 0, "source_global_id"), [], "[] is not a number"),
     ],
 )
 def test_faults_name_the_key(path: tuple[Any, ...], value: Any, words: str) -> None:
@@ -279,13 +279,13 @@ def test_any_order_of_ranks(order: list[int], count: int) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{}", "no list"),
-        ("[3]", "no object with ranks"),
+        ("{}", "not a list"),
+        ("[3]", "not an object with ranks"),
         ('[{"hostname": "m0", "ranks": {"0": [7]}}]', "no device 7"),
         ('[{"hostname": "m0", "ranks": {"0": [0, 1]}}]', "one device"),
         ('[{"hostname": "m0", "ranks": {"0": [0], "1": [0]}}]', "twice"),
         ('[{"hostname": "m0", "ranks": {"1": [0]}}]', "not 0, 1"),
-        ('[{"hostname": "m0", "ranks": {"a": [0]}}]', "no id"),
+        ('[{"hostname": "m0", "ranks": {"a": [0]}}]', "not an id"),
         ('[{"ranks": {"0": [0]}}]', "hostname"),
         ('[{"hostname": "m0", "ranks": {}}]', "the ranks are"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpart.cluster.importers import slurm
-from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.registry import detect_format
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.model import Cluster
 from fxpart.environment import read_slurm as job
@@ -82,7 +82,7 @@ def test_several_brackets(choices: list[list[int]]) -> None:
 
 
 def test_a_cluster_from_a_list() -> None:
-    assert recognise("node[01-02]\n") == "slurm"
+    assert detect_format("node[01-02]\n") == "slurm"
     found = slurm.read("node[01-02]\n", ImportOptions(device="a100", per_host=4))
     assert [d.name for d in found.cluster.devices][3:5] == ["node01/gpu:3", "node02/gpu:0"]
     assert found.cluster.link("node02/gpu:0", "node02/gpu:1").kind == "nvlink"
@@ -99,7 +99,7 @@ def test_a_cluster_from_the_environment() -> None:
         "SLURM_JOB_ID=17\nSLURM_JOB_NODELIST=n[1-3]\nSLURM_GPUS_ON_NODE=2\n"
         "SLURM_JOB_CPUS_PER_NODE='64(x2),32'\n"
     )
-    assert recognise(text) == "slurm"
+    assert detect_format(text) == "slurm"
     cluster = slurm.read(text, ImportOptions(device="h100")).cluster
     assert len(cluster.devices) == 6
     assert cluster.hosts is not msgspec.UNSET
@@ -111,7 +111,7 @@ def test_addresses_onto_a_cluster() -> None:
     assert cluster.hosts is not msgspec.UNSET
     assert [(h.name, h.address) for h in cluster.hosts] == [("host0", "n1"), ("host1", "n2")]
     assert cluster.devices == Cluster.parse("2x2xt4").devices
-    with pytest.raises(FxpartError, match="names 3 nodes"):
+    with pytest.raises(FxpartError, match="has 3 nodes"):
         slurm.read("n[1-3]", ImportOptions(into=Cluster.parse("2x2xt4")))
 
 
@@ -123,7 +123,7 @@ def test_addresses_onto_a_cluster() -> None:
         (
             "SLURM_JOB_NODELIST=n1\nSLURM_GPUS_ON_NODE=gpu:a",
             ImportOptions(device="t4"),
-            "no number of",
+            "not a number of",
         ),
         (
             "SLURM_JOB_NODELIST=n1\nSLURM_JOB_CPUS_PER_NODE=4x",

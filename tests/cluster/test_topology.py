@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from fxpart.cluster.devices import Link
 from fxpart.cluster.importers import nvidia_topology
-from fxpart.cluster.importers.registry import recognise
+from fxpart.cluster.importers.registry import detect_format
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 DATA = Path(__file__).parent / "data"
 GB = 1e9
-# The mesh of a DGX-1 with V100, as NVIDIA's documentation draws it: pairs with two lanes, with one.
+# The mesh of a DGX-1 with V100, as in NVIDIA's documentation: pairs with two links, with one.
 TWO = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}
 ONE = {(0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5), (4, 6), (5, 7)}
 
@@ -37,8 +37,8 @@ def why(name_or_text: str, facts: ImportOptions) -> str:
 
 
 @pytest.mark.parametrize("name", ["8xh100", "8xa100", "dgx1_v100", "4xt4_old", "2xrtx4090"])
-def test_recognised(name: str) -> None:
-    assert recognise(text(name)) == "topo"
+def test_format_is_detected(name: str) -> None:
+    assert detect_format(text(name)) == "topo"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_all_alike_is_one_link_of_the_host(name: str, device: str, rate: float) 
     assert (link.source, link.target, link.kind) == ("host0", "host0", "nvlink")
     assert link.bandwidth == rate * GB
     assert link.origin.startswith("nominal: ")
-    assert any("lanes" in note for note in found.notes)
+    assert any("links x" in note for note in found.notes)
     assert len(found.cluster.devices) == 8
 
 
@@ -81,9 +81,9 @@ def test_the_mesh_of_a_dgx_1() -> None:
     for a, b in permutations(range(8), 2):
         link = cluster.link(cluster.devices[a], cluster.devices[b])
         pair = (min(a, b), max(a, b))
-        lanes = 2 if pair in TWO else 1 if pair in ONE else 0
-        assert link.kind == ("nvlink" if lanes else "pcie")
-        assert link.bandwidth == (lanes * 25 * GB if lanes else 15.8 * GB)
+        links = 2 if pair in TWO else 1 if pair in ONE else 0
+        assert link.kind == ("nvlink" if links else "pcie")
+        assert link.bandwidth == (links * 25 * GB if links else 15.8 * GB)
 
 
 def test_switches_are_segments() -> None:
@@ -108,7 +108,7 @@ def test_pcie_is_never_guessed() -> None:
     assert link.bandwidth == 31.5 * GB and "as given" in link.origin and "PHB" in link.origin
 
 
-def test_lanes_of_an_unknown_gpu_are_never_guessed() -> None:
+def test_the_speed_of_an_unknown_gpu_is_never_guessed() -> None:
     unknown = text("2xrtx4090").replace("PHB", "NV4")
     assert "--nvlink-gbs" in why(unknown, ImportOptions(device="rtx-4090"))
     (link,) = nvidia_topology.read(
@@ -140,10 +140,10 @@ def test_without_devices() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("\tPHB\t X \t0-63", "\tPHB\t0-63", "is not how GPU1 and GPU1"),
-        ("GPU1\tPHB\t X \t0-63\t0\t\tN/A\n", "", "GPU1 has a column and no row"),
-        ("GPU1\tPHB", "GPU1\tPIX", "GPU0 to GPU1 is PHB, back it is PIX"),
-        ("GPU1\tPHB", "GPU1\tQPI", "'QPI' is not how GPU1 and GPU0"),
+        ("\tPHB\t X \t0-63", "\tPHB\t0-63", "is not a connection type of GPU1 and GPU1"),
+        ("GPU1\tPHB\t X \t0-63\t0\t\tN/A\n", "", "GPU1 has a column, but no row"),
+        ("GPU1\tPHB", "GPU1\tPIX", "GPU0 to GPU1 is PHB, but GPU1 to GPU0 is PIX"),
+        ("GPU1\tPHB", "GPU1\tQPI", "'QPI' is not a connection type of GPU1 and GPU0"),
         ("GPU1\tPHB\t X \t0-63\t0\t\tN/A", "GPU1\tPHB", "the row has 1 types"),
         ("GPU1\tPHB", "GPU0\t X ", "GPU0 has two rows"),
         ("GPU0\tGPU1\tCPU", "CPU", "no line with the columns"),

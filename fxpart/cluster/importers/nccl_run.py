@@ -1,4 +1,4 @@
-"""One run of a program of nccl-tests, however it was written down."""
+"""One run of a program of nccl-tests, from its table or its JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class NcclTestRun:
-    """One run.
+    """One run of nccl-tests.
 
-    program: such as "all_reduce_perf", "" where it is not said. ranks, hosts: of one communicator.
-    times: (size as nccl-tests counts it, seconds). places: host and device of each rank that is
-    named; products: their names. where: the place in the text. source: what was run, in words.
+    program: such as "all_reduce_perf", "" if unknown. ranks, hosts: of one communicator. times:
+    (size in the definition of nccl-tests, seconds). places: host and device of each listed rank.
+    products: product names of these devices. where: location in the text. source: description of
+    the run.
     """
 
     program: str
@@ -25,7 +26,7 @@ class NcclTestRun:
 
 
 def describe_run(program: str, products: tuple[str, ...], kinds: set[str], version: str) -> str:
-    """What was run, in words."""
+    """Return a description of the run."""
     parts = [f"nccl-tests {program}".strip(), ", ".join(dict.fromkeys(products))]
     parts += [", ".join(sorted(kinds)), f"NCCL {version}" if version else ""]
     return "; ".join(part for part in parts if part)

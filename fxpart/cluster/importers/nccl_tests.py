@@ -1,8 +1,8 @@
-"""What nccl-tests print (``all_reduce_perf`` and the like), as a table or with -J as JSON.
+"""Import measurements of nccl-tests (``all_reduce_perf``, ...), as a table or as JSON (-J).
 
-A collective's times become a :class:`fxpart.cluster.CollectiveCurve`; those of ``sendrecv_perf``
-between two ranks the curve of a link. Times are those out of place, bytes of the whole tensor: of
-what ``alltoall_perf`` calls its size each rank has one.
+The times of a collective become a :class:`fxpart.cluster.CollectiveCurve`; those of
+``sendrecv_perf`` between two ranks become the curve of a link. Times are out-of-place times, and
+bytes are those of the whole tensor: the size in ``alltoall_perf`` is multiplied by the ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SEND = "sendrecv"
 
 
 def looks_like(text: str) -> bool:
-    """Whether a text is nccl-tests' JSON or has the header of its table."""
+    """Return whether a text is the JSON or the table of nccl-tests."""
     return nccl_json.looks_like(text) or nccl_table.looks_like(text)
 
 
 def read(text: str, facts: ImportOptions) -> ImportedCluster:
-    """The curves of every run in the text, onto ``into`` or the devices that the text names.
+    """Add the curves of all runs to the cluster ``into``, or to the devices in the text.
 
-    Raises FXP407 where the text is no such output, or does not fit the cluster.
+    Raises FXP407 if the text is not such an output or does not match the cluster.
     """
     runs = nccl_json.parse(text) if nccl_json.looks_like(text) else nccl_table.parse(text)
     cluster = facts.into or _cluster(runs[0], facts)
@@ -58,39 +58,39 @@ def read(text: str, facts: ImportOptions) -> ImportedCluster:
         elif name in OPERATIONS:
             curves.append(_curve(run, OPERATIONS[name], cluster))
         else:
-            notes.append(f"{run.program or name}: fxpart has no use for this one; left out")
+            notes.append(f"{run.program or name} is ignored because fxpart does not use it")
     if len(notes) == len(runs):
         raise make_import_error(
-            runs[0].where, notes[0], f"one of {', '.join(sorted(OPERATIONS))}, {SEND}"
+            runs[0].where, notes[0], f"import one of {', '.join(sorted(OPERATIONS))}, {SEND}"
         )
     if curves:
         cluster = merge_curves(cluster, curves)
     if not cluster.links and len(cluster.devices) > 1:
-        notes.append("the text says nothing of single links; sendrecv_perf between two ranks does")
+        notes.append("the text has no times of links; measure sendrecv_perf between two ranks")
     return ImportedCluster(validate_imported(cluster, "the measurements"), tuple(notes))
 
 
 def _operation(run: NcclTestRun, facts: ImportOptions) -> str:
-    """What was measured, such as "allreduce"; FXP407 where nothing says it."""
+    """Return the measured operation, such as "allreduce"; FXP407 if it is unknown."""
     name = run.program or facts.operation or ""
     name = name.lower().removesuffix("_perf").replace("_", "").replace("-", "")
     if not name:
-        why = "neither the text nor an option says which collective was measured"
+        why = "neither the text nor an option names the measured collective"
         raise make_import_error(
-            run.where, why, "--operation all_reduce, or keep the command in the text"
+            run.where, why, "pass --operation all_reduce, or include the command in the text"
         )
     return name
 
 
 def _curve(run: NcclTestRun, operation: str, cluster: Cluster) -> CollectiveCurve:
-    """The run's times as a curve of the cluster."""
+    """Return the times of a run as a curve of the cluster."""
     if run.ranks > len(cluster.devices):
-        why = f"{run.ranks} ranks took part, and the cluster has {len(cluster.devices)} devices"
+        why = f"{run.ranks} ranks took part, but the cluster has {len(cluster.devices)} devices"
         raise make_import_error(
             run.where, why, "import it onto the cluster that it was measured on"
         )
     if run.ranks < 2:
-        raise make_import_error(run.where, "one rank alone took part", "measure at least two")
+        raise make_import_error(run.where, "only one rank took part", "measure at least two ranks")
     points = _points(run, run.ranks if operation == "all_to_all" else 1)
     line = _line(points)
     return CollectiveCurve(
@@ -106,7 +106,7 @@ def _curve(run: NcclTestRun, operation: str, cluster: Cluster) -> CollectiveCurv
 
 
 def _points(run: NcclTestRun, factor: int) -> tuple[tuple[float, float], ...]:
-    """(bytes, seconds), bytes rising; the median where a size was measured several times."""
+    """Return (bytes, median seconds) in ascending order."""
     times: dict[float, list[float]] = {}
     for size, seconds in run.times:
         times.setdefault(float(size * factor), []).append(seconds)
@@ -114,7 +114,7 @@ def _points(run: NcclTestRun, factor: int) -> tuple[tuple[float, float], ...]:
 
 
 def _line(points: Sequence[Point]) -> LatencyBandwidthFit:
-    """The fitted line; a single size tells bandwidth, of large transfers, and no latency."""
+    """Return the fitted line; a single size gives a bandwidth and no latency."""
     if len(points) == 1:
         ((size, seconds),) = points
         return LatencyBandwidthFit(0.0, seconds / size, (0.0,))
@@ -122,13 +122,13 @@ def _line(points: Sequence[Point]) -> LatencyBandwidthFit:
 
 
 def _links(run: NcclTestRun, cluster: Cluster) -> list[Link]:
-    """Both directions between two ranks."""
+    """Return the links in both directions between two ranks."""
     if run.ranks != 2:
-        why = f"sendrecv_perf over {run.ranks} ranks sends in a ring: no single link"
+        why = f"sendrecv_perf over {run.ranks} ranks measures a ring and not a single link"
         raise make_import_error(run.where, why, "measure it between two ranks")
     ends = [_device(cluster, *end) for end in run.places[:2]]
     if len(ends) < 2 or ends[0] is ends[1]:
-        raise make_import_error(run.where, "the text does not say between which two devices")
+        raise make_import_error(run.where, "the text does not name the two devices")
     points = _points(run, 1)
     line = _line(points)
     fastest = max(size / seconds for size, seconds in points)
@@ -147,7 +147,7 @@ def _links(run: NcclTestRun, cluster: Cluster) -> list[Link]:
 
 
 def _kind(cluster: Cluster, one: Device, other: Device) -> str:
-    """The kind of the link that the cluster has between two devices, "" where it has none."""
+    """Return the kind of the cluster's link between two devices, "" if there is none."""
     from fxpart.errors import FxpartError
 
     try:
@@ -157,9 +157,10 @@ def _kind(cluster: Cluster, one: Device, other: Device) -> str:
 
 
 def _device(cluster: Cluster, host: str, index: int) -> Device:
-    """A host's device of this number in its name, else the one at this place; FXP407.
+    """Return the device of a host with this number in its name, else with this index.
 
-    host: by name or address, or the cluster's only one.
+    host: name or address; ignored if the cluster has one host. Raises FXP407 if there is no such
+    device.
     """
     hosts = hosts_of(cluster)
     known = () if cluster.hosts is msgspec.UNSET else cluster.hosts
@@ -173,7 +174,7 @@ def _device(cluster: Cluster, host: str, index: int) -> Device:
     if index >= len(devices):
         why = f"the cluster has no device {index} on a host {quoted(host)}"
         raise make_import_error(
-            f"host {quoted(host)}", why, f"its hosts are {', '.join(hosts[:8])}"
+            f"host {quoted(host)}", why, f"use one of its hosts: {', '.join(hosts[:8])}"
         )
     return devices[index]
 
@@ -186,19 +187,21 @@ class _RankDevice:
 
 
 def _cluster(run: NcclTestRun, facts: ImportOptions) -> Cluster:
-    """The devices that a run names, without links."""
+    """Return a cluster of the devices in a run, without links."""
     places = []
     for (host, index), product in zip(run.places, run.products, strict=True):
         model = facts.device or match_model(product)
         if model is None:
             why = f"there is no device data for {quoted(product)}"
             raise make_import_error(
-                run.where, why, "--device MODEL, or --into CLUSTER, which has the devices"
+                run.where,
+                why,
+                "pass --device MODEL, or --into CLUSTER with these devices",
             )
         places.append(_RankDevice(host, index, model))
     if len(places) != run.ranks:
-        why = f"{run.ranks} ranks took part, and {len(places)} are listed"
-        raise make_import_error(run.where, why, "--into CLUSTER, which has the devices")
+        why = f"{run.ranks} ranks took part, but only {len(places)} are listed"
+        raise make_import_error(run.where, why, "pass --into CLUSTER with these devices")
     devices = []
     for place in places:
         data = device_data(place.model)
@@ -216,7 +219,7 @@ def _cluster(run: NcclTestRun, facts: ImportOptions) -> Cluster:
             )
         )
     uniform = all(one.model == other.model for one, other in pairwise(places))
-    words = devices[0].model if uniform else "mixed"
+    model = devices[0].model if uniform else "mixed"
     return Cluster(
-        name=f"{run.hosts}x{run.ranks // run.hosts}x{words}", devices=tuple(devices), links=()
+        name=f"{run.hosts}x{run.ranks // run.hosts}x{model}", devices=tuple(devices), links=()
     )

@@ -1,4 +1,4 @@
-"""The parts of PaddlePaddle's cluster JSON, and the cluster that they describe."""
+"""Convert PaddlePaddle's cluster JSON into a cluster."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ KINDS = {
 }  # fmt: skip
 KEY = "paddle"
 OWN = "fxpart"
-# The options that were needed to read it, kept in the cluster, so that it can be read again.
+# The import options, stored in the cluster so that the document can be parsed again.
 GIVEN = "paddle_given"
 ID = "global_id"
 
 
 def plain(document: Any, facts: ImportOptions | None = None) -> Cluster:
-    """The cluster that PaddlePaddle's own keys describe, not checked."""
+    """Return the cluster that PaddlePaddle's own keys describe, without validation."""
     facts = facts or ImportOptions()
     machines = _list(_dict(document, "the document"), "machines", "")
-    to_itself = _to_itself(machines)
+    self_bandwidths = _self_bandwidths(machines)
     names: dict[int, str] = {}
     devices: list[tuple[int, Device]] = []
     hosts: dict[str, Host] = {}
-    ranked = _ranked(machines)
+    ranked = _rank_types(machines)
     for i, machine in enumerate(machines):
         where = f"machines[{i}]"
         host = hostname(machine, where)
         if host in hosts:
             raise make_import_error(
-                f"{where}.hostname", f"{quoted(host)} is the name of two machines"
+                f"{where}.hostname", f"two machines have the name {quoted(host)}"
             )
         address = machine.get("addr")
         port = {"port": machine["port"]} if "port" in machine else UNSET
@@ -61,11 +61,11 @@ def plain(document: Any, facts: ImportOptions | None = None) -> Cluster:
         for place, entry in places:
             key = identity(entry.get(ID), f"{place}.{ID}")
             if key in names:
-                raise make_import_error(f"{place}.{ID}", f"{key} is the id of two devices")
+                raise make_import_error(f"{place}.{ID}", f"two devices have the id {key}")
             index = local_id(entry, place)
             short = f"{index}" if local[index] == 1 else f"{index}-{key}"
             names[key] = f"{host}/{entry['type'].lower()}:{short}"
-            own = to_itself.get(key)
+            own = self_bandwidths.get(key)
             devices.append((key, _device(entry, names[key], host, place, own, facts)))
     used = {made.host for _, made in devices}
     given = {"memory": facts.memory, "device": facts.device}
@@ -80,7 +80,7 @@ def plain(document: Any, facts: ImportOptions | None = None) -> Cluster:
 
 
 def entries(machines: list[Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(place, machine, device entry) of every device of a document."""
+    """Yield (location, machine, entry) of every device of a document."""
     for i, machine in enumerate(machines):
         for j, entry in enumerate(
             _list(_dict(machine, f"machines[{i}]"), "devices", f"machines[{i}]")
@@ -89,8 +89,8 @@ def entries(machines: list[Any]) -> Iterator[tuple[str, dict[str, Any], dict[str
             yield place, machine, _dict(entry, place)
 
 
-def _ranked(machines: list[Any]) -> tuple[str, ...]:
-    """The types that run ranks: accelerators where there is one, else CPUs."""
+def _rank_types(machines: list[Any]) -> tuple[str, ...]:
+    """Return the device types that run ranks: accelerators if there are any, else CPUs."""
     types = {str(entry.get("type")) for _, _, entry in entries(machines)}
     return ACCELERATORS if types & set(ACCELERATORS) else ("CPU",)
 
@@ -98,7 +98,7 @@ def _ranked(machines: list[Any]) -> tuple[str, ...]:
 def _places(
     machine: dict[str, Any], where: str, ranked: tuple[str, ...]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A machine's devices that run ranks, with their places."""
+    """Return (location, entry) of a machine's devices that run ranks."""
     listed = _list(machine, "devices", where)
     return [
         (f"{where}.devices[{j}]", entry)
@@ -110,14 +110,14 @@ def _places(
 def _device(
     entry: dict[str, Any], name: str, host: str, where: str, own: float | None, facts: ImportOptions
 ) -> Device:
-    """A device from its entry. own: bytes/s of its link to itself, None where there is none."""
+    """Return a device. own: bytes/s of its link to itself, None without such a link."""
     flops = {
         dtype: scaled(entry[key], GIGA, f"{where}.{key}")
         for dtype, key in RATES.items()
         if key in entry
     }
     if not flops:
-        raise make_import_error(where, "there is neither sp_gflops nor dp_gflops nor hp_gflops")
+        raise make_import_error(where, "sp_gflops, dp_gflops and hp_gflops are all missing")
     if "memory" not in entry:
         raise make_import_error(f"{where}.memory", "it is missing")
     model = str(entry.get("model") or "unknown")
@@ -126,9 +126,9 @@ def _device(
     if bandwidth is None:
         known = facts.device or match_model(model)
         if known is None:
-            why = "the format has no memory bandwidth, and there is no device data for "
+            why = "the format has no memory bandwidth, and fxpart has no data for the device "
             why += quoted(model)
-            raise make_import_error(where, why, "--memory-gbs GB/s, or --device MODEL")
+            raise make_import_error(where, why, "pass --memory-gbs GB/s or --device MODEL")
         data = device_data(known)
         bandwidth, source = data["bandwidth"], f"{data['name']}, {data['source']} ({data['date']})"
     return Device(
@@ -144,8 +144,8 @@ def _device(
     )
 
 
-def _to_itself(machines: list[Any]) -> dict[int, float]:
-    """Bytes/s of the links of devices to themselves, by id."""
+def _self_bandwidths(machines: list[Any]) -> dict[int, float]:
+    """Return bytes/s of the links of devices to themselves, by id."""
     return {
         link_ends(entry, where)[0]: scaled(entry["bandwidth"], GIGA, f"{where}.bandwidth")
         for where, entry in link_entries(machines)
@@ -154,7 +154,7 @@ def _to_itself(machines: list[Any]) -> dict[int, float]:
 
 
 def _links(document: dict[str, Any], machines: list[Any], names: dict[int, str]) -> list[Link]:
-    """The links between devices that run ranks; of several between two the last, as in Paddle."""
+    """Return the links between devices that run ranks; the last of a pair wins, as in Paddle."""
     table: dict[tuple[int, int], Link] = {}
     for where, entry in link_entries(machines):
         ends = link_ends(entry, where)
@@ -164,7 +164,7 @@ def _links(document: dict[str, Any], machines: list[Any], names: dict[int, str])
 
 
 def link_entries(machines: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, entry) of every link of a document."""
+    """Yield (location, entry) of every link of a document."""
     for i, machine in enumerate(machines):
         for j, entry in enumerate(_list(machine, "links", f"machines[{i}]", optional=True)):
             place = f"machines[{i}].links[{j}]"
@@ -172,7 +172,7 @@ def link_entries(machines: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def link_ends(entry: dict[str, Any], where: str) -> tuple[int, int]:
-    """The ids of a link's two devices."""
+    """Return the ids of a link's two devices."""
     return (
         identity(entry.get("source_global_id"), f"{where}.source_global_id"),
         identity(entry.get("target_global_id"), f"{where}.target_global_id"),
@@ -182,7 +182,7 @@ def link_ends(entry: dict[str, Any], where: str) -> tuple[int, int]:
 def _link(
     entry: dict[str, Any], source: str, target: str, where: str, document: dict[str, Any]
 ) -> Link:
-    """A link from its entry; without a latency that of ``alpha_latency``, where there is one."""
+    """Return a link; a missing latency is computed from ``alpha_latency`` if present."""
     if "bandwidth" not in entry:
         raise make_import_error(f"{where}.bandwidth", "it is missing")
     kind = KINDS.get(str(entry.get("type")), str(entry.get("type") or "").lower())
@@ -205,7 +205,7 @@ def _link(
 
 
 def _alpha(table: Any, kind: str, hops: float) -> float | None:
-    """Seconds of sending over one link: base + (intra | inter + hops * switch), in µs there."""
+    """Return a link's latency in seconds: base + (intra | inter + hops * switch), in µs."""
     try:
         hop = table["inter"]["ring"] if kind == "net" else table["intra"]["ring"]
         parts = [number(x, "alpha_latency") for x in (table["base"]["ring"], hop)]
@@ -217,31 +217,31 @@ def _alpha(table: Any, kind: str, hops: float) -> float | None:
 
 
 def hostname(machine: dict[str, Any], where: str) -> str:
-    """A machine's name, else its address; FXP407."""
+    """Return a machine's name, else its address; FXP407 if it has neither."""
     found = machine.get("hostname") or machine.get("addr")
     if not isinstance(found, str):
-        raise make_import_error(f"{where}.hostname", "it is missing or no text")
+        raise make_import_error(f"{where}.hostname", "it is missing or not a text")
     return found
 
 
 def local_id(entry: dict[str, Any], where: str) -> int:
-    """The number of a device on its machine."""
+    """Return the number of a device on its machine."""
     return identity(entry.get("local_id", entry.get(ID)), f"{where}.local_id")
 
 
 def identity(value: Any, where: str) -> int:
-    """An id: a whole number, or a text of one."""
+    """Return an id, given as an integer or as its text."""
     if (isinstance(value, str) and not re.fullmatch(r"[0-9]{1,15}", value)) or value is None:
-        raise make_import_error(where, f"{quoted(value)} is no id")
+        raise make_import_error(where, f"{quoted(value)} is not an id")
     found = number(value, where)
     if found != int(found) or not 0 <= found < 1 << 53:
-        raise make_import_error(where, f"{quoted(value)} is no id")
+        raise make_import_error(where, f"{quoted(value)} is not an id")
     return int(found)
 
 
 def _dict(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise make_import_error(where, "it is no object")
+        raise make_import_error(where, "it is not an object")
     return value
 
 
@@ -249,7 +249,7 @@ def _list(value: dict[str, Any], key: str, where: str, *, optional: bool = False
     found = value.get(key, [] if optional else None)
     place = f"{where}.{key}".lstrip(".")
     if not isinstance(found, list):
-        raise make_import_error(place, "it is missing" if found is None else "it is no list")
+        raise make_import_error(place, "it is missing" if found is None else "it is not a list")
     for i, entry in enumerate(found):
         _dict(entry, f"{place}[{i}]")
     return found

@@ -1,4 +1,4 @@
-"""A cluster as PaddlePaddle's JSON: the document it came from, with what has changed since."""
+"""Export a cluster as PaddlePaddle's JSON, based on the imported document if there is one."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ from fxpart.cluster.model import Cluster
 from fxpart.cluster.validation import MAX_LINKS
 from fxpart.errors import FxpartError
 
-# What a kind of link is called there; another kind inside a machine is SYS, between machines NET.
+# PaddlePaddle's name of each kind of link; other kinds are SYS within and NET between machines.
 _TYPES = {"nvlink": "NVL", "pcie": "PHB", "net": "NET", "local": "LOC"}
 
 
 def document_of(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as PaddlePaddle's document; reading it gives the same cluster again.
+    """Return a PaddlePaddle document; importing it gives the same cluster.
 
-    Links of hosts and "*" are written out for each pair of devices. Raises FXP407 where there are
-    too many pairs.
+    Links of hosts and "*" are expanded to pairs of devices. Raises FXP407 if there are too many.
     """
     extra = {} if cluster.extra is UNSET else cluster.extra
-    made = _patched(extra.get(KEY), cluster, _given(extra))
+    made = _patch(extra.get(KEY), cluster, _import_options(extra))
     if made is None:
         made = _new(cluster)
-    if not _says_all(made, cluster):
-        rest = {key: value for key, value in extra.items() if key != KEY}
-        own = msgspec.structs.replace(cluster, extra=rest or UNSET)
-        made[OWN] = msgspec.to_builtins(to_builtins(own))  # dates become texts, as in any JSON
+    if not _is_complete(made, cluster):
+        others = {key: value for key, value in extra.items() if key != KEY}
+        own = msgspec.structs.replace(cluster, extra=others or UNSET)
+        made[OWN] = msgspec.to_builtins(to_builtins(own))  # Dates become texts, as in any JSON.
     return made
 
 
-def _given(extra: dict[str, Any]) -> ImportOptions:
-    """The options with which the kept document was read."""
+def _import_options(extra: dict[str, Any]) -> ImportOptions:
+    """Return the options of the document's import."""
     given = extra.get(GIVEN)
     given = given if isinstance(given, dict) else {}
     memory, model = given.get("memory"), given.get("device")
@@ -62,28 +61,28 @@ def _given(extra: dict[str, Any]) -> ImportOptions:
     )
 
 
-def _says_all(document: dict[str, Any], cluster: Cluster) -> bool:
-    """Whether PaddlePaddle's own keys give the cluster again, but for the kept document."""
+def _is_complete(document: dict[str, Any], cluster: Cluster) -> bool:
+    """Return whether PaddlePaddle's own keys represent the cluster completely."""
     extra = {} if cluster.extra is UNSET else cluster.extra
     if KEY not in extra:
         return False
     try:
-        read = plain(document, _given(extra))
+        read = plain(document, _import_options(extra))
     except FxpartError:
         return False
     return read == msgspec.structs.replace(cluster, extra={**extra, KEY: document})
 
 
-def _patched(kept: Any, cluster: Cluster, given: ImportOptions) -> dict[str, Any] | None:
-    """The kept document with what has changed; None where it has other devices."""
+def _patch(imported: Any, cluster: Cluster, given: ImportOptions) -> dict[str, Any] | None:
+    """Return the imported document with all changes; None if its devices differ."""
     try:
-        old = plain(kept, given)
+        old = plain(imported, given)
     except FxpartError:
         return None
     before = {d.name: d for d in old.devices}
     if {d.name: d.host for d in cluster.devices} != {n: d.host for n, d in before.items()}:
         return None
-    document: dict[str, Any] = deepcopy(kept)
+    document: dict[str, Any] = deepcopy(imported)
     ids = {_id(d): d.name for d in old.devices}
     now = {d.name: d for d in cluster.devices}
     for machine in document["machines"]:
@@ -92,13 +91,13 @@ def _patched(kept: Any, cluster: Cluster, given: ImportOptions) -> dict[str, Any
             if name is not None and before[name] != now[name]:
                 _patch_device(entry, before[name], now[name])
     _patch_links(document, cluster, ids, old)
-    if document != kept:
-        document.pop(OWN, None)  # it says what was before
+    if document != imported:
+        document.pop(OWN, None)  # It describes the cluster before the change.
     return document
 
 
 def _name(entry: dict[str, Any], ids: dict[int, str]) -> str | None:
-    """The device of an entry; None where it runs no rank, whatever its id is."""
+    """Return the device of an entry; None if it runs no rank or its id is not valid."""
     try:
         return ids.get(identity(entry.get(ID), ID))
     except FxpartError:
@@ -110,16 +109,16 @@ def _id(item: Device) -> int:
 
 
 def _patch_device(entry: dict[str, Any], old: Device, new: Device) -> None:
-    """Write the device's figures into its entry where they are other ones."""
+    """Write the changed figures of a device into its entry."""
     if old.model != new.model:
         entry["model"] = new.model
     if old.memory != new.memory:
-        entry["memory"] = _short(new.memory / GIGA)
+        entry["memory"] = _integral(new.memory / GIGA)
     for dtype, key in RATES.items():
         if old.flops.get(dtype) == new.flops.get(dtype):
             continue
         if dtype in new.flops:
-            entry[key] = _short(new.flops[dtype] / GIGA)
+            entry[key] = _integral(new.flops[dtype] / GIGA)
         else:
             entry.pop(key, None)
 
@@ -127,7 +126,7 @@ def _patch_device(entry: dict[str, Any], old: Device, new: Device) -> None:
 def _patch_links(
     document: dict[str, Any], cluster: Cluster, ids: dict[int, str], old: Cluster
 ) -> None:
-    """Write the links' figures where they are other ones; drop those that are gone, add new."""
+    """Write changed links, remove deleted ones and add new ones."""
     numbers = {name: key for key, name in ids.items()}
     before = {(x.source, x.target): x for x in old.links}
     now = {(x.source, x.target): x for x in cluster.links}
@@ -161,15 +160,15 @@ def _patch_links(
 
 def _patch_link(entry: dict[str, Any], old: Link, new: Link) -> None:
     if old.bandwidth != new.bandwidth:
-        entry["bandwidth"] = _short(new.bandwidth / GIGA)
+        entry["bandwidth"] = _integral(new.bandwidth / GIGA)
     if old.latency != new.latency:
-        entry["latency"] = _short(new.latency * 1e3)
+        entry["latency"] = _integral(new.latency * 1e3)
     if old.kind != new.kind:
         entry["type"] = _type(new)
 
 
 def _new(cluster: Cluster) -> dict[str, Any]:
-    """A document for a cluster that did not come from one."""
+    """Return a document for a cluster that was not imported from one."""
     addresses = {} if cluster.hosts is UNSET else {h.name: h.address for h in cluster.hosts}
     numbers = {d.name: i for i, d in enumerate(cluster.devices)}
     pairs = _pairs(cluster)
@@ -193,10 +192,10 @@ def _device_entry(item: Device, number: int, index: int) -> dict[str, Any]:
         "local_id": index,
         "type": item.kind.upper(),
         "model": item.model,
-        "memory": _short(item.memory / GIGA),
+        "memory": _integral(item.memory / GIGA),
     }
     rates = {key: item.flops[dtype] for dtype, key in RATES.items() if dtype in item.flops}
-    return entry | {key: _short(rate / GIGA) for key, rate in rates.items()}
+    return entry | {key: _integral(rate / GIGA) for key, rate in rates.items()}
 
 
 def _link_entry(found: Link, source: int, target: int) -> dict[str, Any]:
@@ -204,24 +203,24 @@ def _link_entry(found: Link, source: int, target: int) -> dict[str, Any]:
         "source_global_id": source,
         "target_global_id": target,
         "type": _type(found),
-        "bandwidth": _short(found.bandwidth / GIGA),
-        "latency": _short(found.latency * 1e3),
+        "bandwidth": _integral(found.bandwidth / GIGA),
+        "latency": _integral(found.latency * 1e3),
         "hop": 0,
     }
 
 
 def _pairs(cluster: Cluster) -> dict[tuple[str, str], Link]:
-    """The link of each pair of devices that has one, as the closest match says."""
+    """Return the most specific link of each pair of devices that has one."""
     names = [device.name for device in cluster.devices]
     if len(names) * (len(names) - 1) > MAX_LINKS:
-        why = f"{len(names)} devices make too many pairs: the format has a link for each"
-        raise make_import_error("the cluster", why, "export a part of it, at most 512 devices")
+        why = f"{len(names)} devices have too many pairs, as the format needs a link for each"
+        raise make_import_error("the cluster", why, "export at most 512 devices")
     links, found = LinkIndex(cluster), {}
     for source, target in permutations(names, 2):
         try:
             found[source, target] = links(source, target)
         except FxpartError:
-            continue  # a link that is missing here is missing there
+            continue  # Missing links are missing in the document, too.
     return found
 
 
@@ -230,6 +229,6 @@ def _type(found: Link) -> str:
     return _TYPES.get(found.kind, kind if kind in KINDS else "SYS")
 
 
-def _short(value: float) -> int | float:
-    """A number without ".0", as people write it there."""
+def _integral(value: float) -> int | float:
+    """Return a whole number without ".0", as in PaddlePaddle's files."""
     return int(value) if value == int(value) and abs(value) < 1 << 53 else value

@@ -1,4 +1,4 @@
-"""PaddlePaddle's rank mapping: for each machine, which of its devices each rank runs on."""
+"""Read and write PaddlePaddle's rank mapping: the device of each rank, by machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fxpart.errors import quoted
 
 
 def mapping_of(cluster: Cluster, ranks: Sequence[str]) -> list[dict[str, Any]]:
-    """The mapping of ranks 0, 1, ... onto the devices of these names.
+    """Return the mapping of ranks 0, 1, ... to devices, given by name.
 
-    Local ids, addresses and ports are those of the document that the cluster came from, else a
-    device's place on its host, the host's address, and "".
+    Local ids, addresses and ports are those of the imported document. Without one, they are the
+    index of the device on its host, the host's address, and "".
     """
     machines: dict[str, dict[str, Any]] = {}
     local, ports = _local(cluster), _ports(cluster)
@@ -36,30 +36,32 @@ def mapping_of(cluster: Cluster, ranks: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def reorder_devices(cluster: Cluster, text: str) -> Cluster:
-    """The cluster with its devices in the order of a mapping's ranks; those without one last.
+    """Reorder the devices of a cluster by the ranks of a mapping; devices without a rank come last.
 
-    Raises FXP407 where a rank is missing or twice there, or a device is not known or has two.
+    Raises FXP407 if a rank is missing or occurs twice, or if a device is unknown or has two ranks.
     """
     machines = parse_json(text)
     if not isinstance(machines, list):
-        raise make_import_error("the mapping", "it is no list of machines")
+        raise make_import_error("the mapping", "it is not a list of machines")
     devices = {(d.host, _local(cluster)[d.name]): d for d in cluster.devices}
     found: dict[int, str] = {}
     for i, machine in enumerate(machines):
         where = f"[{i}]"
         if not isinstance(machine, dict) or not isinstance(machine.get("ranks"), dict):
-            raise make_import_error(where, "it is no object with ranks")
+            raise make_import_error(where, "it is not an object with ranks")
         host = hostname(machine, where)
         for rank, ids in machine["ranks"].items():
             place = f"{where}.ranks.{rank[:20]}"
             number = identity(rank, place)
             if not isinstance(ids, list) or len(ids) != 1:
-                raise make_import_error(place, "a rank runs on one device", 'write "0": [1]')
+                raise make_import_error(
+                    place, "a rank must have exactly one device", 'for example "0": [1]'
+                )
             key = (host, identity(ids[0], place))
             if key not in devices:
                 raise make_import_error(place, f"host {quoted(host)} has no device {key[1]}")
             if number in found or devices[key].name in found.values():
-                raise make_import_error(place, "the rank or its device stands there twice")
+                raise make_import_error(place, "the rank or its device occurs twice")
             found[number] = devices[key].name
     if sorted(found) != list(range(len(found))) or not found:
         raise make_import_error("the mapping", f"the ranks are {sorted(found)[:8]}, not 0, 1, ...")
@@ -69,7 +71,7 @@ def reorder_devices(cluster: Cluster, text: str) -> Cluster:
 
 
 def _local(cluster: Cluster) -> dict[str, int]:
-    """Each device's number on its host."""
+    """Return each device's number on its host."""
     found: dict[str, int] = {}
     count: dict[str, int] = {}
     kept = _document(cluster)
@@ -88,7 +90,7 @@ def _local(cluster: Cluster) -> dict[str, int]:
 
 
 def _ports(cluster: Cluster) -> dict[str, Any]:
-    """Each host's port, as its document says it."""
+    """Return each host's port from the imported document."""
     hosts = () if cluster.hosts is UNSET else cluster.hosts
     return {h.name: h.extra["port"] for h in hosts if h.extra is not UNSET and "port" in h.extra}
 

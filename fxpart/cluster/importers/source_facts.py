@@ -1,4 +1,4 @@
-"""What importers share: the facts that a text lacks, what was found, and how a fault is told."""
+"""Shared parts of importers: options, results, errors and parsing of values."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
 
 MAX_TEXT = 64 << 20
-_MOST = 1 << 62  # whole numbers below it
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# What mpirun --tag-output and srun --label write before each line.
+_MOST = 1 << 62  # Exclusive bound of counts.
+_ANSI_CODE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# Line prefixes of mpirun --tag-output and srun --label.
 _LABEL = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:? ?|\d+: )")
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What a person adds to a text, because the text does not say it.
+    """User options that complete an imported text.
 
-    into: the cluster whose devices the text is about. device: the model of all devices, by the
-    name of its data file. per_host: devices on each host. hosts: those of ``into`` that the text
-    holds for. pcie, nvlink, network, memory: bytes/s of PCIe in one direction, of one NVLink lane
-    in one direction, between hosts, of the devices' memory. network_latency: seconds. operation:
-    the collective that a table is of.
+    into: cluster with the devices that the text describes. device: model of all devices. per_host:
+    devices on each host. hosts: hosts of ``into`` that the text describes. pcie, nvlink, network,
+    memory: bytes/s of PCIe in one direction, of one NVLink in one direction, between hosts, and of
+    device memory. network_latency: seconds. operation: collective of a table of measurements.
     """
 
     into: Cluster | None = None
@@ -45,87 +44,88 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class ImportedCluster:
-    """A cluster that was read, and what a person should know about how."""
+    """An imported cluster, with notes about assumptions."""
 
     cluster: Cluster
     notes: tuple[str, ...] = ()
 
 
 def make_import_error(where: str, why: str, fix: str = "") -> FxpartError:
-    """An FXP407, to be raised by the caller."""
-    fix = fix or "compare the text with what the tool prints; see `fxpart cluster import --help`"
+    """Return an FXP407 for the caller to raise."""
+    fix = fix or "compare the text with the tool's output; see `fxpart cluster import --help`"
     return error("FXP407", where=where[:200], why=why[:400], fix=fix)
 
 
 def format_location(number: int, line: str) -> str:
-    """The place of a line, counted from 1, with its text."""
+    """Return the location of a line: its number, from 1, and its text."""
     return f"line {number}: {line.strip()[:120]!r}"
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text, without colours and without the labels of mpirun and srun."""
-    return [_LABEL.sub("", line) for line in _COLOUR.sub("", text).splitlines()]
+    """Return the lines of a text without ANSI codes and labels of mpirun and srun."""
+    return [_LABEL.sub("", line) for line in _ANSI_CODE.sub("", text).splitlines()]
 
 
 def parse_json(text: str) -> Any:
-    """What the JSON says; FXP407 with the line where it is none."""
+    """Parse JSON; FXP407 names the line of an error."""
     try:
         return json.loads(text, parse_constant=_constant)
     except json.JSONDecodeError as why:
         raise make_import_error(
-            f"line {why.lineno}, column {why.colno}", f"no JSON: {why.msg}"
+            f"line {why.lineno}, column {why.colno}", f"not valid JSON: {why.msg}"
         ) from why
     except (ValueError, RecursionError) as why:
-        raise make_import_error("the text", f"no JSON: {why}") from why
+        raise make_import_error("the text", f"not valid JSON: {why}") from why
 
 
 def number(value: Any, where: str) -> float:
-    """A number, or a text that holds one, finite; FXP407."""
+    """Return a finite number, given as a number or a text; FXP407 if it is not valid."""
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
         found = float(value)
     except (ValueError, OverflowError):
-        raise make_import_error(where, f"{quoted(value)} is no number") from None
+        raise make_import_error(where, f"{quoted(value)} is not a number") from None
     if found - found != 0:
-        raise make_import_error(where, f"{found} is no finite number")
+        raise make_import_error(where, f"{found} is not a finite number")
     return found
 
 
 def count(value: Any, where: str) -> int:
-    """A count or size: a number without a fraction, or a text of one; FXP407."""
+    """Return a count or size, given as a whole number or a text; FXP407 if it is not valid."""
     found = number(value, where)
     if not 0 <= found < _MOST or found != int(found):
-        raise make_import_error(where, f"{quoted(value)} is no count")
+        raise make_import_error(where, f"{quoted(value)} is not a count")
     return int(found)
 
 
 def scaled(value: Any, factor: float, where: str) -> float:
-    """A number times ``factor``, finite; FXP407."""
+    """Return a number times ``factor``; FXP407 if it is not finite."""
     return number(number(value, where) * factor, where)
 
 
 def device_model(facts: ImportOptions, why: str) -> dict[str, Any]:
-    """The data of the model that was given; FXP407 with ``why`` where none was."""
+    """Return the data of the device model; FXP407 with ``why`` if none is given."""
     from fxpart.cluster.presets import device_data, models
 
     if facts.device is None:
-        fix = f"--device MODEL, one of {', '.join(models())};\nor --into CLUSTER, which has them"
+        fix = f"pass --device MODEL, one of {', '.join(models())};\n"
+        fix += "or --into CLUSTER with a cluster of these devices"
         raise make_import_error("--device", why, fix)
     return device_data(facts.device)
 
 
 def validate_imported(cluster: Cluster, what: str) -> Cluster:
-    """The cluster; FXP407 naming each fault where what was read makes none."""
+    """Return the cluster; FXP407 lists the problems if it is not valid."""
     problems = cluster.problems()
     if problems:
         listed = "; ".join(f"{problem.where}: {problem.why}" for problem in problems[:5])
-        raise make_import_error(what, f"it makes no valid cluster: {listed}")
+        raise make_import_error(what, f"the resulting cluster is not valid: {listed}")
     return cluster
 
 
 def network(facts: ImportOptions) -> tuple[Link, ...]:
-    """The link between hosts as it was given; () where it was not."""
+    """Return the link between hosts; () if its speed is not given."""
     from fxpart.cluster.devices import Link
 
     if facts.network is None:
@@ -143,10 +143,10 @@ def network(facts: ImportOptions) -> tuple[Link, ...]:
 
 
 NO_NETWORK = (
-    "how fast the hosts reach each other is not known, so there is no link between them; "
-    "measure it or give --network-gbs"
+    "the speed between hosts is unknown, so the cluster has no link between them; "
+    "measure it or pass --network-gbs"
 )
 
 
 def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
