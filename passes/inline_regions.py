@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpart.compiler.autocast_region import WHOLE_KEY, AutocastRegion, conversions
+from fxpart.compiler.autocast_region import (
+    DEVICES_KEY,
+    WHOLE_KEY,
+    AutocastRegion,
+    conversions,
+)
 from fxpart.compiler.effects import is_op, list_written_nodes, packet_name
 from fxpart.compiler.functional_ops import METADATA_OPS
 from fxpart.compiler.graph_edit import add_call, annotation, fake_mode, value
@@ -35,8 +40,11 @@ class InlineRegionsPass:
     In a no-grad region, outer values that may require a gradient are detached on entry, so the same
     ops record nothing. In an autocast region, its dtype conversions become explicit ops; those of a
     parameter are shared within the region, like in the autocast cache. A composite op that converts
-    internally is rejected (FXP108).
+    internally is rejected (FXP108). module_device: whether to convert as on the device of the
+    captured module instead of the device type that the ranks have.
     """
+
+    module_device: bool = False
 
     name: ClassVar[str] = "inline_regions"
     requires: ClassVar[Level] = Level.CAPTURED
@@ -48,10 +56,12 @@ class InlineRegionsPass:
         mode = fake_mode(graph)
         shared: Converted = {}
         whole = bool(graph_module.meta.get(WHOLE_KEY))
+        own, target = graph_module.meta.get(DEVICES_KEY, ("", ""))
+        devices = {own: own if self.module_device else target}
         for node in list(graph.nodes):
             if region_name(node):
                 with graph.inserting_before(node):
-                    _Inliner(graph_module, node, mode, shared if whole else {}).inline()
+                    _Inliner(graph_module, node, mode, shared if whole else {}, devices).inline()
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users and _is_body(graph_module, node):
                 graph.erase_node(node)
@@ -77,14 +87,16 @@ class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
     converted: (parameter, dtype) -> its shared conversion; the autocast cache, valid until the
-    outermost region ends. detached: outer value -> its detached form. ungraded: outer nodes created
-    without gradient, which need no detach.
+    outermost region ends. devices: device type at capture -> device type that runs it. detached:
+    outer value -> its detached form. ungraded: outer nodes created without gradient, which need no
+    detach.
     """
 
     root: fx.GraphModule
     call: fx.Node
     mode: AbstractContextManager[Any]
     converted: Converted
+    devices: dict[str, str] = field(default_factory=dict)
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ungraded: set[fx.Node] = field(default_factory=set)
 
@@ -120,7 +132,8 @@ class _Inliner:
         if not enabled:
             return None
         chosen = torch.get_autocast_dtype(str(device)) if dtype is None else dtype
-        return AutocastRegion(str(device), chosen, cache is None or bool(cache))
+        kind = self.devices.get(str(device), str(device))
+        return AutocastRegion(kind, chosen, cache is None or bool(cache))
 
     def _body(
         self, module: fx.GraphModule, path: str, operands: Sequence[Any], around: _RegionContext

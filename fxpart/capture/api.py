@@ -19,7 +19,14 @@ from fxpart.capture.context_managers import prepare_capture, training_mode
 from fxpart.capture.example_inputs import infer_examples, no_examples
 from fxpart.capture.failure_causes import summarize_exception
 from fxpart.capture.fake_tensors import replace_with_fakes
-from fxpart.capture.flat_batch import FlatBatch, assemble, distinct, flatten_batch, unflatten_batch
+from fxpart.capture.flat_batch import (
+    FlatBatch,
+    assemble,
+    distinct,
+    flatten_batch,
+    on_device_of,
+    unflatten_batch,
+)
 from fxpart.capture.model_outputs import ambiguous_loss
 from fxpart.capture.model_validation import plain_module
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -43,6 +50,7 @@ def capture(
     training: bool = True,
     microbatch_size: int | None = None,
     precision: str = "fp32",
+    device_type: str | None = None,
 ) -> CapturedModel:
     """Capture an unmodified model as a torch.fx graph.
 
@@ -53,14 +61,16 @@ def capture(
     those of the example. batch_dims: per input name, the batch dim, None for an input that is not
     split; other inputs are inferred. microbatch_size: the capture size if the batch cannot be
     symbolic. precision: "bf16" for ``torch.autocast`` in bfloat16 around model and loss, whose
-    conversions become graph operations; "fp32" for the model's own precision. The model's modes,
-    configuration and tensors do not change. Errors: FXP101 to FXP106, FXP108, FXP109.
+    conversions become graph operations; "fp32" for the model's own precision. device_type: "cpu" or
+    "cuda", the devices whose autocast applies; by default that of the model's tensors, to which
+    example tensors are copied. The model's modes, configuration and tensors do not change.
+    Errors: FXP101 to FXP106, FXP108, FXP109.
     """
     plain, loss = plain_module(model), unwrapped(loss)
     with unwrap_compiled(plain, loss) as compiled:
         captured = _captured(
             plain, example_inputs, example_kwargs, loss, batch_dims, batch_size, microbatch_size,
-            training, precision,
+            training, precision, device_type,
         )  # fmt: skip
     if compiled or plain is not model:
         note = "torch.compile is ignored; parameter names are those of the original module"
@@ -78,13 +88,14 @@ def _captured(
     microbatch_size: int | None,
     training: bool,
     precision: str,
+    device_type: str | None,
 ) -> CapturedModel:
     """Capture an unwrapped module; see :func:`capture`."""
     autocast = autocast_dtype(precision)
     if example_inputs is None and not example_kwargs:
         example_inputs = infer_examples(model, batch_size)
     batch = assemble(example_inputs, example_kwargs)
-    parts = distinct(flatten_batch(batch))
+    parts = on_device_of(model, distinct(flatten_batch(batch)))
     has_kwargs = bool(example_kwargs) and isinstance(batch, tuple)
     call = split_batch_arguments(model, loss, parts, has_kwargs=has_kwargs)
     initialize_lazy(model, call, parts)
@@ -113,6 +124,7 @@ def _captured(
         form=trial.whole.form,
         loss_name=_own_loss_name(trial.whole.scalars),
         precision=precision,
+        device_type=device_type,
         assigned=trial.whole.assigned,
     )
     captured = trace_request(request)

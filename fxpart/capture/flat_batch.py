@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program.spec import ConstantSpec
@@ -104,6 +105,17 @@ def distinct(parts: FlatBatch) -> FlatBatch:
         tensors.append(tensor.clone() if id(tensor) in seen else tensor)
         seen.add(id(tensor))
     return replace(parts, tensors=tuple(tensors))
+
+
+def on_device_of(model: nn.Module, parts: FlatBatch) -> FlatBatch:
+    """Return the batch with its tensors on the model's device, if it has exactly one."""
+    state = (*model.parameters(), *model.buffers())
+    devices = {t.device for t in state if t.device.type != "meta"}
+    if len(devices) != 1:
+        return parts
+    (device,) = devices
+    moved = (t if t.device.type == "meta" else t.to(device) for t in parts.tensors)
+    return replace(parts, tensors=tuple(moved))
 
 
 def unflatten_batch(tree: Any, tensors: Sequence[Any]) -> Any:

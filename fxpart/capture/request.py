@@ -40,7 +40,7 @@ from fxpart.capture.trace_methods import (
 )
 from fxpart.capture.unlift import UnliftedGraph, unlift
 from fxpart.compat import size_hint, symbol_names, unwrap_compiled
-from fxpart.compiler.autocast_region import WHOLE_KEY
+from fxpart.compiler.autocast_region import DEVICES_KEY, WHOLE_KEY
 from fxpart.compiler.higher_order_ops import check_regions
 from fxpart.errors import FxpartError
 from fxpart.program.spec import InputSpec
@@ -52,7 +52,8 @@ class CaptureRequest:
 
     floating: names of the floating-point outputs, and form: the structure that the model returns,
     if it could run. precision: "fp32" or "bf16". loss_name: the output that is the loss if none was
-    given. assigned: registered buffers to which forward assigns new tensors.
+    given. assigned: registered buffers to which forward assigns new tensors. device_type: of the
+    ranks, by default that of the module.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class CaptureRequest:
     precision: str = "fp32"
     loss_name: str | None = None
     assigned: frozenset[tuple[str, str]] = frozenset()
+    device_type: str | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -128,6 +130,7 @@ def _run(request: CaptureRequest) -> CapturedModel:
     check_regions(unlifted.graph.graph)
     if request.autocast is not None:
         unlifted.graph.meta[WHOLE_KEY] = True
+    unlifted.graph.meta[DEVICES_KEY] = (whole.kind, request.device_type or whole.kind)
     tried = tuple(f"{way.label}: {summarize_exception(failure)}" for way, failure in failures)
     if request.inferred.note:
         tried = (request.inferred.note, *tried)

@@ -2,7 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpart.compat.autocast import grad_modes_kept, may_convert
+from fxpart.compat.autocast import enable_autocast, grad_modes_kept, may_convert
 from fxpart.compat.dataloader import skip_batches
 from fxpart.compat.elastic_agent import make_reporting_agent
 from fxpart.compat.foreach import (
@@ -102,6 +102,7 @@ __all__ = [
     "detach_constant",
     "disable_guards",
     "disable_mask_detection",
+    "enable_autocast",
     "fake_mode",
     "floor_division",
     "foreach_add",

@@ -29,6 +29,26 @@ def may_convert(operation: Any, device: str) -> bool:
 
 
 @contextmanager
+def enable_autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Enable autocast of a device type, without a cache, also if torch finds no such device.
+
+    ``torch.autocast`` disables itself without the device; its policy also applies to fake tensors.
+    Uses the setters that ``torch.autocast`` calls.
+    """
+    enabled, before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, before)
+
+
+@contextmanager
 def grad_modes_kept() -> Iterator[None]:
     """Make torch.export keep ``torch.no_grad`` inside ``torch.autocast``.
 

@@ -11,11 +11,19 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import may_convert, silence_fake_errors, watch_casts
+from fxpart.compat import (
+    enable_autocast,
+    may_convert,
+    silence_fake_errors,
+    size_hint,
+    watch_casts,
+)
 from fxpart.compiler.tensor_sizes import tensors
 
 # graph.meta: the whole graph is in one autocast context, so its regions share conversions.
 WHOLE_KEY = "fxpart_autocast"
+# graph.meta: the device types of the captured module and of the ranks, whose autocast applies.
+DEVICES_KEY = "fxpart_devices"
 
 
 @dataclass(frozen=True)
@@ -36,16 +44,39 @@ def conversions(
 ) -> dict[int, torch.dtype] | None:
     """Return the dtype to which autocast converts each tensor argument, by ``id`` of the tensor.
 
-    args, kwargs: fake tensors. Return None if the op internally converts tensors that are not
+    args, kwargs: fake tensors; on another device than the region's, tensors of that device are
+    observed in their place. Return None if the op internally converts tensors that are not
     arguments, if these conversions do not explain the dtype of its result, or if it cannot run on
     fake tensors.
     """
     if not may_convert(op, region.device):
         return {}
+    given = tensors([*args, *kwargs.values()])
+    if all(t.device.type == region.device for t in given):
+        try:
+            return _observe(region, op, args, kwargs, mode)
+        except RuntimeError:  # a composite op that reads sizes as numbers
+            pass
+    stand_ins = {id(t): _stand_in(t, region.device, mode) for t in given}
+    concrete = {name: _map(value, stand_ins) for name, value in kwargs.items()}
     try:
-        inside, results = _watch(region, op, args, kwargs, mode)
-    except RuntimeError:  # a composite op that reads sizes of intermediate tensors
+        found = _observe(region, op, tuple(_map(a, stand_ins) for a in args), concrete, mode)
+    except RuntimeError:
         return None
+    if found is None:
+        return None
+    return {key: found[id(new)] for key, new in stand_ins.items() if id(new) in found}
+
+
+def _observe(
+    region: AutocastRegion,
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+) -> dict[int, torch.dtype] | None:
+    """Return the conversions of :func:`conversions`; RuntimeError if the op cannot run."""
+    inside, results = _watch(region, op, args, kwargs, mode)
     with silence_fake_errors():  # operand dtypes may not match without autocast
         outside, _ = _watch(None, op, args, kwargs, mode)
     added = Counter((id(t), dtype) for t, dtype in inside)
@@ -77,6 +108,24 @@ def conversions(
     )
 
 
+def _stand_in(tensor: torch.Tensor, device: str, mode: AbstractContextManager[Any]) -> torch.Tensor:
+    """Return a fake tensor of the example's sizes on the device."""
+    sizes = [size_hint(size) for size in tensor.shape]
+    with mode:
+        return torch.empty(sizes, dtype=tensor.dtype, device=device)
+
+
+def _map(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
+    """Return an argument with stand-ins for its tensors and numbers for its symbols."""
+    if isinstance(item, torch.Tensor):
+        return stand_ins[id(item)]
+    if isinstance(item, torch.SymInt):
+        return size_hint(item)
+    if isinstance(item, (list, tuple)):
+        return type(item)(_map(each, stand_ins) for each in item)
+    return item
+
+
 def _inner(
     seen: list[tuple[torch.Tensor, torch.dtype]], argument_ids: set[int]
 ) -> Counter[tuple[str, str, str]]:
@@ -96,7 +145,7 @@ def _watch(
     """Run the op with or without autocast; return its conversions (kept alive) and its result."""
     around: AbstractContextManager[Any] = nullcontext()
     if region is not None:
-        around = torch.autocast(region.device, dtype=region.dtype, cache_enabled=False)
+        around = enable_autocast(region.device, region.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with mode, torch.no_grad(), around, watch_casts() as seen:

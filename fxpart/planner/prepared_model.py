@@ -25,7 +25,9 @@ from fxpart.codegen.mesh_programs.row_dependence import (
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compat.optimizer_parameters import name_optimizer_parameters
 from fxpart.compiler import BLOCKS_KEY, PassManager
+from fxpart.compiler.autocast_region import DEVICES_KEY
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
+from fxpart.compiler.higher_order_ops import AUTOCAST, region_name
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
@@ -108,6 +110,7 @@ def prepare_model(
             request=request,
             batch_size=asked.batch_size if plan is None else plan.batch_size,
             precision=request.precision,
+            device_type=_device_type(request),
             **options,
         )
     if isinstance(asked.optimizer, torch.optim.Optimizer):
@@ -125,7 +128,8 @@ def prepare_model(
 
     def compare() -> ModuleCheck:
         with log_phase("check the captured program"):
-            return check_module(model, loss, captured, graph, seed=request.seed, check=check)
+            checked = _as_on_module_device(captured, graph, granularity)
+            return check_module(model, loss, captured, checked, seed=request.seed, check=check)
 
     return PreparedModel(with_model_profile(request, info), captured, graph, info, said, compare)
 
@@ -152,6 +156,28 @@ def describe_request(front: PreparedModel, microbatches: int | None) -> str:
         "seed": request.seed,
     }
     return "\n".join(f"{name}: {value}" for name, value in rows.items())
+
+
+def _device_type(request: PlanRequest) -> str:
+    """Return the device type of the ranks, whose autocast applies."""
+    return "cuda" if any(d.kind == "gpu" for d in request.cluster.devices) else "cpu"
+
+
+def _as_on_module_device(
+    captured: CapturedModel, graph: fx.GraphModule, granularity: str
+) -> fx.GraphModule:
+    """Return the prepared graph with autocast as on the module's device, to compare with it."""
+    module_device, rank_device = captured.graph.meta.get(DEVICES_KEY, ("", ""))
+    if module_device == rank_device or not _has_autocast(captured.graph):
+        return graph
+    passes = _prepare(granularity).replace("inline_regions", "inline_regions{module_device=true}")
+    return PassManager(all_passes()).run(passes, captured.graph)
+
+
+def _has_autocast(graph: fx.GraphModule) -> bool:
+    """Return whether a graph, or the body of a region in it, has an autocast region."""
+    modules = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    return any(region_name(node) == AUTOCAST for m in modules for node in m.graph.nodes)
 
 
 def _prepare(granularity: str) -> str:

@@ -1,0 +1,376 @@
+"""Times, kernels and memory on the device: fxpart beside eager, torch.compile and FSDP2.
+
+    python tests/gpu/timings.py NAME ...     (--list prints all names)
+
+Prints one JSON line per measurement.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
+
+import torch
+from training import (
+    DEVICE,
+    HAS_GPU,
+    Job,
+    adamw,
+    compiled,
+    gpt2,
+    llama,
+    median_seconds,
+    synchronize,
+    to_device,
+    tokens,
+)  # fmt: skip
+
+GIB = float(1 << 30)
+
+
+def llama_job() -> Job:
+    """Return a Llama of 0.9 billion parameters in bfloat16, 8,192 tokens."""
+    model, vocabulary = llama("large" if HAS_GPU else "tiny", torch.bfloat16, DEVICE)
+    return Job(model, tokens(vocabulary, *((4, 2048) if HAS_GPU else (2, 64))))
+
+
+def gpt2_job() -> Job:
+    """Return GPT-2 small in float32 for autocast, 8,192 tokens."""
+    model, vocabulary = gpt2("small" if HAS_GPU else "tiny")
+    return Job(model, tokens(vocabulary, *((8, 1024) if HAS_GPU else (2, 64))))
+
+
+def small_job() -> Job:
+    """Return a Llama whose kernels are shorter than the time to launch them."""
+    model, vocabulary = llama("small" if HAS_GPU else "tiny", torch.bfloat16)
+    return Job(model, tokens(vocabulary, *((8, 128) if HAS_GPU else (8, 16))))
+
+
+JOBS: dict[str, tuple[Callable[[], Job], str | None]] = {
+    "llama": (llama_job, None),
+    "gpt2": (gpt2_job, "bf16"),
+    "small": (small_job, None),
+}
+
+
+def eager_step(
+    job: Job, precision: str | None, wrap: Callable[[Any], Any] | None = None
+) -> Callable[[], object]:
+    """Return one step of a normal loop on a copy of the model."""
+    model = copy.deepcopy(job.model).to(DEVICE)
+    forward = wrap(model) if wrap is not None else model
+    batch, stepper = to_device(job.batch), adamw(model.parameters())
+
+    def step() -> object:
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
+            loss = forward(**batch).loss
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+        return loss
+
+    return step
+
+
+def fsdp(model: Any) -> Any:
+    """Shard a model over the one rank with FSDP2, block by block."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if HAS_GPU else "gloo", init_method="tcp://127.0.0.1:29611", rank=0, world_size=1
+        )
+    blocks = model.model.layers if hasattr(model, "model") else model.transformer.h
+    for block in blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def measured(step: Callable[[], object], steps: int) -> dict[str, float]:
+    """Return the median step time and the peak memory of a step."""
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = median_seconds(step, steps)
+    peak = torch.cuda.max_memory_allocated() / GIB if HAS_GPU else 0.0
+    reserved = torch.cuda.max_memory_reserved() / GIB if HAS_GPU else 0.0
+    return {
+        "ms": round(seconds * 1e3, 3),
+        "peak_gib": round(peak, 3),
+        "reserved": round(reserved, 3),
+    }
+
+
+def speed(name: str, way: str) -> dict[str, Any]:
+    """Measure one way to train a job."""
+    make, precision = JOBS[name]
+    job, steps = make(), 15 if HAS_GPU else 3
+    count = sum(p.numel() for p in job.model.parameters())
+    rows, length = job.batch["input_ids"].shape
+    begin, found = time.perf_counter(), {}
+    if way.startswith("fxpart"):
+        arguments = {"precision": precision} if precision else {}
+        program = compiled(job, 1, microbatches=4 if "4" in way else 1, check="off", **arguments)
+        found["compile_s"] = round(time.perf_counter() - begin, 1)
+        options = {"compile_stages": True} if "compiled" in way else {}
+        trainer = program.trainer(adamw, **options)
+        batch = to_device(job.batch) if "device" in way else job.batch
+        memory = program.plan.prediction.ranks[0].memory
+        found["predicted_ms"] = round(program.plan.prediction.step_seconds * 1e3, 3)
+        parts = {k: getattr(memory, k) for k in memory.__struct_fields__}
+        found["predicted_gib"] = {
+            k: round(v / GIB, 3) for k, v in parts.items() if isinstance(v, (int, float))
+        }
+
+        def step() -> object:
+            return trainer.step(batch)
+    else:
+        wrap = {"eager": None, "torch.compile": torch.compile, "fsdp2": fsdp}[way]
+        step = eager_step(job, precision, wrap)
+    found |= measured(step, steps)
+    seconds = found["ms"] / 1e3
+    found["tokens_per_s"] = round(rows * length / seconds)
+    found["tflops"] = round(6 * count * rows * length / seconds / 1e12, 1)
+    return found
+
+
+def kernels(name: str, way: str) -> dict[str, Any]:
+    """Count the kernels, launches and host waits of one step, and the longest kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    make, precision = JOBS[name]
+    job = make()
+    if way == "fxpart":
+        arguments = {"precision": precision} if precision else {}
+        trainer = compiled(job, 1, microbatches=1, check="off", **arguments).trainer(adamw)
+
+        def step() -> object:
+            return trainer.step(job.batch)
+    else:
+        step = eager_step(job, precision)
+    for _ in range(3):
+        step()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        synchronize()
+    events = profiler.key_averages()
+    counts = {e.key: e.count for e in events}
+    device = [e for e in events if e.self_device_time_total > 0 and not e.key.startswith("aten::")]
+    longest = sorted(device, key=lambda e: -e.self_device_time_total)
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    host = sorted(events, key=lambda e: -e.self_cpu_time_total)[:12]
+    return {
+        "device_ms": round(sum(e.self_device_time_total for e in device) / 1e3, 2),
+        "kernels": sum(e.count for e in device),
+        "launches": sum(counts.get(k, 0) for k in ("cudaLaunchKernel", "cuLaunchKernel",
+                        "cudaLaunchKernelExC", "cuLaunchKernelEx")),
+        "waits": {k: counts[k] for k in waits if k in counts},
+        "items": counts.get("aten::_local_scalar_dense", 0),
+        "copies": {k: counts[k] for k in counts if k.startswith("Memcpy")},
+        "attention": sorted(k for k in counts if "attention" in k and k.startswith("aten::")),
+        "longest": [[round(e.self_device_time_total / 1e3, 2), e.count, e.key[:90]]
+                    for e in longest[:12]],
+        "host": [[round(e.self_cpu_time_total / 1e3, 2), e.count, e.key[:60]] for e in host],
+        "ops": {k: c for k, c in sorted(counts.items(), key=lambda x: -x[1])
+                if k.startswith("aten::") and c >= 8},
+    }  # fmt: skip
+
+
+def products() -> dict[str, Any]:
+    """Measure matrix products, attention, copies, reductions and launches."""
+    rows: list[Any] = []
+
+    def timed(label: str, run: Callable[[], object], work: float, unit: str) -> None:
+        try:
+            for _ in range(3):
+                run()
+            synchronize()
+            repeats = 3
+            while True:
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
+                for _ in range(repeats):
+                    run()
+                last.record()
+                last.synchronize()
+                total = first.elapsed_time(last)
+                if total > 8 or repeats > 2000:
+                    break
+                repeats *= 4
+            seconds = total / repeats / 1e3
+            rows.append([label, seconds, work / seconds, unit])
+        except Exception as problem:
+            rows.append([label, None, None, str(problem)[:80]])
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    shapes = [
+        (m, n, k)
+        for m in (256, 1024, 2048, 4096, 8192, 16384)
+        for n, k in (
+            (768, 768),
+            (2048, 2048),
+            (4096, 4096),
+            (11008, 4096),
+            (4096, 11008),
+            (32000, 4096),
+        )
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        for m, n, k in shapes if dtype is torch.bfloat16 else shapes[::4]:
+            a, b = empty(m, k, dtype=dtype), empty(n, k, dtype=dtype)
+            timed(f"linear {dtype} {m}x{n}x{k}", lambda: torch.nn.functional.linear(a, b),
+                  2.0 * m * n * k, "flop/s")  # fmt: skip
+    for heads, groups, length, dim, batch in (
+        (16, 8, 2048, 128, 4), (32, 8, 4096, 128, 1), (12, 12, 1024, 64, 8), (8, 8, 128, 32, 8),
+    ):  # fmt: skip
+        q = empty(batch, heads, length, dim).requires_grad_()
+        k = empty(batch, groups, length, dim).requires_grad_()
+        v = empty(batch, groups, length, dim).requires_grad_()
+        grouped = {"enable_gqa": True} if heads != groups else {}
+
+        def attention() -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, **grouped
+            )
+
+        work = 4.0 * batch * heads * length * length * dim / 2
+        timed(
+            f"attention forward b{batch} h{heads}/{groups} s{length} d{dim}",
+            attention,
+            work,
+            "flop/s",
+        )
+        out = attention()
+        grad = torch.randn_like(out)
+        timed(
+            f"attention backward b{batch} h{heads}/{groups} s{length} d{dim}",
+            lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), 2.5 * work, "flop/s",
+        )  # fmt: skip
+    for mib in (1, 16, 256):
+        a = torch.empty(mib << 18, device="cuda")
+        b = torch.empty_like(a)
+        timed(f"copy {mib} MiB", lambda: b.copy_(a), 2 * a.numel() * 4, "B/s")
+        timed(f"add {mib} MiB", lambda: torch.add(a, b, out=b), 3 * a.numel() * 4, "B/s")
+        host = torch.empty(mib << 18, pin_memory=True)
+        timed(
+            f"pinned to device {mib} MiB",
+            lambda: a.copy_(host, non_blocking=True),
+            a.numel() * 4,
+            "B/s",
+        )
+        timed(
+            f"device to pinned {mib} MiB",
+            lambda: host.copy_(a, non_blocking=True),
+            a.numel() * 4,
+            "B/s",
+        )
+    tiny = torch.zeros(16, device="cuda")
+    timed("tiny kernel", lambda: tiny.add_(1), 1.0, "1/s")
+    x = empty(8192, 2048).requires_grad_()
+    w = torch.ones(2048, device="cuda", dtype=torch.bfloat16)
+    timed("rms_norm 8192x2048", lambda: torch.rms_norm(x, (2048,), w), 4.0 * x.numel(), "B/s")
+    timed(
+        "layer_norm 8192x2048",
+        lambda: torch.nn.functional.layer_norm(x, (2048,), w),
+        4.0 * x.numel(),
+        "B/s",
+    )
+    timed("softmax 8192x2048", lambda: x.softmax(-1), 4.0 * x.numel(), "B/s")
+    logits = empty(8192, 32000)
+    labels = torch.randint(32000, (8192,), device="cuda")
+    timed(
+        "cross_entropy 8192x32000",
+        lambda: torch.nn.functional.cross_entropy(logits, labels),
+        2.0 * logits.numel(),
+        "B/s",
+    )
+    table = empty(32000, 2048)
+    timed(
+        "embedding 8192 of 32000x2048",
+        lambda: torch.nn.functional.embedding(labels, table),
+        4.0 * 8192 * 2048,
+        "B/s",
+    )
+    for fused in (False, True):
+        parameters = [torch.nn.Parameter(empty(2048, 2048)) for _ in range(64)]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        stepper = torch.optim.AdamW(parameters, fused=fused)
+        timed(
+            f"adamw fused={fused} 64 x 2048x2048 bfloat16",
+            stepper.step,
+            14.0 * 64 * 2048 * 2048,
+            "B/s",
+        )
+    begin = time.perf_counter()
+    for _ in range(5000):
+        tiny.add_(1)
+    host_us = (time.perf_counter() - begin) / 5000 * 1e6
+    synchronize()
+    info = torch.cuda.mem_get_info()
+    return {"rows": rows, "host_us_per_op": host_us, "context_gib": (info[1] - info[0]) / GIB}
+
+
+def transfers() -> dict[str, Any]:
+    """Time a two-stage pipeline of both ranks in this process."""
+    job = small_job()
+    one = compiled(job, 1, microbatches=4, check="off").trainer(adamw)
+    two = compiled(job, 2, microbatches=4, check="off", constraints={"mesh": "none", "stages": 2})
+    both = two.trainer(adamw)
+    return {
+        "one_rank_ms": median_seconds(lambda: one.step(job.batch), 10) * 1e3,
+        "two_ranks_in_process_ms": median_seconds(lambda: both.step(job.batch), 10) * 1e3,
+    }
+
+
+WAYS = ("eager", "fxpart", "fxpart device batch", "fxpart compiled", "torch.compile", "fsdp2")
+MEASUREMENTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "products": products,
+    "kernels llama eager": lambda: kernels("llama", "eager"),
+    "kernels llama fxpart": lambda: kernels("llama", "fxpart"),
+    "kernels gpt2 eager": lambda: kernels("gpt2", "eager"),
+    "kernels gpt2 fxpart": lambda: kernels("gpt2", "fxpart"),
+    "kernels small eager": lambda: kernels("small", "eager"),
+    "kernels small fxpart": lambda: kernels("small", "fxpart"),
+    "transfers": transfers,
+    **{
+        f"{job} {way}": lambda job=job, way=way: speed(job, way)  # type: ignore[misc]
+        for job in JOBS for way in WAYS
+    },
+}  # fmt: skip
+
+
+def run(name: str) -> dict[str, Any]:
+    """Take one measurement."""
+    begin = time.perf_counter()
+    try:
+        found = MEASUREMENTS[name]()
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-4:]
+        found = {
+            "error": f"{type(problem).__name__}: {str(problem)[:600]}",
+            "trace": [f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in last],
+        }
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+    return {"name": name, **found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--list"]:
+        print(*MEASUREMENTS, sep="\n")
+    for each in [a for a in sys.argv[1:] if a != "--list"]:
+        print("ROW " + json.dumps(run(each)), flush=True)
