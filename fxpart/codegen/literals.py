@@ -57,6 +57,8 @@ _BUILTINS = frozenset(
 DEVICE = "self.device"
 MESH = "self.mesh"  # the rank's communicator
 COLLECTIVES = "fxpart.collectives"
+# Strides of an op's result may differ on the device that runs the module; graphs have no writes.
+ANY_STRIDES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 class NameScope:
@@ -72,6 +74,7 @@ class NameScope:
 
     def operation(self, target: Any, where: str) -> str:
         """Return the module-level name of a callable, defined on first use."""
+        target = ANY_STRIDES.get(target, target)
         if target is rng.seeded:
             self.modules.add("fxpart.rng")
             return "seeded"
