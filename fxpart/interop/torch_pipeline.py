@@ -38,7 +38,8 @@ from fxpart.plan.schedule import stage_of
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch.batch_reader import BatchReader, MicrobatchSplit
-from fxpart.runtime.transport.process_group import connect, local_device
+from fxpart.runtime.host.gpus import local_device
+from fxpart.runtime.transport.process_group import connect
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -26,8 +26,9 @@ from fxpart.cluster.latency_bandwidth_fit import (
 from fxpart.collectives.group_communicator import GroupCommunicator
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
+from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD
-from fxpart.runtime.transport.process_group import connect, local_device
+from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.sharding import Mesh
 

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from fxpart.cluster.host_detection import cores
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
+from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.transport.interface import FORWARD
-from fxpart.runtime.transport.process_group import connect, local_device
+from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
 TARGET = "fxpart.profiling.host_benchmark:measure"

@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from fxpart.compat import share_cores
 from fxpart.environment import make_rank_environment, read_launch
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.host.heap import keep_freed_memory
 from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
@@ -291,7 +292,7 @@ def _group(request: dict[str, Any]) -> Iterator[None]:
     limit = timedelta(seconds=request["timeout"])
     backend = "gloo"
     if request["device"] == "cuda":
-        torch.cuda.set_device(found.local_rank)
+        torch.cuda.set_device(local_device("cuda"))
         backend = "cpu:gloo,cuda:nccl"
     store = TCPStore(found.address, found.port, timeout=limit)
     dist.init_process_group(

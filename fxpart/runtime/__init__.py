@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
+from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.optimizer.parameter_groups import no_decay
 from fxpart.runtime.trainer import Trainer
 from fxpart.runtime.training_run import Checkpoints
 from fxpart.runtime.transport.in_process import InProcess
-from fxpart.runtime.transport.process_group import connect, local_device
+from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
 __all__ = [

@@ -22,6 +22,7 @@ from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, h
 from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.asynchronous.options import AsyncOptions
 from fxpart.runtime.entry_point import announce_call
+from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
@@ -34,7 +35,6 @@ from fxpart.runtime.state.weight_consistency import check_same_weights
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torch_modes
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
-from fxpart.runtime.transport.process_group import local_device
 from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
 from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, weight_mode
 

@@ -144,7 +144,9 @@ class PartitionedRun:
 def compare(program: Program, factory: Any, batch: Any, seen: PartitionedRun) -> Verification:
     """Repeat the run in a single process on the unpartitioned graph, and compare."""
     captured = program.captured
-    one, table = _one_process(program, factory), _DifferenceTable.of(captured.parameters)
+    device = seen.losses[0].device
+    one = _one_process(program, factory, device=device)
+    table = _DifferenceTable.of(captured.parameters)
     for loss, found in zip(seen.losses, seen.gradients, strict=True):
         wanted = one.backward(list(flatten_batch(batch).tensors))
         table.add(loss, wanted, found, one.gradients())
@@ -173,7 +175,7 @@ def compare(program: Program, factory: Any, batch: Any, seen: PartitionedRun) ->
     )
     worst = _worst(table.loss, buffers, rows)
     if not exact and worst > TOLERANCE:
-        rows, worst = _against_rounding(program, factory, batch, table, buffers, rows)
+        rows, worst = _against_rounding(program, factory, batch, table, buffers, rows, device)
     eager = _against_module(program, factory, batch, seen)
     return Verification(
         ranks=program.plan.world,
@@ -212,7 +214,7 @@ def _against_module(
     written = run_written(
         program.captured, program.graph, factory, batch, len(seen.losses),
         microbatches=microbatches, seed=program.plan.seed, multiple=get_row_multiple(spec),
-        weight=weight,
+        weight=weight, device=seen.losses[0].device,
     )  # fmt: skip
     if written is None:
         return None
@@ -220,7 +222,7 @@ def _against_module(
     lossy = bool(program.spec.transfer_dtype) or program.captured.precision != "fp32"
     if found.differences and not lossy:
         for known in measure_rounding(
-            lambda convert: _one_process(program, factory, convert),
+            lambda convert: _one_process(program, factory, convert, seen.losses[0].device),
             lambda: list(flatten_batch(batch).tensors),
             len(seen.losses),
             relative,
@@ -243,7 +245,7 @@ def _against_whole_batch(
         return found
     written = run_written(
         program.captured, program.graph, factory, batch, 1, microbatches=1,
-        seed=program.plan.seed, multiple=1,
+        seed=program.plan.seed, multiple=1, device=seen.losses[0].device,
     )  # fmt: skip
     if written is None:
         return found
@@ -264,6 +266,7 @@ def _against_rounding(
     table: _DifferenceTable,
     buffers: Mapping[str, float],
     rows: tuple[ParameterDifference, ...],
+    device: torch.device,
 ) -> tuple[tuple[ParameterDifference, ...], float]:
     """Return rows and largest difference without those that rounding alone explains.
 
@@ -271,7 +274,7 @@ def _against_rounding(
     """
     given, worst = rows, _worst(table.loss, buffers, rows)
     for known in measure_rounding(
-        lambda convert: _one_process(program, factory, convert),
+        lambda convert: _one_process(program, factory, convert, device),
         lambda: list(flatten_batch(batch).tensors),
         len(table.losses),
         relative,
@@ -286,11 +289,14 @@ def _against_rounding(
 
 
 def _one_process(
-    program: Program, factory: Any, convert: Convert | None = None
+    program: Program,
+    factory: Any,
+    convert: Convert | None = None,
+    device: torch.device | None = None,
 ) -> SingleProcessTrainer:
     """Return a single-process trainer at the start of the run, with the same microbatches.
 
-    convert: applied to each state tensor.
+    convert: applied to each state tensor. device: where it trains, as the first rank does.
     """
     return SingleProcessTrainer(
         program.captured,
@@ -301,6 +307,7 @@ def _one_process(
         multiple=get_row_multiple(program.spec),
         convert=convert,
         sending=sending_of(program),
+        device=device,
     )
 
 
@@ -389,7 +396,7 @@ def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     """
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
-    x, y = a.detach().double().flatten(), b.detach().double().flatten()
+    x, y = a.detach().to(b.device).double().flatten(), b.detach().double().flatten()
     if torch.equal(x, y) or torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True):
         return 0.0
     norm = torch.linalg.vector_norm(y).item()

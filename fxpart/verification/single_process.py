@@ -50,13 +50,16 @@ class WholeGraph(fx.Interpreter):
         graph: fx.GraphModule,
         state: dict[str, torch.Tensor],
         sending: TransferPrecision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Store the graph and the state that it reads (and writes, for buffers).
 
-        sending: rounds values like the transfers between stages of the partitioned run.
+        sending: rounds values like the transfers between stages of the partitioned run. device:
+        where new tensors are created, by default as recorded in the graph.
         """
         super().__init__(graph)
         self.state = state
+        self._device = device
         self._sending = sending
         self._arrived: dict[tuple[str, int], Any] = {}
 
@@ -87,6 +90,12 @@ class WholeGraph(fx.Interpreter):
             send: Any = _TransferCast.apply  # torch has no types for it
             self._arrived[name, stage] = send(value, route.ahead, route.back)
         return self._arrived[name, stage]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op; it creates tensors on the device of the run."""
+        if self._device is not None and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._device}
+        return super().call_function(target, args, kwargs)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return the state tensor of that name."""
@@ -128,15 +137,18 @@ class SingleProcessTrainer:
         multiple: int = 1,
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
         sending: TransferPrecision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """optimizer: takes the parameter list and returns a torch optimizer.
 
         An optimizer callable with an attribute ``named`` takes pairs of names and parameters.
         multiple: divides the rows of each microbatch, as ranks that share them require. convert:
         applied to each state tensor. sending: the rounding of the partitioned run's transfers.
+        device: where to train, by default where the module is.
         """
         self.captured = captured
-        self.state = clone_state(captured, convert)
+        self.state = clone_state(captured, convert, device)
+        self._device = device
         self.microbatches = microbatches
         self.multiple = multiple
         self.seed = seed
@@ -145,7 +157,7 @@ class SingleProcessTrainer:
         self._totals: TotalInputs | None = found
         names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
         self._taken = [n for n in names if found is not None and n in found.inputs]
-        self._run = WholeGraph(graph, self.state, sending)
+        self._run = WholeGraph(graph, self.state, sending, device)
         names = [n for n in captured.parameters if self.state[n].requires_grad]
         named = getattr(optimizer, "named", False)
         trained = [(n, self.state[n]) if named else self.state[n] for n in names]
@@ -154,6 +166,7 @@ class SingleProcessTrainer:
     def backward(self, leaves: list[Any]) -> torch.Tensor:
         """Accumulate gradients of the weighted loss over all microbatches; return that loss."""
         total: torch.Tensor | None = None
+        leaves = [leaf if self._device is None else leaf.to(self._device) for leaf in leaves]
         pieces = list(split_batch(self.captured, leaves, self.microbatches, self.multiple))
         fed = self._fed(leaves, [weight for _, weight in pieces])
         for index, (part, weight) in enumerate(pieces):
@@ -175,12 +188,15 @@ class SingleProcessTrainer:
         by_name = {i.name: t for i, t in zip(self.captured.inputs, leaves, strict=True)}
         given = [by_name[n.name] for n in found.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
-            totals = WholeGraph(fx.GraphModule(found.module, found.graph), self.state).run(*given)
+            whole = fx.GraphModule(found.module, found.graph)
+            totals = WholeGraph(whole, self.state, device=self._device).run(*given)
         known = dict(zip(found.names, totals, strict=True))
         dtypes = {name: getattr(torch, dtype) for name, dtype in found.shares}
         return [
             [
-                known[name] if name in known else torch.tensor(weight, dtype=dtypes[name])
+                known[name]
+                if name in known
+                else torch.tensor(weight, dtype=dtypes[name], device=self._device)
                 for name in self._taken
             ]
             for weight in weights
@@ -204,13 +220,18 @@ class SingleProcessTrainer:
 
 
 def clone_state(
-    captured: CapturedModel, convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    captured: CapturedModel,
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Copy all state by main name, trainable like in the model.
 
-    convert: applied to each copy.
+    convert: applied to each copy. device: of the copies, by default that of each tensor.
     """
-    found = {name: tensor.detach().clone() for name, tensor in captured.state.items()}
+    found = {
+        name: tensor.detach().to(device or tensor.device, copy=True)
+        for name, tensor in captured.state.items()
+    }
     return {
         name: (tensor if convert is None else convert(tensor)).requires_grad_(
             captured.state[name].requires_grad
@@ -303,9 +324,6 @@ def draws_scalars(graph: fx.GraphModule) -> bool:
 @contextmanager
 def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
     """Use :class:`KeyedRandom` in a block of code, and restore the global generator afterwards."""
-    state = torch.get_rng_state()
-    try:
-        with KeyedRandom(key, scalars=scalars):
-            yield
-    finally:
-        torch.set_rng_state(state)
+    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(used), KeyedRandom(key, scalars=scalars):
+        yield

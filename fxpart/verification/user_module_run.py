@@ -55,12 +55,14 @@ def run_written(
     seed: int,
     multiple: int,
     weight: BatchTotals | None = None,
+    device: torch.device | None = None,
 ) -> UserModuleRun | None:
     """Train the user's module and loss, then restore them; return None without data.
 
     factory: creates the optimizer, like in
     :class:`~fxpart.verification.single_process.SingleProcessTrainer`. weight: computes the weight
-    of a microbatch's loss; None to use its rows.
+    of a microbatch's loss; None to use its rows. device: where to train, by default where the
+    module is; its tensors are there until this function returns.
     """
     if captured.source is None or any(t.device.type == "meta" for t in captured.state.values()):
         return None
@@ -70,7 +72,15 @@ def run_written(
     state = ReachableState.of(model, loss, ReachableCode.of(model, loss))
     names = [n for n, t in live.items() if t.requires_grad]
     given = [(n, live[n]) if getattr(factory, "named", False) else live[n] for n in names]
+    home = {n: t.data for n, t in captured.state.items()}
+    if device is not None:
+        batch = _on_device(batch, device)
     try:
+        for tensor in live.values():
+            tensor.grad = None
+        for name, tensor in captured.state.items():
+            if device is not None and tensor.device != device:
+                tensor.data = home[name].to(device)
         optimizer = factory(given) if given else None
         losses, gradients = [], []
         for step in range(steps):
@@ -84,10 +94,20 @@ def run_written(
         now = {**captured.state, **state_of(model, loss, loss_prefix(model)).tensors}
         end = {n: t.detach().clone() for n, t in now.items()}
     finally:
+        for name, tensor in captured.state.items():
+            if tensor.device != home[name].device:
+                tensor.grad = None
+                tensor.data = home[name]
         for name, tensor in live.items():
             tensor.grad = before[name]
         state.restore()
     return UserModuleRun(losses, gradients, end, captured.parameters)
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on a device."""
+    parts = flatten_batch(batch)
+    return unflatten_batch(parts.tree, [t.to(device) for t in parts.tensors])
 
 
 def _pieces(

@@ -12,6 +12,7 @@ import torch
 from fxpart.errors import FxpartError, Problem
 from fxpart.program.spec import InputSpec, ProgramSpec
 from fxpart.runtime.batch.batch_totals import BatchTotals
+from fxpart.runtime.batch.device_copy import copy_to_device
 from fxpart.runtime.batch.row_repetition import count_repeats, repeat_rows, split_rows
 from fxpart.runtime.batch.symbolic_shapes import (
     Sizes,
@@ -54,7 +55,7 @@ class MicrobatchSplit:
     def taken(self, names: Collection[str], device: torch.device) -> list[dict[str, torch.Tensor]]:
         """Return per microbatch the inputs of these names, on the device."""
         return [
-            {n: t if t.device == device else t.to(device) for n, t in piece.items() if n in names}
+            {n: copy_to_device(t, device) for n, t in piece.items() if n in names}
             for piece in self.inputs
         ]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fxpart.program.spec import TotalsSpec, dim_value
+from fxpart.runtime.batch.device_copy import copy_to_device
 
 Value = Callable[["_BatchValues"], Any]
 
@@ -118,7 +119,7 @@ class BatchTotals:
     def _constant(self, name: str, batch: _BatchValues) -> torch.Tensor:
         device = _get_device(batch)
         if name in self._values:
-            return self._values[name].to(device)
+            return copy_to_device(self._values[name], device)
         if (name, device) not in self._constants:
             spec = self._spec.constants[name]
             dtype = getattr(torch, spec.dtype)

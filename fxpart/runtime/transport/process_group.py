@@ -15,6 +15,7 @@ from fxpart.environment import Launch, bind_to_loopback, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.launch import die_with_parent
 from fxpart.runtime import heartbeat
+from fxpart.runtime.host.gpus import check_distinct_gpus, local_device
 from fxpart.runtime.host.heap import keep_freed_memory
 from fxpart.runtime.transport.agreement import convert_transport_errors
 from fxpart.runtime.transport.deadline import Deadline
@@ -55,6 +56,9 @@ def connect(
             timeout=deadline, one_machine=here, shared_memory=shared_memory
         )
         _watch_group(made, deadline)
+        if device == "cuda":
+            torch.cuda.set_device(local_device(device))
+            check_distinct_gpus(made.exchange_bytes)
         return made
     found = read_launch()
     if found is None:
@@ -73,15 +77,9 @@ def connect(
         timeout=deadline, one_machine=found.one_machine, shared_memory=shared_memory
     )
     _connect_wake(made)
+    if device == "cuda":
+        check_distinct_gpus(made.exchange_bytes)
     return made
-
-
-def local_device(device: str = "cpu") -> torch.device:
-    """Return the device of this process: the CPU, or the GPU with index LOCAL_RANK."""
-    if device != "cuda":
-        return torch.device(device)
-    found = read_launch()
-    return torch.device("cuda", found.local_rank if found is not None else 0)
 
 
 def _create_process_group(found: Launch, device: str, deadline: Deadline) -> None:
@@ -93,7 +91,7 @@ def _create_process_group(found: Launch, device: str, deadline: Deadline) -> Non
     # Start times differ more than steps do: imports, slow disks, a process that prepares data.
     backend, timeout = "gloo", max(deadline.seconds, _BEGINNING)
     if device == "cuda":
-        torch.cuda.set_device(found.local_rank)
+        torch.cuda.set_device(local_device(device))
         backend = "cpu:gloo,cuda:nccl"
     rendezvous = join_rendezvous(found, timeout)
     if found.supervised:
