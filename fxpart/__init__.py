@@ -1,4 +1,5 @@
-"""fxpart partitions a PyTorch model over devices and trains it with the numbers of one process.
+"""fxpart partitions a PyTorch model over devices and trains it with the results of single-process
+training.
 
 The public names are loaded when they are first used, so that ``import fxpart`` and reading a plan
 file take no torch.

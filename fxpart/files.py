@@ -22,15 +22,16 @@ import msgspec
 T = TypeVar("T")
 MOST = 64 << 20  # bytes
 _LONG_KEY = re.compile(r"""(?<![\w'"-])(?:[\w'"-]++[ \t]*+\.[ \t]*+){128}""")
-# Before anything is looked at one by one: most texts have no such run, apart from fractions.
+# A fast first check: most texts have no run of so many digits outside of fractions.
 _LONG_NUMBER = re.compile(rb"(?<![0-9.])[0-9]{19}")
 
 
 @contextmanager
 def open_regular_file(path: str | Path) -> Iterator[tuple[FileIO, int]]:
-    """A regular file, opened to read without a buffer, and its bytes; OSError for anything else.
+    """Open a regular file for unbuffered reading; return it and its size in bytes.
 
-    A pipe or a device could block for ever or never end. The words of the error are for a person.
+    Raises OSError with a readable message for anything else, as a pipe or a device could block
+    forever or never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,14 +46,14 @@ def open_regular_file(path: str | Path) -> Iterator[tuple[FileIO, int]]:
 
 
 def read_bytes(path: str | Path, most: int = MOST) -> bytes:
-    """What a file holds. OSError, with words for a person, where :func:`open_regular_file` refuses
-    it.
+    """Return the content of a regular file of at most ``most`` bytes.
 
-    That is also so for a file of more than ``most`` bytes.
+    Raises OSError with a readable message for larger files and in the cases of
+    :func:`open_regular_file`.
     """
     with open_regular_file(path) as (file, size):
         found, left = [], most + 1
-        # As much memory is taken as is asked for, however little there is.
+        # `read` allocates as much memory as is requested, however short the file is.
         while left and (data := file.read(min(left, size + 1))):
             found.append(data)
             left -= len(data)
@@ -70,7 +71,7 @@ def from_json(text: bytes | str, kind: type[T]) -> T: ...
 
 
 def from_json(text: bytes | str, kind: Any = Any) -> Any:
-    """What a JSON text says, as the msgspec type ``kind``, its integers of 64 bits at most.
+    """Parse a JSON text as the msgspec type ``kind``, with integers of at most 64 bits.
 
     Raises ValueError, RecursionError or msgspec.MsgspecError, which is msgspec.ValidationError
     where it is JSON of another kind or with larger integers.

@@ -53,15 +53,15 @@ class AnnotatePass:
         problems = text_problems(seeds)
         if problems:
             raise FxpartError(problems)
-        said = _SeedPlacements(mesh)
+        placed = _SeedPlacements(mesh)
         targets = AnnotationTargets(graph_module.graph, aliases)
         for text, placements in seeds.items():
-            said.add(text, placements, targets)
-        said.check()
-        if said.problems:
-            raise FxpartError(said.problems)
+            placed.add(text, placements, targets)
+        placed.check()
+        if placed.problems:
+            raise FxpartError(placed.problems)
         for node in graph_module.graph.nodes:
-            annotate(node, sharding=said.sharding(node))
+            annotate(node, sharding=placed.sharding(node))
         graph_module.meta[MESH_KEY] = mesh
         problems = conflicts(graph_module.graph, GraphRules(mesh))
         if problems:

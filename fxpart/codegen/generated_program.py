@@ -166,7 +166,7 @@ def fields_of(parts: GeneratedProgram) -> dict[str, Any]:
 
 
 def describe_model_difference(planned: PlanModel, found: PlanModel) -> str:
-    """What distinguishes the plan's model from the one at hand, in words."""
+    """Return a text that lists the differences between the plan's model and the given one."""
     rows = [
         f"{field}: planned {getattr(planned, field)}, found {getattr(found, field)}"
         for field in ("name", "capture", "batch", "nodes", "blocks", "parameters", "inputs")

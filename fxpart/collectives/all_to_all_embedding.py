@@ -101,13 +101,13 @@ def _rows(
     counts = torch.bincount(owners, minlength=len(held))
     twos = [2] * len(held)
     give = counts.tolist()
-    told = torch.stack([counts, torch.full_like(counts, own)], 1).reshape(-1)
-    heard = mesh.start_all_to_all(told, axes, twos, twos).wait().tolist()
-    get, theirs = heard[::2], heard[1::2]
-    asked = mesh.start_all_to_all(ids[order], axes, give, get).wait() - start
+    offered = torch.stack([counts, torch.full_like(counts, own)], 1).reshape(-1)
+    received = mesh.start_all_to_all(offered, axes, twos, twos).wait().tolist()
+    get, theirs = received[::2], received[1::2]
+    requested = mesh.start_all_to_all(ids[order], axes, give, get).wait() - start
     inside = start <= padding < start + length
     rows: torch.Tensor = _ATEN.embedding.default(
-        weight, asked, padding - start if inside else _NONE, False, sparse
+        weight, requested, padding - start if inside else _NONE, False, sparse
     )
     home: torch.Tensor = _ExpertAllToAll.apply(rows, mesh, axes, get, give)  # type: ignore[no-untyped-call]
     return home[_inverse(order)], sum(theirs[: mesh.place(axes)])

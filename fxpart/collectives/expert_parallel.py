@@ -85,17 +85,19 @@ def experts_dispatched(
     chosen = index.size(1)
     ids, order = torch.sort(index.reshape(-1))
     counts = torch.bincount(ids, minlength=size)
-    heard = mesh.start_all_to_all(
+    received = mesh.start_all_to_all(
         counts, axes, [b - a for a, b in ranges], [stop - start] * len(ranges)
     ).wait()
-    table = heard.view(len(ranges), stop - start)
+    table = received.view(len(ranges), stop - start)
     sums = [0, *accumulate(counts.tolist())]
     give = [sums[b] - sums[a] for a, b in ranges]
     get = table.sum(1).tolist()
     rows: torch.Tensor = _ExpertAllToAll.apply(hidden[order // chosen], mesh, axes, give, get)  # type: ignore[no-untyped-call]
     # Rows arrive by rank, then by expert; the products need them by expert.
     local = torch.arange(stop - start, device=ids.device).repeat(len(ranges))
-    local, sorting = torch.sort(local.repeat_interleave(heard, output_size=sum(get)), stable=True)
+    local, sorting = torch.sort(
+        local.repeat_interleave(received, output_size=sum(get)), stable=True
+    )
     ends = torch.cumsum(table.sum(0), dim=0, dtype=torch.int32)
     out = apply_experts(rows[sorting], local, ends, _layers(layers, sum(get)))[_inverse(sorting)]
     home: torch.Tensor = _ExpertAllToAll.apply(out, mesh, axes, get, give)  # type: ignore[no-untyped-call]

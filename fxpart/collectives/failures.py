@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-NOBODY, ALL = -1, -2
+NO_RANK, ALL = -1, -2
 
 
 class RankWaitState:
-    """Whether the rank's step thread waits. rank: for whom; NOBODY or ALL. since: start time.
+    """Whether the rank's step thread waits. rank: for whom; NO_RANK or ALL. since: start time.
 
     since: by the monotonic clock. Written at the start and end of a wait, read by the rank's
     watchdog.
@@ -16,7 +16,7 @@ class RankWaitState:
 
     def __init__(self) -> None:
         """Start without a wait."""
-        self.rank = NOBODY
+        self.rank = NO_RANK
         self.since = 0.0
 
 

@@ -33,7 +33,7 @@ from fxpart.collectives.communicator import (
 )
 from fxpart.collectives.failures import (
     ALL,
-    NOBODY,
+    NO_RANK,
     PeerLostError,
     TransferTimeoutError,
     waiting,
@@ -225,7 +225,7 @@ class GroupCommunicator(Communicator):
             work = start(self._groups[mesh_ranks])
         except (RuntimeError, ValueError) as cause:
             raise PeerLostError(str(cause)) from cause
-        # On a GPU, waiting only orders streams; a limit would block the CPU.
+        # On a GPU, waiting only orders CUDA streams; a limit would block the CPU.
         limit = self._limit if tensor.device.type == "cpu" else None
         return _GroupTransferHandle([work], tensor, finish, limit, self.timeout)
 
@@ -260,7 +260,7 @@ class _GroupTransferHandle:
             if any(mark in text.lower() for mark in _TIMED_OUT):
                 raise TransferTimeoutError(self._timeout, text) from cause
             raise PeerLostError(text) from cause
-        waiting.rank = NOBODY
+        waiting.rank = NO_RANK
         self._works = []
         result = self._finish()
         self._kept = None

@@ -80,7 +80,7 @@ def embedding_bag_rows(
     padding = _NONE if padding_idx is None else padding_idx
     start, rows = span(mesh, axes, size)
     with torch.no_grad():
-        told = compute_bag_indices(
+        bag_indices = compute_bag_indices(
             weight, size, indices, offsets, mode, per_sample_weights, include_last_offset, padding
         )
         counted = torch.ones_like(indices, dtype=weight.dtype)
@@ -92,7 +92,7 @@ def embedding_bag_rows(
             weight, ids, ~outside & (counted > 0) & (rows > 0), offsets, per_sample_weights,
             include_last_offset,
         )  # fmt: skip
-        return _averaged(bags, counted, offsets, mode, include_last_offset), *told[1:]
+        return _averaged(bags, counted, offsets, mode, include_last_offset), *bag_indices[1:]
     weights = counted if per_sample_weights is None else per_sample_weights * counted
     if rows == 0:
         weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
@@ -101,7 +101,7 @@ def embedding_bag_rows(
         weight, ids, offsets, False, _SUM, False, weights.masked_fill(outside, 0),
         include_last_offset,
     )[0]  # fmt: skip
-    return _averaged(bags, counted, offsets, mode, include_last_offset), *told[1:]
+    return _averaged(bags, counted, offsets, mode, include_last_offset), *bag_indices[1:]
 
 
 def embedding_bag_bags(

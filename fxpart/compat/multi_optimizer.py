@@ -47,7 +47,7 @@ class MultiOptimizer(torch.optim.Optimizer):
         """Restore groups and state, and pass each optimizer its own."""
         super().__setstate__(state)
         if "each" in vars(self):
-            self._give(told=True)
+            self._give(add_options=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes, including the optimizers."""
@@ -63,11 +63,11 @@ class MultiOptimizer(torch.optim.Optimizer):
             one.step()
         return loss
 
-    def _give(self, *, told: bool = False) -> None:
+    def _give(self, *, add_options: bool = False) -> None:
         at = 0
         for one, count in zip(self.each, self._counts, strict=True):
             held = {"state": self.state, "param_groups": self.param_groups[at : at + count]}
-            if told:  # its class may add options of newer versions
+            if add_options:  # its class may add options of newer versions
                 one.__setstate__(held)
             else:
                 one.__dict__.update(held)

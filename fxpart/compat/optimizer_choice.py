@@ -34,7 +34,7 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
     """Return the optimizer for a name, class, instance, partial or ``parameters -> optimizer``.
 
     A mapping of name patterns to these means several optimizers, each for the parameters that its
-    pattern is the first to match. An instance stands for its class with the options of its first
+    pattern is the first to match. An instance is treated as its class with the options of its first
     group. Raise FXP109 for anything else.
     """
     if isinstance(optimizer, str):

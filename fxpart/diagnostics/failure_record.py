@@ -13,7 +13,7 @@ import msgspec
 
 from fxpart.diagnostics.failure_attribution import attribute_failure
 from fxpart.diagnostics.flight_recorder import FlightRecorder, unreadable
-from fxpart.diagnostics.rank_event import NOBODY
+from fxpart.diagnostics.rank_event import NO_RANK
 from fxpart.errors import FxpartError, Problem
 from fxpart.files import from_json, read_bytes
 
@@ -105,9 +105,9 @@ def record_failure(
 def _record_event(events: FlightRecorder, failure: FailureRecord) -> None:
     """Record the failure in a flight recorder: its code or kind, and its first attributed rank."""
     attribution = attribute_failure(failure)
-    peer = NOBODY if failure.rank in attribution.ranks else attribution.ranks[0]
+    peer = NO_RANK if failure.rank in attribution.ranks else attribution.ranks[0]
     label = failure.problems[0].code or failure.kind
-    events.put(label, "lost" if attribution.gone and peer != NOBODY else "failed", peer=peer)
+    events.put(label, "lost" if attribution.gone and peer != NO_RANK else "failed", peer=peer)
 
 
 def read_failure(path: str | Path) -> FailureRecord:

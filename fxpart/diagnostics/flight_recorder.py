@@ -25,7 +25,7 @@ from fxpart.diagnostics.flight_recorder_format import (
     pack_event,
     parse_header,
 )
-from fxpart.diagnostics.rank_event import NOBODY, Phase, RankEvent
+from fxpart.diagnostics.rank_event import NO_RANK, Phase, RankEvent
 from fxpart.errors import FxpartError, error
 from fxpart.files import read_bytes
 
@@ -97,7 +97,7 @@ class FlightRecorder:
         *,
         stage: int = -1,
         microbatch: int = -1,
-        peer: int = NOBODY,
+        peer: int = NO_RANK,
     ) -> Mark:
         """Prepare an event for :meth:`write`; see
         :class:`~fxpart.diagnostics.rank_event.RankEvent`.

@@ -8,7 +8,7 @@ import time
 import zlib
 from typing import NamedTuple
 
-from fxpart.diagnostics.rank_event import ALL, NOBODY, PHASES, Phase, RankEvent
+from fxpart.diagnostics.rank_event import ALL, NO_RANK, PHASES, Phase, RankEvent
 
 MOST = 1 << 16  # records
 _MAGIC, _VERSION = b"fxpring\n", 1
@@ -98,7 +98,7 @@ def _event(number: int, nanoseconds: int, step: int, packed: bytes) -> RankEvent
     """Return the event, or None if a field is invalid."""
     microbatch, stage, peer, phase, length, text = _KIND.unpack(packed)
     raw_text = text[:length]
-    if phase >= len(PHASES) or length > _LONGEST or min(microbatch, stage) < NOBODY or peer < ALL:
+    if phase >= len(PHASES) or length > _LONGEST or min(microbatch, stage) < NO_RANK or peer < ALL:
         return None
     if not all(32 <= byte < 127 for byte in raw_text):
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fxpart.diagnostics.failure_record import FailureRecord, read_failure
 from fxpart.diagnostics.flight_recorder import FlightRecorderDump, read, unreadable
-from fxpart.diagnostics.rank_event import ALL, NOBODY, RankEvent
+from fxpart.diagnostics.rank_event import ALL, NO_RANK, RankEvent
 from fxpart.diagnostics.rank_traces import RankTraces
 from fxpart.diagnostics.wait_cycle import find_longest_silent_rank, find_stopped_rank
 from fxpart.errors import FxpartError
@@ -142,7 +142,7 @@ def _find_root(ranks: Mapping[int, RankTraces], rank: int) -> int | None:
 def _find_awaited_rank(ranks: Mapping[int, RankTraces], traces: RankTraces) -> int | None:
     """Return the rank that a silent rank waited for; of all, one that is behind it."""
     if traces.awaited != ALL:
-        return None if traces.awaited == NOBODY else traces.awaited
+        return None if traces.awaited == NO_RANK else traces.awaited
     last = traces.last
     assert last is not None, "it waited for all"
     behind = [

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 Phase = Literal["begin", "end", "wait", "send", "failed", "lost"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 FAULTS: tuple[Phase, ...] = ("failed", "lost")
-NOBODY, ALL = -1, -2  # in place of a peer
+NO_RANK, ALL = -1, -2  # in place of a peer
 STEP = "the step"  # action that ends with a step
 LEFT = "the training"  # action that ends when a rank ends normally
 
@@ -21,7 +21,7 @@ class RankEvent:
     when read from a file. what: an action ("0F3") or a description ("the optimizer"). phase: it
     begins (its inputs are there), ends, waits for ``peer``, sends to it, has failed (by itself, or
     because of ``peer``), or failed because ``peer`` has ended. stage, microbatch: -1 if none. peer:
-    a rank, NOBODY, or ALL.
+    a rank, NO_RANK, or ALL.
     """
 
     number: int
@@ -31,7 +31,7 @@ class RankEvent:
     phase: Phase
     stage: int = -1
     microbatch: int = -1
-    peer: int = NOBODY
+    peer: int = NO_RANK
 
     @property
     def words(self) -> str:
@@ -40,9 +40,9 @@ class RankEvent:
         done = {
             "begin": "began",
             "end": "ended",
-            "wait": "waits" if self.peer == NOBODY else f"waits for {peer_name}",
-            "send": "is sent" if self.peer == NOBODY else f"is sent to {peer_name}",
-            "failed": "failed" if self.peer == NOBODY else f"failed because of {peer_name}",
+            "wait": "waits" if self.peer == NO_RANK else f"waits for {peer_name}",
+            "send": "is sent" if self.peer == NO_RANK else f"is sent to {peer_name}",
+            "failed": "failed" if self.peer == NO_RANK else f"failed because of {peer_name}",
             "lost": f"failed: {peer_name} has ended",
         }
         return f"{self.what} of step {self.step} {done[self.phase]}"

@@ -8,7 +8,7 @@ from typing import Literal
 from fxpart.diagnostics.failure_attribution import FailureAttribution, attribute_failure
 from fxpart.diagnostics.failure_record import FailureRecord
 from fxpart.diagnostics.flight_recorder import FlightRecorderDump
-from fxpart.diagnostics.rank_event import FAULTS, LEFT, NOBODY, STEP, RankEvent
+from fxpart.diagnostics.rank_event import FAULTS, LEFT, NO_RANK, STEP, RankEvent
 
 How = Literal["failed", "followed", "left", "silent"]
 
@@ -55,7 +55,7 @@ class RankTraces:
         fault = self.fault
         if fault is None:
             return None
-        blamed_rank = self.rank if fault.peer == NOBODY else fault.peer
+        blamed_rank = self.rank if fault.peer == NO_RANK else fault.peer
         return FailureAttribution((blamed_rank,), gone=fault.phase == "lost")
 
     @property
@@ -74,6 +74,6 @@ class RankTraces:
 
     @property
     def awaited(self) -> int:
-        """The rank that it waited for last; ALL, or NOBODY."""
+        """The rank that it waited for last; ALL, or NO_RANK."""
         last = self.last
-        return last.peer if last is not None and last.phase in ("wait", "send") else NOBODY
+        return last.peer if last is not None and last.phase in ("wait", "send") else NO_RANK

@@ -68,7 +68,7 @@ def compute_expected_seconds(scenario: RankLossScenario, wait: float) -> float:
     """Return the expected seconds to the end, waiting at most ``wait`` seconds for the lost ranks.
 
     Sum over the arrivals ``(p, w)`` of ``p`` times: ``w + change + steps * full`` if ``w`` is at
-    most ``wait``, else ``wait`` plus :func:`grown` of the rest of ``w``.
+    most ``wait``, else ``wait`` plus :func:`compute_grown_seconds` of ``w - wait``.
     """
     parts = []
     for probability, back in scenario.arrivals:

@@ -165,7 +165,10 @@ def _stage(
 def _predicted(
     entry: RankPrediction, plan: Plan, timeline: Timeline | None, ties: Sequence[float]
 ) -> dict[str, float]:
-    """Seconds of a rank's step by part; waiting is the rest. ties: by stage of the program."""
+    """Return the predicted seconds of a rank's step by part; other time is waiting.
+
+    ties: seconds of tied-parameter gradient reduction by stage of the program.
+    """
     half = entry.gather_seconds / 2
     parts = {
         FORWARD: plan.microbatches * (entry.forward_seconds + half),
@@ -188,7 +191,7 @@ def _predicted(
 
 
 def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, float]:
-    """What is done once a step, at the pace of the moment; what is sent takes what it takes."""
+    """Return the seconds of work after the last backward, as stretched by CPU contention."""
     whole = fsum(u.end - u.start for u in timeline.updates if u.rank == entry.stage)
     computed = max(0.0, whole - entry.sync_seconds - ties)
     alone = entry.optimizer_seconds + entry.overhead_seconds
@@ -200,7 +203,10 @@ def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, 
 
 
 def _spent(recording: MeasuredTimeline, rank: int) -> dict[str, float]:
-    """Seconds of a rank's step by part, medians over the steps; the runtime itself is the rest."""
+    """Return the measured seconds of a rank's step by part: medians over the steps.
+
+    Time outside of all other parts is that of the runtime.
+    """
 
     def of(kinds: Sequence[ActionKind]) -> float:
         sums = dict.fromkeys(recording.steps, 0.0)
@@ -289,12 +295,12 @@ def _source(plan: Plan, name: str) -> str:
         WAITING: ("transfers", "links"),
         RUNTIME: ("overhead",),
     }
-    said = [plan.provenance[key] for key in keys[name] if key in plan.provenance]
+    sources = [plan.provenance[key] for key in keys[name] if key in plan.provenance]
     if name == WAITING:
-        said.insert(0, plan.prediction.method)
-    if name == RUNTIME and not said:
+        sources.insert(0, plan.prediction.method)
+    if name == RUNTIME and not sources:
         return "not in the plan" if not plan.prediction.ranks[0].overhead_seconds else "profile"
-    return "; ".join(dict.fromkeys(said)) or "not recorded in the plan"
+    return "; ".join(dict.fromkeys(sources)) or "not recorded in the plan"
 
 
 def _memory(plan: Plan, recording: MeasuredTimeline) -> tuple[MemoryComparison, ...]:

@@ -16,7 +16,7 @@ class _ExplanationStruct(msgspec.Struct, frozen=True, kw_only=True):
 class StepFigures(_ExplanationStruct, frozen=True, kw_only=True):
     """The step time, where it comes from, and what the closed form consists of.
 
-    step_time: predicted seconds of one optimizer step. source: how it was found, in words.
+    step_time: predicted seconds of one optimizer step. source: text that describes its origin.
     simulated_seconds: the simulated schedule. trial_run_seconds: measured, 0 without a trial run of
     this plan. corrected_seconds: the simulation corrected by trial runs of other plans, 0 without
     any. closed_form_seconds: the closed form that the search minimizes; parts and shares are of it,

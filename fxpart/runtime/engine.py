@@ -365,10 +365,10 @@ def resolve_schedule(
 def remap_ranks(
     schedule: Schedule, stage_rank: Sequence[int], world: int | None = None
 ) -> Schedule:
-    """The schedule with stage k on rank stage_rank[k].
+    """Return the schedule with stage k on rank stage_rank[k].
 
-    Stages that share a rank must go on sharing one, and no others. world: how many ranks there
-    are, those without a stage do nothing; by default up to the largest. Raises FXP109.
+    Stages must share a rank exactly if they did before. world: number of ranks, some of which may
+    have no stage; by default the largest rank plus one. Raises FXP109.
     """
     ranks = tuple(stage_rank)
     moves = dict(zip(schedule.stage_rank, ranks, strict=False))

@@ -88,7 +88,7 @@ def _make_trainer(
 
     plan, spec = program.plan, program.spec
     queue = is_queue_routed(plan, weight_mode, options)
-    options["stream"] = None if queue else select_weight_mode(plan, weight_mode, options)
+    options["weight_mode"] = None if queue else select_weight_mode(plan, weight_mode, options)
     given = _refresh_optimizer(program, optimizer)
     placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
@@ -223,22 +223,22 @@ class _LocalPlacement:
         self,
         mesh_ranks: Sequence[MeshRank],
         *,
-        stream: WeightMode | None,
+        weight_mode: WeightMode | None,
         queue: bool = False,
         **options: Any,
     ) -> Trainer | AsyncTrainer | QueueTrainer:
         """Build the trainer of this process's mesh ranks for the plan.
 
-        stream: the weight mode of an asynchronous pipeline. queue: whether replicas take
+        weight_mode: of an asynchronous pipeline. queue: whether replicas take
         microbatches from queues.
         """
         first = mesh_ranks[0]
-        if stream is not None:
-            options["weights"] = stream
+        if weight_mode is not None:
+            options["weights"] = weight_mode
         kind: type[Trainer] | type[AsyncTrainer] | type[QueueTrainer] = Trainer
         if queue:
             kind = QueueTrainer
-        elif stream is not None:
+        elif weight_mode is not None:
             kind = AsyncTrainer
         transport: Transport = self.transport
         if queue and isinstance(self.transport, ProcessGroupTransport):
@@ -249,7 +249,7 @@ class _LocalPlacement:
             ranks=self.ranks,
             transport=transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan) if stream is None else DEFAULT_SCHEDULE,
+            schedule=as_given(self.plan) if weight_mode is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             mesh_ranks=mesh_ranks,
@@ -307,7 +307,7 @@ def load_trainer(
             fix="pass its class, functools.partial(torch.optim.AdamW, lr=...), or a function",
         )
     options["queue"] = is_queue_routed(plan, None, options)
-    options["stream"] = None if options["queue"] else select_weight_mode(plan, None, options)
+    options["weight_mode"] = None if options["queue"] else select_weight_mode(plan, None, options)
     made = _attach_plan(placement.trainer(mesh_ranks, optimizer=optimizer, **options), plan)
     made.ambient = TorchModes(precision=plan.precision, device=placement.kind)
     return made

@@ -125,7 +125,7 @@ class LocalGraphBuilder:
 
     def _local_call(self, node: fx.Node) -> LocalCall:
         """Return target and arguments for local operands; sizes not sharded are global."""
-        operands = iter(self.demands.wishes.get(node, ()))
+        operands = iter(self.demands.requirements.get(node, ()))
 
         def made_local(item: Any) -> Any:
             if isinstance(item, fx.Node):
@@ -176,9 +176,10 @@ class LocalGraphBuilder:
 
     def _shapes(self, node: fx.Node) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
         """Return the local shapes of operands and of the op's results."""
-        wishes = self.demands.wishes.get(node, ())
+        requirements = self.demands.requirements.get(node, ())
         inside = [
-            self._numbers(self.local.shape(self._whole_shape(d.source), d.target)) for d in wishes
+            self._numbers(self.local.shape(self._whole_shape(d.source), d.target))
+            for d in requirements
         ]
         outside = [
             self._numbers(self.local.shape([self.local.whole(s) for s in t.shape], p))
@@ -249,7 +250,7 @@ class LocalGraphBuilder:
     def _output(self, node: fx.Node) -> None:
         """Add the output; its reshards belong to the last block."""
         last = len(self.module.meta[BLOCKS_KEY]) - 1
-        operands = iter(self.demands.wishes[node])
+        operands = iter(self.demands.requirements[node])
         self.like = next(
             n for n in reversed(self.module.graph.nodes) if annotation(n).block == last
         )

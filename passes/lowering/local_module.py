@@ -52,10 +52,10 @@ def _partial(graph: fx.Graph, demands: PlacementRequirements) -> dict[str, tuple
 def _returned(graph: fx.Graph, demands: PlacementRequirements) -> tuple[Placements | None, ...]:
     """Return the placements of each returned tensor; None for other values."""
     (node,) = graph.find_nodes(op="output")
-    wishes = iter(demands.wishes[node])
+    requirements = iter(demands.requirements[node])
     returned: Any = node.args[0]
     return tuple(
-        next(wishes).target
+        next(requirements).target
         if isinstance(r, fx.Node) and isinstance(value(r), torch.Tensor)
         else None
         for r in returned

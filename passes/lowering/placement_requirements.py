@@ -54,8 +54,8 @@ class PlacementRequirements:
     """Placement requirements of a whole graph; computed by :func:`analyse`.
 
     rules, strategies: per op with tensors. given: per node, the placements of the op's results.
-    homes: per node, the placements that users see (annotations may pin a result). wishes: per op,
-    the requirements of its operands in order. users: per value, the requirements of its users.
+    homes: per node, the placements that users see (annotations may pin a result). requirements: per
+    op, the requirements of its operands in order. users: per value, the requirements of its users.
     partial: per value, the axes on which users may return a Partial gradient although it is
     Replicate. joined: per value, the axes on which the gradient of its gathered or reduced form is
     Partial.
@@ -66,7 +66,7 @@ class PlacementRequirements:
     strategies: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)
     given: dict[fx.Node, tuple[Whole, ...]] = field(default_factory=dict)
     homes: dict[fx.Node, tuple[Whole, ...]] = field(default_factory=dict)
-    wishes: dict[fx.Node, tuple[PlacementRequirement, ...]] = field(default_factory=dict)
+    requirements: dict[fx.Node, tuple[PlacementRequirement, ...]] = field(default_factory=dict)
     users: dict[fx.Node, list[PlacementRequirement]] = field(default_factory=dict)
     partial: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     joined: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def analyse(graph: fx.Graph, mesh: Mesh, *, whole_outputs: bool) -> PlacementReq
             _op(found, node)
         elif node.op == "output":
             _output(found, node, whole_outputs)
-    for demands in found.wishes.values():
+    for demands in found.requirements.values():
         for demand in demands:
             found.users.setdefault(demand.source, []).append(demand)
     _check_writes(found, graph)
@@ -107,7 +107,9 @@ def _check_writes(found: PlacementRequirements, graph: fx.Graph) -> None:
         for target in list_written_nodes(writer):
             user = writer
             for source in view_chain(target):
-                wanted = next((d for d in found.wishes.get(user, ()) if d.source is source), None)
+                wanted = next(
+                    (d for d in found.requirements.get(user, ()) if d.source is source), None
+                )
                 if wanted is not None and wanted.target != found.home(source):
                     stored, taken = (
                         format_placements(p, found.mesh)
@@ -166,7 +168,7 @@ def _op(found: PlacementRequirements, node: fx.Node) -> None:
     found.given[node] = tuple(map(_decided, made.results))
     found.homes[node] = _pinned(found.given[node], known)
     carries = annotation(node).requires_grad
-    found.wishes[node] = tuple(
+    found.requirements[node] = tuple(
         PlacementRequirement(
             node, source, _decided(into), _decided(back), carries and _requires(source)
         )
@@ -200,14 +202,14 @@ def _output(found: PlacementRequirements, node: fx.Node, whole_outputs: bool) ->
     """Require a replicated loss and loss gradient; outputs as placed, or unsharded."""
     whole = (REPLICATE,) * len(found.mesh.axes)
     returned: Any = node.args[0]
-    wishes = []
+    requirements = []
     for index, source in enumerate(returned):
         if isinstance(source, fx.Node) and isinstance(value(source), torch.Tensor):
             target = whole if index == 0 or whole_outputs else found.home(source)
-            wishes.append(
+            requirements.append(
                 PlacementRequirement(node, source, target, whole, index == 0 and _requires(source))
             )
-    found.wishes[node] = tuple(wishes)
+    found.requirements[node] = tuple(requirements)
 
 
 def _requires(node: fx.Node) -> bool:

@@ -96,8 +96,8 @@ def _of_rows(call: TransferCall, ruled: AxisRule) -> TransferResult | None:
         summed = index in rule.additive and None in results
         if summed or not _fits(kind, place_of(dims, part, rule), form):
             return None
-    told = rule.results_of.get(name, ())
-    if any(fixed is not None and fixed != PARTIAL for fixed in told):
+    placements = rule.results_of.get(name, ())
+    if any(fixed is not None and fixed != PARTIAL for fixed in placements):
         return None
     found = [_result(place, form) for place in results]
     if any(kind is None for kind in found):

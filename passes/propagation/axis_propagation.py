@@ -142,12 +142,12 @@ class AxisPropagation:
                     if summed == {0} and not value.leaves:
                         yield f"{PASS}{number}", _SUM, extend_origin(by.origins[axis], by.node.name)
         for index, value in enumerate(op.results):
-            for placement, strength, origin in self._wishes(value):
+            for placement, strength, origin in self._requests(value):
                 name = op.ruled.cut(rule.results[index], placement, axis)
                 if name is not None:
                     yield name, strength, origin
 
-    def _wishes(self, value: PropagationValue) -> Iterator[tuple[Shard, int, str]]:
+    def _requests(self, value: PropagationValue) -> Iterator[tuple[Shard, int, str]]:
         """Yield the requested shardings of a result: of its annotation, else of its users."""
         placed = value.placed[self.axis]
         if value.pinned[self.axis]:
@@ -174,8 +174,8 @@ class AxisPropagation:
             name = op.ruled.cut(op.ruled.rule.results[index], wanted, self.axis)
             if name is None:
                 return
-            wishes = [w for w in self._wishes(value) if w[0] == wanted]
-            found[name] = min((strength, origin) for _, strength, origin in wishes)
+            requests = [w for w in self._requests(value) if w[0] == wanted]
+            found[name] = min((strength, origin) for _, strength, origin in requests)
         if len(found) == 1:
             name, (strength, origin) = found.popitem()
             yield name, strength, origin
@@ -184,7 +184,7 @@ class AxisPropagation:
         """Return the placement of an input or state that most of its users request."""
         (value,) = op.results
         axis = self.axis
-        wanted = {p: told for p, told in value.demands[axis].items() if isinstance(p, Shard)}
+        wanted = {p: origin for p, origin in value.demands[axis].items() if isinstance(p, Shard)}
         if op.constant and value.unanimous(axis) is None:
             return None
         order = sorted(wanted, key=lambda p: (-wanted[p][0], p.dim, p.outer))

@@ -80,22 +80,22 @@ def _below(start: _ReachedValue, axis: int, origin: str, rules: GraphRules) -> I
                 continue
             for index, mine in enumerate(placed):
                 path = (*here.path, view.name)
-                said = _said(known.results[index], axis, rules)
-                if said is None:
+                stated = _stated(known.results[index], axis, rules)
+                if stated is None:
                     todo.append(_ReachedValue(view, index, mine, path))
-                elif said not in (mine, PARTIAL):
+                elif stated not in (mine, PARTIAL):
                     name = rules.mesh.names[axis]
                     whys = [
                         f"{key_of(origin)!r} requests {name}:{start.placement} of "
                         f"{start.node.name}, which is {name}:{mine} here, but "
-                        f"{key_of(known.origins[axis])!r} requests {name}:{said}",
+                        f"{key_of(known.origins[axis])!r} requests {name}:{stated}",
                         f"ops between them: {', '.join(path)}",
                     ]
                     fix = "remove one of the two, or the axis from one of them"
                     yield Problem("FXP112", view.name, "\n".join(whys), fix)
 
 
-def _said(result: Placements, axis: int, rules: GraphRules) -> Placement | None:
+def _stated(result: Placements, axis: int, rules: GraphRules) -> Placement | None:
     return to_whole(result, rules.mesh)[axis]
 
 

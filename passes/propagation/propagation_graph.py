@@ -31,7 +31,7 @@ class PropagationValue:
 
     users: (op, operand position). leaves: the graph returns it. pinned: an annotation fixes its
     placement. demands: placement requested by decided users -> (number of users, first origin).
-    asked: number of decided users.
+    decided_users: number of users that are decided.
     """
 
     op: PropagationOp
@@ -40,7 +40,7 @@ class PropagationValue:
     placed: list[Placement | None]
     pinned: list[bool]
     demands: list[Mapping[Placement, tuple[int, str]]]
-    asked: list[int]
+    decided_users: list[int]
     users: list[tuple[PropagationOp, int]] = field(default_factory=list)
     leaves: bool = False
     _bytes: int = -1
@@ -62,11 +62,15 @@ class PropagationValue:
             self.demands[axis] = known = {}
         count, first = known.get(wanted, (0, origin))
         known[wanted] = (count + 1, min(first, origin))
-        self.asked[axis] += 1
+        self.decided_users[axis] += 1
 
     def unanimous(self, axis: int) -> Placement | None:
         """Return the placement that every user requests, once all are decided."""
-        if self.leaves or self.asked[axis] < len(self.users) or len(self.demands[axis]) != 1:
+        if (
+            self.leaves
+            or self.decided_users[axis] < len(self.users)
+            or len(self.demands[axis]) != 1
+        ):
             return None
         return next(iter(self.demands[axis]))
 
@@ -163,7 +167,7 @@ def _op(module: fx.GraphModule, node: fx.Node, rules: GraphRules) -> Propagation
                 placed=list(stated),
                 pinned=[placement is not None for placement in stated],
                 demands=[_NONE] * axes,
-                asked=[0] * axes,
+                decided_users=[0] * axes,
             )
         )
     return op

@@ -98,7 +98,7 @@ def register_op_rule(op: str, rule: Entry | None = None) -> Callable[[Maker], Ma
 
     op: its name without an overload, "mylib::op". rule: dims of each tensor argument and each
     result in factor notation, such as "b i, i o -> b o", or a function of a `SchemaCall` that
-    returns a `ShardingRule`, or None for a call that it does not cover. ``...`` stands for any
+    returns a `ShardingRule`, or None for a call that it does not cover. ``...`` matches any
     number of leading dims; a factor whose name starts with ``_`` stays whole. Calls whose tensors
     have other numbers of dims have no rule. Raises FXP109 for a wrong name or notation, and for an
     op that has a rule.

@@ -20,9 +20,9 @@ def _new(call: SchemaCall) -> ShardingRule:
     equal = len(shape) == len(out) and all(map(same, shape, out))
     dims: list[Dim] = [f"d{i}" for i in range(len(out))]
     inside: list[Dim] = list(dims) if equal else [f"x{i}" for i in range(len(shape))]
-    told = {str(f): (REPLICATE,) for f in inside if f not in dims}
+    results_of = {str(f): (REPLICATE,) for f in inside if f not in dims}
     rest: list[list[Dim]] = [[] for _ in call.operands[1:]]
-    return call.rule([inside, *rest], [dims], localise=result_size("size"), results_of=told)
+    return call.rule([inside, *rest], [dims], localise=result_size("size"), results_of=results_of)
 
 
 def _whole(call: SchemaCall) -> ShardingRule:

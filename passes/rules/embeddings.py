@@ -77,7 +77,7 @@ def _embedding_bag(call: SchemaCall) -> ShardingRule:
         "per_sample_weights": [where],
     }
     others: list[list[Dim]] = [_like(shape, call, where, bag) for shape in call.results[1:]]
-    told = (REPLICATE,) * (len(call.results) - 1)
+    whole = (REPLICATE,) * (len(call.results) - 1)
     rule = call.rule(
         dims,
         [[bag, "d" if mode != 2 else "_d"], *others],
@@ -87,7 +87,7 @@ def _embedding_bag(call: SchemaCall) -> ShardingRule:
             "v": "embedding_bag_rows",
             "b v": "embedding_bag_bags_rows",
         },
-        results_of={"d": (None, *told), "v": (PARTIAL, *told)},
+        results_of={"d": (None, *whole), "v": (PARTIAL, *whole)},
     )
     return _sent(call, rule, ["b"] if sizes and mode != 2 else [], "embedding_bag_sent")
 

@@ -51,8 +51,8 @@ def _cross_entropy(call: SchemaCall) -> ShardingRule:
     if reduction == MEAN:
         forms |= {"n": "cross_entropy_rows", "n c": "cross_entropy_rows_classes"}
     results = [rows if reduction == NONE else []]
-    told = {"c": (REPLICATE,)}
-    return call.rule(dims, results, forms=forms, results_of=told)
+    results_of = {"c": (REPLICATE,)}
+    return call.rule(dims, results, forms=forms, results_of=results_of)
 
 
 def _places(call: SchemaCall) -> ShardingRule:

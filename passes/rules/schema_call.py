@@ -179,7 +179,7 @@ def _dims(dims: Sequence[Dim], shape: Shape, known: dict[str, Size]) -> Dims:
 def notation(text: str, *, additive: str = "", linear: Sequence[str] = ()) -> Maker:
     """Return a rule function from einsum-like text, with terms in the schema's tensor order.
 
-    ``...`` stands for any number of leading dims, right-aligned: ``"... k, n k -> ... n"``. Terms
+    ``...`` matches any number of leading dims, right-aligned: ``"... k, n k -> ... n"``. Terms
     of missing tensors are skipped. additive, linear: as in :meth:`SchemaCall.rule`.
     """
     left, _, right = text.partition("->")

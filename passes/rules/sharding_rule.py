@@ -38,14 +38,14 @@ class ShardingRule:
     returned tensor. sizes: the global size of every factor. whole: factors that must not be
     sharded. additive: operands that are added to the result; they are Partial if the result is (a
     bias), not Replicate. linear: sets of operands that may be Partial together, with the others
-    Replicate and Partial results. localise: rewrites size arguments (of a view) for local shapes.
-    forms: per factor, the name of the function in :mod:`fxpart.collectives` that replaces the op if
-    the factor is sharded, called as ``form(mesh, axes, size, *args, **kwargs)``: axes shard the
-    factor, major first; size is the factor's global size. results_of: per factor of ``forms``,
-    result placements that differ from the notation (Replicate after an internal all-reduce).
-    together: strategies in which one axis shards several factors at once, no two of one tensor:
-    name -> the factors. They have a form, called with ``sizes[name]`` (such as experts on the ranks
-    that shard the tokens).
+    Replicate and Partial results. ``localise``: rewrites size arguments (of a view) for local
+    shapes. forms: per factor, the name of the function in :mod:`fxpart.collectives` that replaces
+    the op if the factor is sharded, called as ``form(mesh, axes, size, *args, **kwargs)``: axes
+    shard the factor, major first; size is the factor's global size. results_of: per factor of
+    ``forms``, result placements that differ from the notation (Replicate after an internal
+    all-reduce). together: strategies in which one axis shards several factors at once, no two of
+    one tensor: name -> the factors. They have a form, called with ``sizes[name]`` (such as experts
+    on the ranks that shard the tokens).
     """
 
     operands: tuple[Dims, ...]
@@ -135,11 +135,11 @@ def layout(rule: ShardingRule, strategy: Sequence[str], mesh: Mesh) -> RuleLayou
     if len(formed) > 1 and not any(formed == set(key.split()) for key in rule.forms):
         return None  # no form shards both
     left: dict[str, Size] = dict(rule.sizes)
-    held: dict[str, set[int]] = {}
+    lengths: dict[str, set[int]] = {}
     columns: list[tuple[list[Placement], list[Placement], list[Placement]]] = []
     for name, parts in zip(strategy, mesh.shape, strict=True):
         column = _column(rule, name, left)
-        if column is None or not _cut(rule, name, parts, left, held):
+        if column is None or not _cut(rule, name, parts, left, lengths):
             return None
         columns.append(column)
     return RuleLayout(*(
@@ -168,8 +168,8 @@ def _column(
         return None
     into, out = [_shards(d, cut, left, inner) for d in rule.operands], []
     for index, dims in enumerate(rule.results):
-        told = rule.results_of.get(name, ())
-        fixed = told[index] if index < len(told) else None
+        placements = rule.results_of.get(name, ())
+        fixed = placements[index] if index < len(placements) else None
         out.append(fixed if fixed is not None else _shards(dims, cut, left, inner) or PARTIAL)
     summed = rule.additive if PARTIAL in out else frozenset()
     if any(place is _IMPOSSIBLE for place in (*into, *out)):
@@ -208,17 +208,17 @@ def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> S
 
 
 def _cut(
-    rule: ShardingRule, name: str, parts: int, left: dict[str, Size], held: dict[str, set[int]]
+    rule: ShardingRule, name: str, parts: int, left: dict[str, Size], lengths: dict[str, set[int]]
 ) -> bool:
     """Return whether a factor divides into ``parts`` nonempty shards; record the remaining sizes.
 
-    left: the longest shard of each factor. held: the lengths of all shards, if they are numbers.
+    left: the longest shard of each factor. lengths: the lengths of all shards, if they are numbers.
     """
     if name == REPLICATED or name.startswith(PASS):
         return True
     name, inner = factor_of(name)
     each = rule.together.get(name, (name,))
-    return all(_cut_one(rule, factor, inner, parts, left, held) for factor in each)
+    return all(_cut_one(rule, factor, inner, parts, left, lengths) for factor in each)
 
 
 def _cut_one(
@@ -227,22 +227,22 @@ def _cut_one(
     inner: int,
     parts: int,
     left: dict[str, Size],
-    held: dict[str, set[int]],
+    lengths: dict[str, set[int]],
 ) -> bool:
     """Check one of the factors that a strategy shards; see :func:`_cut`."""
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
         return inner == 1
-    lengths = held.get(name, {size})
+    known = lengths.get(name, {size})
     left[name] = -(-size // parts)
-    held[name] = {b - a for n in lengths for a, b in (chunk(n, parts, i) for i in range(parts))}
-    if all(n % (inner * parts) == 0 for n in lengths):
+    lengths[name] = {b - a for n in known for a, b in (chunk(n, parts, i) for i in range(parts))}
+    if all(n % (inner * parts) == 0 for n in known):
         return True
     alone = all(
         dim == (name,) for dims in (*rule.operands, *rule.results) for dim in dims if name in dim
     )
-    return alone and inner == 1 and 0 not in held[name]
+    return alone and inner == 1 and 0 not in lengths[name]
 
 
 def choices(rule: ShardingRule) -> tuple[str, ...]:

@@ -119,7 +119,9 @@ def wrong() -> dict[str, Cluster]:
         "defined 2 times": {"hosts": (Host(name="a"), Host(name="a"))},
         "cores is -1": {"hosts": (Host(name="a", cores=-1),)},
         "slowdown of 1 computing ranks is 0.9": {"hosts": (Host(name="a", slowdown=(0.9,)),)},
-        "slowdown of 2 computing ranks is inf": {"hosts": (Host(name="a", slowdown=(1, math.inf)),)},
+        "slowdown of 2 computing ranks is inf": {
+            "hosts": (Host(name="a", slowdown=(1, math.inf)),)
+        },
         "1.4, is below that of fewer ranks, 1.5": {"hosts": (two,)},
         "threads is 0": {"devices": (changed(CPU, threads=0),)},
         "price is -1": {"devices": (changed(CPU, price=-1.0),)},

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder, read
 from fxpart.diagnostics.flight_recorder_format import HEAD, RECORD, set_event_microbatch
-from fxpart.diagnostics.rank_event import ALL, NOBODY, PHASES, RankEvent
+from fxpart.diagnostics.rank_event import ALL, NO_RANK, PHASES, RankEvent
 from fxpart.errors import FxpartError
 
 _WHAT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=50)
@@ -72,7 +72,7 @@ def test_words() -> None:
     assert ring.last()[0] == "the end of the pass of step 118 waits for all ranks"
     ring.put("0SEND_F3", "send", peer=1)
     assert ring.last()[0] == "0SEND_F3 of step 118 is sent to rank 1"
-    ring.put("x" * 99 + "é", peer=NOBODY)
+    ring.put("x" * 99 + "é", peer=NO_RANK)
     assert ring.last()[0] == "x" * 50 + " of step 118 began"
     ring.put("é", stage=1 << 40)
     assert ring.last()[0] == "? of step 118 began"

@@ -76,16 +76,16 @@ def restore_sharding(
     mesh = Mesh.parse(given.mesh)
     whole = fork(graph)
     whole.meta[MESH_KEY] = mesh
-    said = {(entry.kind, name): entry for entry in given.placed for name in entry.names}
-    missing = set(said)
+    recorded = {(entry.kind, name): entry for entry in given.placed for name in entry.names}
+    missing = set(recorded)
     for node in whole.graph.nodes:
         kind = _KINDS.get(node.op)
-        held = _count(node)
-        if kind is None or not held:
+        stored = _count(node)
+        if kind is None or not stored:
             continue
         name = str(node.target) if kind == "state" else node.name
         missing.discard((kind, name))
-        annotate(node, sharding=_sharding(said.get((kind, name)), held, mesh))
+        annotate(node, sharding=_sharding(recorded.get((kind, name)), stored, mesh))
     if missing:
         listed = ", ".join(sorted(name for _, name in missing)[:5])
         raise error(

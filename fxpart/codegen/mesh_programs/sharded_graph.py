@@ -60,9 +60,9 @@ class ShardedGraph:
         """Summary of the origins of the placements, for the plan."""
         known = [k for node in self.whole.graph.nodes if (k := sharding(node)) is not None]
         origins = [o for k in known for o in k.origins if o]
-        said = sum(map(is_annotated, origins))
+        annotated = sum(map(is_annotated, origins))
         chosen = origins.count(CHOSEN)
-        parts = [f"{said} annotated", f"{len(origins) - said - chosen} by propagation"]
+        parts = [f"{annotated} annotated", f"{len(origins) - annotated - chosen} by propagation"]
         return ", ".join([*parts, *([f"{chosen} chosen by the solver"] if chosen else [])])
 
     def local(self, mesh_rank: int) -> fx.GraphModule:
@@ -159,7 +159,7 @@ class ShardedGraph:
 
 
 CHOSEN = "chosen by the solver"  # origin of placements that the pass `place` selects
-_EVEN = 2**20 * 3**4 * 5**2 * 7  # stands for a symbolic size, divisible by all common degrees
+_EVEN = 2**20 * 3**4 * 5**2 * 7  # Substitute for a symbolic size, divisible by all common degrees.
 
 
 def propagate_annotations(

@@ -155,10 +155,10 @@ class AsyncFit(FitLoop):
         except Exception as cause:
             if isinstance(cause, FxpartError) and cause.code in ("FXP503", "FXP504"):
                 raise
-            told = error(
+            failure = error(
                 "FXP507", where=what, why=f"{type(cause).__name__}: {cause}",
                 fix="fix the error there; every rank has stopped this run",
             )  # fmt: skip
-            self._async_trainer.abort(cause if isinstance(cause, FxpartError) else told)
+            self._async_trainer.abort(cause if isinstance(cause, FxpartError) else failure)
             self._aborted = True
             return _NONE  # type: ignore[return-value]

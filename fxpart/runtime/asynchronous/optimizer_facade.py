@@ -85,7 +85,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, ...]]:
 def in_flight_error() -> FxpartError:
     """Return the error for reading parameters while minibatches are in flight."""
     why = "minibatches are in flight, so stages have weights of different updates"
-    return _make_error('param_groups["params"]', why, "call trainer.drain() first, on every rank")
+    return _make_error('param_groups["params"]', why, "call `trainer.drain()` on every rank first")
 
 
 def _make_error(what: str, why: str, fix: str) -> FxpartError:

@@ -156,7 +156,7 @@ class AsyncStageGroup:
                 self._meshes.recover()
 
     def _drive(self, mesh_rank: MeshRank, work: Work) -> None:
-        """Step the stages of a mesh rank in turn until all are done."""
+        """Advance the stages of a mesh rank in round-robin order until all are done."""
 
         def leave_if_halted(runner: AsyncStageRunner) -> None:
             """Release other mesh ranks that wait for a mesh rank with a failed stage."""

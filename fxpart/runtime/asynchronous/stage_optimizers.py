@@ -59,10 +59,10 @@ def make_stage_optimizers(
     }
 
 
-def check_stage_optimizers(made: Optimizers, state: ModelState, held: OptimizerShards) -> None:
+def check_stage_optimizers(made: Optimizers, state: ModelState, shards: OptimizerShards) -> None:
     """Raise FXP109 for an optimizer that does not support the gradients of its stage."""
     for each in made.values():
-        check_optimizer_support(each, state, held.rows)
+        check_optimizer_support(each, state, shards.rows)
 
 
 def record_options(
@@ -90,21 +90,23 @@ def record_options(
 
 
 def gather_stage_optimizer_state(
-    state: ModelState, held: OptimizerShards, optimizers: Optimizers, *, first_only: bool
+    state: ModelState, shards: OptimizerShards, optimizers: Optimizers, *, first_only: bool
 ) -> dict[str, Any]:
     """Gather the optimizer state by original parameter names.
 
     See :mod:`~fxpart.runtime.optimizer.optimizer_state`.
     """
-    return gather_optimizer_state(state, held, merge_optimizers(optimizers), first_only=first_only)
+    return gather_optimizer_state(
+        state, shards, merge_optimizers(optimizers), first_only=first_only
+    )
 
 
 def plan_loads(
     state: ModelState,
-    held: OptimizerShards,
+    shards: OptimizerShards,
     optimizers: Optimizers,
     given: Mapping[str, Any],
     groups: Sequence[ParameterGroup],
 ) -> list[Callable[[], None]]:
     """Return functions that load gathered state into each optimizer; FXP110 if it does not fit."""
-    return [plan_state_load(state, held, each, given, groups) for each in optimizers.values()]
+    return [plan_state_load(state, shards, each, given, groups) for each in optimizers.values()]

@@ -258,14 +258,14 @@ class CheckpointReplicas:
         """Return the inventory of this host's memory."""
         if self._memory is None:
             return msgspec.json.encode(CheckpointMemoryInventory({}, {}, 0))
-        held = self._memory.inventory()
+        present = self._memory.inventory()
         needed = {}
-        for where in held:
+        for where in present:
             manifest = self._memory.manifest(where)
             if manifest is not None:
-                size = held[where][NAME]
+                size = present[where][NAME]
                 needed[where] = {n: f.size for n, f in manifest.files.items()} | {NAME: size}
-        return msgspec.json.encode(CheckpointMemoryInventory(held, needed, self._memory.free))
+        return msgspec.json.encode(CheckpointMemoryInventory(present, needed, self._memory.free))
 
     def _transfer(self, where: str, transfers: Sequence[ReplicaTransfer]) -> bool:
         """Send and receive missing files; return whether this host is complete."""

@@ -15,11 +15,11 @@ from fxpart.runtime.checkpointing.memory_store import FileSizes, step_of
 class CheckpointMemoryInventory(msgspec.Struct, frozen=True):
     """Files in one host's memory.
 
-    held: sizes of the present files by checkpoint. needed: sizes of all files of checkpoints whose
-    manifest is present. free: free bytes.
+    present: sizes of the present files by checkpoint. needed: sizes of all files of checkpoints
+    whose manifest is present. free: free bytes.
     """
 
-    held: FileSizes
+    present: FileSizes
     needed: FileSizes
     free: int
 
@@ -67,7 +67,7 @@ def _plan_transfers(
         sources = [
             name
             for name, inventory in machines.items()
-            if inventory.held.get(where, {}).get(file) == size
+            if inventory.present.get(where, {}).get(file) == size
         ]
         for name in machines:
             if name in sources:

@@ -222,7 +222,7 @@ class Saver:
                 job.done = self._complete(job, partial, time.monotonic() + limit)
         except FxpartError as failure:
             job.failure = failure
-        except Exception as cause:  # nobody would see an exception of this thread
+        except Exception as cause:  # An exception of this thread would not be reported.
             why = f"{type(cause).__name__}: {cause}"
             job.failure = error("FXP513", where=self._where(), why=why, fix="report this bug")
         finally:

@@ -67,13 +67,13 @@ class SparseGradients:
             parameter = entry.copies.get((stage, mesh_rank.index))
             if parameter is not None:
                 groups.setdefault(self._axes(entry), []).append((entry, parameter))
-        for axes, held in groups.items():
-            mine = [(parameter, self.pending(parameter)) for _, parameter in held]
+        for axes, owned in groups.items():
+            mine = [(parameter, self.pending(parameter)) for _, parameter in owned]
             found = [parts for _, parts in mine]
             if axes:
                 assert self._meshes is not None, "axes are of a mesh"
                 found = gather(self._meshes.of(stage, mesh_rank.index), axes, mine)
-            for (entry, parameter), parts in zip(held, found, strict=True):
+            for (entry, parameter), parts in zip(owned, found, strict=True):
                 if len(entry.stages) == 1:
                     self._set(parameter, parts)
                 elif parts is not None:
@@ -145,11 +145,11 @@ class SparseGradients:
         """ZeRO: restrict each gradient to this mesh rank's range, without communication."""
         for name, entry in self.entries.items():
             for (_, mesh_rank), parameter in entry.copies.items():
-                held, (start, stop) = place(name, entry, mesh_rank, parameter)
-                if held is not parameter and parameter.grad is not None:
+                owned, (start, stop) = place(name, entry, mesh_rank, parameter)
+                if owned is not parameter and parameter.grad is not None:
                     # uncoalesced rows would be summed in another order
                     whole = parameter.grad.coalesce()
-                    held.grad = _range(SparseGradientParts.of([whole]), parameter, start, stop)
+                    owned.grad = _range(SparseGradientParts.of([whole]), parameter, start, stop)
                     parameter.grad = None
 
     def _copies(self) -> Iterator[tuple[StateEntry, torch.Tensor]]:

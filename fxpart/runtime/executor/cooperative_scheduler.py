@@ -14,7 +14,7 @@ def run_cooperatively(
     *,
     after: Callable[[T], object] = id,
 ) -> list[T]:
-    """Step each iterator in turn until all end; return those left when none makes progress.
+    """Advance all iterators in round-robin order; return those left when none makes progress.
 
     progress: returns a value that changes with any activity of the given run. after: called after
     each turn.

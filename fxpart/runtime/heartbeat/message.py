@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fxpart.collectives.failures import NOBODY
+from fxpart.collectives.failures import NO_RANK
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 14
@@ -17,7 +17,7 @@ class HeartbeatMessage(msgspec.Struct, tag="beat", frozen=True):
     """Sent periodically by a running rank.
 
     event: last recorded event, ``ago`` seconds before. waits: rank that the main thread waits for
-    in a transfer, since ``waited`` seconds; or NOBODY, ALL. call, number: current trainer call of
+    in a transfer, since ``waited`` seconds; or NO_RANK, ALL. call, number: current trainer call of
     the main thread, or "", and the number of calls so far. failed: number of the last call that
     raised an exception on this rank only, or 0; code and problem describe it. alive: silent ranks
     of the same host whose processes are running.
@@ -25,7 +25,7 @@ class HeartbeatMessage(msgspec.Struct, tag="beat", frozen=True):
 
     event: str = ""
     ago: float = 0.0
-    waits: int = NOBODY
+    waits: int = NO_RANK
     waited: float = 0.0
     call: str = ""
     number: int = 0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fxpart.collectives.failures import NOBODY, RankWaitState
+from fxpart.collectives.failures import NO_RANK, RankWaitState
 from fxpart.errors import EXIT_RUN, FxpartError, error
 from fxpart.launch.process_status import is_stopped
 from fxpart.runtime.heartbeat import peer_diagnosis
@@ -115,7 +115,7 @@ class HeartbeatMonitor:
         limit = time.monotonic() + _NOTICE_SECONDS
         with self._changed:
             waits, waited = self._waiting.rank, time.monotonic() - self._waiting.since
-            self._waiting.rank = NOBODY
+            self._waiting.rank = NO_RANK
             while self.found is None and not self._closed:
                 now = time.monotonic()
                 silence_limit = MISSED if timed_out is not None else math.inf
@@ -130,7 +130,7 @@ class HeartbeatMonitor:
             if self.found is None:
                 return None
             self._reported = True
-            return self._error(what if waits == NOBODY else f"{what}, {waited:.1f} s")
+            return self._error(what if waits == NO_RANK else f"{what}, {waited:.1f} s")
 
     def others(self) -> str:
         """Describe the last event of each other rank, one line each."""
@@ -184,7 +184,7 @@ class HeartbeatMonitor:
                     beat = now
                     self._broadcast(self._make_heartbeat(now))
                 self._check_processes(now)
-                waits = self._waiting.rank != NOBODY
+                waits = self._waiting.rank != NO_RANK
                 self._diagnose(
                     now, self.silence() if waits else math.inf, self.busy() if waits else math.inf
                 )
@@ -207,7 +207,7 @@ class HeartbeatMonitor:
             peer.beat = message
             for rank in message.alive:
                 if rank in self._peers:
-                    self._peers[rank].alive = peer.heard
+                    self._peers[rank].alive = peer.last_message
         elif isinstance(message, ExitNotice):
             peer.left = message
         else:
@@ -218,7 +218,7 @@ class HeartbeatMonitor:
         waits, since = self._waiting.rank, self._waiting.since
         mine = self._calls
         return HeartbeatMessage(
-            event, round(ago, 2), waits, round(now - since, 2) if waits != NOBODY else 0.0,
+            event, round(ago, 2), waits, round(now - since, 2) if waits != NO_RANK else 0.0,
             mine.name, mine.number, mine.failed, mine.code, mine.problem,
             tuple(rank for rank, peer in self._peers.items() if peer.alive == self._checked),
         )  # fmt: skip
@@ -231,7 +231,7 @@ class HeartbeatMonitor:
         """Reset the silence of all ranks after this process itself was stopped."""
         for peer in self._peers.values():
             if peer.gone is None:
-                peer.heard = now
+                peer.last_message = now
 
     def _check_processes(self, now: float) -> None:
         """Check the processes of silent ranks on this host with the kernel.
@@ -242,7 +242,7 @@ class HeartbeatMonitor:
         self._checked = now
         for peer in self._peers.values():
             here = peer.gone is None and peer.person.host == self._me.host
-            if here and now - peer.heard > MISSED and peer.person.runs():
+            if here and now - peer.last_message > MISSED and peer.person.runs():
                 peer.alive = now
 
     def _diagnose(self, now: float, silence: float, busy: float) -> None:
@@ -276,7 +276,7 @@ class HeartbeatMonitor:
             if peer.person.host != self._me.host or peer.gone is not None:
                 continue
             blamed = found.code == "FXP515" and peer.rank == found.rank
-            quiet = time.monotonic() - peer.heard > MISSED
+            quiet = time.monotonic() - peer.last_message > MISSED
             if quiet and (blamed or is_stopped(peer.person.pid)):
                 peer.person.kill()
 
@@ -287,7 +287,7 @@ class HeartbeatMonitor:
             if found is None or reported or self._closed or now - self._since < _WAKE_SECONDS:
                 return
             is_this_rank = found.rank == self.rank and found.code in ("FXP514", "FXP515")
-            if not (found.certain or is_this_rank or self._waiting.rank != NOBODY):
+            if not (found.certain or is_this_rank or self._waiting.rank != NO_RANK):
                 return
             self._reported = True
             failure = self._error(f"the main thread at {_describe_main_thread()}")

@@ -57,7 +57,7 @@ class RankIdentity(msgspec.Struct, frozen=True):
 
 @dataclass
 class MonitoredPeer:
-    """Another rank. heard: time of its last message. gone: time when its connection ended.
+    """Another rank. last_message: time of its last message. gone: time when its connection ended.
 
     alive: time when its process was last known to run while it was silent. left, lost: its exit or
     loss notice. All times are of this host's monotonic clock.
@@ -66,7 +66,7 @@ class MonitoredPeer:
     rank: int
     person: RankIdentity
     connection: socket.socket
-    heard: float
+    last_message: float
     beat: HeartbeatMessage = field(default_factory=HeartbeatMessage)
     gone: float | None = None
     left: ExitNotice | None = None
@@ -86,7 +86,7 @@ class MonitoredPeer:
                 if not data:
                     self.gone = now
                     break
-                self.heard = now
+                self.last_message = now
                 self._received += data
         except BlockingIOError:
             pass

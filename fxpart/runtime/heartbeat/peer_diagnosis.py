@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpart.collectives.failures import NOBODY
+from fxpart.collectives.failures import NO_RANK
 from fxpart.errors import CODES
 from fxpart.runtime.heartbeat.call_tracker import TrainerCallTracker
 from fxpart.runtime.heartbeat.monitored_peer import MonitoredPeer
@@ -74,13 +74,13 @@ def diagnose_silent_peer(
         peer
         for peer in peers
         if peer.gone is None
-        and now - peer.heard > limit
-        and (now - peer.alive > limit or now - peer.heard > busy_limit)
+        and now - peer.last_message > limit
+        and (now - peer.alive > limit or now - peer.last_message > busy_limit)
     ]
     if not found:
         return None
-    peer = min(found, key=lambda peer: peer.heard)
-    why = f"{name(peer)} has been silent for {now - peer.heard:.1f} s"
+    peer = min(found, key=lambda peer: peer.last_message)
+    why = f"{name(peer)} has been silent for {now - peer.last_message:.1f} s"
     why += f"{_describe_last_event(peer, now)}"
     return PeerDiagnosis("FXP515", peer.rank, why)
 
@@ -99,13 +99,13 @@ def diagnose_blocking_peer(
         if peer.left is not None:
             why = f"{name(peer)} had ended normally while others waited for it"
             return PeerDiagnosis("FXP514", peer.rank, why)
-        if peer.beat.waits == NOBODY:
+        if peer.beat.waits == NO_RANK:
             return _diagnose_blocker(peer, now)
         seen.add(waits)
         waits = peer.beat.waits
     left = [peer for peer in peers if peer.left is not None]
     not_waiting = left or [
-        peer for peer in peers if peer.gone is None and peer.beat.waits == NOBODY
+        peer for peer in peers if peer.gone is None and peer.beat.waits == NO_RANK
     ]
     if len(not_waiting) != 1:
         return None
@@ -153,10 +153,10 @@ def name(peer: MonitoredPeer) -> str:
 
 def _describe_state(peer: MonitoredPeer, now: float) -> str:
     beat, parts = peer.beat, []
-    since = now - peer.heard
+    since = now - peer.last_message
     if beat.event:
         parts.append(f"{beat.event}, {beat.ago + since:.1f} s ago")
-    if beat.waits != NOBODY and peer.gone is None:
+    if beat.waits != NO_RANK and peer.gone is None:
         target = f"rank {beat.waits}" if beat.waits >= 0 else "all ranks"
         parts.append(f"has been waiting for {target} for {beat.waited + since:.1f} s")
     if peer.left is not None:
@@ -171,5 +171,5 @@ def _describe_state(peer: MonitoredPeer, now: float) -> str:
 def _describe_last_event(peer: MonitoredPeer, now: float) -> str:
     if not peer.beat.event:
         return ""
-    ago = peer.beat.ago + now - peer.heard
+    ago = peer.beat.ago + now - peer.last_message
     return f"; its last event: {peer.beat.event}, {ago:.1f} s ago"

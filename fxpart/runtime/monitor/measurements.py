@@ -17,7 +17,7 @@ from fxpart.schedule.measured_timeline import (
     RankClockOffset,
 )
 
-_Raw = tuple[int, int, Lane, str, int, int]  # rank, step, lane, name, start and end in ns
+_Raw = tuple[int, int, Lane, str, int, int]  # Rank, step, track, name, start and end in ns.
 _Issued = tuple[int, int, int, str, int, int]  # rank, target, step, action, start and end in ns
 
 

@@ -3,8 +3,8 @@
 Small tensors in the groups of the real optimizer are stepped twice: all by one optimizer, and
 divided in each way in which the plan divides parameters. If the results differ, the optimizer mixes
 the parts. One part at a time has by far the largest gradients, and their scale grows, so that any
-limit on a norm lies between that of a part and that of the whole. Counters of steps are advanced to
-also test a late phase of training.
+limit on a norm is above that of a part and below that of the whole. Counters of steps are advanced
+to also test a late phase of training.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class FaultTolerantTransport:
         return [rank for rank, peer in self.wire.peers.items() if not peer.gone]
 
     def _wait_until(self, done: Callable[[], bool], needed: Sequence[int]) -> None:
-        """Wait, with the lock held, until done. needed: ranks whose loss is an error."""
+        """Wait, owning the lock, until done. needed: ranks whose loss is an error."""
         limit = time.monotonic() + self.timeout
         while not done():
             for rank in needed:

@@ -154,7 +154,7 @@ class SocketMessenger:
         with self._lock:
             try:
                 orders = dispatcher.hear(self._ranks_of_replicas.index(rank), event)
-            except Exception as cause:  # nobody would see an exception of this thread
+            except Exception as cause:  # An exception of this thread would not be reported.
                 why = f"{type(cause).__name__}: {cause}"
                 dispatcher.stop((("FXP900", "the dispatcher", why, ""),))
                 orders = [(copy, StopOrder(dispatcher.problems)) for copy in dispatcher.all()]

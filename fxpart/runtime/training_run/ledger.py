@@ -45,8 +45,8 @@ class LedgerGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="begin", t
     """A generation that resumes after a step. same: digest of all that losses depend on, or "".
 
     Losses must be bit-equal between generations with equal ``same``. own: rank 0 receives its own
-    rows only, so digests depend on the number of ranks. stream: asynchronous training, whose losses
-    depend on the number of stages and their boundaries.
+    rows only, so digests depend on the number of ranks. ``stream``: asynchronous training, whose
+    losses depend on the number of stages and their boundaries.
     """
 
     generation: int

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 
-from fxpart.collectives.failures import NOBODY, waiting
+from fxpart.collectives.failures import NO_RANK, waiting
 from fxpart.runtime.transport.handshake import (
     LoopbackSockets,
     Spread,
@@ -66,7 +66,7 @@ class ControlChannel:
                 raise TransferTimeoutError(self.timeout, f"nothing from rank {rank}") from cause
             except OSError as cause:
                 raise _make_lost_error(rank, cause) from cause
-        waiting.rank = NOBODY
+        waiting.rank = NO_RANK
         form = struct.Struct(f"<{len(mine) // 8}q")
         return [list(form.unpack(rows[rank])) for rank in sorted(rows)]
 

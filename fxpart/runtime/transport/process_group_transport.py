@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpart.collectives.failures import ALL, NOBODY, waiting
+from fxpart.collectives.failures import ALL, NO_RANK, waiting
 from fxpart.compat import share_cores
 from fxpart.runtime.transport.control_channel import ControlChannel, connect_control_channel
 from fxpart.runtime.transport.deadline import Deadline
@@ -41,7 +41,7 @@ class _DistributedTransfer:
 
     work: Any
     tensor: torch.Tensor
-    rank: int = NOBODY
+    rank: int = NO_RANK
 
 
 class ProcessGroupTransport:
@@ -245,7 +245,7 @@ class ProcessGroupTransport:
         waiting.rank, waiting.since = rank, time.monotonic()
         try:
             work.wait(self._limit)
-            waiting.rank = NOBODY
+            waiting.rank = NO_RANK
         except (RuntimeError, ValueError) as cause:
             text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
             if any(mark in text.lower() for mark in _TIMED_OUT):

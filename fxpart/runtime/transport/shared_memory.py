@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fxpart.collectives.failures import NOBODY, waiting
+from fxpart.collectives.failures import NO_RANK, waiting
 from fxpart.runtime.transport.handshake import (
     AbstractUnixSockets,
     Spread,
@@ -305,7 +305,7 @@ class SharedMemory:
             self._read_announcements(
                 min(left, _LOOK) if isinstance(handle, SharedMemorySend) else left
             )
-        waiting.rank = NOBODY
+        waiting.rank = NO_RANK
 
     def _read_announcements(self, milliseconds: float) -> None:
         """Read announcements for the given time, and remove lost peers."""

@@ -264,7 +264,7 @@ def test_what_is_chosen(data: st.DataObject) -> None:
     def possible(where: str) -> bool:
         known = any(where in told.needed for told in machines.values())
         missing = {
-            host: [f for f in FILES if told.held.get(where, {}).get(f) != 3]
+            host: [f for f in FILES if told.present.get(where, {}).get(f) != 3]
             for host, told in machines.items()
         }
         there = not set.intersection(*(set(files) for files in missing.values()))
@@ -278,8 +278,8 @@ def test_what_is_chosen(data: st.DataObject) -> None:
         assert possible(where)
         assert int(where[5:15]) == max(int(n[5:15]) for n in names if possible(n))
         for move in moves:
-            assert machines[move.source].held[where][move.file] == 3
+            assert machines[move.source].present[where][move.file] == 3
         have = {(host, f) for host, told in machines.items()
-                for f, size in told.held.get(where, {}).items() if size == 3}  # fmt: skip
+                for f, size in told.present.get(where, {}).items() if size == 3}  # fmt: skip
         have |= {(move.target, move.file) for move in moves}
         assert have >= set(itertools.product(machines, FILES))

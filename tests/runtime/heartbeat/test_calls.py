@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fxpart.collectives.failures import NOBODY, RankWaitState
+from fxpart.collectives.failures import NO_RANK, RankWaitState
 from fxpart.errors import error
 from fxpart.launch.process_status import start_time
 from fxpart.runtime.heartbeat.call_tracker import TrainerCallTracker
@@ -66,7 +66,7 @@ def test_a_call_that_raised_on_another_rank_alone(behind: int) -> None:
     theirs.fail(KeyError("lr"))
     theirs.end()
     beat = HeartbeatMessage(
-        "", 0.0, NOBODY, 0.0, "", theirs.number, theirs.failed, theirs.code, theirs.problem
+        "", 0.0, NO_RANK, 0.0, "", theirs.number, theirs.failed, theirs.code, theirs.problem
     )
     found = diagnose_diverged_call([peer(1, beat=beat)], inside("trainer.step", 5 + behind))
     assert found is not None and (found.code, found.rank) == ("FXP507", 1)
@@ -81,7 +81,7 @@ def test_a_call_that_raised_on_this_rank_too_is_no_reason() -> None:
     assert theirs.code == "FXP116" and "torch.no_grad is active" in theirs.problem
     mine.begin("trainer.step")
     beat = HeartbeatMessage(
-        "", 0.0, NOBODY, 0.0, "", theirs.number, theirs.failed, theirs.code, theirs.problem
+        "", 0.0, NO_RANK, 0.0, "", theirs.number, theirs.failed, theirs.code, theirs.problem
     )
     assert diagnose_diverged_call([peer(1, beat=beat)], mine) is None  # it is in code of its own
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fxpart.collectives.failures import ALL, NOBODY
+from fxpart.collectives.failures import ALL, NO_RANK
 from fxpart.runtime.heartbeat.message import (
     ExitNotice,
     HeartbeatMessage,
@@ -79,7 +79,7 @@ def test_one_that_ended_as_it_should_is_none() -> None:
 
 
 def test_the_longest_silence() -> None:
-    peers = [waits(0, 2, heard=98.0), waits(2, NOBODY, heard=97.0), waits(3, 0)]
+    peers = [waits(0, 2, heard=98.0), waits(2, NO_RANK, heard=97.0), waits(3, 0)]
     found = diagnose_silent_peer(peers, NOW, 1.5)
     assert found is not None and (found.code, found.rank) == ("FXP515", 2)
     assert found.why.endswith("silent for 3.0 s; its last event: event of 2, 4.0 s ago")
@@ -89,7 +89,7 @@ def test_the_longest_silence() -> None:
 @pytest.mark.parametrize("whom", [1, ALL])
 def test_the_end_of_a_chain_of_waits(whom: int) -> None:
     """Rank 0 waits for 1, that for 2, that for 3, and 3 does something else."""
-    peers = [waits(1, 2), waits(2, 3), waits(3, NOBODY)]
+    peers = [waits(1, 2), waits(2, 3), waits(3, NO_RANK)]
     found = diagnose_blocking_peer(peers, 0, whom, NOW)
     assert found is not None and (found.code, found.rank) == ("FXP515", 3)
 
