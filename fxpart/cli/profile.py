@@ -113,7 +113,7 @@ def _measure(
         made = ProfilingSession.of(
             workload, given,
             PlanningArguments(**asked, cost_model=AUTO, constraints=constraints),
-            date=datetime.date.today().isoformat(), progress=_counted(show), rehearse=rehearse,
+            date=datetime.date.today().isoformat(), progress=_counted(show), trial_runs=rehearse,
             plans=wanted,
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""How much longer a collective takes where ranks come to it from computing, and not from the last.
+"""Measure the arrival skew of collectives: extra time because ranks arrive at different moments.
 
-Collectives are timed in a row, where all ranks are awake and at the same place. In a step the ranks
-come to each from some milliseconds of computation, one later than the other, and those that wait
-have gone to sleep. What a round of both takes beyond the computation and the collective in a row,
-each by itself, is the price of meeting; it is paid for every collective, whatever its size.
+Benchmarks call collectives back to back, with all ranks awake and in lockstep. In a training step,
+ranks come from some milliseconds of computation, arrive one after another, and those that wait are
+asleep. The skew is the time of a round of computation and collective, minus that of the computation
+alone and that of the collective alone. It is paid by every collective, regardless of its size.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ import torch.distributed as dist
 
 from fxpart.profiling.token_ring import ComputeLoad, agree_on_products
 
-# Seconds of computation between two collectives, about: where a step has many of them (batch
-# statistics) they come so often, and the longer ranks compute, the further they are apart.
+# Approximate seconds of computation between two collectives, as in steps with many collectives
+# (batch statistics). The skew grows with the duration of the computation.
 _PIECE = 1e-3
 _ROUNDS = 40
 _TIMES = 5
-_NUMBERS = 1 << 12  # of the tensor that every rank gives to every other: 16 KiB
-_MOST = 0.05  # seconds: more than that is no meeting
+_NUMBERS = 1 << 12  # Elements of the tensor that each rank sends to each other rank: 16 KiB.
+_MOST = 0.05  # Upper limit in seconds; a larger value has another cause.
 
 
 def measure_arrival_skew(rank: int, count: int) -> tuple[float, ...]:
-    """Seconds by which 2, 3, ... ``count`` ranks meet later; every rank gets the same.
+    """Return the arrival skew of 2, 3, ... ``count`` ranks in seconds, equal on all ranks.
 
-    All ranks of the default group call it; those from ``count`` on only wait.
+    All ranks of the default group must call this; ranks from ``count`` on only wait.
     """
     work = ComputeLoad(agree_on_products(_PIECE))
     found = []
     for ranks in range(2, count + 1):
-        own = torch.tensor(_parts(rank, ranks, work))
+        own = torch.tensor(_time_parts(rank, ranks, work))
         parts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
-        found.append(later([tuple(map(float, part)) for part in parts[:ranks]]))
+        found.append(compute_skew([tuple(map(float, part)) for part in parts[:ranks]]))
     return tuple(found)
 
 
-def later(parts: Sequence[Sequence[float]]) -> float:
-    """The mean over ranks of what both take together beyond what each takes by itself: seconds.
+def compute_skew(parts: Sequence[Sequence[float]]) -> float:
+    """Return the mean over ranks of the skew, in seconds.
 
-    parts: of each rank the seconds of a computation, of an exchange, of both in turn.
+    parts: per rank, the seconds of a computation, of an exchange, and of both in sequence.
     """
     found = statistics.fmean(both - computing - given for computing, given, both in parts)
     return min(_MOST, max(0.0, found))
 
 
-def _parts(rank: int, ranks: int, work: ComputeLoad) -> list[float]:
-    """Of this rank: seconds of a computation, of an exchange, of both; medians of a few."""
+def _time_parts(rank: int, ranks: int, work: ComputeLoad) -> list[float]:
+    """Return median seconds on this rank of a computation, of an exchange, and of both."""
     exchange = _PairwiseExchange(rank, ranks)
 
     def both() -> None:
@@ -66,7 +66,7 @@ def _parts(rank: int, ranks: int, work: ComputeLoad) -> list[float]:
 
 
 class _PairwiseExchange:
-    """Every rank below ``ranks`` gives its tensor to each of the others, as small sums do."""
+    """Pairwise exchange between the ranks below ``ranks``, as in a small all-reduce."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._others = [other for other in range(ranks) if other != rank]
@@ -83,7 +83,7 @@ class _PairwiseExchange:
 
 
 def _mean(run: Callable[[], None], active: bool) -> float:
-    """Seconds of a run, of many in a row; 0 of a rank that only waits."""
+    """Return the mean seconds of consecutive runs; 0 on a rank that only waits."""
     dist.barrier()
     start = time.perf_counter()
     if active:

@@ -1,4 +1,4 @@
-"""What is worth measuring of a model: microbatch sizes, stages, and what finds them."""
+"""Select the microbatch sizes and stages of a model that are benchmarked."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
-SIZES = 4  # microbatch sizes at which ops are measured first
+SIZES = 4  # Number of microbatch sizes at which ops are measured first.
 
 
 @dataclass(frozen=True)
 class BenchmarkStages:
-    """Stages to time, and the first and last block of each."""
+    """Stages to benchmark, and the first and last block of each."""
 
     stages: StageBenchmarkInput
     blocks: tuple[tuple[int, int], ...]
 
     def parts(self, of: OpClassTimes) -> Callable[[int, int, int, bool], dict[str, float]]:
-        """Predicted seconds by class: by stage, rows of a microbatch, how many of them an update is
-        after, and whether gradients are there.
+        """Return a function for predicted seconds by op class.
+
+        Its arguments: stage, rows of a microbatch, microbatches per update, and whether gradients
+        are already present.
         """
 
         def found(stage: int, rows: int, microbatches: int, later: bool) -> dict[str, float]:
@@ -37,7 +39,7 @@ class BenchmarkStages:
 
 
 def sizes(problem: PartitionProblem, choices: Sequence[PartitionChoice]) -> list[int]:
-    """Rows of microbatches at which ops are measured: the best plans' own, and the ends."""
+    """Return microbatch rows at which ops are measured: of the best plans, and the extremes."""
     every = sorted({v.microbatch_size for v in problem.variants}, reverse=True)
     found = [problem.variants[c.variant].microbatch_size for c in choices]
     return list(dict.fromkeys([*found, every[0], every[-1]]))[:SIZES]
@@ -46,12 +48,12 @@ def sizes(problem: PartitionProblem, choices: Sequence[PartitionChoice]) -> list
 def add_whole_model(
     problem: PartitionProblem, choices: Sequence[PartitionChoice], most: int = 5
 ) -> list[PartitionChoice]:
-    """The best choice, the whole model as one stage at its size and at another, other choices up to
-    ``most`` in all; then the whole at every other size at which ops are measured.
+    """Add the whole model as one stage to the best choices.
 
-    What a call takes whatever it computes shows in stages of unlike sizes alone. The other size is
-    the one that is furthest from the best choice's, by their ratio. Ops are good to some percent,
-    and at each size others: what they come to together is known where the whole was timed.
+    Return the best choice, the whole model at its microbatch size and at the size with the largest
+    ratio to it, and further choices up to ``most`` in all; then the whole model at every other size
+    at which ops are measured. The fixed cost of calls shows only in stages of different sizes, and
+    errors of op times, which differ between sizes, show in measurements of the whole model.
     """
     best = choices[0]
     rows = [variant.microbatch_size for variant in problem.variants]
@@ -61,21 +63,21 @@ def add_whole_model(
         return PartitionChoice(variant=variant, schedule=best.schedule, starts=(0,))
 
     first = [best, whole(best.variant), whole(apart.index(max(apart)))]
-    rest = [whole(rows.index(size)) for size in sizes(problem, choices)]
+    others = [whole(rows.index(size)) for size in sizes(problem, choices)]
     kept: dict[tuple[int, tuple[int, ...]], PartitionChoice] = {}
     for choice in (*first, *choices[1:]):
         kept.setdefault((choice.variant, choice.starts), choice)
     kept = dict(list(kept.items())[:most])
-    for choice in rest:
+    for choice in others:
         kept.setdefault((choice.variant, choice.starts), choice)
     return list(kept.values())
 
 
 def short_enough(problem: PartitionProblem, variant: int, seconds: float) -> PartitionChoice:
-    """The whole model where a microbatch of it takes at most so long, forward and backward.
+    """Return a choice whose forward and backward of one microbatch take at most ``seconds``.
 
-    Else with fewer rows than the variant's; else the part of it in front that takes so long, as the
-    first of two stages. The least there is, where nothing is so short.
+    It is the whole model, with fewer rows than the variant's if needed; else the first of two
+    stages. If nothing is short enough, return the shortest choice.
     """
     rows = problem.variants[variant].microbatch_size
     few = [v for v, one in enumerate(problem.variants) if one.microbatch_size <= rows]
@@ -94,19 +96,19 @@ def short_enough(problem: PartitionProblem, variant: int, seconds: float) -> Par
 
 
 def _by_block(problem: PartitionProblem, variant: int) -> list[float]:
-    """Seconds of a microbatch by block, on the first type of device."""
+    """Return seconds of a microbatch by block, on the first type of device."""
     one = problem.variants[variant]
     return [a + b for a, b in zip(one.forward[0], one.backward[0], strict=True)]
 
 
-def in_words(problem: PartitionProblem, choice: PartitionChoice) -> str:
-    """A choice of stages of one rank in words."""
+def describe_choice(problem: PartitionProblem, choice: PartitionChoice) -> str:
+    """Return a description of a choice with one rank per stage."""
     count = problem.variants[choice.variant].microbatches
     return f"{len(choice.starts)} stages of one rank, {count} microbatches"
 
 
 def without_calibration(model: Any) -> CostModel:
-    """A measured model that knows ops alone."""
+    """Return a measured cost model with op times only."""
     bare = {
         setting: replace(found, calibrations={}, contention={})
         for setting, found in model.measurements.items()
@@ -116,7 +118,7 @@ def without_calibration(model: Any) -> CostModel:
 
 
 def without_contention(model: CostModel) -> CostModel:
-    """A measured model without factors, in a processor's seconds while all others are idle."""
+    """Return a measured cost model without calibration factors and CPU contention."""
     bare: Any = without_calibration(model)
     found: CostModel = replace(bare, alone=True)
     return found

@@ -1,7 +1,7 @@
-"""Micro-benchmarks of a cluster: its links, collectives and hosts, on the devices themselves.
+"""Micro-benchmarks of a cluster's links, collectives and hosts.
 
-A cluster of one host is measured on processes started for it; one of several under torchrun, a rank
-for each device, in the order of the devices.
+A cluster of one host is measured by new processes. A cluster of several hosts is measured under
+torchrun, with a rank for each device in the order of the devices.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fxpart.profiling.collectives import SIZES, CollectiveMeasurement
 from fxpart.profiling.host_benchmark import HostFigures
 from fxpart.profiling.processes import Progress, run_on_job_ranks, run_on_processes
 
-_PATIENCE = 10.0  # how many times the budget a measurement may take before it counts as stuck
-_START = 120.0  # seconds for processes to start
+_PATIENCE = 10.0  # Multiple of the budget after which a measurement is considered stuck.
+_START = 120.0  # Seconds for processes to start.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_MOST = 64  # processes that this host is asked to start
-_HELPERS = 3  # processes that it takes to see a transfer slow a rank down
+_MOST = 64  # Processes on this host.
+_HELPERS = 3  # Processes needed to measure the slowdown of a rank by a transfer.
 
 
 @dataclass(frozen=True)
 class ClusterBenchmarkResult:
-    """What was measured. cluster: with all of it. hosts: figures by the host's name."""
+    """Measurements. cluster: updated by all of them. hosts: figures by host name."""
 
     cluster: Cluster
     measured: tuple[CollectiveMeasurement, ...]
@@ -50,29 +50,31 @@ def bench(
     date: str = "",
     progress: Progress | None = None,
 ) -> ClusterBenchmarkResult:
-    """Measure the cluster's links, collectives and hosts, and put that into it.
+    """Measure the links, collectives and hosts of a cluster and return the updated cluster.
 
-    sizes: bytes of transfers. budget: seconds, half for what is sent and half for hosts; a few
-    rounds are done in any case. date: YYYY-MM-DD, kept with the figures. Under torchrun all ranks
-    call this, and all get the same. Raises FXP502 where the processes do not match the devices,
-    FXP602 without the GPUs, FXP109 for CPUs beside GPUs or too many ranks, FXP507 where one fails.
+    sizes: bytes of transfers. budget: seconds, half for communication and half for hosts; a minimum
+    of rounds is always run. date: YYYY-MM-DD, stored with the figures. Under torchrun, all ranks
+    must call this and get the same result. Raises FXP502 if the processes do not match the devices,
+    FXP602 without GPUs, FXP109 for both CPUs and GPUs or too many ranks, FXP507 if a rank fails.
     """
     start = time.monotonic()
-    kind = _checked(cluster)
+    kind = _check(cluster)
     device, threads = ("cuda" if kind == "gpu" else "cpu"), _threads(cluster)
     source = _source(cluster, device, threads, date)
     pairs = link_pairs(cluster)
     sent: list[CollectiveMeasurement] = []
     if len(cluster.devices) > 1:
         every = [pair for found in pairs.values() for pair in found]
-        asked = collectives.request(
+        payload = collectives.request(
             every, groups(cluster), sizes=sizes, budget=budget / 2, device=device
         )
-        answers = _run(cluster, len(cluster.devices), collectives.TARGET, asked, threads, progress)
-        sent = collectives.results(asked, answers)
+        answers = _run(
+            cluster, len(cluster.devices), collectives.TARGET, payload, threads, progress
+        )
+        sent = collectives.results(payload, answers)
     figures = _hosts(cluster, device, threads, budget / 2, progress)
     return ClusterBenchmarkResult(
-        cluster=_filled(cluster, pairs, sent, figures, source),
+        cluster=_update_cluster(cluster, pairs, sent, figures, source),
         measured=tuple(sent),
         hosts=figures,
         seconds=time.monotonic() - start,
@@ -80,9 +82,9 @@ def bench(
 
 
 def link_pairs(cluster: Cluster) -> dict[Link, list[tuple[int, int]]]:
-    """For each link that a transfer between two devices takes, ranks at its ends.
+    """Return the pairs of ranks to measure for each link.
 
-    Both ways where the link is the same for both, as one of a host to itself or of "*".
+    Both directions are included if they have the same link, such as one of a host to itself.
     """
     links, found = LinkIndex(cluster), dict[Link, list[tuple[int, int]]]()
     names = [device.name for device in cluster.devices]
@@ -97,9 +99,10 @@ def link_pairs(cluster: Cluster) -> dict[Link, list[tuple[int, int]]]:
 
 
 def groups(cluster: Cluster) -> list[list[int]]:
-    """Groups of ranks whose collectives are measured: of each size that divides all ranks.
+    """Return groups of ranks whose collectives are measured.
 
-    Neighbours, which are on one host where it has as many; and one rank of each host.
+    These are the first ranks, for each size that divides the number of ranks, and a group with one
+    rank of each host.
     """
     count, hosts = len(cluster.devices), [device.host for device in cluster.devices]
     found = [list(range(size)) for size in range(2, count + 1) if count % size == 0]
@@ -109,15 +112,15 @@ def groups(cluster: Cluster) -> list[list[int]]:
     return found
 
 
-def _checked(cluster: Cluster) -> str:
-    """The kind of the devices, where this process can measure them."""
+def _check(cluster: Cluster) -> str:
+    """Return the kind of the devices; raise an error if they cannot be measured here."""
     kinds = sorted({device.kind for device in cluster.devices})
     if len(kinds) > 1:
         raise error(
             "FXP109",
             where=f"cluster {cluster.name}",
-            why=f"it has devices of the kinds {' and '.join(kinds)}, which no group joins",
-            fix="measure the devices of each kind as a cluster of their own",
+            why=f"it has devices of the kinds {' and '.join(kinds)}, which cannot form one group",
+            fix="measure a separate cluster for each kind of device",
         )
     job, count = read_launch(), len(cluster.devices)
     hosts = {device.host for device in cluster.devices}
@@ -125,42 +128,42 @@ def _checked(cluster: Cluster) -> str:
         raise error(
             "FXP502",
             where=f"cluster {cluster.name}",
-            why=f"it has {len(hosts)} hosts, and this process can start ranks on its own alone",
-            fix="torchrun --nnodes HOSTS --nproc-per-node RANKS -m fxpart cluster bench ...",
+            why=f"it has {len(hosts)} hosts, but this process can only start ranks on its own host",
+            fix="run torchrun --nnodes HOSTS --nproc-per-node RANKS -m fxpart cluster bench ...",
         )
     if job is None and count > _MOST:
         raise error(
             "FXP109",
             where=f"cluster {cluster.name}",
-            why=f"its {count} devices would take as many processes on this host, above {_MOST}",
+            why=f"its {count} devices need as many processes on this host, more than {_MOST}",
             fix="measure a smaller cluster of the same devices, such as local:4",
         )
     if job is not None and job.world != count:
         raise error(
             "FXP502",
             where=f"cluster {cluster.name}",
-            why=f"it has {count} devices and there are {job.world} processes",
-            fix=f"start {count} processes, or name a cluster of {job.world} devices",
+            why=f"it has {count} devices, but there are {job.world} processes",
+            fix=f"start {count} processes, or use a cluster of {job.world} devices",
         )
     here = count if job is None else job.local_world
     if kinds == ["gpu"] and torch.cuda.device_count() < here:
         raise error(
             "FXP602",
             where=f"cluster {cluster.name}",
-            why=f"it wants {here} GPUs here and torch finds {torch.cuda.device_count()}",
-            fix="run where the GPUs are, or give --cluster local:2 for ranks on the CPU",
+            why=f"it needs {here} GPUs on this host, but torch finds {torch.cuda.device_count()}",
+            fix="run on the host with the GPUs, or pass --cluster local:2 for CPU ranks",
         )
     return kinds[0]
 
 
 def _threads(cluster: Cluster) -> int:
-    """Of computation in each rank: what the devices say, else one."""
+    """Return the computing threads of each rank, one by default."""
     given = cluster.devices[0].threads
     return given if isinstance(given, int) else 1
 
 
 def _source(cluster: Cluster, device: str, threads: int, date: str) -> str:
-    # On one host ranks send through shared memory where they can, and their collectives use gloo.
+    # On one host, transfers use shared memory if possible, and collectives use gloo.
     way = "gloo" if len({each.host for each in cluster.devices}) > 1 else "shared memory and gloo"
     how = f"{way}, " + ("1 thread" if threads == 1 else f"{threads} threads")
     parts = ["measured", "nccl" if device == "cuda" else how, f"torch {torch.__version__}", date]
@@ -175,7 +178,7 @@ def _run(
     threads: int,
     progress: Progress | None,
 ) -> list[dict[str, Any]]:
-    """On the ranks of the job that this is one of, or on ``count`` processes of this host."""
+    """Run on the ranks of this job, or without a job on ``count`` processes of this host."""
     limit = _START + _PATIENCE * payload["budget"]
     if read_launch() is not None:
         torch.set_num_threads(threads)
@@ -189,13 +192,13 @@ def _run(
 def _hosts(
     cluster: Cluster, device: str, threads: int, budget: float, progress: Progress | None
 ) -> dict[str, HostFigures]:
-    """Figures of each host; ranks beside those of the devices help where CPUs may have them."""
+    """Return figures of each host, on CPUs with additional ranks if there are too few."""
     hosts = [each.host for each in cluster.devices]
     ranks = len(hosts)
     if read_launch() is None and device == "cpu" and 1 < ranks < _HELPERS:
         hosts += hosts[:1] * (_HELPERS - ranks)
     known = {name for each in cluster.devices for name in each.flops}
-    asked = host_benchmark.request(
+    payload = host_benchmark.request(
         hosts,
         budget=budget,
         dtypes=[name for name in _DTYPES if name in known],
@@ -203,18 +206,18 @@ def _hosts(
         devices=ranks,
     )
     return host_benchmark.results(
-        asked, _run(cluster, len(hosts), host_benchmark.TARGET, asked, threads, progress)
+        payload, _run(cluster, len(hosts), host_benchmark.TARGET, payload, threads, progress)
     )
 
 
-def _filled(
+def _update_cluster(
     cluster: Cluster,
     pairs: dict[Link, list[tuple[int, int]]],
     sent: Sequence[CollectiveMeasurement],
     figures: dict[str, HostFigures],
     source: str,
 ) -> Cluster:
-    """The cluster with what was measured in the place of what it said."""
+    """Return the cluster with its figures replaced by measurements."""
     hosts = [device.host for device in cluster.devices]
     curves: list[CollectiveCurve] = []
     points = {each.ranks: each.points for each in sent if each.operation == "send"}
@@ -228,7 +231,7 @@ def _filled(
             for link in cluster.links
         ),
         "devices": tuple(_device(each, figures[each.host]) for each in cluster.devices),
-        "hosts": _described(cluster, figures, source),
+        "hosts": _update_hosts(cluster, figures, source),
     }
     if curves:
         changed["collectives"] = tuple(curves)
@@ -236,7 +239,7 @@ def _filled(
 
 
 def _link(link: Link, ways: Sequence[tuple[Point, ...]], source: str) -> Link:
-    """The link with the mean of what was measured over it each way; itself where nothing was."""
+    """Return the link with mean measured times; unchanged if it was not measured."""
     if not ways:
         return link
     curve = tuple(
@@ -251,16 +254,18 @@ def _link(link: Link, ways: Sequence[tuple[Point, ...]], source: str) -> Link:
 
 
 def _device(device: Device, figures: HostFigures) -> Device:
-    """The device with the rates that its host's ranks reached."""
+    """Return the device with the rates that ranks of its host reached."""
     before = device.measured if isinstance(device.measured, dict) else {}
     return msgspec.structs.replace(device, measured=before | figures.rates)
 
 
-def _described(cluster: Cluster, figures: dict[str, HostFigures], source: str) -> tuple[Host, ...]:
-    """The cluster's hosts, one for each that was measured, in order."""
+def _update_hosts(
+    cluster: Cluster, figures: dict[str, HostFigures], source: str
+) -> tuple[Host, ...]:
+    """Return the cluster's hosts, including all measured ones, in order."""
     known = () if isinstance(cluster.hosts, msgspec.UnsetType) else cluster.hosts
     made = {host.name: host for host in known}
-    shared = cluster.devices[0].kind == "cpu"  # GPUs do not share what they compute with
+    shared = cluster.devices[0].kind == "cpu"  # GPUs do not share their cores.
     for name, found in figures.items():
         before = made.get(name, Host(name=name))
         made[name] = msgspec.structs.replace(

@@ -1,8 +1,7 @@
-"""Forms alone: ops that use collectives inside, run without their other lanes.
+"""Run ops with internal collectives (parallel forms) on a single rank to time their computation.
 
-What a form computes is measured; what travels is priced by the links. So the other lanes are taken
-to hold what this one does: their part of a collective is there at once, with values that are as
-plausible as the lane's own.
+Only the computation is measured, as communication is priced by links. The other mesh ranks are
+assumed to have the same tensors as this one, and their part of a collective is available at once.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from fxpart.compiler.collective_calls import is_collective, is_random_shard
 from fxpart.pricing.collective_traffic import is_plain
 from fxpart.sharding import Mesh
 
-_BEFORE = 3  # parameters of a form before the op's own: communicator, axes, size
-# The op that a form stands for, where that is not the name before "_rows".
+_BEFORE = 3  # Parameters of a form before those of the op: communicator, axes, size.
+# The op of a form, if it is not the name before "_rows".
 _OPS = {
     **dict.fromkeys(
         (
@@ -41,7 +40,7 @@ _OPS = {
     **dict.fromkeys(("experts_cut", "experts_dispatched"), "fxpart.experts"),
     "index_own_rows": "index",
 }
-# Forms whose indices count over the whole factor: of their sizes the one that it is.
+# Forms with indices into the whole factor: position of its size among the sizes.
 _WHOLE = {
     **dict.fromkeys(("embedding_rows", "embedding_bag_rows", "cross_entropy_classes"), 0),
     **dict.fromkeys(("embedding_sent", "embedding_bag_sent"), 0),
@@ -52,10 +51,10 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class CollectiveOpCall:
-    """What a call of a form says of the op that it stands for.
+    """The op call within a call of a parallel form.
 
-    op: its name without "aten."; args: its own arguments; names: of these. whole: the size that
-    its indices count over, None where they count over a local tensor.
+    op: name without "aten.". args, names: the op's own arguments and their names. whole: global
+    size that indices refer to, None if they refer to a local tensor.
     """
 
     op: str
@@ -65,12 +64,12 @@ class CollectiveOpCall:
 
     @property
     def before(self) -> int:
-        """Arguments of the call before the op's own."""
+        """The number of arguments before those of the op."""
         return _BEFORE - 1
 
 
 def form_of(node: fx.Node) -> CollectiveOpCall | None:
-    """The form that a node calls; None for ops, plain moves and random numbers."""
+    """Return the form that a node calls; None for ops, plain communication and random numbers."""
     if not is_collective(node.target) or is_random_shard(node.target) or is_plain(node):
         return None
     assert callable(node.target)
@@ -88,15 +87,15 @@ def form_of(node: fx.Node) -> CollectiveOpCall | None:
 
 
 def bind_single_rank(form: Callable[..., Any], mesh: Mesh, mesh_rank: int) -> Callable[..., Any]:
-    """The form as this lane of the mesh runs it, without the others."""
+    """Bind a form to one mesh rank that runs it without the other ranks."""
     return partial(form, IdenticalRanksCommunicator(mesh, mesh_rank))
 
 
 class IdenticalRanksCommunicator(Communicator):
-    """A lane whose others hold the same tensors as it does; nothing travels, nothing waits.
+    """A communicator for one rank that assumes equal tensors on all ranks and never waits.
 
-    Results are those of real lanes that all give the same; where counts differ between lanes, the
-    lane's own part again and again.
+    Results equal those of real ranks with equal tensors. If counts differ between ranks, the
+    rank's own part is repeated.
     """
 
     def _reduce(
@@ -131,7 +130,7 @@ def _total(counts: list[Size]) -> int:
 
 
 def _filled(flat: torch.Tensor, length: int) -> torch.Tensor:
-    """So many elements: those of ``flat`` over and over, zeros where it has none."""
+    """Return ``length`` elements: those of ``flat`` repeated, or zeros if it is empty."""
     if flat.numel() == 0:
         return flat.new_zeros(length)
     return flat.repeat(-(-length // flat.numel()))[:length]

@@ -1,9 +1,9 @@
-"""Transfers and collectives timed as the runtime makes them: its transport, its communicators.
+"""Time transfers and collectives of the runtime's own transport and communicators.
 
-Point to point: the receive is posted early into a new buffer, as the executor does; a short reply
-tells the sender that all has arrived, and half of the shortest round trip is taken off.
-Collectives: the median of several in a row, of which the slowest rank's counts. All tasks are done
-once a round, so that a disturbance meets each of them alike; the median over rounds stands.
+Transfers: the receive is posted early into a new buffer, as in the executor. A short reply confirms
+the arrival, and half of the shortest round trip is subtracted. Collectives: the median of several
+consecutive calls on the slowest rank. Each round runs all tasks, so that disturbances affect all of
+them equally; the result is the median over rounds.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from fxpart.sharding import Mesh
 
 SIZES = tuple(1024 * 4**step for step in range(8))
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-WHOLE = (*OPERATIONS, "broadcast")  # of all ranks; the runtime broadcasts to all alone
+WHOLE = (*OPERATIONS, "broadcast")  # For all ranks; the runtime only broadcasts to all of them.
 TARGET = "fxpart.profiling.collectives:measure"
 
-_LEAST = 5  # rounds that count, whatever the budget
+_LEAST = 5  # Minimum of measured rounds, regardless of the budget.
 _MOST = 60
 _AXIS = "all"
 
 
 @dataclass(frozen=True)
 class CommunicationTask:
-    """One thing that is timed: a transfer between two ranks, or a collective of a group.
+    """A timed operation: a transfer between two ranks, or a collective of a group.
 
-    operation: "send", its shortest round trip "answer", or one of WHOLE. ranks: sender and
-    receiver, or the group. size: bytes, of the whole tensor.
+    operation: "send", "answer" (shortest round trip), or one of WHOLE. ranks: sender and receiver,
+    or the group. size: bytes of the whole tensor.
     """
 
     operation: str
@@ -56,16 +56,16 @@ class CommunicationTask:
 
     @property
     def times(self) -> int:
-        """How often it is done in a row: more often where it is short."""
+        """The number of consecutive calls, larger for short operations."""
         return max(1, min(16, (1 << 23) // max(1, self.size)))
 
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """What was measured of one operation on one set of ranks.
+    """Measurements of one operation on one set of ranks.
 
-    points: (bytes, median seconds). held_out: relative errors of the line through every second
-    point at the others.
+    points: (bytes, median seconds). ``held_out``: relative errors of a line, fitted to every second
+    point, at the other points.
     """
 
     operation: str
@@ -85,8 +85,10 @@ def request(
     device: str = "cpu",
     least: int = _LEAST,
 ) -> dict[str, Any]:
-    """What :func:`measure` is given. pairs: sender and receiver. groups: ranks of collectives,
-    each of a number that divides the world's. budget: seconds. least: rounds at least.
+    """Return the payload of :func:`measure`.
+
+    pairs: sender and receiver. groups: ranks of collectives; their number must divide the world
+    size. budget: seconds. least: minimum number of rounds.
     """
     return {
         "pairs": [list(pair) for pair in pairs],
@@ -99,7 +101,7 @@ def request(
 
 
 def tasks(payload: Mapping[str, Any], world: int) -> list[CommunicationTask]:
-    """Everything to be timed in a round, in one order on all ranks."""
+    """Return all tasks of a round, in an order that is equal on all ranks."""
     found = []
     for pair in payload["pairs"]:
         found.append(CommunicationTask("answer", tuple(pair), 4))
@@ -115,26 +117,26 @@ def tasks(payload: Mapping[str, Any], world: int) -> list[CommunicationTask]:
 
 
 def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: seconds of every task by round, empty where this rank has no part in it."""
+    """Run on a rank: return the seconds of each task by round, empty for other ranks' tasks."""
     device = local_device(payload["device"])
     transport = connect(world, device=payload["device"])
     assert isinstance(transport, ProcessGroupTransport)
     todo = tasks(payload, world)
-    lanes = {tuple(group): _communicator(group, world) for group in payload["groups"]}
-    bench = _CommunicationBenchmark(rank, device, transport, lanes)
+    communicators = {tuple(group): _communicator(group, world) for group in payload["groups"]}
+    bench = _CommunicationBenchmark(rank, device, transport, communicators)
     samples: list[list[float]] = [[] for _ in todo]
     start = time.monotonic()
     for number in _rounds(transport, payload, start):
         order = range(len(todo)) if number % 2 else reversed(range(len(todo)))
         for index in order:
-            transport.exchange([0])  # those without a part wait here, and compute nothing
+            transport.exchange([0])  # Ranks without a part wait here and compute nothing.
             if rank in todo[index].ranks:
                 seconds = bench.run(todo[index])
-                if number:  # the first warms up
+                if number:  # The first round is a warm-up.
                     samples[index].append(seconds)
         if rank == 0:
             report_progress(payload, f"links and collectives, round {number}")
-    for communicator in lanes.values():
+    for communicator in communicators.values():
         communicator.close()
     transport.close()
     return {"samples": samples}
@@ -143,12 +145,12 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 def results(
     payload: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
 ) -> list[CollectiveMeasurement]:
-    """Medians and fitted lines of what all ranks have answered."""
+    """Return medians and fitted lines of the ranks' measurements."""
     todo = tasks(payload, len(answers))
     medians = [_median(task, index, answers) for index, task in enumerate(todo)]
     trips: dict[tuple[int, ...], float] = {}
     for task, seconds in zip(todo, medians, strict=True):
-        if _is_transfer(task):  # none takes less than the shortest message there and back
+        if _is_transfer(task):  # No transfer is faster than the shortest round trip.
             trips[task.ranks] = min(seconds, trips.get(task.ranks, seconds))
     table: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
     for task, seconds in zip(todo, medians, strict=True):
@@ -167,7 +169,7 @@ def results(
 
 
 def curve(measured: CollectiveMeasurement, hosts: int, source: str) -> CollectiveCurve:
-    """A collective's measurement as clusters keep it. hosts: machines of the group."""
+    """Convert a measurement to the curve of a cluster. hosts: number of machines."""
     return CollectiveCurve(
         operation=measured.operation,
         ranks=len(measured.ranks),
@@ -185,7 +187,7 @@ def _is_transfer(task: CommunicationTask) -> bool:
 
 
 def _median(task: CommunicationTask, index: int, answers: Sequence[Mapping[str, Any]]) -> float:
-    """Over rounds, of the slowest rank's seconds; of a transfer the sender's."""
+    """Return the median over rounds of the slowest rank's seconds (the sender's for transfers)."""
     ranks = task.ranks[:1] if _is_transfer(task) else task.ranks
     rounds = zip(*(answers[rank]["samples"][index] for rank in ranks), strict=True)
     return typical([max(seconds) for seconds in rounds])
@@ -194,10 +196,10 @@ def _median(task: CommunicationTask, index: int, answers: Sequence[Mapping[str, 
 def _rounds(
     transport: ProcessGroupTransport, payload: Mapping[str, Any], start: float
 ) -> Iterator[int]:
-    """Numbers of rounds, on all ranks alike, until the first rank's time is used."""
+    """Yield round numbers, equal on all ranks, until the first rank's budget is used."""
     for number in range(_MOST + 1):
         used = time.monotonic() - start
-        # one more round takes about as long as one did
+        # The next round takes about as long as the mean round.
         over = used * (number + 1) / max(1, number) > payload["budget"]
         stop = number > payload["least"] and over
         if transport.exchange([int(stop)])[0][0]:
@@ -206,7 +208,7 @@ def _rounds(
 
 
 def _communicator(group: Sequence[int], world: int) -> GroupCommunicator:
-    """The runtime's communicator of a group; the other ranks form groups of as many beside it."""
+    """Return the runtime's communicator of a group; the other ranks form groups of equal size."""
     others = [rank for rank in range(world) if rank not in group]
     count = len(group)
     rows = [list(group), *(others[at : at + count] for at in range(0, len(others), count))]
@@ -215,15 +217,15 @@ def _communicator(group: Sequence[int], world: int) -> GroupCommunicator:
 
 @dataclass
 class _CommunicationBenchmark:
-    """Does a task on this rank and says how long it took."""
+    """Runs and times tasks on this rank."""
 
     rank: int
     device: torch.device
     transport: ProcessGroupTransport
-    lanes: Mapping[tuple[int, ...], GroupCommunicator]
+    communicators: Mapping[tuple[int, ...], GroupCommunicator]
 
     def run(self, task: CommunicationTask) -> float:
-        """Seconds of one, the median of those in a row."""
+        """Return the median seconds of consecutive runs of a task."""
         once = self._transfer(task) if _is_transfer(task) else self._collective(task)
         self._settle()
         taken = []
@@ -235,7 +237,7 @@ class _CommunicationBenchmark:
         return median(taken)
 
     def _transfer(self, task: CommunicationTask) -> Callable[[], object]:
-        """There and a short answer back. Both ends post what they will receive first."""
+        """Return a transfer with a short answer; both ends post their receive first."""
         a, b = task.ranks
         move, shape, short = self.transport, (max(1, task.size // 4),), (1,)
         here, peer = (a, b) if self.rank == a else (b, a)
@@ -255,25 +257,25 @@ class _CommunicationBenchmark:
         return once
 
     def _collective(self, task: CommunicationTask) -> Callable[[], object]:
-        """One call of the runtime's communicator, its result dropped."""
+        """Return a call of the runtime's communicator that drops the result."""
         n, elements = len(task.ranks), max(1, task.size // 4)
         if task.operation == "broadcast":
             tensor = torch.zeros(elements, device=self.device)
             return lambda: self.transport.broadcast(tensor, 0)
-        lane = self.lanes[task.ranks]
+        communicator = self.communicators[task.ranks]
         each = max(1, elements // n)
         if task.operation == "all_reduce":
             whole = torch.zeros(elements, device=self.device)
-            return lambda: lane.start_all_reduce(whole, _AXIS).wait()
+            return lambda: communicator.start_all_reduce(whole, _AXIS).wait()
         if task.operation == "all_gather":
             mine = torch.zeros(each, device=self.device)
-            return lambda: lane.start_all_gather(mine, _AXIS).wait()
+            return lambda: communicator.start_all_gather(mine, _AXIS).wait()
         if task.operation == "reduce_scatter":
             flat = torch.zeros(each * n, device=self.device)
-            return lambda: lane.start_reduce_scatter(flat, _AXIS, [each] * n).wait()
+            return lambda: communicator.start_reduce_scatter(flat, _AXIS, [each] * n).wait()
         part = max(1, each // n)
         parts = torch.zeros(part * n, device=self.device)
-        return lambda: lane.start_all_to_all(parts, _AXIS, [part] * n, [part] * n).wait()
+        return lambda: communicator.start_all_to_all(parts, _AXIS, [part] * n, [part] * n).wait()
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

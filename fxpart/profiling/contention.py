@@ -1,11 +1,10 @@
-"""How ranks of one host slow each other down: one model's microbatch in several processes at once.
+"""Measure CPU contention: the slowdown of a model's microbatch in concurrent processes of a host.
 
-Every process runs the model's whole forward and backward, its own copy, for the same stretch of
-time: alone, then beside one other, and so on up to the ranks of the host, and all that in several
-turns, since what else a machine does changes within seconds. With more ranks than cores this
-measures the operating system's sharing of them: single rounds then take as long as one process or
-as two, as it comes, and only how many are done in all is a measure. The model travels as an
-exported program, so that no process needs the user's code.
+Each process runs forward and backward of its own copy of the model for the same time: first one
+process, then two, up to the ranks of the host. This is repeated, as other load changes within
+seconds. With more ranks than cores, it measures how the operating system shares cores. The times of
+single rounds then vary, so the number of completed rounds is the measure. The model is passed as an
+exported program, so that processes do not need the user's code.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import connect
 
-_ROUNDS = 24  # computations of each rank in a ring
-_MOST = 0.05  # seconds: more than that is no waiting for a core
+_ROUNDS = 24  # Computations of each rank in a ring.
+_MOST = 0.05  # Upper limit in seconds; a longer wait has another cause.
 
-MOST = 8  # ranks measured at once
-_BUSY = "fxpart.profiling.contention:work"
-_WEIGHED = "fxpart.profiling.contention:weigh"
+MOST = 8  # Ranks measured at the same time.
+_TIME_TARGET = "fxpart.profiling.contention:work"
+_MEMORY_TARGET = "fxpart.profiling.contention:measure_memory"
 _INPUTS, _LARGE = "inputs.safetensors", "large.safetensors"
-_EXCHANGED = 1 << 22  # numbers of a tensor that is sent to and fro: 16 MiB
-_WEIGHING = 2  # processes of which each says what it takes beside its tensors
-_SETTLED = 4  # steps until a heap grows no more
-_FULL = 2  # steps until there is all that there will be: the optimizer's state beside activations
-_LEAST = 2  # rounds of each process in each stretch
-_TURNS = 3  # stretches of each number of processes
-ROUNDS = 40  # of the model's microbatch that all of it takes at least, about, and as slow as alone
+_EXCHANGED = 1 << 22  # Elements of a tensor that is sent back and forth: 16 MiB.
+_MEMORY_PROCESSES = 2  # Processes whose memory beyond tensors is measured.
+_SETTLED = 4  # Steps until the heap stops growing.
+_FULL = 2  # Steps until all tensors exist, including optimizer state.
+_LEAST = 2  # Rounds of each process per time window.
+_TURNS = 3  # Time windows for each number of processes.
+ROUNDS = 40  # Approximate total cost in rounds of a single process.
 
 
 def measure_contention(
@@ -71,20 +70,19 @@ def measure_contention(
     large: Values | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ContentionProfile:
-    """Measured with 1 to ``ranks`` processes of this host, eight at most.
+    """Measure CPU contention with 1 to ``ranks`` processes of this host, at most eight.
 
-    spec, source: of the program of one stage. inputs: one microbatch. seconds: of the
-    stretches of one number of processes, at least; each process runs six rounds in any case.
-    timeout: of everything. large: the microbatch that a process trains while it is weighed, by
-    default the same: a heap loses more of activations than of weights, so that few rows would make
-    the loss too small for plans of more.
+    spec, source: of a program with one stage. inputs: one microbatch. seconds: minimum duration of
+    the time windows for one number of processes; each process runs at least six rounds. timeout:
+    seconds in all. large: microbatch for the measurement of process memory, by default ``inputs``.
+    Heap fragmentation measure_own_growth with activations, so few rows would underestimate it.
     """
     count = min(MOST, ranks)
-    world = count if count == 1 else max(3, count)  # two exchange beside one that computes
+    world = count if count == 1 else max(3, count)  # Two processes communicate while one computes.
     with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
         _write(Path(name), spec, source, state, inputs, large or inputs)
         payload = {"folder": name, "count": count, "seconds": seconds}
-        rows = run_on_processes(world, _BUSY, payload, timeout, progress=progress)
+        rows = run_on_processes(world, _TIME_TARGET, payload, timeout, progress=progress)
     return summary(rows, count)
 
 
@@ -96,36 +94,34 @@ def measure_process_memory(
     *,
     timeout: float = 120.0,
 ) -> ProcessMemoryGrowth:
-    """What a rank's process of this host takes beside tensors, of a model as for
-    :func:`measure_contention`.
+    """Measure the memory of a rank's process beyond its tensors.
 
-    :func:`measure_contention` measures it as well, and how long ranks take.
+    The arguments are those of :func:`measure_contention`, which measures this as well.
     """
     with tempfile.TemporaryDirectory(prefix="fxpart-") as name:
         _write(Path(name), spec, source, state, inputs, inputs)
-        return _largest(run_on_processes(_WEIGHING, _WEIGHED, {"folder": name}, timeout))
+        return _combine_growth(
+            run_on_processes(_MEMORY_PROCESSES, _MEMORY_TARGET, {"folder": name}, timeout)
+        )
 
 
-def _largest(rows: Sequence[dict[str, Any]]) -> ProcessMemoryGrowth:
-    """Of the processes that were weighed; how a heap falls to pieces is never the same twice."""
+def _combine_growth(rows: Sequence[dict[str, Any]]) -> ProcessMemoryGrowth:
+    """Return the median baseline and the largest overhead, as heap fragmentation varies."""
     there = [row for row in rows if row["baseline"]]
     baseline = statistics.median(row["baseline"] for row in there)
     return ProcessMemoryGrowth(int(baseline), max(float(row["overhead"]) for row in there))
 
 
 def summary(rows: Sequence[dict[str, Any]], count: int) -> ContentionProfile:
-    """What the processes' answers amount to: seconds of a round by how many are done in all.
-
-    Relative to one process alone.
-    """
+    """Summarize the processes' measurements; times are relative to a single process."""
     alone = rows[0]["busy"][0]
     slowdown = [1.0]
     for busy in range(2, count + 1):
         taken = statistics.harmonic_mean([row["busy"][busy - 1] for row in rows[:busy]])
-        # More ranks are never faster; what says so is noise.
+        # More ranks are never faster, apart from noise.
         slowdown.append(max(slowdown[-1], taken / alone))
     beside = rows[0]["beside"] / alone if rows[0]["beside"] else 1.0
-    grown = _largest(rows)
+    grown = _combine_growth(rows)
     return ContentionProfile(
         slowdown=tuple(slowdown),
         transfer=equivalent(slowdown, beside),
@@ -138,7 +134,7 @@ def summary(rows: Sequence[dict[str, Any]], count: int) -> ContentionProfile:
 
 
 def equivalent(slowdown: Sequence[float], found: float) -> float:
-    """As how many computing ranks something counts that slows one rank down so much: 0 to 2."""
+    """Return the number of computing ranks, 0 to 2, that cause the slowdown ``found``."""
     for busy in range(1, len(slowdown)):
         low, high = slowdown[busy - 1], slowdown[busy]
         if found <= high and high > low:
@@ -154,7 +150,7 @@ def _write(
     inputs: Values,
     large: Values,
 ) -> None:
-    """What every process reads. Weights are drawn there; other state is small, and written."""
+    """Write the files for all processes; weights are not written, as they are drawn randomly."""
     names = {s.name for s in spec.stages[0].state if s.kind != "parameter"}
     kept = {n: state[n].detach().cpu().contiguous().clone() for n in sorted(names)}
     (folder / "stage.py").write_text(source, encoding="utf-8")
@@ -166,34 +162,36 @@ def _write(
 
 
 def _read(folder: Path, inputs: str) -> tuple[StageRun, Values]:
-    """The stage with drawn weights, and the inputs of that file."""
+    """Return the stage with random weights, and the inputs in the file."""
     spec = msgspec.json.decode((folder / "program.json").read_bytes(), type=ProgramSpec)
     state = safetensors.torch.load_file(folder / "state.safetensors")
-    for held in spec.stages[0].state:
-        if held.kind == "parameter":
-            state[held.name] = torch.randn(held.shape, dtype=getattr(torch, held.dtype)) * 0.02
+    for item in spec.stages[0].state:
+        if item.kind == "parameter":
+            state[item.name] = torch.randn(item.shape, dtype=getattr(torch, item.dtype)) * 0.02
     source = (folder / "stage.py").read_text(encoding="utf-8")
     run = StageRun(spec, 0, source, state, "sgd", torch.device("cpu"))
     return run, safetensors.torch.load_file(folder / inputs)
 
 
 def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """One process: seconds of a round while 1, 2, ... processes run, and beside an exchange."""
+    """Run on a process: time rounds beside 1, 2, ... processes and beside transfers."""
     count, seconds = int(payload["count"]), float(payload["seconds"])
     folder = Path(payload["folder"])
-    grown = grows(folder) if rank < _WEIGHING else ProcessMemoryGrowth(0, 0.0)
+    grown = measure_own_growth(folder) if rank < _MEMORY_PROCESSES else ProcessMemoryGrowth(0, 0.0)
     run, inputs = _read(folder, _INPUTS)
-    _round(run, inputs)  # warm
+    _round(run, inputs)  # Warm-up.
     turns = [
         [
-            _stretch(lambda: _round(run, inputs), rank < together_, seconds / _TURNS)
-            for together_ in range(1, count + 1)
+            _time_window(lambda: _round(run, inputs), rank < processes, seconds / _TURNS)
+            for processes in range(1, count + 1)
         ]
         for _ in range(_TURNS)
     ]
     busy = [statistics.median(each) for each in zip(*turns, strict=True)]
-    beside = _beside(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
-    waits, uneven = _of_rings(rank, world) if world > 2 else ((), None)
+    beside = (
+        _time_beside_transfers(run, inputs, rank, max(seconds, 5 * busy[0])) if world > 2 else 0.0
+    )
+    waits, uneven = _measure_rings(rank, world) if world > 2 else ((), None)
     meets = measure_arrival_skew(rank, count) if count > 1 else ()
     return {
         "busy": busy,
@@ -206,43 +204,43 @@ def work(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_rings(rank: int, world: int) -> tuple[tuple[float, ...], dict[str, float] | None]:
-    """How long woken ranks wait, and how long cores are not all used."""
+def _measure_rings(rank: int, world: int) -> tuple[tuple[float, ...], dict[str, float] | None]:
+    """Return wakeup latencies and the load imbalance of cores, both measured in rings."""
     work, transport = ComputeLoad(agree_on_products()), connect(world)
     waits = measure_wakeup_latency(rank, world, work, transport)
-    uneven = measure_load_imbalance(rank, world, side_by_side(), transport)
+    uneven = measure_load_imbalance(rank, world, count_unshared_cores(), transport)
     transport.close()
     return waits, None if uneven is None else msgspec.structs.asdict(uneven)
 
 
-def side_by_side() -> int:
-    """How many ranks compute on this host without sharing cores; 0 where they are of several."""
+def count_unshared_cores() -> int:
+    """Return the number of ranks that do not share cores; 0 for ranks with several threads."""
     return cores() if torch.get_num_threads() == 1 else 0
 
 
-def weigh(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """One process alone: what it takes beside its tensors."""
+def measure_memory(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
+    """Run on a process: return its memory beyond tensors."""
     del rank, world
-    found = grows(Path(payload["folder"]))
+    found = measure_own_growth(Path(payload["folder"]))
     return {"baseline": found.baseline, "overhead": found.overhead}
 
 
-def grows(folder: Path) -> ProcessMemoryGrowth:
-    """What this process takes beside the tensors of the model in the folder while it trains it.
+def measure_own_growth(folder: Path) -> ProcessMemoryGrowth:
+    """Measure the memory of this process beyond tensors while it trains the model in the folder.
 
-    Before, it gets all that training needs and a model does not: what ranks import, and what torch
-    loads when an optimizer steps first.
+    Everything that is independent of the model is loaded first: imports of ranks, and code that
+    torch loads at the first optimizer step.
     """
     importlib.import_module("fxpart.training.trainer_factory")
     overhead(torch.device("cpu"))
     return growth(
-        lambda: _trained(*_read(folder, _LARGE), _SETTLED),
-        lambda: _trained(*_read(folder, _LARGE), _FULL),
+        lambda: _train(*_read(folder, _LARGE), _SETTLED),
+        lambda: _train(*_read(folder, _LARGE), _FULL),
     )
 
 
-def _trained(run: StageRun, inputs: Values, steps: int) -> None:
-    """Steps of two microbatches each, from gradients that are made anew."""
+def _train(run: StageRun, inputs: Values, steps: int) -> None:
+    """Train steps of two microbatches each, with new gradients in each step."""
     trained = [p for p in run.module.parameters() if p.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
     for _ in range(steps):
@@ -250,28 +248,28 @@ def _trained(run: StageRun, inputs: Values, steps: int) -> None:
             parameter.grad = None
         for _ in range(2):
             _round(run, inputs)
-        optimizers = optimizers or steppers(trained)
+        optimizers = optimizers or make_optimizers(trained)
         for optimizer in optimizers:
             optimizer.step()
 
 
-def steppers(trained: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """Optimizers with Adam's state for parameters with gradients, whose numbers hardly change.
+def make_optimizers(trained: Sequence[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Return optimizers with Adam state that hardly change the parameters.
 
-    AdamW takes no sparse gradients, and SparseAdam no others.
+    AdamW handles dense gradients only, and SparseAdam sparse ones only.
     """
     sparse = [p for p in trained if p.grad is not None and p.grad.is_sparse]
-    rest = [p for p in trained if not any(p is other for other in sparse)]
+    dense = [p for p in trained if not any(p is other for other in sparse)]
     found: list[torch.optim.Optimizer] = []
-    if rest:
-        found.append(torch.optim.AdamW(rest, lr=0.0))
+    if dense:
+        found.append(torch.optim.AdamW(dense, lr=0.0))
     if sparse:
         found.append(torch.optim.SparseAdam(sparse, lr=1e-30))
     return found
 
 
 def _round(run: StageRun, inputs: Values) -> float:
-    """Forward and backward of one microbatch, on gradients that are there."""
+    """Run forward and backward of one microbatch, adding to gradients; return the seconds."""
     start = time.perf_counter()
     cell = run.forward(inputs, train=True)
     if run.table.trains:
@@ -279,8 +277,8 @@ def _round(run: StageRun, inputs: Values) -> float:
     return time.perf_counter() - start
 
 
-def _stretch(once: Callable[[], float], active: bool, seconds: float) -> float:
-    """Seconds of a round of a process that runs as long as the others; 0 of one that waits."""
+def _time_window(once: Callable[[], float], active: bool, seconds: float) -> float:
+    """Return mean seconds of a round within the common time window; 0 if not ``active``."""
     dist.barrier()
     taken: list[float] = []
     end = time.perf_counter() + seconds
@@ -290,8 +288,8 @@ def _stretch(once: Callable[[], float], active: bool, seconds: float) -> float:
     return statistics.fmean(taken) if taken else 0.0
 
 
-def _beside(run: StageRun, inputs: Values, rank: int, seconds: float) -> float:
-    """The first process computes while the next two send a large tensor to and fro."""
+def _time_beside_transfers(run: StageRun, inputs: Values, rank: int, seconds: float) -> float:
+    """Time the first process while the next two send a large tensor back and forth."""
     length = torch.tensor([seconds])
     dist.broadcast(length, 0)
     dist.barrier()
@@ -306,7 +304,7 @@ def _beside(run: StageRun, inputs: Values, rank: int, seconds: float) -> float:
 
 
 def _exchange(rank: int, end: float) -> None:
-    """Ranks 1 and 2 send a tensor to and fro; its first number says whether it comes again."""
+    """Send a tensor between ranks 1 and 2; its first element is 0 in the last message."""
     tensor = torch.ones(_EXCHANGED)
     while tensor[0]:
         if rank == 1:
@@ -321,13 +319,13 @@ def _exchange(rank: int, end: float) -> None:
 def measure_wakeup_latency(
     rank: int, world: int, work: ComputeLoad, transport: Transport
 ) -> tuple[float, ...]:
-    """Seconds of waiting while 1, 2, ... world - 1 ranks compute; every rank gets the same.
+    """Return the wakeup latency while 1, 2, ... world - 1 ranks compute, equal on all ranks.
 
     Ranks in a ring (:mod:`fxpart.profiling.token_ring`) compute for some milliseconds each, as many
-    at once as there are tokens. A hop takes longer than the computation, beyond what it takes with
-    a single token, while the operating system makes a woken process wait for a core.
+    at once as there are tokens. The latency is the time of a hop beyond its computation, minus that
+    with a single token: the operating system makes a woken process wait for a core.
 
-    All ranks of the group call it. Two ranks say nothing: a token less than ranks is one.
+    All ranks of the group must call this. At least three ranks are needed for a result.
     """
     rows = torch.zeros(2, world - 1)
     for tokens in range(1, world):
@@ -345,10 +343,10 @@ def measure_wakeup_latency(
 
 
 def compute_wakeup_latency(computing: Sequence[float], hops: Sequence[float]) -> tuple[float, ...]:
-    """Seconds of waiting, from those of a computation and of a hop while 1, 2, ... compute.
+    """Return wakeup latencies in seconds, from the times of computations and hops.
 
-    The first hop holds what a message takes anyway. More ranks never wait less; what says so is
-    noise.
+    Both are given while 1, 2, ... ranks compute. The first hop contains the cost of the message
+    itself. The latency never decreases with more ranks, apart from noise.
     """
     found = [0.0]
     for taken, hop in list(zip(computing, hops, strict=True))[1:]:

@@ -1,4 +1,4 @@
-"""Profiling on a group of devices: each kind by its first rank, one file for all."""
+"""Profile a group of devices: the first rank of each kind measures, into one file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxpart.profiling.report import ProfilingReport
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group import connect
 
-# Of the cluster's device number so many, into a file, for a share of the budget.
+# Arguments: index of the cluster's device, file, fraction of the budget.
 Measure = Callable[[int, Path, float], ProfilingReport]
-_FIRST = 0.75  # of the budget for each kind alone, where there are several; the rest for plans
+_FIRST = 0.75  # Fraction of the budget for each kind alone if there are several; then for plans.
 
 
 class _RankReport(msgspec.Struct, frozen=True):
-    """What a rank has: nothing, a profile's bytes and what was done, or the problems it met."""
+    """Outcome of a rank: nothing, a profile's bytes and a report, or problems."""
 
     found: ProfilingReport | None = None
     profile: bytes = b""
@@ -35,32 +35,34 @@ class _RankReport(msgspec.Struct, frozen=True):
 def profile_group(
     started: Launch, cluster: Cluster, path: Path, measure: Measure, timeout: float
 ) -> list[ProfilingReport]:
-    """What was measured, by kind of device in the order of first ranks; the same on all ranks.
+    """Profile all kinds of devices; return their reports in the order of first ranks, on all ranks.
 
-    Each kind is measured by itself; then, by what is known of all of them, the stages that the plan
-    for the whole cluster puts on each. cluster: a device for each rank. measure: profiles one kind.
-    Rank 0 merges the files of the others into the one at ``path``. timeout: seconds that ranks wait
-    for each other. Raises FXP502 where ranks and devices differ in number, and on every rank what
-    stopped one.
+    Each kind is measured alone first. With the merged results, each then measures its stages in the
+    plan for the whole cluster. Rank 0 merges all files into the one at ``path``. cluster: a device
+    for each rank. measure: profiles one kind. timeout: seconds that ranks wait for each other.
+    Raises FXP502 if the numbers of ranks and devices differ, and on all ranks the error of any
+    rank.
     """
     if len(cluster.devices) != started.world:
         raise error(
             "FXP502",
             where=f"{cluster.name}, {len(cluster.devices)} devices",
             why=f"{started.world} processes were started",
-            fix=f"torchrun --nproc-per-node {len(cluster.devices)} in all, one for each device",
+            fix=f"start {len(cluster.devices)} processes with torchrun, one for each device",
         )
     kinds = [kind(device) for device in cluster.devices]
     several = len(set(kinds)) > 1
     with tempfile.TemporaryDirectory() as folder:
         group = _Group(started.rank, kinds, path, Path(folder), measure)
-        # Before ranks know of each other: the first may take long, and crowds have processes.
-        own = group.measured(path, _FIRST if several else 1.0)
+        # Before the group is made, as this may take long and starts processes of its own.
+        own = group.measure_own(path, _FIRST if several else 1.0)
         transport = connect(started.world, timeout=timeout)
         try:
-            found = group.merged(transport, own)
+            found = group.merge_reports(transport, own)
             if several:
-                found = _added(found, group.merged(transport, group.again(transport)))
+                found = _add_reports(
+                    found, group.merge_reports(transport, group.measure_again(transport))
+                )
         finally:
             transport.close()
     return found
@@ -68,7 +70,7 @@ def profile_group(
 
 @dataclass(frozen=True)
 class _Group:
-    """What one rank does. kinds: by rank, what its device is like."""
+    """The work of one rank. kinds: the kind of device of each rank."""
 
     rank: int
     kinds: list[tuple[object, ...]]
@@ -76,29 +78,29 @@ class _Group:
     folder: Path
     measure: Measure
 
-    def measured(self, before: Path, share: float) -> _RankReport:
-        """This rank's measurements, where it is the first of its kind; nothing otherwise."""
+    def measure_own(self, before: Path, share: float) -> _RankReport:
+        """Measure on this rank if it is the first of its kind."""
         if self.kinds.index(self.kinds[self.rank]) != self.rank:
             return _RankReport()
         own = self.folder / "own.profile"
         try:
             if before.is_file():
-                shutil.copyfile(before, own)  # what it holds is not measured again
+                shutil.copyfile(before, own)  # Known measurements are not repeated.
             with hide_launcher_variables():
                 found = self.measure(self.rank, own, share)
             return _RankReport(found, own.read_bytes())
         except FxpartError as fault:
             return _RankReport(problems=fault.problems)
 
-    def again(self, transport: Transport) -> _RankReport:
-        """The same for the rest of the budget, with what all others have measured."""
+    def measure_again(self, transport: Transport) -> _RankReport:
+        """Measure with the other part of the budget, given all ranks' results."""
         whole = self.path.read_bytes() if self.rank == 0 else b""
-        before = self.folder / "whole.profile"
+        before = self.folder / "merged.profile"
         before.write_bytes(transport.exchange_bytes(whole)[0])
-        return self.measured(before, 1 - _FIRST)
+        return self.measure_own(before, 1 - _FIRST)
 
-    def merged(self, transport: Transport, own: _RankReport) -> list[ProfilingReport]:
-        """What all ranks did; rank 0 has their measurements in its file."""
+    def merge_reports(self, transport: Transport, own: _RankReport) -> list[ProfilingReport]:
+        """Return the reports of all ranks; rank 0 merges their measurements into its file."""
         messages = [
             msgspec.msgpack.decode(message, type=_RankReport)
             for message in transport.exchange_bytes(msgspec.msgpack.encode(own))
@@ -108,12 +110,14 @@ class _Group:
             raise FxpartError(faults)
         if self.rank == 0:
             _merge(messages, self.path, self.folder)
-        transport.exchange([0])  # nobody reads the file before it is whole
+        transport.exchange([0])  # No rank reads the file before it is complete.
         return [message.found for message in messages if message.found is not None]
 
 
-def _added(first: list[ProfilingReport], then: list[ProfilingReport]) -> list[ProfilingReport]:
-    """What both passes did together."""
+def _add_reports(
+    first: list[ProfilingReport], then: list[ProfilingReport]
+) -> list[ProfilingReport]:
+    """Return the reports of both passes, added up."""
     return [
         msgspec.structs.replace(
             two,
@@ -128,13 +132,13 @@ def _added(first: list[ProfilingReport], then: list[ProfilingReport]) -> list[Pr
 
 
 def keep_same_devices(cluster: Cluster, device: Device) -> Cluster:
-    """The cluster without the devices of other kinds, and what names them."""
+    """Return the cluster without devices of other kinds, their links and hosts."""
     mine = kind(device)
     return cluster.part(k for k, other in enumerate(cluster.devices) if kind(other) == mine)
 
 
 def kind(device: Device) -> tuple[object, ...]:
-    """What devices have in common of which one is measured for all: model, threads, quota."""
+    """Return the properties of which one device is measured for all: model, threads, quota."""
     return device.model, device.threads, device.share
 
 

@@ -1,8 +1,8 @@
-"""How the ranks of a host slow each other down, and what its devices really do in a second.
+"""Measure the CPU contention of a host's ranks and the actual rates of its devices.
 
-Computation is a mixture like that of a stage: products of a transformer's size, pointwise ops over
-a few megabytes, a softmax, and their backward. 1, 2, ... ranks do it at once, each for the same
-window of time, so that none computes beside one that is ready; rounds are interleaved.
+The computation is a mixture like that of a stage: matrix products of a transformer block, pointwise
+ops over a few megabytes, a softmax, and their backward. 1, 2, ... ranks run it at the same time,
+each for the same time window, so that none is alone at the end. Rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TARGET = "fxpart.profiling.host_benchmark:measure"
 
 _LEAST = 3
 _MOST = 30
-_WINDOW = 0.3  # seconds that ranks compute at once
+_WINDOW = 0.3  # Seconds that ranks compute at the same time.
 _RATE_WINDOW = 0.15
-_SIDE = 512  # of the square matrices whose product gives the rate of a dtype
-_COPIED = 1 << 26  # bytes of the tensor whose copy gives the memory's rate: larger than caches
-_MESSAGE = 1 << 22  # bytes of a transfer beside which a rank computes
+_SIDE = 512  # Size of the square matrices whose product gives the rate of a dtype.
+_COPIED = 1 << 26  # Bytes of a tensor whose copy gives the memory bandwidth; larger than caches.
+_MESSAGE = 1 << 22  # Bytes of the transfers while another rank computes.
 
 
 @dataclass(frozen=True)
 class HostFigures:
-    """What was measured of one host.
+    """Measurements of one host.
 
-    slowdown: how many times longer a computation takes while 1, 2, ... of its ranks compute.
-    transfer: how many computing ranks a transfer between two of its ranks counts as, 0 to 2; None
-    where there were not three ranks. rates: of each rank while all compute, FLOP/s by dtype, and
-    bytes/s as "bandwidth". cores: that a rank may use.
+    slowdown: factors by which computation slows down while 1, 2, ... ranks compute. transfer:
+    number of computing ranks that is equivalent to a transfer between two ranks, 0 to 2; None with
+    fewer than three ranks. rates: of each rank while all compute, FLOP/s by dtype, and bytes/s as
+    "bandwidth". cores: available to a rank.
     """
 
     slowdown: tuple[float, ...]
@@ -61,9 +61,10 @@ def request(
     window: float = _WINDOW,
     devices: int | None = None,
 ) -> dict[str, Any]:
-    """What :func:`measure` is given. hosts: each rank's. budget, window: seconds. least: rounds.
+    """Return the payload of :func:`measure`.
 
-    devices: how many of the ranks stand for one; those after them only help to measure the rest.
+    hosts: host of each rank. budget, window: seconds. least: rounds. devices: number of ranks that
+    have a device; later ranks only take part in the measurement of transfers.
     """
     return {
         "hosts": list(hosts),
@@ -77,10 +78,10 @@ def request(
 
 
 def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: seconds of a mixture by round, for each number of ranks at work.
+    """Run on a rank: time the mixture in each round, for each number of computing ranks.
 
-    Hosts measure at the same time. Answers: "busy" [count - 1][round] (None while this rank
-    waits), "beside" [round] (the host's third rank alone, beside a transfer), "rates", "cores".
+    Hosts measure at the same time. Result: "busy" [count - 1][round] (None while this rank waits),
+    "beside" [round] (third rank of a host during transfers of the others), "rates", "cores".
     """
     device = local_device(payload["device"])
     transport = connect(world, device=payload["device"])
@@ -95,14 +96,16 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     for number in _rounds(transport, payload):
         for count in range(1, most + 1):
             transport.exchange([0])
-            # a smaller host takes part as long as it has ranks
-            at_work = place < count <= len(mine)
-            took = window(mixture, payload["window"]) if at_work else None
+            # Smaller hosts take part as long as they have ranks.
+            active = place < count <= len(mine)
+            took = window(mixture, payload["window"]) if active else None
             if number:
                 busy[count - 1].append(took)
         transport.exchange([0])
         if len(mine) > 2 and place < 3:
-            took = _beside(transport, mine[:3], place, mixture, payload["window"], device)
+            took = _time_beside_transfers(
+                transport, mine[:3], place, mixture, payload["window"], device
+            )
             if number and took is not None:
                 beside.append(took)
         if rank == 0:
@@ -114,7 +117,7 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 def results(
     payload: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
 ) -> dict[str, HostFigures]:
-    """Figures of each host: medians over rounds of the ratio to one rank alone in that round."""
+    """Return figures by host: medians over rounds, relative to a single rank in the same round."""
     found = {}
     for host in dict.fromkeys(payload["hosts"]):
         here = [answer for answer, of in zip(answers, payload["hosts"], strict=True) if of == host]
@@ -127,38 +130,38 @@ def results(
         transfer = None
         if len(here) > 2 and here[2]["beside"]:
             ratios = [b / a for b, a in zip(here[2]["beside"], alone, strict=True)]
-            transfer = counts_as(typical(ratios), slowdown)
+            transfer = count_equivalent_ranks(typical(ratios), slowdown)
         rated = [answer["rates"] for answer in here if answer["rates"]]
         rates = {name: typical([each[name] for each in rated]) for name in rated[0]}
-        curve = grown(slowdown)[: len(rated)]
+        curve = make_monotonic(slowdown)[: len(rated)]
         found[host] = HostFigures(curve, transfer, rates, here[0]["cores"])
     return found
 
 
-def grown(slowdown: Sequence[float]) -> tuple[float, ...]:
-    """The curve without the noise that would make more ranks faster than fewer, from 1."""
+def make_monotonic(slowdown: Sequence[float]) -> tuple[float, ...]:
+    """Return the curve made monotonic, starting at 1, as more ranks are never faster."""
     result: list[float] = []
     for value in slowdown:
         result.append(max(value, result[-1]) if result else 1.0)
     return tuple(result)
 
 
-def counts_as(slowed: float, slowdown: Sequence[float]) -> float:
-    """How many ranks beside it slow a rank down by ``slowed``: the curve read backwards, 0 to 2."""
-    curve = grown(slowdown)
+def count_equivalent_ranks(factor: float, slowdown: Sequence[float]) -> float:
+    """Return the number of additional ranks, 0 to 2, that cause the slowdown ``factor``."""
+    curve = make_monotonic(slowdown)
     for count in range(1, len(curve)):
         low, high = curve[count - 1], curve[count]
-        if slowed <= high:
-            share = (slowed - low) / (high - low) if high > low else 0.0
+        if factor <= high:
+            share = (factor - low) / (high - low) if high > low else 0.0
             return min(2.0, max(0.0, count - 1 + share))
     return min(2.0, float(len(curve) - 1))
 
 
 class SyntheticBlock:
-    """One block's forward and backward: products, pointwise ops, a softmax, a norm."""
+    """Forward and backward of a block: matrix products, pointwise ops, a softmax, a norm."""
 
     def __init__(self, device: torch.device, rows: int = 128, width: int = 512) -> None:
-        """rows: tokens; width: of the block, its inner layer four times as wide."""
+        """rows: tokens. width: of the block; its inner layer is four times as wide."""
         make = torch.Generator().manual_seed(0)
 
         def made(*shape: int) -> torch.Tensor:
@@ -169,7 +172,7 @@ class SyntheticBlock:
         self.device = device
 
     def __call__(self) -> None:
-        """Forward and backward once; gradients are made anew each time."""
+        """Run forward and backward once, with new gradients."""
         inner = F.gelu(F.linear(F.layer_norm(self.x, self.x.shape[-1:]), self.up))
         out = self.x + F.linear(inner, self.down)
         loss = out.square().mean() + (self.scores.softmax(-1) * self.scores).mean()
@@ -178,9 +181,9 @@ class SyntheticBlock:
 
 
 def window(work: Callable[[], object], seconds: float) -> float:
-    """Mean seconds of one call of ``work``, done again and again for a window of time.
+    """Return the mean seconds of a call of ``work`` over a time window.
 
-    The mean, not the median: ranks that take turns on a core are slow in some calls alone.
+    This is the mean and not the median, as ranks that share a core are slow only in some calls.
     """
     start, taken, calls = time.perf_counter(), 0.0, 0
     while taken < seconds or not calls:
@@ -191,7 +194,7 @@ def window(work: Callable[[], object], seconds: float) -> float:
 
 
 def _rounds(transport: ProcessGroupTransport, payload: Mapping[str, Any]) -> Iterator[int]:
-    """Numbers of rounds, on all ranks alike, until the first rank's time is used."""
+    """Yield round numbers, equal on all ranks, until the first rank's budget is used."""
     start = time.monotonic()
     for number in range(_MOST + 1):
         used = time.monotonic() - start
@@ -202,7 +205,7 @@ def _rounds(transport: ProcessGroupTransport, payload: Mapping[str, Any]) -> Ite
         yield number
 
 
-def _beside(
+def _time_beside_transfers(
     transport: ProcessGroupTransport,
     ranks: Sequence[int],
     place: int,
@@ -210,7 +213,7 @@ def _beside(
     seconds: float,
     device: torch.device,
 ) -> float | None:
-    """Two ranks send and receive without a pause while the third computes; its mean seconds."""
+    """Time the third rank while the first two communicate without pause; None on these."""
     if place == 2:
         return window(mixture, seconds)
     a, b = ranks[:2]
@@ -230,7 +233,7 @@ def _beside(
 def _rates(
     dtypes: Sequence[str], device: torch.device, transport: ProcessGroupTransport, counts: bool
 ) -> dict[str, float]:
-    """This rank's FLOP/s by dtype and bytes/s of a copy, while all ranks do the same."""
+    """Return FLOP/s by dtype and bytes/s of a copy, measured on all ranks at the same time."""
 
     def settled(work: Callable[[], object]) -> Callable[[], object]:
         def done() -> None:
@@ -259,6 +262,6 @@ def _rates(
 
 
 def _settle(device: torch.device) -> None:
-    """Wait for what a GPU was given; a CPU has done it."""
+    """Wait for the GPU; a CPU has nothing pending."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

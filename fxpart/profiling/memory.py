@@ -1,4 +1,4 @@
-"""Bytes that computations and processes really take: the allocator's own account, and Linux'."""
+"""Measure the memory of computations and processes, by the allocator and by Linux."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MEMORY = "[memory]"
 
 @dataclass(frozen=True)
 class Allocations:
-    """Bytes that a computation takes from torch's allocator.
+    """Bytes that a computation allocates from torch's allocator.
 
-    peak: the most that it held at once, above what there was before. left: what is still held.
+    peak: maximum above the state before. left: allocated bytes at the end.
     """
 
     peak: int
@@ -29,11 +29,11 @@ class Allocations:
 
 
 def allocations(run: Callable[[], object], device: torch.device | None = None) -> Allocations:
-    """What ``run()`` allocates and frees on a device (by default the CPU), workspaces of ops too.
+    """Measure the allocations of ``run()`` on a device (by default the CPU), including workspaces.
 
-    The CPU's allocator is followed through torch's profiler, event by event; what libraries take
-    from the system without it (packed matrices of a BLAS) is not seen. Run it once before, so that
-    nothing is made for the first time. What ``run`` returns is dropped before ``left`` is read.
+    The CPU allocator is recorded by torch's profiler; memory that libraries take from the system
+    directly (packed matrices of a BLAS) is not included. Call ``run`` once before to exclude
+    one-time allocations. Its result is dropped before ``left`` is measured.
     """
     if device is not None and device.type == "cuda":
         return _cuda(run, device)
@@ -52,7 +52,7 @@ def allocations(run: Callable[[], object], device: torch.device | None = None) -
 
 
 def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
-    """By the allocator's statistics."""
+    """Measure by the statistics of the CUDA allocator."""
     footprint = MemoryFootprint(device)
     footprint.start()
     run()
@@ -64,12 +64,11 @@ def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
 
 @dataclass(frozen=True)
 class ProcessMemoryGrowth:
-    """What a process that trains takes beside its tensors.
+    """Memory of a training process beyond its tensors.
 
-    baseline: bytes that are left when all of them are gone: the interpreter, libraries, and the
-    code that the model's ops have made the system read. overhead: the share of the tensors' bytes
-    by which it is larger at its peak than both together: an allocator keeps what was freed, in
-    pieces that do not fit what comes next, and libraries take memory without it.
+    baseline: bytes after all tensors are freed: interpreter, libraries, and code loaded by the
+    model's ops. overhead: further bytes at the peak, relative to the bytes of tensors:
+    fragmentation of the heap, and memory that libraries take without the allocator.
     """
 
     baseline: int
@@ -79,11 +78,11 @@ class ProcessMemoryGrowth:
 def growth(
     train: Callable[[], object], counted: Callable[[], object] | None = None
 ) -> ProcessMemoryGrowth:
-    """Measured on this process. train: makes a model, trains it, and leaves nothing of it behind.
+    """Measure the memory growth of this process by its resident set (Linux).
 
-    On Linux by the resident set; before, the process must not have had more tensors than the
-    model's own. counted: a shorter training of which tensors take as much at once, whose
-    allocations are followed; by default the same again.
+    The process must not have had more tensors before than those of the model. train: builds a
+    model, trains it, and frees it. counted: a shorter training with the same peak of tensors, whose
+    allocations are recorded; by default ``train``.
     """
     release_free_memory()
     footprint = MemoryFootprint()
@@ -92,13 +91,13 @@ def growth(
     peak = footprint.peaks().peak
     release_free_memory()
     left = read_resident_bytes()
-    # Last: the profiler itself leaves much behind.
+    # Last, as the profiler itself leaves memory allocated.
     needed = allocations(counted or train).peak
     return ProcessMemoryGrowth(left, max(0.0, (peak - left) / needed - 1) if needed else 0.0)
 
 
 def release_free_memory() -> None:
-    """Return what is free to the system, where the C library can (glibc's malloc_trim)."""
+    """Return free memory to the system if the C library supports it (glibc's malloc_trim)."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -106,19 +105,19 @@ def release_free_memory() -> None:
 
 
 def baseline(ranks: int = 1, timeout: float = 120.0) -> int:
-    """Bytes of a rank's process before it holds a model: torch and the process group are there.
+    """Return the bytes of a rank's process with torch and a process group, but without a model.
 
-    The largest of ``ranks`` fresh processes of this host.
+    This is the maximum over ``ranks`` new processes on this host.
     """
     target = f"{__name__}:bare"
     return max(int(row["resident"]) for row in run_on_processes(ranks, target, {}, timeout))
 
 
 def bare(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """What a fresh process takes; run by :func:`baseline`. It has made a collective before."""
+    """Run on a process for :func:`baseline`: return its bytes after a first collective."""
     import torch.distributed as dist
 
-    import fxpart.runtime  # noqa: F401  a rank has it
+    import fxpart.runtime  # noqa: F401  Loaded by every rank.
 
     del rank, world, payload
     dist.all_reduce(torch.zeros(1))
@@ -127,7 +126,7 @@ def bare(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Train a tiny network once: the libraries' code is read from disk when it is first used."""
+    """Train a tiny network once, so that code of libraries is loaded from disk."""
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.GELU(), torch.nn.Flatten(),
         torch.nn.Linear(16 * 36, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8),

@@ -1,8 +1,8 @@
-"""Arguments to run one op of a graph alone: random tensors as the graph's fake values say.
+"""Build random arguments to run one op of a graph alone.
 
-Sizes are numbers, strides those of the fake values, so that a transposed operand is a transposed
-one. Integers are valid indices for the op that takes them; masks hold some True. A form runs
-without its other lanes, see :mod:`fxpart.profiling.collective_ops`.
+Shapes, dtypes and strides are those of the graph's fake values, so transposed operands stay
+transposed. Integers are valid indices for their op, and masks have some True elements. Parallel
+forms run on one mesh rank, see :mod:`fxpart.profiling.collective_ops`.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from fxpart.rng import microbatch_key
 if TYPE_CHECKING:
     from fxpart.pricing.variants import Sizes
 
-# Where indices along a dim of the first tensor stand: op -> (position of the dim, of the indices).
+# Ops with indices along a dim of the first tensor: positions of the dim and of the indices.
 _ALONG = {
     **dict.fromkeys("gather index_select scatter scatter_add scatter_reduce".split(), (1, 2)),
     **dict.fromkeys("index_add index_copy index_fill index_reduce".split(), (1, 2)),
     "take_along_dim": (2, 1),
 }
 _LISTS = frozenset("index index_put _index_put_impl _unsafe_index _unsafe_index_put".split())
-# Indices at position 1 of rows (dim 0), of classes (dim 1 where there are two dims), of elements.
+# Ops with indices at position 1 of rows (dim 0), or of classes (dim 1 of two dims).
 _ROWS = frozenset("embedding embedding_bag _embedding_bag embedding_renorm".split())
 _CLASSES = frozenset(
     "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d nll_loss_forward multi_margin_loss".split()
 )
-# Ends of groups of rows: op -> position. fxpart's mixture of experts: of the chosen ones.
+# Ops with ends of row groups (mixture of experts): position of the ends.
 _ENDS = {"fxpart.grouped_product": 2, "_grouped_mm": 2}
 _BAGS = frozenset({"embedding_bag", "_embedding_bag"})
-# Values between 0 and 1 instead of around 0: probabilities, variances, logarithms' arguments.
+# Ops that need values between 0 and 1: probabilities, variances, arguments of logarithms.
 _POSITIVE = frozenset(
     """bernoulli binary_cross_entropy multinomial log log2 log10 sqrt rsqrt pow batch_norm xlogy
     native_batch_norm kl_div logit""".split()
 )
 
-_TILE = 1 << 20  # random numbers of a tensor; a longer one repeats them
+_TILE = 1 << 20  # Random elements of a tensor; longer tensors repeat them.
 
 
 @dataclass(frozen=True)
 class OpCall:
-    """One run of an op: ``function(*args, **kwargs)``. wanted: tensors that take a gradient."""
+    """One call of an op: ``function(*args, **kwargs)``. wanted: tensors that need a gradient."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -64,38 +64,38 @@ class OpCall:
     wanted: tuple[torch.Tensor, ...]
 
     def __call__(self) -> Any:
-        """Run it."""
+        """Run the op."""
         return self.function(*self.args, **self.kwargs)
 
     @property
     def bytes(self) -> int:
-        """Of the argument tensors."""
+        """The bytes of the argument tensors."""
         return bytes_of((self.args, self.kwargs))
 
     def copy(self) -> OpCall:
-        """The same on tensors of its own."""
+        """Return the same call on copied tensors."""
         made = {id(t): _copy(t) for t in tensors((self.args, self.kwargs))}
         args, kwargs = _replaced((self.args, self.kwargs), made)
         return OpCall(self.function, args, kwargs, tuple(made[id(t)] for t in self.wanted))
 
 
 class UnmeasurableOpError(Exception):
-    """An op that cannot be run alone; the text says why."""
+    """An op that cannot be run alone; the message states the reason."""
 
 
 class OpArguments:
-    """Makes calls of a graph's nodes at given sizes on a device; the same ones every time."""
+    """Builds reproducible calls of a graph's nodes at given sizes on a device."""
 
     def __init__(
         self, graph: fx.GraphModule, specs: Specs, sizes: Sizes, device: torch.device
     ) -> None:
-        """graph: with blocks, or one lane's of it."""
+        """graph: with blocks, whole or of one mesh rank."""
         self._specs, self._sizes, self._device = specs, sizes, device
         self._mesh, self._mesh_rank = graph.meta.get(MESH_KEY), graph.meta.get(MESH_RANK_KEY, 0)
         self._generator = torch.Generator(device).manual_seed(0)
 
     def call(self, node: fx.Node) -> OpCall:
-        """A fresh call of the node's op; UnmeasurableOpError for what cannot be run alone."""
+        """Return a new call of the node's op; UnmeasurableOpError if it cannot be run alone."""
         function: Any = node.target
         if is_collective(function):
             assert self._mesh is not None, "a local graph has its mesh"
@@ -104,18 +104,19 @@ class OpArguments:
             elif form_of(node) is not None:
                 function = bind_single_rank(function, self._mesh, self._mesh_rank)
             else:
-                raise UnmeasurableOpError("it moves a tensor and computes nothing")
+                raise UnmeasurableOpError("the op only moves a tensor")
         elif not callable(function):
-            raise UnmeasurableOpError("it is no function")
+            raise UnmeasurableOpError("the target is not a function")
         maker = _ArgumentBuilder(self, node)
         args = tuple(maker(value, (i,)) for i, value in enumerate(node.args))
         kwargs = {name: maker(value, (name,)) for name, value in node.kwargs.items()}
         return OpCall(function, args, kwargs, tuple(maker.wanted))
 
     def tensor(self, fake: torch.Tensor, highest: int, positive: bool) -> torch.Tensor:
-        """Random values with the fake tensor's shape, strides and dtype.
+        """Return random values with the fake tensor's shape, strides and dtype.
 
-        highest: integers are below it, and at least 0 (1 where it is 0: they may divide).
+        highest: exclusive bound of integers, which are at least 0; if 0, they are at least 1, as
+        they may be divisors.
         """
         shape = [self.number(size) for size in fake.shape]
         strides = [self.number(stride) for stride in fake.stride()]
@@ -124,7 +125,7 @@ class OpArguments:
         return flat.as_strided(shape, strides)
 
     def number(self, size: int | torch.SymInt) -> int:
-        """A size at these sizes."""
+        """Return the number of a symbolic size."""
         return self._sizes.number(expression(size))
 
     def _flat(self, length: int, dtype: torch.dtype, highest: int, positive: bool) -> torch.Tensor:
@@ -140,12 +141,12 @@ class OpArguments:
             return tile.repeat(-(-length // _TILE))[:length] if length > _TILE else tile
         low, high = (0, highest) if highest else (1, 3)
         found = torch.randint(low, high, (length,), dtype=dtype, **made)
-        found[0] = low  # the first part of rows or classes that are cut is asked for something
+        found[0] = low  # At least one index is in the first shard of rows or classes.
         return found
 
 
 class _ArgumentBuilder:
-    """The arguments of one call: what each integer tensor is an index into, and gradients."""
+    """Builds the arguments of one call, with valid integer indices and gradient flags."""
 
     def __init__(self, of: OpArguments, node: fx.Node) -> None:
         self._of = of
@@ -159,7 +160,7 @@ class _ArgumentBuilder:
             self._names = list(self._form.names)
         random = parse_random_call(node)
         self._seed = random[0] if random is not None else None
-        self._carries = annotation(node).requires_grad
+        self._has_backward = annotation(node).requires_grad
         self.wanted: list[torch.Tensor] = []
 
     def __call__(self, value: Any, place: tuple[int | str, ...]) -> Any:
@@ -171,12 +172,12 @@ class _ArgumentBuilder:
             return value
         if value is self._seed:
             return microbatch_key(0, 0, 0)
-        grows = self._carries and self._of._specs.requires_grad(value)
-        return self._made(value.meta.get("val"), place, grows)
+        needs_gradient = self._has_backward and self._of._specs.requires_grad(value)
+        return self._made(value.meta.get("val"), place, needs_gradient)
 
-    def _made(self, found: Any, place: tuple[int | str, ...], grows: bool) -> Any:
+    def _made(self, found: Any, place: tuple[int | str, ...], needs_gradient: bool) -> Any:
         if isinstance(found, tuple | list):
-            return type(found)(self._made(entry, place, grows) for entry in found)
+            return type(found)(self._made(entry, place, needs_gradient) for entry in found)
         if isinstance(found, torch.SymInt):
             return self._of.number(found)
         if not isinstance(found, torch.Tensor):
@@ -184,13 +185,13 @@ class _ArgumentBuilder:
         if special := self._special(found, place):
             return special[0]
         tensor = self._of.tensor(found, self._highest(place), self._key in _POSITIVE)
-        if grows and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        if needs_gradient and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
             tensor.requires_grad_()
             self.wanted.append(tensor)
         return tensor
 
     def _special(self, fake: torch.Tensor, place: tuple[int | str, ...]) -> list[torch.Tensor]:
-        """Integers that have to rise: where bags begin, where groups of rows end."""
+        """Return ascending integers if required: starts of bags or ends of row groups."""
         position = self._position(place)
         begins = self._key in _BAGS and position == 2
         if not begins and not (self._key in _ENDS and _ENDS[self._key] == position):
@@ -202,7 +203,7 @@ class _ArgumentBuilder:
         return [ends.to(fake.dtype)]
 
     def _highest(self, place: tuple[int | str, ...]) -> int:
-        """What an integer tensor's values have to be below; 0 for no matter."""
+        """Return the exclusive bound of an integer tensor's values; 0 if there is none."""
         key, position, first = self._key, self._position(place), self._args[:1]
         if not first or not isinstance(first[0], fx.Node):
             return 0
@@ -252,12 +253,12 @@ class _ArgumentBuilder:
 
 
 def bytes_of(value: Any) -> int:
-    """Of the storages of all tensors in a nested value."""
+    """Return the storage bytes of all tensors in a nested value."""
     return sum(t.untyped_storage().nbytes() for t in tensors(value))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its strides and a storage of its own."""
+    """Return a copy of the tensor with equal strides."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     flat = tensor.detach().as_strided((size,), (1,), 0).clone()
     found = flat.as_strided(tensor.shape, tensor.stride())
@@ -275,7 +276,7 @@ def _replaced(value: Any, made: Mapping[int, torch.Tensor]) -> Any:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):

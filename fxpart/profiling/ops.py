@@ -1,8 +1,8 @@
-"""Every distinct op of a graph, timed alone on the device: forward and backward, once each.
+"""Time the forward and backward of each distinct op of a graph alone on the device.
 
-An op runs as it does in a stage, on tensors like those that it takes there, rotated over copies so
-that they lie no nearer to the core than a stage's values do, and results are kept for as long.
-What the profile holds already is not measured again.
+An op runs as in a stage, on similar tensors. Several copies of these are used in rotation, so that
+they are not in closer caches than in a stage, and results live as long as there. Ops that are
+already in the profile are not measured again.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from fxpart.costs import OpSpec
     from fxpart.pricing.variants import Sizes
 
-# What is being measured, how many of how many are done.
+# Arguments: what is measured, number done, number in all.
 Progress = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
-_ROTATED = 16 << 20  # bytes that copies of an op's tensors have together, at least
+_ROTATED = 16 << 20  # Minimum bytes of all copies of an op's tensors.
 _COPIES = 32
-_KEPT = 256 << 20  # bytes of results that are kept
-_LONGEST = 2.0  # times its share of the budget that an op may use
-_FLOPS_A_BYTE = 10  # of a device in the middle: what is measured first is what takes longest
+_KEPT = 256 << 20  # Maximum bytes of results that stay alive.
+_LONGEST = 2.0  # Multiple of its share of the budget that an op may use.
+_FLOPS_A_BYTE = 10  # FLOP per byte of a typical device, to measure expensive ops first.
 
 
 @dataclass
 class OpMeasurementCounts:
-    """Distinct ops: measured now, known before, left for want of time, and by reason skipped."""
+    """Numbers of distinct ops: measured, known, left for lack of time, and skipped by reason."""
 
     measured: int = 0
     known: int = 0
@@ -67,7 +67,7 @@ class _PendingOp:
 
     @property
     def work(self) -> float:
-        """How long all calls of it take, in some unit."""
+        """The relative cost of all calls of the op."""
         moved = traffic(self.op) + traffic(self.op, True)
         done = flops(self.op) + flops(self.op, True)
         return self.times * (float(moved) + float(done) / _FLOPS_A_BYTE)
@@ -85,9 +85,10 @@ def measure(
     device: torch.device = _CPU,
     date: str = "",
 ) -> OpMeasurementCounts:
-    """Time the distinct ops of a graph with blocks, or of one lane's of it, at given sizes.
+    """Time the distinct ops of a graph at given sizes.
 
-    budget: seconds; what takes longest is measured first, and what is left is counted.
+    graph: with blocks, whole or of one mesh rank. budget: seconds; expensive ops are measured
+    first.
     """
     known = profile.get("ops", setting, TimeQuartiles)
     counts = OpMeasurementCounts()
@@ -125,7 +126,7 @@ def _todo(
     known: dict[str, TimeQuartiles],
     counts: OpMeasurementCounts,
 ) -> list[_PendingOp]:
-    """The ops that the profile does not hold, those first that take longest in all."""
+    """Return the ops that are not in the profile, expensive ones first."""
     specs = Specs(trained_names(captured) if captured.training else ())
     nodes = [
         (node, op)
@@ -154,9 +155,9 @@ def _todo(
 def time_op(
     call: OpCall, key: str, seconds: float, fixed: float, device: torch.device
 ) -> dict[str, TimeQuartiles]:
-    """Timings of a call by key and direction, taking about ``seconds``.
+    """Time a call for about ``seconds``; return times by key and direction.
 
-    fixed: seconds of the autograd engine for one backward, which a stage has once.
+    fixed: seconds of the autograd engine per backward, which a stage pays only once.
     """
     sampler = Sampler(device)
     with torch.enable_grad():
@@ -179,12 +180,12 @@ def time_op(
         if wanted:
             backward = _backward(copies, kept)
             back = sampler.time(backward, seconds * 2 / 3)
-            found[f"{key} backward"] = _less(back, fixed)
+            found[f"{key} backward"] = _subtract(back, fixed)
         return found
 
 
 def _backward(copies: Sequence[OpCall], kept: list[Any]) -> Callable[[int], None]:
-    """Runs the backward of one copy after the other, with gradients of the results as given."""
+    """Return a function that runs the backward of one copy after another, with given gradients."""
     kept[:] = [None] * len(kept)
     sets = []
     for call in copies:
@@ -202,9 +203,9 @@ def _backward(copies: Sequence[OpCall], kept: list[Any]) -> Callable[[int], None
 
 
 def engine_seconds(device: torch.device) -> float:
-    """Seconds that autograd takes to start and end one backward, whatever is in it.
+    """Return the fixed seconds of autograd to start and end one backward.
 
-    Twice the seconds of one view's backward, less those of two in a row.
+    This is twice the time of the backward of one view minus that of two chained views.
     """
     source = torch.ones(4, device=device, requires_grad=True)
     gradient = torch.ones(4, device=device)
@@ -222,7 +223,7 @@ def engine_seconds(device: torch.device) -> float:
     return max(0.0, 2 * took[0] - took[1])
 
 
-def _less(timing: TimeQuartiles, seconds: float) -> TimeQuartiles:
-    """A timing without a fixed part."""
+def _subtract(timing: TimeQuartiles, seconds: float) -> TimeQuartiles:
+    """Subtract a fixed part from a timing."""
     median, low, high = (max(0.0, t - seconds) for t in (timing.seconds, timing.low, timing.high))
     return TimeQuartiles(median, low, high, timing.runs)

@@ -1,6 +1,6 @@
-"""The stages that a plan puts on devices of one kind, ready to be timed.
+"""Build the stages of a plan on devices of one kind for benchmarks.
 
-Stages are told apart by their code, so a plan's are known to every plan that has the same ones.
+Stages are identified by their code, so plans with equal stages share measurements.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 def work_of(front: PreparedModel, plan: Plan, device: Device) -> BenchmarkStages | None:
-    """What the plan's ranks on devices like this one compute; None where it has none there.
+    """Return the stages of the plan on devices of this kind; None if there are none.
 
-    Of a stage of several ranks what its first lane does. Stages that recompute are timed as they
-    are without it, which is what plans are priced by. Raises FXP304 where the plan is for another
-    model, and FXP105 for another batch size.
+    Of a stage with several ranks, the first mesh rank is measured. Stages are timed without
+    recomputation, as the cost model expects. Raises FXP304 if the plan is for another model, and
+    FXP105 for another batch size.
     """
     _check(front, plan)
     units = list(_units(plan))
-    mine = frozenset(k for k, (_, _, held) in enumerate(units) if _on(plan, held, device))
+    mine = frozenset(k for k, (_, _, stages) in enumerate(units) if _on(plan, stages, device))
     if not mine:
         return None
     sharded = (
@@ -46,23 +46,23 @@ def work_of(front: PreparedModel, plan: Plan, device: Device) -> BenchmarkStages
     mark = front.info.fingerprint[:12]
     spans = tuple((first, last) for first, last, _ in units)
     shared = "" if plan.sharding is None else f" on {plan.sharding.mesh}"
-    labels = tuple(f"{mark} {held[0].label}{shared}" for _, _, held in units)
+    labels = tuple(f"{mark} {stages[0].label}{shared}" for _, _, stages in units)
     work = StageBenchmarkInput(parts.spec, parts.sources, plan.microbatches, labels, mine)
     return BenchmarkStages(work, spans)
 
 
 def check_places(plans: Iterable[Plan], measured: Sequence[Device]) -> None:
-    """Each plan puts something on a device like one that is measured; FXP305 otherwise."""
+    """Raise FXP305 if a plan has no stage on a device of a measured kind."""
     kinds = {kind(device) for device in measured}
     for plan in plans:
-        held = [plan.device(rank) for rank in range(plan.world)]
-        if not any(kind(device) in kinds for device in held):
+        devices = [plan.device(rank) for rank in range(plan.world)]
+        if not any(kind(device) in kinds for device in devices):
             raise error(
                 "FXP305",
-                where=f"plan for {plan.cluster.name}: {_names(held)}",
-                why=f"it has no rank on a device like those that are measured, {_names(measured)}",
-                fix="--cluster with a device of the plan, on its machine; the first one counts, or "
-                "under torchrun all",
+                where=f"plan for {plan.cluster.name}: {_names(devices)}",
+                why=f"it has no rank on a device of the measured kinds, {_names(measured)}",
+                fix="pass --cluster with a device of the plan, and run on its machine; the first "
+                "device is measured, under torchrun all of them",
             )
 
 
@@ -71,19 +71,20 @@ def _names(devices: Iterable[Device]) -> str:
 
 
 def _check(front: PreparedModel, plan: Plan) -> None:
-    """It is this model's, and of the batch that was captured."""
+    """Raise an error if the plan is for another model or batch size."""
     check_model(plan, front.info)
     if plan.batch_size != front.captured.batch_size:
         raise error(
             "FXP105",
             where=f"plan for batches of {plan.batch_size}",
-            why=f"what is profiled has {front.captured.batch_size} rows",
-            fix=f"--batch-size {plan.batch_size}, or a plan for {front.captured.batch_size} rows",
+            why=f"the profiled batch has {front.captured.batch_size} rows",
+            fix=f"pass --batch-size {plan.batch_size}, or use a plan for "
+            f"{front.captured.batch_size} rows",
         )
 
 
 def _units(plan: Plan) -> Iterator[tuple[int, int, list[Stage]]]:
-    """What is compiled: first block, last block, and the stages that run it, as copies do."""
+    """Yield the compiled stages: first block, last block, and the replicas that run it."""
     if plan.replicas:
         groups = {group[0]: sorted(set(group)) for group in plan.replicas}
         for first in plan.firsts:
@@ -95,6 +96,6 @@ def _units(plan: Plan) -> Iterator[tuple[int, int, list[Stage]]]:
 
 
 def _on(plan: Plan, stages: list[Stage], device: Device) -> bool:
-    """Whether a rank of these stages has a device like this one."""
+    """Return whether a rank of these stages has a device of this kind."""
     ranks = [rank for stage in stages for rank in stage.ranks]
     return any(kind(plan.device(rank)) == kind(device) for rank in ranks)

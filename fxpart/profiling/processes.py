@@ -1,7 +1,7 @@
-"""One function on several processes at once: fresh ones on this host, or those of a torchrun job.
+"""Run a function on several processes: new ones on this host, or those of a torchrun job.
 
-The function is named "module:function" and is called with (rank, world, payload); payload and
-answers are JSON. The default process group exists when it is called.
+The function is given as "module:function" and is called with (rank, world, payload). Payload and
+results are JSON values. The default process group exists during the call.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fxpart.runtime.transport.process_group_transport import ProcessGroupTranspo
 
 Progress = Callable[[str], None]
 
-_LINES = 12  # of a failed rank's output that its error shows
-_LAST = 1.0  # seconds in which ranks end that have lost another
-_POLL = 0.05  # seconds between looks at the processes: rare, as they are being measured
+_LINES = 12  # Output lines of a failed rank in its error.
+_LAST = 1.0  # Seconds within which ranks end that have lost another rank.
+_POLL = 0.05  # Seconds between polls, which would disturb measurements if more frequent.
 _CHILD = "from fxpart.profiling.processes import serve; serve()"
 _PR_SET_PDEATHSIG = 1
 
@@ -55,18 +55,19 @@ def run_on_processes(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """What ``target`` answers on each of ``count`` fresh processes of this host, by rank.
+    """Run ``target`` on ``count`` new processes of this host; return the results by rank.
 
-    timeout: seconds for everything. threads: of computation in each. device: "cpu", or "cuda" for a
-    GPU each and nccl beside gloo. progress: called with what a rank says by
-    :func:`report_progress`. An FxpartError of a rank is raised here as it is; every other failure
-    as FXP507 with the rank's last lines. No process is left behind, whatever happens.
+    timeout: seconds in all. threads: computing threads of each process. device: "cpu", or "cuda"
+    for one GPU per process and NCCL in addition to gloo. progress: called with the messages of
+    :func:`report_progress`. An FxpartError of a rank is raised unchanged; any other failure is
+    FXP507 with the rank's last output. All processes are ended in any case.
     """
     with tempfile.TemporaryDirectory(prefix="fxpart-") as name, _store(count) as port:
         job = _ProcessJob(Path(name), count, target, timeout, progress)
         request = {
             "target": target, "timeout": timeout, "threads": threads, "device": device,
-            "parent": os.getpid(), "folder": name, "payload": payload | {"progress": job.said},
+            "parent": os.getpid(), "folder": name,
+            "payload": payload | {"progress": job.progress_file},
         }  # fmt: skip
         (job.folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         try:
@@ -80,10 +81,10 @@ def run_on_processes(
 def run_on_job_ranks(
     target: str, payload: dict[str, Any], timeout: float = 300.0
 ) -> list[dict[str, Any]]:
-    """The same on the ranks of the torchrun job that this process is one of; all must call it.
+    """Run ``target`` on the ranks of this process's torchrun job; all ranks must call this.
 
-    Every rank gets all answers. Raises FXP602 outside of torchrun, and on every rank what the first
-    failed rank raised: an FxpartError, or FXP507.
+    Every rank gets all results. Raises FXP602 outside of torchrun, and on every rank the error of
+    the first failed rank: an FxpartError, or FXP507.
     """
     found = read_launch()
     if found is None and not dist.is_initialized():
@@ -91,7 +92,7 @@ def run_on_job_ranks(
             "FXP602",
             where=target,
             why="this process is not one of a torchrun job",
-            fix="torchrun --nproc-per-node N -m fxpart ...",
+            fix="run torchrun --nproc-per-node N -m fxpart ...",
         )
     world = dist.get_world_size() if found is None or dist.is_initialized() else found.world
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,39 +111,40 @@ def run_on_job_ranks(
     return [outcome["answer"] for outcome in outcomes]
 
 
-def report_progress(payload: dict[str, Any], words: str) -> None:
-    """Say how far a rank is, to whoever asked for progress; payload: what the rank was given."""
+def report_progress(payload: dict[str, Any], message: str) -> None:
+    """Report the progress of a rank to the parent process, if requested in the payload."""
     if payload.get("progress"):
         with Path(payload["progress"]).open("a", encoding="utf-8") as file:
-            file.write(words.replace("\n", " ") + "\n")
+            file.write(message.replace("\n", " ") + "\n")
 
 
 def serve() -> None:
-    """Entry of a rank's process: do what the request says and leave the answer as a file."""
+    """Entry point of a rank's process: run the request and write the result to a file."""
     here = read_launch()
     assert here is not None, "the parent has set the environment"
     rank, world, folder = here.rank, here.world, Path(sys.argv[1])
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    _die_with(request["parent"])
+    _end_with(request["parent"])
     torch.set_num_threads(request["threads"])
-    keep_freed_memory()  # as the ranks of a training job do
+    keep_freed_memory()  # As the ranks of a training job do.
     try:
         with _group(request):
             outcome = _outcome(request["target"], rank, world, request["payload"])
-            _leave(folder, rank, outcome)
+            _write_outcome(folder, rank, outcome)
             if "answer" in outcome and dist.is_initialized():
-                dist.barrier()  # nobody goes while another still receives
-    except Exception as why:  # the group could not be made or lost a rank
+                dist.barrier()  # No rank exits while another still receives.
+    except Exception as why:  # The group could not be created or lost a rank.
         if not _answer(folder, rank).exists():
-            _leave(folder, rank, _failure(why))
+            _write_outcome(folder, rank, _failure(why))
         _end(1)
     _end(0 if "answer" in outcome else 1)
 
 
 def _end(status: int) -> None:
-    """End this process at once: its answer is written, and nothing else is worth waiting for.
+    """End this process at once, as its result has been written.
 
-    gloo's threads may still hold tensors, and abort a process whose interpreter ends before them.
+    Threads of gloo may still refer to tensors, and would abort a process whose interpreter ends
+    first.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -151,7 +153,7 @@ def _end(status: int) -> None:
 
 @dataclass
 class _ProcessJob:
-    """The processes of one call, and the folder in which they leave their answers."""
+    """The processes of one call, and the folder with their results."""
 
     folder: Path
     count: int
@@ -159,15 +161,15 @@ class _ProcessJob:
     timeout: float
     progress: Progress | None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    heard: int = 0
+    lines_read: int = 0
 
     @property
-    def said(self) -> str:
-        """The file that :func:`report_progress` writes to, "" where nobody listens."""
+    def progress_file(self) -> str:
+        """The file that :func:`report_progress` writes to, "" without a progress callback."""
         return str(self.folder / "progress") if self.progress else ""
 
     def start(self, rank: int, environment: dict[str, str]) -> None:
-        """Start a rank in a session of its own, so that an interrupt reaches the parent alone."""
+        """Start a rank in its own session, so that an interrupt reaches only the parent."""
         with self._errors(rank).open("wb") as errors:
             self.processes.append(
                 subprocess.Popen(
@@ -178,11 +180,11 @@ class _ProcessJob:
             )  # fmt: skip
 
     def answers(self) -> list[dict[str, Any]]:
-        """Wait for all ranks, or for the first that fails."""
+        """Wait for all ranks, or for the first failure; return the results."""
         end = time.monotonic() + self.timeout
         while True:
             states = [process.poll() for process in self.processes]
-            self._listen()
+            self._forward_progress()
             if any(states):
                 raise self._first_failure(self._ended())
             if all(state == 0 for state in states):
@@ -192,13 +194,13 @@ class _ProcessJob:
                 raise error(
                     "FXP507",
                     where=f"ranks {waiting} of {self.count}, {self.target}",
-                    why=f"no answer within {self.timeout:g} s\n{self._tail(waiting[0])}".strip(),
-                    fix="give it more time; a busy machine may need several times as long",
+                    why=f"no result within {self.timeout:g} s\n{self._tail(waiting[0])}".strip(),
+                    fix="increase the time limit; a busy machine may need several times as long",
                 )
             time.sleep(_POLL)
 
     def kill(self) -> None:
-        """End all processes, and what they started."""
+        """End all processes and their children."""
         for process in self.processes:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -206,7 +208,7 @@ class _ProcessJob:
             process.wait()
 
     def _ended(self) -> list[int | None]:
-        """How processes ended once one has failed: the one that it lost may end after it."""
+        """Return the exit states after a failure, waiting briefly for other ranks to end."""
         last = time.monotonic() + _LAST
         while True:
             states = [process.poll() for process in self.processes]
@@ -215,17 +217,19 @@ class _ProcessJob:
             time.sleep(_POLL)
 
     def _first_failure(self, states: list[int | None]) -> FxpartError:
-        """Of the rank that failed first: the others may have failed for want of it."""
+        """Return the error of the first failed rank, as others may have failed because of it."""
         ranks = range(self.count)
-        told = {rank: self._outcome(rank) for rank in ranks if _answer(self.folder, rank).exists()}
-        silent = [rank for rank in ranks if states[rank] and rank not in told]
-        if silent:  # killed: nothing told it to write down why
+        outcomes = {
+            rank: self._outcome(rank) for rank in ranks if _answer(self.folder, rank).exists()
+        }
+        silent = [rank for rank in ranks if states[rank] and rank not in outcomes]
+        if silent:  # Killed before it could write a result.
             rank = silent[0]
             state = states[rank] or 0
             ending = f"signal {-state}" if state < 0 else f"exit status {state}"
             return _failed(rank, self.count, self.target, f"{ending}\n{self._tail(rank)}".strip())
-        wrong = {rank: outcome for rank, outcome in told.items() if "answer" not in outcome}
-        rank = min(wrong or told, key=lambda r: told[r].get("time", 0.0))
+        wrong = {rank: outcome for rank, outcome in outcomes.items() if "answer" not in outcome}
+        rank = min(wrong or outcomes, key=lambda r: outcomes[r].get("time", 0.0))
         if not wrong:
             return _failed(rank, self.count, self.target, self._tail(rank))
         return _raised(wrong[rank], rank, self.count, self.target)
@@ -241,23 +245,23 @@ class _ProcessJob:
         lines = self._errors(rank).read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join([line for line in lines if line.strip()][-_LINES:])
 
-    def _listen(self) -> None:
-        if self.progress is None or not Path(self.said).exists():
+    def _forward_progress(self) -> None:
+        if self.progress is None or not Path(self.progress_file).exists():
             return
-        *lines, _ = Path(self.said).read_text(encoding="utf-8").split("\n")
-        for line in lines[self.heard :]:
+        *lines, _ = Path(self.progress_file).read_text(encoding="utf-8").split("\n")
+        for line in lines[self.lines_read :]:
             self.progress(line)
-        self.heard = len(lines)
+        self.lines_read = len(lines)
 
 
 @contextlib.contextmanager
 def _store(count: int) -> Iterator[int]:
-    """The port of a store that listens on the loopback interface alone."""
+    """Yield the port of a store that listens on the loopback interface only."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     port: int = listener.getsockname()[1]
-    # A bound descriptor: the store would otherwise listen on every interface.
+    # Pass a bound descriptor, as the store would otherwise listen on every interface.
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -268,16 +272,16 @@ def _store(count: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def make_process_group(name: str, rank: int, world: int, timeout: float) -> Iterator[None]:
-    """Within: a default process group of the first ``world`` processes, where there is none.
+    """Create a default process group of the first ``world`` processes for the context.
 
-    name: one for each group of a job. timeout: seconds that its operations may take.
+    name: unique for each group of a job. timeout: seconds of its operations.
     """
     found = read_launch()
-    assert found is not None, "one of the processes that together() starts"
+    assert found is not None, "a process started by run_on_processes"
     limit = timedelta(seconds=timeout)
     store = PrefixStore(name, TCPStore(found.address, found.port, timeout=limit))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    share_cores()  # as in a training job
+    share_cores()  # As in a training job.
     try:
         yield
     finally:
@@ -286,7 +290,7 @@ def make_process_group(name: str, rank: int, world: int, timeout: float) -> Iter
 
 @contextlib.contextmanager
 def _group(request: dict[str, Any]) -> Iterator[None]:
-    """The default process group of this rank, by the store that the parent keeps."""
+    """Create the default process group of this rank with the parent's store."""
     found = read_launch()
     assert found is not None, "the parent has set the environment"
     limit = timedelta(seconds=request["timeout"])
@@ -302,12 +306,12 @@ def _group(request: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.is_initialized():  # the target may have left it for groups of its own
+        if dist.is_initialized():  # The target may have destroyed it to create its own groups.
             dist.destroy_process_group()
 
 
 def _outcome(target: str, rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """The answer of the function, or what it raised, as JSON."""
+    """Return the function's result or exception as JSON values."""
     try:
         module, _, name = target.partition(":")
         answer = getattr(importlib.import_module(module), name)(rank, world, payload)
@@ -335,8 +339,8 @@ def _failed(rank: int, world: int, target: str, why: str) -> FxpartError:
     return error(
         "FXP507",
         where=f"rank {rank} of {world}, {target}",
-        why=why or "it ended without a word",
-        fix="see its last lines above; a killed process often ran out of memory",
+        why=why or "it ended without output",
+        fix="see its last output lines; a killed process often ran out of memory",
     )
 
 
@@ -344,21 +348,21 @@ def _answer(folder: Path, rank: int) -> Path:
     return folder / f"answer-{rank}.json"
 
 
-def _leave(folder: Path, rank: int, outcome: dict[str, Any]) -> None:
-    """Write whole or not at all."""
+def _write_outcome(folder: Path, rank: int, outcome: dict[str, Any]) -> None:
+    """Write a result atomically."""
     half = folder / f"half-{rank}.json"
     half.write_text(json.dumps(outcome), encoding="utf-8")
     half.rename(_answer(folder, rank))
 
 
 def _path() -> list[str]:
-    """Where this process imports from, so that its children find the same."""
+    """Return the import path of this process for its children."""
     return [str(Path(entry or ".").resolve()) for entry in sys.path]
 
 
-def _die_with(parent: int) -> None:
-    """Linux: be killed when the parent ends, however it ends."""
+def _end_with(parent: int) -> None:
+    """Let Linux kill this process when its parent ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it may have ended before the line above
+    if os.getppid() != parent:  # The parent may have ended before the call.
         os._exit(1)

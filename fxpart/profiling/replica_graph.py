@@ -1,7 +1,7 @@
-"""One replica's graph: what a rank computes where all of a host share the batch and nothing else.
+"""Build the graph of one rank if all ranks of a host are data-parallel replicas.
 
-It is the cheapest graph of several ranks to make, and most of what it holds is in every other:
-parts of losses and norms over a cut batch, and all ops on fewer rows.
+This is the cheapest graph of several ranks, and most of its ops occur in other sharded graphs:
+losses and norms over a sharded batch, and all ops on fewer rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaGraph:
-    """The graph of the first of ``ranks`` ranks that share every batch. parts: as of Sharing."""
+    """The graph of the first of ``ranks`` data-parallel ranks. parts: see StageParallelism."""
 
     graph: fx.GraphModule
     captured: CapturedModel
@@ -34,10 +34,10 @@ class ReplicaGraph:
     parts: Mapping[str, int]
 
     def sizes(self, microbatches: Sequence[int]) -> list[Sizes]:
-        """Its sizes at microbatches of so many rows in all; those of equal shares once.
+        """Return the distinct local sizes for microbatches of so many rows in all.
 
-        First the shares of all its ranks, then the largest that a rank of two has: fewer ranks may
-        share a batch, and what is known at one size alone cannot be priced well at others.
+        The size for two ranks follows those for all ranks, as fewer ranks may divide a batch, and
+        costs at one size do not predict those at other sizes well.
         """
         shares = dict.fromkeys(-(-rows // self.ranks) for rows in microbatches)
         shares[-(-max(microbatches) // 2)] = None
@@ -45,7 +45,7 @@ class ReplicaGraph:
 
 
 def ranks_of(front: PreparedModel) -> int:
-    """How many ranks of the first device's host can share the batch evenly; 1 where none may."""
+    """Return how many ranks of the first device's host can divide the batch evenly, else 1."""
     request, captured = front.request, front.captured
     devices = request.cluster.devices
     ranks = sum(device.host == devices[0].host for device in devices)
@@ -56,21 +56,21 @@ def ranks_of(front: PreparedModel) -> int:
 
 
 def replica(front: PreparedModel) -> ReplicaGraph | None:
-    """The graph of one rank of the host's pure data-parallel mesh.
+    """Return the graph of one rank of the host's data-parallel mesh.
 
-    None where a host has one device, the batch does not fall into equal parts, no mesh with a data
-    axis may be chosen, or annotations forbid it.
+    Return None if the host has one device, if the batch does not divide evenly, if constraints
+    exclude a mesh with a data axis, or if annotations forbid it.
     """
     ranks = ranks_of(front)
     if ranks == 1:
         return None
     request = with_mesh(front.request, f"{DATA_AXIS}={ranks}", 0)
-    # What the cut of the batch leaves open is whole on every rank: nothing to search for.
+    # Everything but the batch is replicated, so there is nothing to search for.
     request = replace(request, constraints={**request.constraints, "placements": "annotated"})
     try:
         made = shard_graph(
             front.graph, front.captured, request, front.annotations, ShardingAssumptions(None, 1)
         )
         return ReplicaGraph(made.local(0), front.captured, ranks, StageParallelism.of(made).parts)
-    except FxpartError:  # annotations over other axes, ops that no rule can cut
+    except FxpartError:  # Annotations over other axes, or ops without a rule.
         return None

@@ -1,4 +1,4 @@
-"""What a run of ``fxpart profile`` did."""
+"""Report of a run of ``fxpart profile``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fxpart.costmodels.profile_store import Calibration, ContentionProfile, Prof
 
 
 class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of ``fxpart profile`` did.
+    """Report of a run of ``fxpart profile``.
 
-    seconds: of measuring and planning; capture_seconds: before that. ops, stages, trial runs:
+    seconds: of measurement and planning; capture_seconds: before that. ops, stages, trial_runs:
     measured now; known_ops, known_stages, known_trial_runs: found in the profile. calibration,
-    contention: of this model here, None where there was no time for them. median_error,
-    worst_error: of stages predicted from ops with these factors, relative. plan: the best, in words
-    (of one rank a stage, where none fits the memory); step_seconds: what it took when it was
-    rehearsed, or is predicted to take. left_out: in words, what the budget did not reach.
+    contention: of this model, None if there was no time. median_error, worst_error: relative
+    errors of stages predicted from ops with calibration. plan: description of the best plan (with
+    one rank per stage if none fits the memory). step_seconds: its step time, measured in a trial
+    run or predicted. left_out: descriptions of skipped measurements.
     """
 
     path: str
@@ -38,7 +38,7 @@ class ProfilingReport(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
 
     def settled(self, budget: float) -> ProfileCompletion:
-        """What the next run is told that has as many seconds, or fewer."""
+        """Return the record for later runs with an equal or smaller budget."""
         return ProfileCompletion(
             ops=self.ops + self.known_ops,
             stages=self.stages + self.known_stages,

@@ -1,8 +1,8 @@
-"""Stages of one host timed as they run: each microbatch through all of them, one after the other.
+"""Time all stages of a host together: each microbatch passes through all stages.
 
-A stage that is trained by itself, again and again, finds its weights and code in caches that it
-shares with nobody; so timed, the pieces of a model take some percent less than the whole. As ranks
-of one host they share them: half a model beside the other half takes what half of the whole does.
+A stage that is trained alone has its weights and code in caches, so the times of stages add up to
+some percent less than that of the whole model. Ranks of one host share caches, which is reproduced
+by running all stages in rotation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from fxpart.costmodels.profile_store import TIMED
 from fxpart.profiling.stage_run import StageRun, Values
 
-_WARM = 1  # steps that are not counted
-_MOST = 15  # steps that are, in a turn
-LEAST_STEPS = 3  # in the first turn
-LEAST = TIMED * (_WARM + LEAST_STEPS)  # microbatches that a stage runs at least
+_WARM = 1  # Warm-up steps.
+_MOST = 15  # Measured steps per turn.
+LEAST_STEPS = 3  # In the first turn.
+LEAST = TIMED * (_WARM + LEAST_STEPS)  # Minimum of microbatches that a stage runs.
 
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Seconds of a stage, one entry a step: of a microbatch's forward (the mean of all), of the
-    first microbatch's backward, of a later one's, of the update.
+    """Seconds of a stage, with one entry per step.
 
-    A first microbatch's backward makes the gradients, a later one's adds to them.
+    forward: mean over microbatches. first, later: backward of the first microbatch, which creates
+    gradients, and of a later one, which adds to them. optimizer: update.
     """
 
     forward: tuple[float, ...]
@@ -38,7 +38,7 @@ class StageSamples:
 
 @dataclass
 class _Step:
-    """What one stage took in one step."""
+    """Seconds of one stage in one step."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -46,15 +46,15 @@ class _Step:
 
 
 class Rotation:
-    """Consecutive stages of a program on this device, that train together."""
+    """Consecutive stages of a program that are trained together on this device."""
 
     def __init__(self, runs: Sequence[StageRun], inputs: Sequence[Values]) -> None:
-        """inputs: of each microbatch of a step, with what stages before these make of it."""
+        """inputs: values of each microbatch of a step, including outputs of earlier stages."""
         self._runs, self._inputs = list(runs), inputs
         self._gradients: list[list[torch.Tensor] | None] = [None] * len(self._runs)
 
     def samples(self, seconds: float, least: int = LEAST_STEPS) -> list[StageSamples]:
-        """By stage: steps until ``seconds`` are over, ``least`` at least."""
+        """Run steps for ``seconds``, but at least ``least``; return the samples by stage."""
         end = time.perf_counter() + seconds
         kept: list[list[_Step]] = []
         for number in range(_WARM + _MOST):
@@ -64,9 +64,10 @@ class Rotation:
         return [_samples(steps) for steps in zip(*kept[_WARM:], strict=True)]
 
     def step(self) -> list[_Step]:
-        """The microbatches and the updates, from gradients of zero; what each stage took.
+        """Run all microbatches and updates with new gradients; return the seconds by stage.
 
-        After a single one it comes once more, so that there is one that adds to gradients.
+        A single microbatch is repeated after the update, to time a backward that adds to
+        gradients.
         """
         found = [_Step() for _ in self._runs]
         for run in self._runs:
@@ -90,7 +91,7 @@ class Rotation:
             run.pass_on(cells[-1], values)
         for place in reversed(range(len(self._runs))):
             run = self._runs[place]
-            # The same in all steps; made when the first cell says of which shapes they are.
+            # Equal in all steps; created when their shapes are known.
             gradients = self._gradients[place] or run.gradients(cells[-1])
             self._gradients[place] = gradients
 
@@ -98,7 +99,7 @@ class Rotation:
             cell = cells.pop()
             if run.table.trains:
                 run.backward(cell, gradients, 1 / len(self._inputs))
-            del cell  # what it still holds is freed here
+            del cell  # Free its tensors within the timed region.
             found[place].backward.append(run.now() - start)
 
 

@@ -1,4 +1,4 @@
-"""One run of profiling: what is profiled, where, for how long, and what is worth measuring now."""
+"""State of a profiling run: model, device, budget, and the candidates to measure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fxpart.pricing.partition import price
 from fxpart.profiling.candidates import BenchmarkStages
 from fxpart.profiling.contention import MOST
 from fxpart.profiling.stage_benchmark import StageBenchmarkInput
-from fxpart.profiling.trial_selection import by_name
+from fxpart.profiling.trial_selection import is_named_optimizer
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
@@ -36,22 +36,23 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
-# What is being measured ("ops", "stages", "crowding", "rehearsals"), how many of how many are done.
+# Arguments: what is measured ("ops", "stages", "CPU contention", "trial runs"), number done, number
+# in all.
 Progress = Callable[[str, int, int], None]
 
-# Shares of the budget that are used when ops, and stages, are done: with trial runs, and without.
+# Fractions of the budget after ops and after stages: with trial runs, and without.
 _OPS, _STAGES = (0.3, 0.4), (0.6, 0.8)
-_SOLVING = 5.0  # seconds for each search
-_NEAR = 0.1  # of a quota
+_SOLVING = 5.0  # Seconds for each plan search.
+_NEAR = 0.1  # Relative difference of quotas.
 
 
 @dataclass
 class ProfilingRun:
-    """What all phases share; each stops when its share of the budget is used.
+    """State shared by all phases; each stops when its share of the budget is used.
 
-    front: for the devices of this one's kind. whole: for all of the cluster. plans: whose stages
-    are measured. start: on the monotonic clock. programs: by the first block of each stage, made
-    once.
+    front: model prepared for devices of this kind. whole: for the whole cluster. plans: given
+    plans whose stages are measured. start: on the monotonic clock. trial_runs: whether to run
+    plans. programs: cache, by the first block of each stage.
     """
 
     front: PreparedModel
@@ -64,27 +65,27 @@ class ProfilingRun:
     budget: float
     date: str
     progress: Progress
-    rehearse: bool = True
+    trial_runs: bool = True
     plans: tuple[Plan, ...] = ()
     programs: dict[tuple[int, ...], GeneratedProgram] = field(default_factory=dict)
 
     @property
-    def asked(self) -> str:
-        """A digest of what is profiled, and for what; without given plans."""
+    def request_digest(self) -> str:
+        """A digest of the model, cluster and options, without given plans."""
         request = self.front.request
-        asked = (
+        content = (
             self.front.info.fingerprint, request.cluster, choose(request.optimizer).name,
             self.captured.batch_size, self.microbatches, sorted(request.constraints.items()),
-            request.seed, self.rehearse, self.planned_for.request.cluster,
+            request.seed, self.trial_runs, self.planned_for.request.cluster,
         )  # fmt: skip
-        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:32]
 
     @property
     def planned_for(self) -> PreparedModel:
-        """For the whole cluster where the profile knows all its kinds of devices."""
-        held = self.profile.settings()
+        """The whole cluster if the profile has all its kinds of devices, else this kind."""
+        settings = self.profile.settings()
         known = all(
-            any(s.threads == d.threads and s.device == d.model and _near(s, d) for s in held)
+            any(s.threads == d.threads and s.device == d.model and _near(s, d) for s in settings)
             for d in self.whole.request.cluster.devices
         )
         return self.whole if known else self.front
@@ -96,30 +97,30 @@ class ProfilingRun:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """Its graph with blocks."""
+        """The model's graph with blocks."""
         return self.front.graph
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of the budget, used when ops are done, and when stages are."""
-        at = 0 if self.rehearses else 1
+        """The fractions of the budget that are used after ops, and after stages."""
+        at = 0 if self.can_run_trials else 1
         return _OPS[at], _STAGES[at]
 
     @property
-    def rehearses(self) -> bool:
-        """Whether plans can be run here: all devices are this host's processors, and not many."""
+    def can_run_trials(self) -> bool:
+        """Whether plans can be run here: all devices are CPUs of this host, and not too many."""
         request = self.front.request
         devices = request.cluster.devices
         here = all(d.host == HERE and d.kind == "cpu" and d.share == 1 for d in devices)
         few = len(devices) <= max(MOST, cores())
-        return self.rehearse and here and few and by_name(request.optimizer)
+        return self.trial_runs and here and few and is_named_optimizer(request.optimizer)
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until that share of the budget is used."""
+        """Return the seconds until a fraction of the budget is used."""
         return self.start + share * self.budget - time.monotonic()
 
     def model(self) -> CostModel:
-        """The profile as it is now, for the cluster and the model."""
+        """Return the cost model of the current profile, for the cluster and the model."""
         found = costmodels.find(self.profile.path, self.front.request.cluster)
         return with_model_profile(
             replace(self.front.request, cost_model=found), self.front.info
@@ -127,28 +128,28 @@ class ProfilingRun:
 
     @property
     def first(self) -> Device:
-        """The first device of this one's kind, which it stands for."""
+        """The first device of the measured kind."""
         return self.front.request.cluster.devices[0]
 
     @property
-    def neighbours(self) -> int:
-        """How many devices of the cluster are on its host."""
+    def ranks_on_host(self) -> int:
+        """The number of devices of the cluster on this host."""
         devices = self.front.request.cluster.devices
         return sum(device.host == self.first.host for device in devices)
 
     def each(self, works: int, share: float) -> float:
-        """Seconds for each stage, until that share of the budget is used."""
+        """Return the seconds for each of ``works`` within a fraction of the budget."""
         return min(1.0, max(0.1, self.left(share) / (4.0 * max(1, works))))
 
     def best_plan(self) -> Plan:
-        """What would be planned by the profile as it is. Raises FXP2xx where nothing fits."""
+        """Return the best plan by the current profile. Raises FXP2xx if no plan fits."""
         found = self.planned_for
         model = costmodels.find(self.profile.path, found.request.cluster)
         request = with_model_profile(replace(found.request, cost_model=model), found.info)
         return find_best_plan(replace(found, request=request), self.microbatches).plan
 
     def choices(self, model: CostModel) -> tuple[PartitionProblem, list[PartitionChoice]]:
-        """The problem of stages of one rank, and its best choices of different kinds."""
+        """Return the partition problem with one rank per stage, and its best choices."""
         request = self.front.request
         problem, _ = price(
             self.graph,
@@ -164,7 +165,7 @@ class ProfilingRun:
         return problem, list(found.candidates) or [whole]
 
     def work(self, problem: PartitionProblem, choice: PartitionChoice) -> BenchmarkStages:
-        """The stages of a choice, ready to be timed."""
+        """Return the stages of a choice as input of benchmarks."""
         if choice.starts not in self.programs:
             seed = self.front.request.seed
             made = generate_program(self.captured, self.graph, None, choice.starts, seed)
@@ -181,5 +182,5 @@ class ProfilingRun:
 
 
 def _near(setting: MeasurementEnvironment, device: Device) -> bool:
-    """Whether what was measured under a quota holds for the device's own."""
+    """Return whether measurements under a quota are valid for the device's quota."""
     return abs(setting.share / device.share - 1) < _NEAR

@@ -1,8 +1,8 @@
-"""The runtime's own seconds: what a trainer's step takes beside the stage that it runs.
+"""Measure the overhead of the runtime: time of a trainer's step beyond its stage.
 
-A program of one multiplication is trained by the real trainer, in few and in many microbatches, and
-the same work is timed in the bare cell. What the one takes more is the runtime's: for each
-microbatch, and once a step.
+A program of one multiplication is trained by the real trainer with few and with many microbatches,
+and the same work is timed without a trainer. The difference is the overhead, per microbatch and per
+step.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _STEPS = 30
 
 @dataclass(frozen=True)
 class RuntimeOverhead:
-    """Seconds beside computation: for each forward and backward, and once a step."""
+    """Overhead in seconds: per forward or backward action, and per step."""
 
     action: float
     step: float
 
 
 class _TinyStage(nn.Module):
-    """A stage that a code generator might have written: the loss is the mean of x * w."""
+    """A minimal stage module: the loss is the mean of x * w."""
 
     INDEX = 0
 
@@ -80,7 +80,7 @@ def _program() -> ProgramSpec:
 
 
 def overhead(device: torch.device) -> RuntimeOverhead:
-    """Measured on this device, by one rank in this process; medians of 30 steps."""
+    """Measure the overhead on a device, by one rank in this process: medians of 30 steps."""
     spec = _program()
     batch = {"x": torch.ones(_MANY, 4, device=device)}
     step = {count: _step(spec, batch, count, device) for count in (1, _MANY)}
@@ -91,7 +91,7 @@ def overhead(device: torch.device) -> RuntimeOverhead:
 
 
 def _step(spec: ProgramSpec, batch: dict[str, Any], count: int, device: torch.device) -> float:
-    """A step of the real trainer in ``count`` microbatches."""
+    """Return the median seconds of a trainer's step with ``count`` microbatches."""
     trainer = Trainer(
         spec,
         {0: _TinyStage(device)},
@@ -108,7 +108,7 @@ def _step(spec: ProgramSpec, batch: dict[str, Any], count: int, device: torch.de
 
 
 def _cell(spec: ProgramSpec, x: torch.Tensor, device: torch.device) -> float:
-    """The same microbatch's forward and backward in the bare cell."""
+    """Return the median seconds of the same forward and backward without a trainer."""
     table = StageSignature.of(
         spec, spec.stages[0], _TinyStage(device), find_value_edges(spec), False
     )
@@ -124,7 +124,7 @@ def _cell(spec: ProgramSpec, x: torch.Tensor, device: torch.device) -> float:
 
 
 def _update(device: torch.device) -> float:
-    """The update of one small parameter."""
+    """Return the median seconds of the update of one small parameter."""
     module = _TinyStage(device)
     module.weight.grad = torch.ones_like(module.weight)
     return _median(torch.optim.SGD(module.parameters()).step, device)

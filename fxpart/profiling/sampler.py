@@ -1,4 +1,4 @@
-"""Repeated timing of something short: the right clock, enough repeats, no outliers."""
+"""Time short calls: choice of clock, number of repetitions, removal of outliers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fxpart.costmodels.profile_store import TimeQuartiles
 from fxpart.profiling.outliers import timing
 
 _WARM = 2
-_LEAST, _MOST = 5, 60  # samples
-_LONG = 3e-4  # seconds of a sample, so that the clock costs nothing beside it
-_CLOSE = 0.03  # quartiles this far apart are enough
-_EACH = 5  # samples between two looks at the quartiles
+_LEAST, _MOST = 5, 60  # Numbers of samples.
+_LONG = 3e-4  # Seconds of a sample, to make the cost of the clock negligible.
+_CLOSE = 0.03  # Relative distance of quartiles that suffices.
+_EACH = 5  # Samples between checks of the quartiles.
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Times calls on a device.
 
-    On a GPU by events. On a CPU with one thread by that thread's own seconds, which other
-    processes do not lengthen; with several threads by the wall's clock.
+    On a GPU, it uses CUDA events. On a CPU with one thread, it uses the thread's CPU time, which
+    does not depend on other processes; with several threads, the wall clock.
     """
 
     device: torch.device
 
     def time(self, run: Callable[[int], object], seconds: float) -> TimeQuartiles:
-        """Seconds of one ``run(i)``, i counting up, measured for about ``seconds``.
+        """Time ``run(i)`` for i = 0, 1, ..., for about ``seconds``.
 
-        Ends early where the quartiles are within 3 %. At least two samples after a warm run.
+        Stop early if the quartiles are within 3 %. Take at least two samples after a warm-up.
         """
         count = 0
         begun = time.perf_counter()

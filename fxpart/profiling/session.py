@@ -1,9 +1,9 @@
-"""``fxpart profile``: measure what plans of a model would be made of, until the budget is used.
+"""``fxpart profile``: measure the parts of a model's plans within a time budget.
 
-In turn: every distinct op at the sizes that plans would use; the stages of the best few plans,
-whole; factors fitted to these; how ranks of this host slow each other down on the model; the stages
-of the plan that is best by all this, or of given ones; where all devices are this host's
-processors, the plans that may be the best, run by real ranks.
+The phases are: distinct ops at the sizes of likely plans; whole stages of the best few plans;
+calibration factors fitted to these; CPU contention of this host's ranks; the stages of the plan
+that is then the best, or of given plans; and, if all devices are CPUs of this host, trial runs of
+the candidates for the best plan by real ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from fxpart.capture.workload import Workload
 
 
-_CAPTURING = 0.1  # of the budget, at most
-_GRAPH = ("granularity", "precision")  # constraints that say what the ops and blocks are
+_CAPTURING = 0.1  # Maximum fraction of the budget.
+_GRAPH = ("granularity", "precision")  # Constraints that determine ops and blocks.
 
 
 def profile(
@@ -61,19 +61,22 @@ def profile(
 ) -> ProfilingReport:
     """Measure the workload's ops, stages, contention and best plans into the profile at ``path``.
 
-    The profile is made where there is none; what it holds for this device is not measured again.
-    budget: seconds for measurements, and for capturing the model as far as that is short. rehearse:
-    run the plans that may be the best, where all devices of the cluster are this host's processors.
-    plans: measure the stages that they put on devices like the cluster's first, before all else and
-    in half of the budget at most. date: YYYY-MM-DD, kept with them. progress: told what is
-    measured. The other arguments are those of :func:`fxpart.compile`, and so are errors; FXP602
-    where the cluster's first device is not of this machine's kind; of plans FXP304 (of another
-    model), FXP105 (for another batch size) and FXP305 (no device of this kind).
+    The profile is created if needed; known measurements of this device are not repeated. budget:
+    seconds for measurements, and for up to a tenth of it the model's capture. ``rehearse``: run the
+    candidates for the best plan if all devices of the cluster are CPUs of this host. plans: measure
+    their stages on devices of the first device's kind first, in at most half of the budget. date:
+    YYYY-MM-DD, stored with the measurements. progress: called during measurements.
+
+    Other arguments and errors are those of :func:`fxpart.compile`. Further errors: FXP602 if the
+    cluster's first device is not of this machine's kind; FXP304 for a plan of another model, FXP105
+    of another batch size, and FXP305 without a device of this kind.
     """
-    asked = PlanningArguments(batch_size, microbatches, optimizer, AUTO, constraints or {}, seed)
+    arguments = PlanningArguments(
+        batch_size, microbatches, optimizer, AUTO, constraints or {}, seed
+    )
     made = ProfilingSession.of(
-        workload, cluster, asked, batch_dims=batch_dims, date=date, progress=progress,
-        rehearse=rehearse, plans=tuple(plans),
+        workload, cluster, arguments, batch_dims=batch_dims, date=date, progress=progress,
+        trial_runs=rehearse, plans=tuple(plans),
     )  # fmt: skip
     check_places(plans, made.front.request.cluster.devices[:1])
     return made.run(path, budget)
@@ -81,9 +84,10 @@ def profile(
 
 @dataclass(frozen=True)
 class ProfilingSession:
-    """What is profiled, captured once, and how; see :func:`profile`.
+    """A model to profile, captured once, and options; see :func:`profile`.
 
-    front: for the whole cluster. captured: how many seconds that took.
+    front: model prepared for the whole cluster. captured: seconds of the capture. trial_runs:
+    whether to run plans.
     """
 
     front: PreparedModel
@@ -91,7 +95,7 @@ class ProfilingSession:
     microbatches: int | None
     date: str
     progress: Progress
-    rehearse: bool
+    trial_runs: bool
     plans: tuple[Plan, ...]
 
     @classmethod
@@ -99,38 +103,40 @@ class ProfilingSession:
         cls,
         workload: Workload,
         cluster: Cluster | str | Path,
-        asked: PlanningArguments,
+        arguments: PlanningArguments,
         *,
         batch_dims: Mapping[str, int | None] | None = None,
         date: str = "",
         progress: Progress | None = None,
-        rehearse: bool = True,
+        trial_runs: bool = True,
         plans: tuple[Plan, ...] = (),
     ) -> ProfilingSession:
-        """Capture the workload; what ``asked`` leaves open is the workload's own."""
+        """Capture the workload, which supplies arguments that are not given."""
         start = time.monotonic()
-        optimizer = asked.optimizer if asked.optimizer is not None else workload.optimizer
-        batch_size = asked.batch_size or workload.batch_size
+        optimizer = arguments.optimizer if arguments.optimizer is not None else workload.optimizer
+        batch_size = arguments.batch_size or workload.batch_size
         front = prepare_model(
             workload.model,
             cluster,
             None,
             (workload.example, workload.example_kwargs),
-            replace(asked, batch_size=batch_size, optimizer=optimizer),
+            replace(arguments, batch_size=batch_size, optimizer=optimizer),
             {"loss": workload.loss, "batch_dims": batch_dims},
         )
         took = time.monotonic() - start
-        return cls(front, took, asked.microbatches, date, progress or _silent, rehearse, plans)
+        return cls(
+            front, took, arguments.microbatches, date, progress or _silent, trial_runs, plans
+        )
 
     def run(self, path: str | Path, budget: float, *, place: int = 0) -> ProfilingReport:
-        """Measure on this device, which is the cluster's device number ``place``."""
+        """Measure on this machine, for the cluster's device with index ``place``."""
         device = self.front.request.cluster.devices[place]
         start = time.monotonic()
-        with on_device(device) as here, Profile(path, create=True) as held:
+        with on_device(device) as here, Profile(path, create=True) as stored:
             found = Phases(
                 front=_of_one_kind(self.front, place),
                 whole=self.front,
-                profile=held,
+                profile=stored,
                 device=here,
                 setting=get_measurement_environment(device.model, here),
                 microbatches=self.microbatches,
@@ -138,7 +144,7 @@ class ProfilingSession:
                 budget=budget,
                 date=self.date,
                 progress=self.progress,
-                rehearse=self.rehearse,
+                trial_runs=self.trial_runs,
                 plans=self.plans,
             ).run()
         took = time.monotonic() - start
@@ -146,59 +152,59 @@ class ProfilingSession:
 
 
 def _of_one_kind(front: PreparedModel, place: int) -> PreparedModel:
-    """For the devices of this one's kind alone: what others take is not measured here.
+    """Return the prepared model for devices of this kind only.
 
-    Wishes for the whole cluster that these alone cannot keep are left out.
+    Constraints for the whole cluster that these devices cannot satisfy are dropped.
     """
-    asked = front.request
-    part = keep_same_devices(asked.cluster, asked.cluster.devices[place])
-    if part == asked.cluster:
+    given = front.request
+    part = keep_same_devices(given.cluster, given.cluster.devices[place])
+    if part == given.cluster:
         return front
 
     def request(constraints: Mapping[str, int | float | str | bool]) -> PlanRequest:
-        return make_request(part, asked.optimizer, asked.cost_model, constraints, asked.seed)
+        return make_request(part, given.optimizer, given.cost_model, constraints, given.seed)
 
     try:
-        return replace(front, request=request(asked.constraints))
+        return replace(front, request=request(given.constraints))
     except FxpartError:
-        kept = {name: value for name, value in asked.constraints.items() if name in _GRAPH}
+        kept = {name: value for name, value in given.constraints.items() if name in _GRAPH}
         return replace(front, request=request(kept))
 
 
 def _silent(what: str, done: int, of: int) -> None:
-    """Nobody listens."""
+    """Ignore progress."""
 
 
 def get_measurement_environment(
     model: str, device: torch.device | None = None
 ) -> MeasurementEnvironment:
-    """The setting of this process. model: of the device, as the cluster says it."""
+    """Return the environment of this process. model: the device's model in the cluster."""
     version = str(torch.__version__)
     if device is not None and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         return MeasurementEnvironment(device=model, chip=name, threads=0, torch=version)
     threads = torch.get_num_threads()
     left = quota() or threads
-    held = round(left, 4) if left < threads else 0.0
+    limit = round(left, 4) if left < threads else 0.0
     return MeasurementEnvironment(
-        device=model, chip=chip(), threads=threads, torch=version, quota=held
+        device=model, chip=chip(), threads=threads, torch=version, quota=limit
     )
 
 
 @contextmanager
 def on_device(device: Device) -> Iterator[torch.device]:
-    """This machine's device of the cluster's kind, with as many threads as a rank has there."""
+    """Select this machine's device of the cluster's kind, and set the threads of a rank."""
     if device.kind == "gpu":
         if not torch.cuda.is_available():
             raise error(
                 "FXP602",
                 where=f"profiling {device.name} ({device.model})",
-                why="torch sees no GPU here",
-                fix="profile on a machine that has one, and merge the files",
+                why="torch finds no GPU on this machine",
+                fix="profile on a machine with a GPU, and merge the files",
             )
         yield torch.device("cuda", 0)
         return
-    keep_freed_memory()  # as the ranks do
+    keep_freed_memory()  # As in ranks.
     before = torch.get_num_threads()
     if not isinstance(device.threads, msgspec.UnsetType):
         torch.set_num_threads(device.threads)

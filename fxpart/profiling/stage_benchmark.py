@@ -1,7 +1,7 @@
-"""The stages of candidate plans, each timed in several turns: what a machine does changes in time.
+"""Time the stages of candidate plans in several turns.
 
-Times of one stage are compared with those of another, and with those of the whole model. So every
-stage has its part of every turn, and what slows the machine down for some seconds counts for all.
+Times of stages are compared with each other and with those of the whole model. Therefore each turn
+runs all stages, so that a temporary slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class StageBenchmarkInput:
-    """The stages of one program to time at one microbatch size; where each is several ranks, the
-    first lane's.
+    """Stages of one program to time at one microbatch size, on the first mesh rank.
 
-    labels: of the plan, for people. mine: those that are timed, None for all; the others run for
-    what they give.
+    labels: descriptions for users. mine: stages to time, None for all; others only produce inputs.
     """
 
     spec: ProgramSpec
@@ -47,12 +45,12 @@ class StageBenchmarkInput:
 
     @property
     def timed(self) -> list[int]:
-        """Which stages are."""
+        """The indices of stages to time."""
         return [k for k in range(len(self.sources)) if self.mine is None or k in self.mine]
 
 
 def microbatch(captured: CapturedModel, spec: ProgramSpec, count: int) -> tuple[Values, Sizes, int]:
-    """The first (largest) of ``count`` microbatches of the example batch: tensors, sizes, rows."""
+    """Return tensors, sizes and rows of the first (largest) of ``count`` microbatches."""
     (values, *_), sizes, rows = microbatches(captured, spec, count)
     return values, sizes, rows
 
@@ -60,11 +58,11 @@ def microbatch(captured: CapturedModel, spec: ProgramSpec, count: int) -> tuple[
 def microbatches(
     captured: CapturedModel, spec: ProgramSpec, count: int
 ) -> tuple[list[Values], Sizes, int]:
-    """TIMED of ``count`` microbatches of one size, or the only one: tensors, that size, its rows.
+    """Return up to TIMED of ``count`` microbatches: tensors, their common size, and rows.
 
-    Those of the first one's size; where a stage is several ranks, the first lane's part of them,
-    and the rows of all. Tables are asked for other rows by each, which an update then has to go
-    through.
+    They have the size of the first one. If a stage has several ranks, the tensors are those of the
+    first mesh rank, and the rows those of all. Several are needed because each looks up other rows
+    of embedding tables, all of which an update processes.
     """
     assert captured.example is not None, "a captured model has an example"
     whole = BatchReader(spec, get_row_multiple(spec)).read(captured.example(), count)
@@ -76,7 +74,7 @@ def microbatches(
 
 
 def keys_of(work: StageBenchmarkInput, sizes: Sizes, optimizer: str) -> list[str]:
-    """The key of each stage."""
+    """Return the key of each stage."""
     return [
         stage_key(source, work.spec, index, sizes, optimizer)
         for index, source in enumerate(work.sources)
@@ -85,9 +83,9 @@ def keys_of(work: StageBenchmarkInput, sizes: Sizes, optimizer: str) -> list[str
 
 @dataclass(frozen=True)
 class _StageMetadata:
-    """What is said of a timed stage beside its times.
+    """Data of a timed stage apart from its times.
 
-    microbatches: before an update. parts: by whether gradients are there.
+    microbatches: per update. parts: predictions, by whether gradients are already present.
     """
 
     rows: int
@@ -96,24 +94,24 @@ class _StageMetadata:
     parts: dict[bool, dict[str, float]]
 
 
-Thought = Callable[[int, int, int, bool], dict[str, float]]
+PredictParts = Callable[[int, int, int, bool], dict[str, float]]
 
 
-def _said(
-    work: StageBenchmarkInput, stage: int, rows: int, count: int, parts: Thought | None
+def _metadata_of(
+    work: StageBenchmarkInput, stage: int, rows: int, count: int, parts: PredictParts | None
 ) -> _StageMetadata:
-    thought = {
+    expected = {
         later: {} if parts is None else parts(stage, rows, count, later) for later in (False, True)
     }
-    return _StageMetadata(rows, count, work.labels[stage], thought)
+    return _StageMetadata(rows, count, work.labels[stage], expected)
 
 
 @dataclass
 class StageBenchmark:
-    """Times stages on a device, turn by turn. optimizer: as given; name: its name.
+    """Times stages on a device in several turns. optimizer: as given. name: its name.
 
-    together: the stages of a plan take turns with each microbatch, as they share a host's caches;
-    otherwise each has the device for itself.
+    together: each microbatch passes through all stages of a plan, as these share a host's caches;
+    otherwise each stage is timed alone.
     """
 
     captured: CapturedModel
@@ -122,10 +120,10 @@ class StageBenchmark:
     device: torch.device
     together: bool = True
     _samples: dict[str, list[StageSamples]] = field(default_factory=dict, init=False)
-    _told: dict[str, _StageMetadata] = field(default_factory=dict, init=False)
+    _metadata: dict[str, _StageMetadata] = field(default_factory=dict, init=False)
 
     def keys(self, work: StageBenchmarkInput) -> list[str]:
-        """Those of a program's stages that :meth:`turn` times."""
+        """Return the keys of a program's stages that :meth:`turn` times."""
         _, sizes, _ = microbatches(self.captured, work.spec, work.microbatches)
         keys = keys_of(work, sizes, self.name)
         return [keys[k] for k in work.timed]
@@ -137,13 +135,13 @@ class StageBenchmark:
         *,
         seconds: float = 1.0,
         left: Callable[[], float] = lambda: 1e9,
-        parts: Thought | None = None,
+        parts: PredictParts | None = None,
     ) -> list[str]:
-        """Time a program's stages once more; the keys of those that it timed, in order.
+        """Time a program's stages once; return the keys of the timed stages, in order.
 
-        Of those whose key is in ``known`` or was timed just before nothing is kept. seconds: for
-        each stage. left: seconds that are left for all. parts(stage, rows, microbatches, later):
-        what :class:`StageMeasurement` keeps of predictions.
+        Stages with a key in ``known`` and repeated keys are skipped. seconds: for each stage. left:
+        returns the remaining seconds. parts(stage, rows, microbatches, later): predictions to store
+        in :class:`StageMeasurement`.
         """
         every, sizes, rows = microbatches(self.captured, work.spec, work.microbatches)
         timed_on = [{n: t.to(self.device) for n, t in values.items()} for values in every]
@@ -159,7 +157,7 @@ class StageBenchmark:
                 found = Rotation(runs, timed_on).samples(seconds * len(new), self._least(new))
                 for key, k in new.items():
                     self._samples.setdefault(key, []).append(found[k - group.start])
-                    self._told.setdefault(key, _said(work, k, rows, len(every), parts))
+                    self._metadata.setdefault(key, _metadata_of(work, k, rows, len(every), parts))
                 timed += new
             for run in runs if group.stop < len(keys) else ():
                 for values in timed_on:
@@ -169,20 +167,20 @@ class StageBenchmark:
         return timed
 
     def _least(self, keys: Iterable[str]) -> int:
-        """Steps: one where all of these were timed in turns before."""
+        """Return the minimum of steps: one if all keys were timed in earlier turns."""
         return 1 if all(self._samples.get(key) for key in keys) else LEAST_STEPS
 
     def _groups(self, wanted: Sequence[int], count: int) -> list[range]:
-        """Of so many stages those that are timed together."""
+        """Return the ranges of stages that are timed together."""
         if self.together:
             return [range(count)] if wanted else []
         return [range(k, k + 1) for k in range(max(wanted, default=-1) + 1)]
 
     def timings(self) -> dict[str, StageMeasurement]:
-        """By key what all turns say, two for each: of a first microbatch, and of later ones."""
+        """Return two measurements per key over all turns: of first and of later microbatches."""
         found: dict[str, StageMeasurement] = {}
         for key, every in self._samples.items():
-            said = self._told[key]
+            metadata = self._metadata[key]
             forward = timing(_joined(s.forward for s in every))
             optimizer = timing(_joined(s.optimizer for s in every))
             for later in (False, True):
@@ -191,10 +189,10 @@ class StageBenchmark:
                     forward=forward,
                     backward=timing(back),
                     optimizer=optimizer,
-                    rows=said.rows,
-                    microbatches=said.microbatches,
-                    label=said.label,
-                    parts=said.parts[later],
+                    rows=metadata.rows,
+                    microbatches=metadata.microbatches,
+                    label=metadata.label,
+                    parts=metadata.parts[later],
                 )
         return found
 

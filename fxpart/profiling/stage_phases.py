@@ -1,4 +1,4 @@
-"""The phases of profiling that time stages whole: of the best few plans, and of plans for all."""
+"""Profiling phases that time whole stages: of the best few plans, and of given plans."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fxpart.profiling.candidates import BenchmarkStages, add_whole_model, withou
 from fxpart.profiling.plan_stages import work_of
 from fxpart.profiling.rotation import LEAST
 from fxpart.profiling.run import ProfilingRun
-from fxpart.profiling.stage_benchmark import TURNS, StageBenchmark, Thought
+from fxpart.profiling.stage_benchmark import TURNS, PredictParts, StageBenchmark
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
-_PLANS = 5  # plans of which the stages are measured whole
-_TRIES = 5  # plans that turn out to be the best, one after the other
+_PLANS = 5  # Plans whose whole stages are measured.
+_TRIES = 5  # Iterations of measuring the currently best plan.
 
 
 class StagePhases(ProfilingRun):
-    """Stages of one rank of the best chains, and those of plans for the whole cluster."""
+    """Measures stages with one rank of the best choices, and stages of plans for the cluster."""
 
     def stages(self, model: CostModel, left_out: list[str]) -> tuple[int, int]:
-        """The stages of the model's best few plans, and the whole as one stage at each size."""
+        """Measure stages of the best few plans, and the whole model as one stage at each size."""
         problem, choices = self.choices(model)
         parts = OpClassTimes(
             self.graph,
@@ -42,19 +42,18 @@ class StagePhases(ProfilingRun):
         return self._timed([(w, w.parts(parts)) for w in works], self.shares[1], left_out)
 
     def of_best(self, left_out: list[str]) -> tuple[int, int, Plan | None]:
-        """Those of the plan that would be chosen now, if plans are not run anyway; and that plan.
+        """Measure stages of the currently best plan, unless there are trial runs; return the plan.
 
-        What a plan takes as a whole may be more than its ops came to, and another is the best then:
-        so on, until the best is known as a whole or the budget is used. The last one is the best by
-        all that was measured.
+        Measured stages may take longer than predicted, so that another plan becomes the best. This
+        is repeated until the stages of the best plan are measured or the budget is used.
         """
         done = found = 0
-        if self.rehearses and self.planned_for is self.front:
+        if self.can_run_trials and self.planned_for is self.front:
             return done, found, None
         for share in (*[1.0] * _TRIES, 0.0):
             try:
                 best = self.best_plan()
-            except FxpartError:  # nothing fits: whoever plans is told
+            except FxpartError:  # No plan fits; this is reported when planning.
                 return done, found, None
             short: list[str] = []
             made, known = self.of_plans([best], share, short)
@@ -66,26 +65,29 @@ class StagePhases(ProfilingRun):
         return done, found, best
 
     def of_plans(self, plans: Sequence[Plan], share: float, left_out: list[str]) -> tuple[int, int]:
-        """The stages that plans put on devices like this one, until that share of the budget.
+        """Measure stages of plans on devices of this kind, within a fraction of the budget.
 
-        What sums of ops say of them is not asked: factors are those of the best few plans.
+        Predictions are not stored with them, as only the best few plans are used for calibration.
         """
         works = [work_of(self.front, plan, self.first) for plan in plans]
         return self._timed([(work, None) for work in works if work], share, left_out)
 
     def _timed(
-        self, works: list[tuple[BenchmarkStages, Thought | None]], share: float, left_out: list[str]
+        self,
+        works: list[tuple[BenchmarkStages, PredictParts | None]],
+        share: float,
+        left_out: list[str],
     ) -> tuple[int, int]:
-        """Stages timed now, and those that the profile had; until that share of the budget."""
+        """Measure stages within a fraction of the budget; return how many are new and known."""
         if not works:
             return 0, 0
         optimizer = self.front.request.optimizer
         bench = StageBenchmark(
             self.captured, optimizer, choose(optimizer).name, self.device,
-            together=self.device.type == "cpu" and self.neighbours > 1,
+            together=self.device.type == "cpu" and self.ranks_on_host > 1,
         )  # fmt: skip
         known = self.profile.get("stages", self.setting, StageMeasurement)
-        self._in_turns(bench, works, share, known)
+        self._time_in_turns(bench, works, share, known)
         made = bench.timings()
         self.profile.put("stages", self.setting, made, self.date)
         there = [[key in known or key in made for key in bench.keys(w.stages)] for w, _ in works]
@@ -94,18 +96,18 @@ class StagePhases(ProfilingRun):
             left_out.append(f"stages of {short} of {len(works)} plans")
         return len(made) // 2, sum(map(sum, there)) - len(made) // 2
 
-    def _in_turns(
+    def _time_in_turns(
         self,
         bench: StageBenchmark,
-        works: list[tuple[BenchmarkStages, Thought | None]],
+        works: list[tuple[BenchmarkStages, PredictParts | None]],
         share: float,
         known: Collection[str],
     ) -> None:
-        """Time the stages that are not known, of all works as long as there is time for it."""
+        """Time unknown stages in several turns, within a fraction of the budget."""
         done, count = 0, TURNS * len(works)
         for _ in range(TURNS):
             timed = set(known)
-            for work, thought in works:
+            for work, predict_parts in works:
                 if self.left(share) <= 0 and done:
                     break
                 self.progress("stages", done, count)
@@ -115,14 +117,14 @@ class StagePhases(ProfilingRun):
                         timed,
                         seconds=self.each(len(works), share) / TURNS,
                         left=lambda: self.left(share),
-                        parts=thought,
+                        parts=predict_parts,
                     )
                 )
                 done += 1
         self.progress("stages", count, count)
 
     def _fits(self, problem: PartitionProblem, choice: PartitionChoice) -> bool:
-        """Whether the least that is done to time a plan's stages takes half of what is left."""
+        """Return whether a minimal benchmark of a plan's stages fits in half of the time left."""
         variant = problem.variants[choice.variant]
         once = sum(variant.forward[0]) + sum(variant.backward[0])
         return LEAST * once < self.left(self.shares[1]) / 2

@@ -1,10 +1,9 @@
-"""A stage as the runtime runs it, to be timed: forward, backward, the optimizer's step.
+"""Run a stage as in the runtime to time it: forward, backward and optimizer step.
 
-A stage's emitted module runs in the runtime's own cell on values that the stages before it really
-made; gradients start at zero and add up as over the microbatches of a step. Sparse ones are kept as
-they came and put together before the update, as the runtime does it, and count as part of it. A
-stage of several ranks is the first lane's; what it takes from the others is there at once
-(:mod:`fxpart.profiling.collective_ops`).
+The generated module runs on real outputs of earlier stages, and gradients accumulate over the
+microbatches of a step. Sparse gradients are merged before the update, as in the runtime, and this
+is part of the update's time. Of a stage with several ranks, the first mesh rank runs; data of the
+other ranks are available at once (:mod:`fxpart.profiling.collective_ops`).
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ class StageRun:
         self._optimizer = _optimizer(optimizer, spec, stage, self.module)
         self._taken = SparseGradientCapture()
         self._tables = [
-            self.module.get_parameter(held.attribute)
-            for held in spec.stages[stage].state
-            if held.sparse and held.requires_grad
+            self.module.get_parameter(item.attribute)
+            for item in spec.stages[stage].state
+            if item.sparse and item.requires_grad
         ]
         for table in self._tables:
             self._taken.watch(table)
@@ -68,23 +67,23 @@ class StageRun:
         self._key = microbatch_key(spec.seed, 0, 0)
 
     def forget(self) -> None:
-        """No parameter has a gradient any more."""
+        """Drop all gradients."""
         for parameter in self._trained:
             parameter.grad = None
         self._taken.reset()
 
     def update(self) -> None:
-        """What the runtime does after the last backward of a step."""
+        """Update the parameters as the runtime does after the last backward of a step."""
         for table in self._tables:
             parts = self._taken.pending(table)
             self._taken.drop(table)
             table.grad = None if parts is None else parts.gradient(table)
         self._optimizer.step()
         for table in self._tables:
-            table.grad = None  # a later backward's is kept apart again
+            table.grad = None  # Later sparse gradients are captured again.
 
     def forward(self, inputs: Values, *, train: bool) -> StageMicrobatch:
-        """One microbatch: what the runtime does for an F, once its values have arrived."""
+        """Run the forward of a microbatch, as the runtime does once its inputs have arrived."""
         cell = StageMicrobatch(self.table)
         for position, name in self.table.user:
             cell.inputs[position] = inputs[name]
@@ -96,7 +95,7 @@ class StageRun:
     def backward(
         self, cell: StageMicrobatch, gradients: Sequence[torch.Tensor], weight: float
     ) -> None:
-        """What the runtime does for a B. gradients: one for each link that brings one back."""
+        """Run the backward as the runtime does. gradients: one for each returned gradient."""
         roots = BackwardRoots(self.table)
         for link, gradient in zip(self._returned, gradients, strict=True):
             roots.add(link, gradient)
@@ -105,7 +104,7 @@ class StageRun:
         cell.backward(roots)
 
     def gradients(self, cell: StageMicrobatch) -> list[torch.Tensor]:
-        """Something like what comes back over each link: of its value's shape."""
+        """Return random gradients with the shapes of those that later stages return."""
         return [torch.randn_like(self._carried(link, cell)) for link in self._returned]
 
     def _carried(self, link: ValueEdge, cell: StageMicrobatch) -> torch.Tensor:
@@ -115,13 +114,13 @@ class StageRun:
         return found
 
     def pass_on(self, cell: StageMicrobatch, values: Values) -> None:
-        """Add to ``values`` what later stages use."""
+        """Add the outputs that later stages use to ``values``."""
         for link in self.found:
             if link.source == self.table.index:
                 values[link.name] = cell.outputs[link.output].detach()
 
     def now(self) -> float:
-        """Of one thread its own seconds, which other processes do not lengthen."""
+        """Return a time in seconds: the CPU time of a single thread, else the wall clock."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         elif torch.get_num_threads() == 1:
@@ -132,7 +131,7 @@ class StageRun:
 def _optimizer(
     given: Any, spec: ProgramSpec, stage: int, module: nn.Module
 ) -> torch.optim.Optimizer:
-    """What updates a stage's parameters; several optimizers get theirs by the model's names."""
+    """Return the optimizer of a stage's parameters; several are assigned by parameter names."""
     every = [state for each in spec.stages for state in each.state if state.requires_grad]
     groups = make_parameter_groups(given, None, {state.name: state.shape for state in every})
     mine = [

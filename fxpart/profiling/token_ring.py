@@ -1,8 +1,8 @@
-"""Ranks in a ring hand tokens on: whoever has one computes, and passes it on as the runtime sends.
+"""Pass tokens around a ring of ranks; a rank computes while it has a token.
 
-As many ranks compute as there are tokens, at most; where they take unequal time, fewer now and
-then, as in a pipeline. What is measured with it: :mod:`fxpart.profiling.contention`,
-:mod:`fxpart.profiling.cpu_load_imbalance`.
+Tokens are sent by the runtime's transport. At most as many ranks compute as there are tokens, and
+fewer at times if computations differ, as in a pipeline. This is used by
+:mod:`fxpart.profiling.contention` and :mod:`fxpart.profiling.cpu_load_imbalance`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from fxpart.runtime.transport.interface import FORWARD, Transport
 
-PIECE = 8e-3  # seconds of a computation, about
-_WIDTH = 256  # of a product that is small beside the caches
-_CARRIED = 1 << 14  # numbers that a token carries: 64 KiB
+PIECE = 8e-3  # Approximate seconds of a computation.
+_WIDTH = 256  # Matrix size of a product that fits in caches.
+_TOKEN_ELEMENTS = 1 << 14  # Elements of a token: 64 KiB.
 
 
 def piece(seconds: float = PIECE) -> int:
-    """How many products take about a piece of time here, alone."""
+    """Return the number of products that take about ``seconds`` on an idle core."""
     matrix = torch.rand(_WIDTH, _WIDTH)
     taken = []
     for _ in range(20):
@@ -34,21 +34,21 @@ def piece(seconds: float = PIECE) -> int:
 
 
 def agree_on_products(seconds: float = PIECE) -> int:
-    """The first rank's :func:`piece`, on every rank of the group."""
+    """Return the first rank's :func:`piece` on all ranks of the group."""
     length = torch.tensor([float(piece(seconds))])
     dist.broadcast(length, 0)
     return int(length)
 
 
 class ComputeLoad:
-    """A computation of some milliseconds."""
+    """A synthetic computation of some milliseconds."""
 
     def __init__(self, products: int) -> None:
-        """products: of small matrices, as many as :func:`piece` says."""
+        """products: number of small matrix products, from :func:`piece`."""
         self._matrix, self._products = torch.rand(_WIDTH, _WIDTH), products
 
     def __call__(self, share: float = 1.0) -> None:
-        """Compute, a share of it."""
+        """Run a fraction of the computation."""
         for _ in range(max(1, round(share * self._products))):
             torch.mm(self._matrix, self._matrix)
 
@@ -56,7 +56,7 @@ class ComputeLoad:
 def time_concurrent_compute(
     rank: int, count: int, work: Callable[[], None], seconds: float
 ) -> list[float]:
-    """Seconds of each computation while ``count`` ranks do nothing else; none of one that waits."""
+    """Return the seconds of computations while ``count`` ranks compute; none if waiting."""
     dist.barrier()
     taken: list[float] = []
     end = time.perf_counter() + seconds
@@ -71,8 +71,8 @@ def time_concurrent_compute(
 def ring(
     rank: int, world: int, tokens: int, rounds: int, work: Callable[[], None], transport: Transport
 ) -> float:
-    """Seconds in which each rank computes so many times; tokens: at most as many as ranks."""
-    token, sent = torch.zeros(_CARRIED), list[Any]()
+    """Return the seconds for ``rounds`` computations per rank. tokens: at most ``world``."""
+    token, sent = torch.zeros(_TOKEN_ELEMENTS), list[Any]()
     before, after = (rank - 1) % world, (rank + 1) % world
 
     def receive() -> None:

@@ -1,8 +1,7 @@
-"""Plans that are run before one is chosen: real ranks on this host, some steps of each.
+"""Trial runs: run some steps of plans with real ranks on this host before selecting one.
 
-Predictions made of ops and stages are good to some percent at best; where the best plans are closer
-together than that, and where ranks, their transfers and the operating system get into each other's
-way, only running them tells which is fastest.
+Predictions from ops and stages have errors of some percent. If the best plans are closer than that,
+or if ranks, transfers and the operating system interfere, only trial runs find the fastest plan.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from fxpart.profiling.outliers import timing
 from fxpart.profiling.processes import run_on_processes
 from fxpart.profiling.trial_worker import TARGET, WARM, save_batch, write_atomically
 
-_POLL = 0.02  # seconds between looks for answers
-_TIMEOUT = 120.0  # seconds of one plan
-_LONGEST = 3600.0  # seconds of all plans
+_POLL = 0.02  # Seconds between polls for results.
+_TIMEOUT = 120.0  # Seconds for one plan.
+_LONGEST = 3600.0  # Seconds for all plans.
 
 
 class TrialProcesses:
-    """Processes of this host that rehearse one plan after the other; a context manager.
+    """Processes of this host for trial runs of one plan after another; a context manager.
 
-    They start at once, so that they are ready when the first plan comes.
+    They start immediately, to be ready for the first plan.
     """
 
     def __init__(self, ranks: int, *, threads: int = 1) -> None:
-        """ranks: as many processes, each with so many threads of computation."""
+        """ranks: number of processes. threads: computing threads of each."""
         self._folder = tempfile.TemporaryDirectory(prefix="fxpart-")
         self._number = 0
-        self._held = 0  # ranks of the plan that is held
+        self._loaded_ranks = 0  # Ranks of the loaded plan.
         self._failure: FxpartError | None = None
         self._thread = threading.Thread(target=self._serve, args=(ranks, threads), daemon=True)
         self._thread.start()
@@ -53,12 +52,12 @@ class TrialProcesses:
         optimizer: str = "",
         label: str = "",
     ) -> TrialRun:
-        """The plan's steps with drawn weights on the example batch, as real ranks train it.
+        """Run steps of a plan with random weights on the example batch.
 
-        steps: that count, after three that do not. optimizer: by default the plan's. Raises what a
-        rank raised, or FXP507.
+        steps: measured steps, after three warm-up steps. optimizer: by default the plan's. Raises
+        the error of a rank, or FXP507.
         """
-        rows = self._ask(
+        rows = self._send(
             plan.world, self._program(plan, parts, optimizer) | {"steps": steps, "stay": False}
         )
         taken = [max(row["seconds"][i] for row in rows) for i in range(steps)]
@@ -73,33 +72,33 @@ class TrialProcesses:
             cpu=tuple(row["cpu"] for row in rows),
         )
 
-    def hold(self, plan: Plan, parts: GeneratedProgram, *, optimizer: str = "") -> None:
-        """Load a plan, and do the steps that do not count; :meth:`go_on` trains it further."""
-        self._ask(plan.world, self._program(plan, parts, optimizer) | {"steps": 0, "stay": True})
-        self._held = plan.world
+    def load(self, plan: Plan, parts: GeneratedProgram, *, optimizer: str = "") -> None:
+        """Load a plan and run warm-up steps; :meth:`train_further` continues."""
+        self._send(plan.world, self._program(plan, parts, optimizer) | {"steps": 0, "stay": True})
+        self._loaded_ranks = plan.world
 
-    def go_on(self, steps: int, *, warm: int = 1) -> list[float]:
-        """Seconds of so many steps more of the plan that is held, after ``warm`` ones."""
-        assert self._held, "a plan is held"
-        request = {"ranks": self._held, "warm": warm, "steps": steps, "stay": True}
-        rows = self._ask(self._held, request)
+    def train_further(self, steps: int, *, warm: int = 1) -> list[float]:
+        """Return the seconds of further steps of the loaded plan, after ``warm`` warm-up steps."""
+        assert self._loaded_ranks, "a plan is loaded"
+        request = {"ranks": self._loaded_ranks, "warm": warm, "steps": steps, "stay": True}
+        rows = self._send(self._loaded_ranks, request)
         return [max(row["seconds"][i] for row in rows) for i in range(steps)]
 
     def close(self) -> None:
-        """End the processes; nothing may be asked after it."""
+        """End the processes; no requests are allowed afterwards."""
         if self._thread.is_alive():
             write_atomically(self._path(f"request-{self._number}.json"), {})
             self._thread.join(_TIMEOUT)
         self._folder.cleanup()
 
     def _program(self, plan: Plan, parts: GeneratedProgram, optimizer: str) -> dict[str, Any]:
-        """The request to load a plan, which is written for it."""
+        """Write a plan's program and return the request to load it."""
         folder = Path(self._folder.name) / str(self._number)
         folder.mkdir()
         write_program(plan, parts, folder / "program")
         assert parts.captured.example is not None, "captured with an example"
         save_batch(parts.captured.example(), folder)
-        self._held = 0
+        self._loaded_ranks = 0
         return {
             "ranks": plan.world,
             "program": str(folder / "program"),
@@ -115,17 +114,17 @@ class TrialProcesses:
         except FxpartError as why:
             self._failure = why
 
-    def _ask(self, ranks: int, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the ranks answer."""
+    def _send(self, ranks: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a request and return the ranks' results."""
         number, self._number = self._number, self._number + 1
         write_atomically(self._path(f"request-{number}.json"), request)
         answers = [self._path(f"answer-{number}-{rank}.json") for rank in range(ranks)]
         end = time.monotonic() + _TIMEOUT
         while not all(answer.exists() for answer in answers):
             if not self._thread.is_alive():
-                raise self._failure or _silent(request)
+                raise self._failure or _timeout_error(request)
             if time.monotonic() > end:
-                raise _silent(request)
+                raise _timeout_error(request)
             time.sleep(_POLL)
         return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
 
@@ -133,7 +132,7 @@ class TrialProcesses:
         return Path(self._folder.name) / name
 
     def __enter__(self) -> TrialProcesses:
-        """Itself."""
+        """Return the object itself."""
         return self
 
     def __exit__(
@@ -146,10 +145,10 @@ class TrialProcesses:
         self.close()
 
 
-def _silent(request: dict[str, Any]) -> FxpartError:
+def _timeout_error(request: dict[str, Any]) -> FxpartError:
     return error(
         "FXP507",
-        where=f"rehearsing a plan of {request['ranks']} ranks",
-        why=f"no answer within {_TIMEOUT:g} s",
-        fix="profile without trial runs (--no-rehearse), or a smaller batch",
+        where=f"trial run of a plan with {request['ranks']} ranks",
+        why=f"no result within {_TIMEOUT:g} s",
+        fix="profile without trial runs (--no-rehearse), or use a smaller batch",
     )

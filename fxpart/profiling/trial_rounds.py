@@ -1,9 +1,8 @@
-"""The closest plans trained in turns of a few steps, all of them held by ranks at the same time.
+"""Compare the fastest plans in rounds of a few steps, with all plans loaded at the same time.
 
-A machine changes its pace from one second to the next, a shared one by far more than good plans
-differ. What two plans take within seconds of each other is hardly touched by it: rounds of steps
-tell plans apart that runs one after the other do not. Each round's steps are compared with each
-other alone, and the median round counts.
+The speed of a machine varies within seconds, on a shared machine by more than good plans differ.
+Times of plans within a few seconds of each other are comparable, however. Therefore plans are
+compared within each round of steps, and the median over rounds is used.
 """
 
 from __future__ import annotations
@@ -19,34 +18,35 @@ from fxpart.costmodels.profile_store import TimeQuartiles, TrialRun
 from fxpart.plan.model import Plan
 from fxpart.profiling.trial_processes import TrialProcesses
 
-LEAST = 3  # rounds
+LEAST = 3  # Minimum of rounds.
 _MOST = 9
-_STEPS = 3  # that count, of each plan in each round
-_WARM = 1  # before them: the other plans' steps have emptied the caches
+_STEPS = 3  # Measured steps of each plan per round.
+_WARM = 1  # Warm-up steps, as other plans have evicted the caches.
 
 Rounds = Sequence[Sequence[float]]
 
 
 def run_trial_rounds(
     benches: Sequence[TrialProcesses],
-    players: Sequence[tuple[Plan, GeneratedProgram]],
+    plans: Sequence[tuple[Plan, GeneratedProgram]],
     *,
     most: int = _MOST,
     left: Callable[[], float] = lambda: float("inf"),
     optimizer: str = "",
 ) -> list[tuple[float, ...]]:
-    """Of each round the seconds of a step of each plan: the median of its steps.
+    """Return the median seconds of a step of each plan, by round.
 
-    benches: one for each plan, of at least its ranks. most: rounds, while seconds are left, but at
-    least three. optimizer: by default the plans'. Raises what a rank raised, or FXP507.
+    benches: one for each plan, with at least its ranks. most: maximum of rounds while ``left()`` is
+    positive, at least three. optimizer: by default the plans'. Raises the error of a rank, or
+    FXP507.
     """
-    for bench, (plan, parts) in zip(benches, players, strict=True):
-        bench.hold(plan, parts, optimizer=optimizer)
+    for bench, (plan, parts) in zip(benches, plans, strict=True):
+        bench.load(plan, parts, optimizer=optimizer)
     rounds: list[tuple[float, ...]] = []
     while len(rounds) < LEAST or (len(rounds) < most and left() > 0):
         order = list(enumerate(benches))
         found = {
-            number: statistics.median(bench.go_on(_STEPS, warm=_WARM))
+            number: statistics.median(bench.train_further(_STEPS, warm=_WARM))
             for number, bench in order[:: -1 if len(rounds) % 2 else 1]
         }
         rounds.append(tuple(found[number] for number, _ in order))
@@ -54,12 +54,12 @@ def run_trial_rounds(
 
 
 def round_seconds(step: float) -> float:
-    """About how long a round takes. step: seconds of one step of each plan, in all."""
+    """Return the approximate seconds of a round. step: total seconds of one step of each plan."""
     return (_STEPS + _WARM) * step
 
 
 def normalize_rounds(rounds: Rounds) -> list[list[float]]:
-    """By plan, over the rounds: what it took over the geometric mean of all plans' in the round."""
+    """Return times relative to the geometric mean of the round, by plan and round."""
     means = [_mean(row) for row in rounds]
     return [
         [row[number] / mean for row, mean in zip(rounds, means, strict=True)]
@@ -68,9 +68,9 @@ def normalize_rounds(rounds: Rounds) -> list[list[float]]:
 
 
 def summarize_rounds(runs: Sequence[TrialRun], rounds: Rounds) -> list[TrialRun]:
-    """The trial runs of plans that have played: how they compare is what the rounds say.
+    """Update trial runs of plans by the rounds in which they were compared.
 
-    Their level, the geometric mean of all, stays: other plans were run at that pace.
+    Their geometric mean is preserved, for comparison with trial runs of other plans.
     """
     level = _mean([run.seconds.seconds for run in runs])
     shares = normalize_rounds(rounds)
@@ -86,5 +86,5 @@ def summarize_rounds(runs: Sequence[TrialRun], rounds: Rounds) -> list[TrialRun]
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The geometric one."""
+    """Return the geometric mean."""
     return exp(statistics.fmean(map(log, values)))

@@ -1,7 +1,7 @@
-"""One rank of those that rehearse plans: it trains each program that is left for it, a few steps.
+"""Rank process of trial runs: train a few steps of each requested program.
 
-The parent (:mod:`fxpart.profiling.trial_processes`) leaves requests in a folder, numbered from 0,
-and the ranks leave their answers there. Ranks that a plan has no use for sleep meanwhile.
+The parent (:mod:`fxpart.profiling.trial_processes`) writes requests, numbered from 0, into a
+folder, and the ranks write their results there. Ranks that a plan does not use sleep meanwhile.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from fxpart.training.trainer_factory import load_trainer
 
 TARGET = "fxpart.profiling.trial_worker:serve"
 _TENSORS, _VALUES = "batch.safetensors", "batch.json"
-WARM = 3  # steps that do not count
-_POLL = 0.02  # seconds between looks for a request
+WARM = 3  # Warm-up steps.
+_POLL = 0.02  # Seconds between polls for a request.
 
 
 def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
-    """Do all requests until the empty one comes; how many there were.
+    """Run all requests until an empty one; return their number.
 
-    One with a program loads it and does the steps that do not count; what was loaded before is
-    gone. One without goes on with the program that is loaded, which ``stay`` keeps for it.
+    A request with a program loads it in place of the previous one and runs warm-up steps. One
+    without continues the loaded program, which ``stay`` in the previous request keeps loaded.
     """
     del world
     folder, number = Path(payload["folder"]), 0
-    dist.barrier()  # a rank that is still connecting would be lost where another leaves
-    dist.destroy_process_group()  # each plan makes a group of its own ranks
+    dist.barrier()  # All ranks must be connected before one leaves the group.
+    dist.destroy_process_group()  # Each plan creates a group of its ranks.
     with ExitStack() as loaded:
-        while asked := _request(folder / f"request-{number}.json"):
-            if rank < asked["ranks"]:
-                if "program" in asked:
+        while request := _request(folder / f"request-{number}.json"):
+            if rank < request["ranks"]:
+                if "program" in request:
                     loaded.close()
-                    trainee = loaded.enter_context(_loaded(f"plan{number}", rank, asked))
-                answer = trainee.train(asked["warm"], asked["steps"])
-                if not asked["stay"]:
+                    trainee = loaded.enter_context(_loaded(f"plan{number}", rank, request))
+                answer = trainee.train(request["warm"], request["steps"])
+                if not request["stay"]:
                     loaded.close()
                 write_atomically(folder / f"answer-{number}-{rank}.json", answer)
             number += 1
@@ -56,10 +56,10 @@ def serve(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _loaded(name: str, rank: int, asked: dict[str, Any]) -> Iterator[TrialProgram]:
-    """Within: the program that is asked for, in a group of its ranks."""
-    with make_process_group(name, rank, asked["ranks"], asked["timeout"]):
-        trainee = TrialProgram(Path(asked["program"]), asked["optimizer"])
+def _loaded(name: str, rank: int, request: dict[str, Any]) -> Iterator[TrialProgram]:
+    """Load the requested program in a process group of its ranks for the context."""
+    with make_process_group(name, rank, request["ranks"], request["timeout"]):
+        trainee = TrialProgram(Path(request["program"]), request["optimizer"])
         try:
             yield trainee
         finally:
@@ -67,10 +67,10 @@ def _loaded(name: str, rank: int, asked: dict[str, Any]) -> Iterator[TrialProgra
 
 
 class TrialProgram:
-    """An exported program that this rank trains with drawn weights, on the batch beside it."""
+    """An exported program that this rank trains with random weights and a stored batch."""
 
     def __init__(self, program: Path, optimizer: str) -> None:
-        """Load it; what the process has before that is its baseline."""
+        """Load the program; the memory of the process before is its baseline."""
         release_free_memory()
         self._footprint = MemoryFootprint()
         self._footprint.start()
@@ -78,9 +78,10 @@ class TrialProgram:
         self._batch = load_batch(program.parent)
 
     def train(self, warm: int, steps: int) -> dict[str, Any]:
-        """Seconds of each step and of its processor time, after ``warm`` ones that do not count.
+        """Train steps after ``warm`` warm-up steps; return times and memory.
 
-        Beside them bytes of the process before it held the program and at its peak.
+        These are seconds of each step, median processor seconds, and bytes of the process at its
+        peak and before the program was loaded.
         """
         for _ in range(warm):
             self._trainer.step(self._batch)
@@ -100,14 +101,14 @@ class TrialProgram:
         }
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Close the trainer and release its memory."""
         self._trainer.close()
         del self._trainer, self._batch
         release_free_memory()
 
 
 def draw_weight(name: str, meta: torch.Tensor) -> torch.Tensor:
-    """Weights of the usual size, the same on every rank; statistics start at 1, numbers at 0."""
+    """Return random weights of usual scale, equal on all ranks; variances are 1, integers 0."""
     if not meta.is_floating_point():
         return torch.zeros(meta.shape, dtype=meta.dtype)
     if name.endswith("running_var"):
@@ -119,17 +120,17 @@ def draw_weight(name: str, meta: torch.Tensor) -> torch.Tensor:
 def save_batch(batch: Any, folder: Path) -> None:
     """Write a batch of tensors and plain values into a folder."""
     whole = (batch,) if isinstance(batch, torch.Tensor) else batch
-    tensors, rest = {}, []
+    tensors, values = {}, []
     for number, (path, value) in enumerate(flatten_batch(whole)):
         if isinstance(value, torch.Tensor):
             tensors[str(number)] = value.detach().cpu().contiguous().clone()
-        rest.append([path, None if isinstance(value, torch.Tensor) else value])
+        values.append([path, None if isinstance(value, torch.Tensor) else value])
     safetensors.torch.save_file(tensors, folder / _TENSORS)
-    (folder / _VALUES).write_text(json.dumps(rest), encoding="utf-8")
+    (folder / _VALUES).write_text(json.dumps(values), encoding="utf-8")
 
 
 def load_batch(folder: Path) -> dict[Any, Any]:
-    """What :func:`save_batch` wrote: dicts by key or position, which a trainer takes as well."""
+    """Read a batch from :func:`save_batch`: dicts by key or position, as trainers accept."""
     tensors = safetensors.torch.load_file(folder / _TENSORS)
     batch: dict[Any, Any] = {}
     for number, (path, value) in enumerate(json.loads((folder / _VALUES).read_text("utf-8"))):
@@ -142,14 +143,14 @@ def load_batch(folder: Path) -> dict[Any, Any]:
 
 
 def write_atomically(file: Path, value: dict[str, Any]) -> None:
-    """Write whole or not at all, for another process."""
+    """Write JSON atomically for another process."""
     half = file.with_suffix(".half")
     half.write_text(json.dumps(value), encoding="utf-8")
     half.rename(file)
 
 
 def _request(file: Path) -> dict[str, Any]:
-    """The next one, once it is there."""
+    """Wait for the next request and return it."""
     while not file.exists():
         time.sleep(_POLL)
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

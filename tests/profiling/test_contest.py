@@ -84,7 +84,7 @@ def held(
     monkeypatch.setattr(trial_selection, "TrialProcesses", lambda *_, **__: stage)
     monkeypatch.setattr(trial_selection, "run_trial_rounds", stage.play)
     looked = {plan_key(plan): (plan, None) for plan in plans.values()}
-    monkeypatch.setattr(trial_selection, "_looked", lambda *_: looked)
+    monkeypatch.setattr(trial_selection, "_compared_plans", lambda *_: looked)
     devices = (SimpleNamespace(memory=memory), SimpleNamespace(memory=memory))
     front = SimpleNamespace(request=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
     asking = TrialRequest(
@@ -142,7 +142,7 @@ def test_a_disturbed_run_is_made_again(
 def test_time_that_is_up_is_told(monkeypatch: pytest.MonkeyPatch, plans: dict[int, Plan]) -> None:
     stage = Stage({1: [0.1], 2: [0.1], 4: [0.1], 8: [0.1], 16: [0.1]})
     found, _ = held(monkeypatch, plans, stage, runs=1)
-    assert found.done == 1 and "rehearsing" in found.left_out[0]
+    assert found.done == 1 and "trial runs" in found.left_out[0]
     assert found.plan.prediction.rehearsed_seconds or found.plan.prediction.corrected_seconds
 
 

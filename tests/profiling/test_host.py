@@ -13,8 +13,8 @@ from ranks import Pool
 
 from fxpart.profiling.host_benchmark import (
     SyntheticBlock,
-    counts_as,
-    grown,
+    count_equivalent_ranks,
+    make_monotonic,
     measure,
     request,
     results,
@@ -31,17 +31,17 @@ rising = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(
 def test_a_curve_read_backwards(slowdown: list[float], more: float) -> None:
     """The simulator reads it forwards."""
     more = min(more, len(slowdown) - 1)
-    assert counts_as(interpolate_slowdown(slowdown, 1 + more), slowdown) == pytest.approx(
-        more, abs=1e-6
-    )
+    assert count_equivalent_ranks(
+        interpolate_slowdown(slowdown, 1 + more), slowdown
+    ) == pytest.approx(more, abs=1e-6)
 
 
 def test_ends_of_the_curve() -> None:
-    assert counts_as(0.9, [1.0, 1.5, 3.0]) == 0
-    assert counts_as(99.0, [1.0, 1.5, 3.0]) == 2
-    assert counts_as(99.0, [1.0, 1.5]) == 1
-    assert counts_as(1.0, [1.0, 1.0, 1.0]) == 0
-    assert grown([1.1, 0.9, 2.0, 1.8]) == (1.0, 1.0, 2.0, 2.0)
+    assert count_equivalent_ranks(0.9, [1.0, 1.5, 3.0]) == 0
+    assert count_equivalent_ranks(99.0, [1.0, 1.5, 3.0]) == 2
+    assert count_equivalent_ranks(99.0, [1.0, 1.5]) == 1
+    assert count_equivalent_ranks(1.0, [1.0, 1.0, 1.0]) == 0
+    assert make_monotonic([1.1, 0.9, 2.0, 1.8]) == (1.0, 1.0, 2.0, 2.0)
 
 
 def test_figures_from_samples() -> None:

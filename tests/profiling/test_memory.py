@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxpart.profiling.contention import steppers
+from fxpart.profiling.contention import make_optimizers
 from fxpart.profiling.memory import ProcessMemoryGrowth, allocations, baseline, growth
 from fxpart.profiling.processes import run_on_processes
 from fxpart.runtime.monitor.memory_footprint import read_resident_bytes
@@ -78,11 +78,11 @@ def test_sparse_gradients_are_stepped_too() -> None:
     out = torch.nn.Linear(2, 1)
     trained = [*table.parameters(), *out.parameters()]
     out(table(torch.tensor([[1, 2], [2, 3]]))).sum().backward()
-    optimizers = steppers(trained)
+    optimizers = make_optimizers(trained)
     for optimizer in optimizers:
         optimizer.step()
     kept = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
     for parameter in trained:
         shapes = [t.shape for t in kept[parameter].values() if isinstance(t, torch.Tensor)]
         assert shapes.count(parameter.shape) == 2
-    assert [type(o).__name__ for o in steppers(trained[1:])] == ["AdamW"]
+    assert [type(o).__name__ for o in make_optimizers(trained[1:])] == ["AdamW"]

@@ -25,7 +25,7 @@ from fxpart.profiling.stage_benchmark import (
     keys_of,
     microbatches,
 )
-from fxpart.profiling.trial_selection import words
+from fxpart.profiling.trial_selection import describe_plan
 
 CPU = torch.device("cpu")
 
@@ -122,7 +122,7 @@ def test_only_what_is_on_such_devices() -> None:
     with pytest.raises(FxpartError, match="FXP305") as caught:
         check_places([given], [other])
     assert "h100-sxm" in caught.value.problems[0].why
-    assert words(given).startswith("2 stages of 2 + 1 copies, ")
+    assert describe_plan(given).startswith("2 stages with 2 + 1 replicas, ")
     given = on_unlike(copies((1, 2)))
     timed = [work_of(clicks_front(given), given, d) for d in (whole, held)]
     assert [w and w.stages.timed for w in timed] == [[0, 1], [1]]

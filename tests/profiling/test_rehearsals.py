@@ -24,7 +24,7 @@ from fxpart.planner.refinement import plan_seconds, with_trial_run
 from fxpart.profiling.session import profile
 from fxpart.profiling.trial_processes import TrialProcesses
 from fxpart.profiling.trial_rounds import LEAST, run_trial_rounds
-from fxpart.profiling.trial_selection import by_name, words
+from fxpart.profiling.trial_selection import describe_plan, is_named_optimizer
 from fxpart.profiling.trial_worker import serve
 from fxpart.report.explanation_text import explain
 from fxpart.report.html import report_html
@@ -66,7 +66,7 @@ def test_plans_that_are_held_train_in_turns() -> None:
         rounds = run_trial_rounds([first, second], players, most=4)
         assert len(rounds) == 4 and all(0 < taken < 10 for row in rounds for taken in row)
         assert len(run_trial_rounds([first, second], players[::-1], left=lambda: 0.0)) == LEAST
-        assert all(taken > 0 for taken in second.go_on(2, warm=0))
+        assert all(taken > 0 for taken in second.train_further(2, warm=0))
         after = first.run(two.plan, two.parts, steps=4, label="x")
         assert len(after.cpu) == 2 and after.seconds.seconds > 0
 
@@ -103,7 +103,7 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
         microbatches=2,
         progress=lambda what, *_: heard.append(what),
     )
-    assert first.trial_runs > 0 and first.left_out == () and "rehearsals" in heard
+    assert first.trial_runs > 0 and first.left_out == () and "trial runs" in heard
     work = workload()
     program = fxpart.compile(
         work.model,
@@ -118,7 +118,9 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
         known = held.get("rehearsals", held.settings()[0], TrialRun)
     assert found.rehearsed_seconds == min(one.seconds.seconds for one in known.values())
     assert known[plan_key(program.plan)].seconds.seconds == found.expected_seconds
-    assert first.plan == words(program.plan) and first.step_seconds == found.expected_seconds
+    assert (
+        first.plan == describe_plan(program.plan) and first.step_seconds == found.expected_seconds
+    )
     again = profile(workload(), "local:2", path, budget=900.0, microbatches=2)
     assert (again.trial_runs, again.known_trial_runs) == (0, first.trial_runs)
     assert (again.ops, again.known_ops) == (0, first.ops + first.known_ops)
@@ -129,7 +131,7 @@ def test_profiling_runs_the_plans_that_may_be_best(tmp_path: Path) -> None:
         work.model, "local:2", example_inputs=work.example, loss=work.loss, cost_model=path,
         microbatches=2,
     )  # fmt: skip
-    assert without.trial_runs == 0 and without.plan == words(program.plan)
+    assert without.trial_runs == 0 and without.plan == describe_plan(program.plan)
     assert without.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
@@ -169,8 +171,8 @@ def test_what_was_run_stands_for_what_was_simulated() -> None:
 def test_optimizers_that_other_processes_can_make() -> None:
     import torch
 
-    assert by_name("adamw") and by_name(torch.optim.SGD)
-    assert not by_name(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    assert is_named_optimizer("adamw") and is_named_optimizer(torch.optim.SGD)
+    assert not is_named_optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 
 @pytest.mark.slow
@@ -217,7 +219,7 @@ def test_a_plan_that_cannot_be_run_is_left_out_and_told(
 
     monkeypatch.setattr(TrialProcesses, "run", run)
     found = profile(workload(), "local:2", tmp_path / "a.profile", budget=900.0, microbatches=2)
-    told = [words_ for words_ in found.left_out if words_.startswith("rehearsing")]
+    told = [words_ for words_ in found.left_out if words_.startswith("trial run")]
     assert told and all("1 stage" in words_ for words_ in told)
     with Profile(tmp_path / "a.profile") as held:
         known = held.get("rehearsals", held.settings()[0], TrialRun)

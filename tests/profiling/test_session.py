@@ -28,7 +28,7 @@ from fxpart.profiling.phases import Phases
 from fxpart.profiling.runtime_overhead import overhead
 from fxpart.profiling.session import ProfilingSession, get_measurement_environment, profile
 from fxpart.profiling.stage_benchmark import microbatch
-from fxpart.profiling.trial_selection import words
+from fxpart.profiling.trial_selection import describe_plan
 
 
 def one_rank() -> Cluster:
@@ -62,7 +62,7 @@ def test_the_second_time_nothing_is_measured(tmp_path: Path) -> None:
     assert first.calibration.residuals
     assert first.contention is not None and first.contention.baseline > 50e6
     assert first.step_seconds > 0
-    assert {"ops", "stages", "crowding"} <= set(heard)
+    assert {"ops", "stages", "CPU contention"} <= set(heard)
     with Profile(path) as held:
         rows = list(held.rows())
         (place,) = held.settings()
@@ -107,14 +107,14 @@ def test_the_best_plan_is_known_as_a_whole(
     )  # fmt: skip
     assert len(program.plan.stages[0].ranks) == 2
     assert "every stage measured whole" in program.plan.provenance["choice"]
-    assert found.plan == words(program.plan) and found.plan.startswith(f"{mesh}, 1 stage, ")
+    assert found.plan == describe_plan(program.plan) and found.plan.startswith(f"{mesh}, 1 stage, ")
     assert found.step_seconds == pytest.approx(program.plan.prediction.expected_seconds)
 
 
 class Planned:
     """A run whose best plans are these, one after the other: as the profile grows, or as it is."""
 
-    rehearses = False
+    can_run_trials = False
     planned_for = front = None
 
     def __init__(self, *best: str, time_for: int = 99) -> None:
@@ -171,7 +171,7 @@ def test_of_unlike_devices_the_plan_for_all_is_timed(
         return real(self)
 
     monkeypatch.setattr(Phases, "best_plan", best_plan)
-    for phase in ("_measure_contention", "_rehearsed"):  # they take their time
+    for phase in ("_measure_contention", "_run_trials"):  # they take their time
         monkeypatch.setattr(Phases, phase, lambda self, left_out: None)
     asked = PlanningArguments(None, None, None, "roofline", {}, 0)
     made = ProfilingSession.of(workload(), unlike, asked)
@@ -188,7 +188,7 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
     found = profile(workload(), cluster, path, budget=1e-3)
     assert found.ops > 0 and found.stages == 0 and found.contention is None
     assert any("ops" in words for words in found.left_out)
-    assert any("slow each other down" in words for words in found.left_out)
+    assert any("CPU contention of" in words for words in found.left_out)
     again = profile(workload(), cluster, path, budget=1e-3)
     assert (again.ops, again.known_ops, again.left_out) == (0, found.ops, found.left_out)
     more = profile(workload(), cluster, path, budget=4.0)
@@ -200,7 +200,7 @@ def test_without_time_it_says_what_is_left_out(tmp_path: Path) -> None:
         built.model, cluster, example_inputs=built.example, loss=built.loss,
         cost_model=tmp_path / "b.profile",
     )  # fmt: skip
-    assert apart.plan == words(program.plan)
+    assert apart.plan == describe_plan(program.plan)
 
 
 @pytest.mark.slow

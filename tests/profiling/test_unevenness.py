@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fxpart.cluster.devices import CpuLoadImbalance
-from fxpart.profiling.cpu_load_imbalance import Notes, found
+from fxpart.profiling.cpu_load_imbalance import Records, find_imbalance
 from fxpart.profiling.processes import run_on_processes
 from fxpart.schedule.core_imbalance import compute_lost_core_share
 
 
-def on_cores(spans: list[list[tuple[float, float]]], uneven: CpuLoadImbalance) -> list[Notes]:
+def on_cores(spans: list[list[tuple[float, float]]], uneven: CpuLoadImbalance) -> list[Records]:
     """What ranks note that compute in these spans, on cores that lose a part after each change."""
     tick = 2e-5
     end = max(stop for mine in spans for _, stop in mine)
@@ -60,7 +60,7 @@ def irregular(ranks: int, seed: int, most: float = 30e-3) -> list[list[tuple[flo
     ],
 )
 def test_what_was_lost_is_found(uneven: CpuLoadImbalance) -> None:
-    seen = found(on_cores(irregular(uneven.cores + 2, 7), uneven), uneven.cores)
+    seen = find_imbalance(on_cores(irregular(uneven.cores + 2, 7), uneven), uneven.cores)
     assert seen.fallen == pytest.approx(uneven.fallen, abs=0.06)
     assert seen.risen == pytest.approx(uneven.risen, abs=0.06)
     assert seen.seconds == pytest.approx(uneven.seconds, rel=0.15)
@@ -71,13 +71,15 @@ def test_less_is_lost_where_who_stops_has_computed_for_a_moment() -> None:
     """Two that go on for long, and others that hardly begin: a mean would say a third of it."""
     uneven = CpuLoadImbalance(cores=2, seconds=0.008, fallen=0.9)
     long = [[(0.0, 2.0)], [(0.0, 2.0)]]
-    seen = found(on_cores([*long, *irregular(2, 5, most=3e-3)], uneven), 2)
+    seen = find_imbalance(on_cores([*long, *irregular(2, 5, most=3e-3)], uneven), 2)
     assert seen.fallen == pytest.approx(0.9, abs=0.1)
 
 
 @pytest.mark.slow
 def test_cores_that_are_all_used() -> None:
-    seen = found(on_cores(irregular(4, 3), CpuLoadImbalance(cores=2, seconds=0.0, fallen=0.0)), 2)
+    seen = find_imbalance(
+        on_cores(irregular(4, 3), CpuLoadImbalance(cores=2, seconds=0.0, fallen=0.0)), 2
+    )
     assert seen.fallen < 0.03 and seen.risen < 0.03
 
 
