@@ -1,10 +1,10 @@
-"""The command line: ``fxpart VERB``. The only place that prints; one file for each verb.
+"""The command line ``fxpart VERB``: the only code that prints, with one module per verb.
 
-Installed packages add commands through the entry point group "fxpart.commands": the name of the
-entry is the command's, its object a click command, which is imported when the command is used.
+Installed packages add commands through the entry point group "fxpart.commands". An entry names the
+command and refers to a click command, which is imported when it is used.
 
-Exit status: 0 done, 1 a difference found, 2 bad input, 3 infeasible, 4 environment, 5 the run
-failed, 70 our fault.
+Exit status: 0 success, 1 difference found, 2 invalid input, 3 infeasible, 4 environment, 5 failed
+run, 70 internal error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpart.registry import Registry
 
 @dataclass(frozen=True)
 class CommandSpec:
-    """A command of fxpart. summary: its line in `fxpart --help`; module: imported on use."""
+    """A command. summary: its line in `fxpart --help`. module: imported on use."""
 
     summary: str
     module: str
@@ -39,26 +39,26 @@ class CommandSpec:
 
 
 _SUMMARIES = {
-    "doctor": "Can this model be captured? Says what was tried and what stands in the way.",
-    "profile": "Measure a model's ops and stages on the devices at hand; write a profile.",
-    "plan": "Choose stages, devices and microbatches for a model; write the plan.",
-    "explain": "Say what a plan decides and why, or what an error code means.",
-    "validate": "Check plan files; every fault, not the first.",
+    "doctor": "Check whether a model can be captured, and show problems with fixes.",
+    "profile": "Measure a model's ops and stages on this machine, and write a profile.",
+    "plan": "Plan stages, devices and microbatches for a model, and write the plan.",
+    "explain": "Explain a plan, an error code or a page of the documentation.",
+    "validate": "Check plan files and list all problems.",
     "export": "Write each rank's program as readable Python.",
-    "train": "Train a target by a plan, in this process or on several.",
-    "scale": "Ask a run that is under way to go on with another number of ranks.",
-    "emulate": "Say what stale weights would do to a model's loss, in one process.",
-    "ckpt": "Look at a run's checkpoints, compare every digest, drop old ones.",
-    "verify": "Compare partitioned training with one process, number by number.",
-    "simulate": "Run a plan's schedule in time: step, bubble, who waits.",
-    "schedule": "Show, prove, time and convert schedules: built ones, and files.",
-    "postmortem": "Say who stopped first in a run that failed, and why.",
-    "report": "Draw a plan as one HTML file.",
-    "whatif": "Ask what a plan would be with other devices, links or decisions.",
-    "diff": "Show what differs between two plans.",
-    "cluster": "Find out what a cluster is, measure it, write it down, look at it.",
-    "rules": "Say which ops have sharding rules; propose one for an op that has none.",
-    "env": "Show versions and devices, for a bug report.",
+    "train": "Train a target by a plan, in one process or several.",
+    "scale": "Change the number of ranks of a running job.",
+    "emulate": "Emulate the effect of stale weights on a model's loss, in one process.",
+    "ckpt": "Inspect, verify, convert and prune a run's checkpoints.",
+    "verify": "Compare partitioned training with single-process training.",
+    "simulate": "Simulate a plan's schedule: step time and pipeline bubble.",
+    "schedule": "Show, validate, simulate and convert schedules.",
+    "postmortem": "Find the rank that failed first in a run, and the reason.",
+    "report": "Write a plan as one HTML file.",
+    "whatif": "Estimate a plan with other devices, links or decisions.",
+    "diff": "Show the differences between two plans.",
+    "cluster": "Detect, measure, import, export and show clusters.",
+    "rules": "List ops with sharding rules; propose a rule for an op.",
+    "env": "Show versions and devices for a bug report.",
 }
 
 
@@ -68,8 +68,8 @@ def _check_command(name: str, entry: object) -> None:
         raise error(
             "FXP109",
             where=f"command {name!r}",
-            why=f"The entry is not a click command but {type(entry).__name__}.",
-            fix="Let the entry point name a function decorated with click.command.",
+            why=f"The entry is {type(entry).__name__} and not a click command.",
+            fix="Use an entry point that refers to a function with the decorator click.command.",
         )
 
 
@@ -85,18 +85,18 @@ class TopLevelCommands(click.Group):
     """A group whose verbs are modules of this package, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs in the order of the table."""
+        """Return the verbs in the order of the table."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb's command, None where there is no such verb."""
+        """Return the command of a verb; None if it is unknown."""
         if cmd_name not in VERBS:
             return None
         entry = VERBS[cmd_name]
         return entry if isinstance(entry, click.Command) else entry.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of verbs, without loading them."""
+        """Write the list of verbs without importing them."""
         installed = [name for name in VERBS if name not in VERBS.builtin]
         with formatter.section("Verbs"):
             formatter.write_dl(list(_SUMMARIES.items()))
@@ -110,12 +110,12 @@ class TopLevelCommands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="TARGET is file.py:function or package.module:function; the function returns the "
     "model, (model, example inputs), or a fxpart.Workload. "
-    "`fxpart explain FXP204` explains an error, `fxpart explain glossary` the words.",
+    "`fxpart explain FXP204` explains an error, `fxpart explain glossary` the terms.",
 )
 @click.version_option(__version__, prog_name="fxpart")
-@click.option("--traceback", "show", is_flag=True, help="Show where an error came from.")
+@click.option("--traceback", "show", is_flag=True, help="Show the Python traceback of errors.")
 def cli(show: bool) -> None:
-    """Partition an unmodified PyTorch model over devices and train it with the numbers of one."""
+    """Partition an unmodified PyTorch model over devices and train it there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line; the exit status. A user's mistake shows no traceback."""
+    """Run the command line and return the exit status; user errors show no traceback."""
     verb = next((i for i, a in enumerate(arguments) if not a.startswith("-")), len(arguments))
     show = "--traceback" in arguments[:verb]
     as_json = "--json" in arguments
@@ -150,12 +150,12 @@ def run(arguments: list[str]) -> int:
         output.failure(fault, as_json=as_json)
         return fault.exit_code
     except BrokenPipeError:
-        # The reader has gone (`| head`): say nothing, and let Python's own flush at exit be quiet.
+        # The reader has exited (`| head`): print nothing, also in Python's flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as fault:
         if show:
             traceback.print_exc()
         output.note(f"internal error of fxpart: {type(fault).__name__}: {fault}")
-        output.note("`fxpart --traceback VERB ...` shows where; please report it")
+        output.note("please report it with the output of `fxpart --traceback VERB ...`")
         return EXIT_OURS

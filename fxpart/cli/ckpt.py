@@ -1,4 +1,4 @@
-"""``fxpart ckpt``: look at checkpoints, compare their digests, convert them, drop old ones."""
+"""``fxpart ckpt``: inspect, verify, convert and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class CheckpointCommands(click.Group):
-    """The verbs of this file, and `convert`, which is loaded when it is used."""
+    """The verbs of this module, and `convert`, which is imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs in the order in which one needs them."""
+        """Return the verbs in the order of typical use."""
         return ["inspect", "verify", "convert", "prune"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb's command, None where there is no such verb."""
+        """Return the command of a verb; None if it is unknown."""
         if cmd_name == "convert":
             from fxpart.cli.ckpt_convert import convert
 
@@ -37,29 +37,29 @@ class CheckpointCommands(click.Group):
 
 @click.group(cls=CheckpointCommands)
 def command() -> None:
-    """Look at checkpoints, compare their digests, convert them, drop old ones.
+    """Inspect, verify, convert and prune checkpoints.
 
-    RUN is a run's folder, its checkpoints folder, or one of the checkpoints in it. Each verb takes
-    --json. `fxpart explain checkpoint_format` says what is in one.
+    RUN is a run's folder, its checkpoints folder, or a checkpoint in it. Each verb takes --json.
+    `fxpart explain checkpoint_format` describes the format.
     """
 
 
 @command.command()
 @click.argument("run", type=click.Path())
-@click.option("--tensors", is_flag=True, help="Each tensor too, and where its parts are.")
+@click.option("--tensors", is_flag=True, help="List tensors and the locations of their parts.")
 @json_option
 def inspect(run: str, tensors: bool, as_json: bool) -> int:
-    """Say what is in the checkpoints of RUN; the newest in detail.
+    """List the checkpoints of RUN, and show the newest in detail.
 
-    Of tensors only sizes and headers are looked at: `fxpart ckpt verify` compares their bytes.
+    Only sizes and headers of tensors are read; `fxpart ckpt verify` compares their bytes.
     """
     from fxpart.checkpoint import folder
     from fxpart.checkpoint.reader import Checkpoint
 
     opened: dict[Path, Checkpoint] = {}
     problems: list[Problem] = []
-    there = folder.find_checkpoints(Path(run))
-    for path in there:
+    checkpoints = folder.find_checkpoints(Path(run))
+    for path in checkpoints:
         try:
             opened[path] = Checkpoint.open(path)
         except FxpartError as fault:
@@ -67,13 +67,13 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
     shown = next(iter(opened.values()), None)
     if as_json:
         output.data({
-            "checkpoints": [_summary(path, opened.get(path)) for path in there],
+            "checkpoints": [_summary(path, opened.get(path)) for path in checkpoints],
             "newest": _details(shown, tensors) if shown is not None else None,
-            "unfinished": [path.name for path in folder.list_unfinished(there[0].parent)],
+            "unfinished": [path.name for path in folder.list_unfinished(checkpoints[0].parent)],
             "problems": output.problems(FxpartError(problems)) if problems else [],
         })  # fmt: skip
     else:
-        for path in there:
+        for path in checkpoints:
             output.text(_line(path, opened.get(path)))
         if shown is not None:
             output.text("\n".join(["", *_described(shown, tensors)]))
@@ -86,33 +86,33 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
 @click.argument("run", type=click.Path())
 @json_option
 def verify(run: str, as_json: bool) -> int:
-    """Compare every tensor of RUN's checkpoints with its digest.
+    """Compare all tensors of RUN's checkpoints with their digests.
 
-    Exit status 2 where one is damaged; each damaged tensor is named.
+    Damaged tensors are listed, and the exit status is then 2.
     """
     from fxpart.checkpoint import folder
     from fxpart.checkpoint.reader import Checkpoint
     from fxpart.units import size
 
     problems: list[Problem] = []
-    told: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for path in folder.find_checkpoints(Path(run)):
-        held: int | None = None
+        stored: int | None = None
         try:
             checkpoint = Checkpoint.open(path)
-            held = checkpoint.size
+            stored = checkpoint.size
             with _progress(path.name) as progress:
                 mine = checkpoint.verify(progress)
         except FxpartError as fault:
             mine = list(fault.problems)
         problems += mine
-        told.append({"checkpoint": path.name, "whole": not mine, "bytes": held})
+        results.append({"checkpoint": path.name, "whole": not mine, "bytes": stored})
         if not as_json:
-            shown = size(held) if held is not None else ""
+            shown = size(stored) if stored is not None else ""
             output.text(f"{path.name}  {'damaged' if mine else 'whole':<8} {shown}".rstrip())
     if as_json:
         found = output.problems(FxpartError(problems)) if problems else []
-        output.data({"checkpoints": told, "problems": found})
+        output.data({"checkpoints": results, "problems": found})
     if problems:
         output.note(str(FxpartError(problems)))
         return FxpartError(problems).exit_code
@@ -122,26 +122,32 @@ def verify(run: str, as_json: bool) -> int:
 @command.command()
 @click.argument("run", type=click.Path())
 @click.option(
-    "--keep", type=click.IntRange(2), default=2, show_default=True, help="How many whole ones stay."
+    "--keep",
+    type=click.IntRange(2),
+    default=2,
+    show_default=True,
+    help="Number of complete checkpoints to keep.",
 )
 @click.option(
     "--unfinished", is_flag=True,
-    help="What was begun and not completed too: only while no run uses the folder.",
+    help="Remove incomplete checkpoints, too; only if no run uses the folder.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Say what would go, and keep it.")
+@click.option("--dry-run", is_flag=True, help="List what would be removed, without removing it.")
 @json_option
 def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -> int:
-    """Remove all checkpoints of RUN but the newest that are whole.
+    """Remove all checkpoints of RUN except the newest complete ones.
 
-    Those that stay are compared with their digests first: a damaged one does not count.
+    Checkpoints to keep are verified first; damaged ones do not count.
     """
     from fxpart.checkpoint import folder
 
-    there = folder.find_checkpoints(Path(run))
-    if there == [Path(run)]:
-        fix = f"fxpart ckpt prune {there[0].parent}"
-        raise error("FXP109", where=run, why="it is one checkpoint, not a folder of them", fix=fix)
-    root = there[0].parent
+    checkpoints = folder.find_checkpoints(Path(run))
+    if checkpoints == [Path(run)]:
+        fix = f"run fxpart ckpt prune {checkpoints[0].parent}"
+        raise error(
+            "FXP109", where=run, why="it is a checkpoint and not a folder of checkpoints", fix=fix
+        )
+    root = checkpoints[0].parent
     removed = folder.prune(
         root, keep, generation=1 << 62 if unfinished else 0, verify=True, dry=dry_run
     )
@@ -149,14 +155,14 @@ def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -
     if as_json:
         output.data({"removed": names, "kept": [p.name for p in folder.list_complete(root)]})
     else:
-        word = "would go" if dry_run else "removed"
-        output.text("\n".join(f"{name} {word}" for name in names) or "nothing to remove")
+        action = "would be removed" if dry_run else "removed"
+        output.text("\n".join(f"{name} {action}" for name in names) or "nothing to remove")
     return 0
 
 
 @contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int], None] | None]:
-    """How far a comparison is: on a terminal only."""
+    """Show the progress of a comparison, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -166,48 +172,52 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None] | None]:
 
 
 def _summary(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """One checkpoint of several; null fields where it does not open."""
-    held = checkpoint.manifest if checkpoint is not None else None
+    """Return a summary of a checkpoint; fields are null if it cannot be opened."""
+    manifest = checkpoint.manifest if checkpoint is not None else None
     return {
         "checkpoint": path.name,
         "opens": checkpoint is not None,
-        "step": held.step if held is not None else None,
-        "world": held.world if held is not None else None,
+        "step": manifest.step if manifest is not None else None,
+        "world": manifest.world if manifest is not None else None,
         "bytes": checkpoint.size if checkpoint is not None else None,
     }
 
 
 def _line(path: Path, checkpoint: Checkpoint | None) -> str:
-    """The same for a person."""
+    """Return the summary as a line of text."""
     from fxpart.units import plural, size
 
     if checkpoint is None:
         return f"{path.name}  damaged"
-    held = checkpoint.manifest
-    return f"{path.name}  {plural(held.world, 'rank'):<9} {size(checkpoint.size)}"
+    manifest = checkpoint.manifest
+    return f"{path.name}  {plural(manifest.world, 'rank'):<9} {size(checkpoint.size)}"
 
 
 def _details(checkpoint: Checkpoint, tensors: bool) -> dict[str, Any]:
-    """The manifest without its long lists, which ``tensors`` asks for."""
+    """Return the manifest; tensors are included on request."""
     import msgspec
 
-    held = checkpoint.manifest
+    manifest = checkpoint.manifest
     names = ("step", "calls", "seed", "fingerprint", "plan", "world", "generation", "weights")
-    found = {name: getattr(held, name) for name in names}
-    found |= {"kinds": _kinds(held), "extra": sorted(held.extra), "groups": len(held.groups)}
+    found = {name: getattr(manifest, name) for name in names}
+    found |= {
+        "kinds": _kinds(manifest),
+        "extra": sorted(manifest.extra),
+        "groups": len(manifest.groups),
+    }
     if tensors:
-        found["tensors"] = msgspec.to_builtins(held.tensors)
+        found["tensors"] = msgspec.to_builtins(manifest.tensors)
     return found
 
 
-def _kinds(held: CheckpointManifest) -> dict[str, dict[str, int]]:
-    """Tensors and bytes by the first word of their keys."""
+def _kinds(manifest: CheckpointManifest) -> dict[str, dict[str, int]]:
+    """Return the numbers of tensors and bytes by the first part of keys."""
     from math import prod
 
     from fxpart.checkpoint.dtypes import itemsize
 
     found: dict[str, dict[str, int]] = {}
-    for key, tensor in held.tensors.items():
+    for key, tensor in manifest.tensors.items():
         kind = found.setdefault(key.split("/")[0], {"tensors": 0, "parts": 0, "bytes": 0})
         kind["tensors"] += 1
         kind["parts"] += len(tensor.parts)
@@ -216,25 +226,25 @@ def _kinds(held: CheckpointManifest) -> dict[str, dict[str, int]]:
 
 
 def _described(checkpoint: Checkpoint, tensors: bool) -> list[str]:
-    """One checkpoint in detail."""
+    """Return the details of a checkpoint as lines of text."""
     from fxpart.units import plural, size
 
-    held = checkpoint.manifest
+    manifest = checkpoint.manifest
     lines = [
-        f"{checkpoint.path.name}: {plural(held.step, 'step')}, by {plural(held.world, 'rank')} "
-        f"of generation {held.generation}",
-        f"  of model   {held.fingerprint}",
-        f"  by plan    {held.plan}",
-        f"  weights    {held.weights}",
+        f"{checkpoint.path.name}: {plural(manifest.step, 'step')}, "
+        f"by {plural(manifest.world, 'rank')} of generation {manifest.generation}",
+        f"  of model   {manifest.fingerprint}",
+        f"  by plan    {manifest.plan}",
+        f"  weights    {manifest.weights}",
     ]
-    for kind, count in _kinds(held).items():
+    for kind, count in _kinds(manifest).items():
         lines.append(
             f"  {kind:<10} {plural(count['tensors'], 'tensor')} in "
             f"{plural(count['parts'], 'part')}, {size(count['bytes'])}"
         )
-    if held.extra:
-        lines.append(f"  extra      {', '.join(sorted(held.extra))}")
-    for key, tensor in held.tensors.items() if tensors else ():
+    if manifest.extra:
+        lines.append(f"  extra      {', '.join(sorted(manifest.extra))}")
+    for key, tensor in manifest.tensors.items() if tensors else ():
         lines.append(f"  {key}  {tensor.dtype} {list(tensor.shape)}")
         for part in tensor.parts:
             box = ", ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in part.ranges)

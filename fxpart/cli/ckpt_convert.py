@@ -1,4 +1,4 @@
-"""``fxpart ckpt convert``: checkpoints in other tools' formats, and theirs as ours."""
+"""``fxpart ckpt convert``: convert checkpoints to and from other formats."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ FORMATS = ("fxpart", "hf", "dcp", "paddle", "whole")
 @click.command()
 @click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path())
-@click.option("--to", type=click.Choice(FORMATS), required=True, help="What TARGET will be.")
-@click.option("--from", "form", type=click.Choice(FORMATS), help="If not found out by itself.")
-@click.option("--model-only", is_flag=True, help="Leave out the optimizer and all else.")
+@click.option("--to", type=click.Choice(FORMATS), required=True, help="Format of TARGET.")
+@click.option(
+    "--from", "form", type=click.Choice(FORMATS), help="Format of SOURCE, detected by default."
+)
+@click.option("--model-only", is_flag=True, help="Convert only the model.")
 @click.option(
     "--model-prefix",
     default="model.",
     show_default=True,
-    help="Of parameters' names in a dcp folder; '' for none.",
+    help="Prefix of parameter names in a dcp folder; '' for none.",
 )
 @click.option(
     "--optimizer-prefix",
     default="optimizer.state.",
     show_default=True,
-    help="Of NAME.SLOT in a dcp folder; '' leaves the optimizer out.",
+    help="Prefix of NAME.SLOT in a dcp folder; '' omits the optimizer.",
 )
 @click.option(
     "--strategy",
     type=click.Path(),
-    help="A JSON file of PaddlePaddle's converter dictionaries: how paddle is to be cut.",
+    help="JSON file of PaddlePaddle's converter dictionaries with the sharding of paddle.",
 )
 @click.option("--config", type=click.Path(), help="A config.json to copy into an hf folder.")
 @click.option(
@@ -44,7 +46,7 @@ FORMATS = ("fxpart", "hf", "dcp", "paddle", "whole")
     type=click.IntRange(1),
     default=5_000_000_000,
     show_default=True,
-    help="Most bytes of a file in an hf or dcp folder.",
+    help="Maximum bytes of a file in an hf or dcp folder.",
 )
 @json_option
 def convert(
@@ -60,17 +62,17 @@ def convert(
     file_bytes: int,
     as_json: bool,
 ) -> int:
-    """Write the checkpoint SOURCE to TARGET in another format; every bit of it stays.
+    """Convert the checkpoint SOURCE to another format in TARGET, bit by bit.
 
     \b
-    fxpart  our own: SOURCE may be a run, TARGET is a folder for checkpoints
-    hf      a Hugging Face folder of safetensors, or one such file: the model's part
+    fxpart  fxpart's own format: SOURCE may be a run, TARGET is a folder for checkpoints
+    hf      a Hugging Face folder of safetensors, or one such file, with only the model
     dcp     torch.distributed.checkpoint through its HuggingFaceStorageWriter and -Reader
     paddle  PaddlePaddle's converter dictionaries (.json) with each rank's arrays (.npz)
     whole   one safetensors file with everything
 
-    One tensor is in memory at a time. Nothing that is pickled is read.
-    `fxpart explain checkpoint_format` says what is where.
+    Only one tensor is in memory at a time, and no pickled data are read.
+    `fxpart explain checkpoint_format` describes the formats.
     """
     from fxpart.checkpoint.exchange import conversion as exchange
     from fxpart.checkpoint.exchange.huggingface import KeyPrefixes
@@ -100,16 +102,18 @@ def convert(
     if done.left_out and not as_json:
         kinds = sorted({key.split("/")[0] for key in done.left_out})
         count = plural(len(done.left_out), "tensor")
-        output.note(f"note: {done.target} has no place for {count} of {', '.join(kinds)}")
+        output.note(
+            f"note: the format {done.target} cannot represent {count} of {', '.join(kinds)}"
+        )
     return 0
 
 
 @contextmanager
-def _progress(words: str) -> Iterator[Callable[[int, int], None] | None]:
-    """How far it is: on a terminal only."""
+def _progress(message: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show progress, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return
-    with output.show_messages(words, True) as tell:
+    with output.show_messages(message, True) as tell:
         assert tell is not None
         yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")

@@ -1,4 +1,4 @@
-"""``fxpart cluster``: find out what a cluster is, write it down, look at it."""
+"""``fxpart cluster``: detect, import, export, show and validate clusters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORMATS = ("auto", "paddle", "topo", "nccl-tests", "slurm")
 
 
 class ClusterCommands(click.Group):
-    """The verbs of this file, and `bench`, which needs torch and is loaded when it is used."""
+    """The verbs of this module, and `bench`, which needs torch and is imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs in the order in which one needs them."""
+        """Return the verbs in the order of typical use."""
         return ["detect", "bench", "import", "export", "show", "validate"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb's command, None where there is no such verb."""
+        """Return the command of a verb; None if it is unknown."""
         if cmd_name == "bench":
             from fxpart.cli.cluster_bench import bench
 
@@ -38,24 +38,24 @@ class ClusterCommands(click.Group):
 
 @click.group(cls=ClusterCommands)
 def command() -> None:
-    """Find out what a cluster is, write it to a file, look at it.
+    """Detect, measure, import, export, show and validate clusters.
 
     CLUSTER is a file or a preset such as local:4 or 2x8xh100. Each verb takes --json.
-    `fxpart explain planning_for_a_cluster` says what is in a file.
+    `fxpart explain planning_for_a_cluster` describes cluster files.
     """
 
 
 def fact_options(made: Command) -> Command:
-    """Add the options for what no text says; they arrive as keywords of :func:`_facts`."""
+    """Add options for facts that no text contains; they are keywords of :func:`_facts`."""
     rate = click.FloatRange(0, min_open=True)
     for option in reversed(
         (
             click.option(
-                "--pcie-gbs", type=rate, help="GB/s of PCIe in one direction: 31.5 for 4.0 x16."
+                "--pcie-gbs",
+                type=rate,
+                help="GB/s of PCIe in one direction, such as 31.5 for 4.0 x16.",
             ),
-            click.option(
-                "--nvlink-gbs", type=rate, help="GB/s of one NVLink lane in one direction."
-            ),
+            click.option("--nvlink-gbs", type=rate, help="GB/s of one NVLink in one direction."),
             click.option("--network-gbs", type=rate, help="GB/s between two hosts."),
             click.option(
                 "--network-us",
@@ -77,7 +77,7 @@ def detect(out: str | None, as_json: bool, **given: Any) -> int:
     """Describe this host, and the hosts of the job that torchrun or SLURM started.
 
     GPUs and how they are connected come from nvidia-smi, cores and memory from the system, hosts
-    from WORLD_SIZE or SLURM_JOB_NODELIST. What is not known is said, and left out.
+    from WORLD_SIZE or SLURM_JOB_NODELIST. Unknown facts are listed and omitted.
     """
     from fxpart.cluster.job_detection import detect as found_here
 
@@ -89,28 +89,36 @@ def detect(out: str | None, as_json: bool, **given: Any) -> int:
 @click.argument("file", type=click.Path())
 @click.option("--format", "form", type=click.Choice(FORMATS), default="auto", show_default=True)
 @click.option("-o", "--out", type=click.Path(), help="Write the cluster: .toml or .json.")
-@click.option("--into", help="The cluster that FILE says more about.")
-@click.option("--host", "hosts", multiple=True, help="The host of --into that FILE is about.")
-@click.option("--device", metavar="MODEL", help="What the devices are, such as a100-sxm-80gb.")
-@click.option("--per-host", type=click.IntRange(1), help="Devices of each host of a node list.")
-@click.option("--memory-gbs", type=click.FloatRange(0, min_open=True), help="Of a device's memory.")
-@click.option("--operation", help="The collective of a table that does not name it: all_reduce.")
-@click.option("--mapping", type=click.Path(), help="PaddlePaddle's rank mapping, for the order.")
+@click.option("--into", help="Cluster to which the facts in FILE are added.")
+@click.option(
+    "--host", "hosts", multiple=True, help="Host of --into that FILE describes; may be repeated."
+)
+@click.option("--device", metavar="MODEL", help="Model of the devices, such as a100-sxm-80gb.")
+@click.option("--per-host", type=click.IntRange(1), help="Devices per host of a node list.")
+@click.option(
+    "--memory-gbs", type=click.FloatRange(0, min_open=True), help="GB/s of device memory."
+)
+@click.option(
+    "--operation", help="Collective of a table that does not name it, such as all_reduce."
+)
+@click.option(
+    "--mapping", type=click.Path(), help="PaddlePaddle's rank mapping, to order the devices."
+)
 @fact_options
 @json_option
 def import_(
     file: str, form: str, out: str | None, as_json: bool, mapping: str | None, **given: Any
 ) -> int:
-    """Read a cluster, or more about one, from another tool's FILE.
+    """Import a cluster, or facts about one, from another tool's FILE.
 
     \b
     paddle      {"machines": [...]}, PaddlePaddle's cluster JSON
-    topo        nvidia-smi topo -m; how fast PCIe is has to be given: --pcie-gbs
-    nccl-tests  what all_reduce_perf and the like print, or write with -J
-    slurm       a node list such as node[01-04], or env | grep SLURM
+    topo        output of nvidia-smi topo -m; needs --pcie-gbs if GPUs are connected by PCIe
+    nccl-tests  output of all_reduce_perf and similar programs, as a table or as JSON (-J)
+    slurm       a node list such as node[01-04], or the output of env | grep SLURM
 
-    A topology and measurements go onto the devices of --into; without it, --device says what
-    the devices are.
+    Topologies and measurements are added to the cluster --into. Without it, --device is the model
+    of the devices.
     """
     from fxpart.cluster.importers import registry
     from fxpart.cluster.importers.paddle_rank_map import reorder_devices
@@ -126,16 +134,16 @@ def import_(
 @command.command()
 @click.argument("cluster")
 @click.option("--format", "form", type=click.Choice(["paddle"]), default="paddle")
-@click.option("-o", "--out", type=click.Path(), help="Write the cluster; else it is printed.")
-@click.option("--plan", type=click.Path(), help="The plan whose ranks --mapping is of.")
+@click.option("-o", "--out", type=click.Path(), help="File for the cluster, by default printed.")
+@click.option("--plan", type=click.Path(), help="Plan with the ranks of --mapping.")
 @click.option("--mapping", type=click.Path(), help="Write PaddlePaddle's rank mapping.")
 @json_option
 def export(
     cluster: str, form: str, out: str | None, plan: str | None, mapping: str | None, as_json: bool
 ) -> int:
-    """Write a cluster as PaddlePaddle's cluster JSON; --mapping, as its rank mapping too.
+    """Export a cluster as PaddlePaddle's cluster JSON, with --mapping also its rank mapping.
 
-    A cluster that was imported from it comes out as it was, with what has changed since.
+    A cluster that was imported from this format is exported unchanged, apart from later changes.
     """
     from fxpart.cluster.importers.paddle_export import document_of
     from fxpart.cluster.importers.paddle_rank_map import mapping_of
@@ -159,7 +167,7 @@ def export(
 @click.argument("cluster")
 @json_option
 def show(cluster: str, as_json: bool) -> int:
-    """Show devices, hosts, links and measurements; what is alike on one line."""
+    """Show devices, hosts, links and measurements, grouping equal ones."""
     from fxpart.cluster.completeness import missing_facts
     from fxpart.cluster.files import to_builtins
     from fxpart.cluster.model import Cluster
@@ -178,9 +186,9 @@ def show(cluster: str, as_json: bool) -> int:
 @click.argument("clusters", nargs=-1, required=True, metavar="CLUSTER...")
 @json_option
 def validate(clusters: tuple[str, ...], as_json: bool) -> int:
-    """Check cluster files: every fault, every pair without a link; what is not known.
+    """Check cluster files; list all problems, missing links and missing facts.
 
-    Exit status 2 where one has a fault.
+    The exit status is 2 if there are problems.
     """
     from fxpart.cluster.completeness import find_misspelled_keys, missing_facts, missing_links
     from fxpart.cluster.model import Cluster
@@ -207,9 +215,9 @@ def validate(clusters: tuple[str, ...], as_json: bool) -> int:
 
 
 def _remarks(answer: dict[str, Any]) -> list[str]:
-    """What is no fault, and still worth knowing."""
-    missing = [f"  not known: {fact}" for fact in answer["missing"]]
-    return [*(f"  {words}" for words in answer["misspelt"]), *missing]
+    """Return remarks: misspelled keys and missing facts."""
+    missing = [f"  missing: {fact}" for fact in answer["missing"]]
+    return [*(f"  {remark}" for remark in answer["misspelt"]), *missing]
 
 
 def _facts(
@@ -219,9 +227,9 @@ def _facts(
     network_us: float,
     memory_gbs: float | None = None,
     into: str | None = None,
-    **rest: Any,
+    **others: Any,
 ) -> ImportOptions:
-    """The options, in bytes/s and seconds."""
+    """Return the import options, in bytes/s and seconds."""
     from fxpart.cluster.importers.source_facts import ImportOptions
     from fxpart.cluster.model import Cluster
 
@@ -235,12 +243,12 @@ def _facts(
         network=scaled(network_gbs),
         network_latency=network_us / 1e6,
         memory=scaled(memory_gbs),
-        **rest,
+        **others,
     )
 
 
 def _done(found: ImportedCluster, out: str | None, as_json: bool) -> None:
-    """Write or print a cluster that was found, and say what a person should know of it."""
+    """Write or print an imported cluster, and print the notes."""
     from fxpart.cluster.files import to_builtins, to_toml
 
     for note in found.notes:
@@ -255,7 +263,7 @@ def _done(found: ImportedCluster, out: str | None, as_json: bool) -> None:
 
 
 def _ranks(plan: str, cluster: Cluster) -> list[str]:
-    """The devices of a plan's ranks, in order; FXP305 where the cluster is another one."""
+    """Return the devices of a plan's ranks, in order; FXP305 if the cluster lacks one."""
     from fxpart.errors import error
     from fxpart.plan.model import Plan
 
@@ -266,12 +274,14 @@ def _ranks(plan: str, cluster: Cluster) -> list[str]:
     if not known.issuperset(names):
         other = next(name for name in names if name not in known)
         why = f"rank {names.index(other)} runs on {other!r}, which the cluster does not have"
-        raise error("FXP305", where=plan, why=why, fix=f"give the plan's cluster {cluster.name!r}")
+        raise error(
+            "FXP305", where=plan, why=why, fix=f"use the plan's cluster {found.cluster.name!r}"
+        )
     return names
 
 
 def _text(path: str) -> str:
-    """A file's text; FXP401."""
+    """Return a file's text; FXP401 if it cannot be read."""
     from fxpart.errors import error
     from fxpart.files import read_bytes
 
@@ -282,7 +292,7 @@ def _text(path: str) -> str:
 
 
 def _write(path: str, value: Any) -> int:
-    """Write a value as JSON; the bytes written. FXP603."""
+    """Write a value as JSON and return the bytes; FXP603 if that fails."""
     from fxpart.errors import error
 
     text = output.as_json(value) + "\n"

@@ -25,15 +25,15 @@ _LARGEST = 1 << 32
 
 @click.command()
 @click.option("--cluster", "-c", default="auto", show_default=True, help="File or preset.")
-@click.option("-o", "--out", type=click.Path(), help="Write the cluster with what was measured.")
+@click.option("-o", "--out", type=click.Path(), help="Write the cluster with the measurements.")
 @click.option("--sizes", help="Bytes of the messages, such as 1k,64k,1m,16m; eight by default.")
-@click.option("--budget", default="60s", show_default=True, help="Seconds for measuring.")
+@click.option("--budget", default="60s", show_default=True, help="Time for measurements.")
 @json_option
 def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json: bool) -> int:
-    """Measure a cluster's transfers, collectives, and how its ranks slow each other down.
+    """Measure a cluster's transfers, collectives and CPU contention.
 
-    One host is measured on processes started for it. Several: under torchrun, a rank for each
-    device. The file that it writes goes to --cluster of other verbs; use an idle machine.
+    A cluster of one host is measured by new processes; one of several hosts under torchrun, with a
+    rank for each device. Pass the written file to --cluster of other verbs. Use an idle machine.
     """
     from fxpart.cluster.model import Cluster
     from fxpart.profiling.cluster_benchmark import bench as measure
@@ -60,12 +60,12 @@ def bench(cluster: str, out: str | None, sizes: str | None, budget: str, as_json
     if as_json:
         output.data(as_data(found))
     else:
-        output.text("\n".join(described(found)))
+        output.text("\n".join(describe(found)))
     return 0
 
 
 def as_data(found: ClusterBenchmarkResult) -> dict[str, Any]:
-    """What was measured, for a machine."""
+    """Return the measurements as data."""
     return {
         "cluster": found.cluster,
         "seconds": round(found.seconds, 3),
@@ -86,8 +86,8 @@ def as_data(found: ClusterBenchmarkResult) -> dict[str, Any]:
     }
 
 
-def described(found: ClusterBenchmarkResult) -> list[str]:
-    """What was measured, for a person."""
+def describe(found: ClusterBenchmarkResult) -> list[str]:
+    """Return the measurements as lines of text."""
     from fxpart.report.table import table
     from fxpart.units import seconds
 
@@ -101,12 +101,14 @@ def described(found: ClusterBenchmarkResult) -> list[str]:
     for name, figures in found.hosts.items():
         slow = ", ".join(f"{value:.2f}" for value in figures.slowdown)
         lines += ["", f"host {name}: {figures.cores} cores"]
-        lines += [f"  1 to {len(figures.slowdown)} ranks at work: each {slow} times as long"]
+        lines += [f"  slowdown while 1 to {len(figures.slowdown)} ranks compute: {slow}"]
         if figures.transfer is not None:
-            lines.append(f"  a transfer slows a rank down as {figures.transfer:.2f} ranks would")
+            lines.append(
+                f"  a transfer slows a rank down like {figures.transfer:.2f} computing ranks"
+            )
         for rate, value in figures.rates.items():
             unit = "GB/s" if rate == "bandwidth" else "GFLOP/s"
-            lines.append(f"  {rate:<10}{value / 1e9:>9.1f} {unit} each while all are at work")
+            lines.append(f"  {rate:<10}{value / 1e9:>9.1f} {unit} per rank while all ranks compute")
     return lines
 
 
@@ -123,7 +125,7 @@ def _row(each: CollectiveMeasurement) -> tuple[str, ...]:
 
 
 def _warn_of_load() -> None:
-    """Others that compute here at the same time make all figures too slow."""
+    """Warn if other processes compute on this machine, which distorts the measurements."""
     from fxpart.cluster.host_detection import cores
 
     try:
@@ -133,12 +135,12 @@ def _warn_of_load() -> None:
     if load > 0.3 * cores():
         output.note(
             f"this machine is busy (load {load:.1f} on {cores()} cores): "
-            "what is measured now is slower than it will be when nothing else runs"
+            "measurements are slower than on an idle machine"
         )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """``"1k,16m"`` as bytes, rising; at least two, so that there is a line through them."""
+    """Parse ``"1k,16m"`` as ascending bytes, at least two as needed for a fitted line."""
     result = set()
     for part in text.split(","):
         found = _BYTES.fullmatch(part.strip())
@@ -156,7 +158,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise error(
             "FXP109",
             where=f"--sizes {text}",
-            why="one size does not tell latency from bandwidth",
-            fix="give two or more, such as 1k,1m",
+            why="latency and bandwidth cannot be separated with one size",
+            fix="give two or more sizes, such as 1k,1m",
         )
     return tuple(sorted(result))

@@ -1,4 +1,4 @@
-"""``fxpart diff``: what differs between two plans."""
+"""``fxpart diff``: show the differences between two plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fxpart doctor``: can a model be captured and prepared, how, and what stands in the way?"""
+"""``fxpart doctor``: check whether a model can be captured, and show problems."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @check_option
 @json_option
 def command(target: str, batch_size: int | None, check: str, as_json: bool) -> int:
-    """Capture TARGET and say how that went: inputs, batch, loss, parameters, blocks.
+    """Capture TARGET and show its inputs, batch, loss, parameters and blocks.
 
-    What stands in the way is shown as errors, each with the line of your source and a fix.
+    Problems are shown as errors, each with the line of your source and a fix.
     """
     from fxpart.capture.workload import load_target
 
@@ -37,9 +37,9 @@ def command(target: str, batch_size: int | None, check: str, as_json: bool) -> i
 def examine(
     workload: Workload, batch_size: int | None, target: str, check: str = "auto"
 ) -> dict[str, Any]:
-    """Capture, prepare, compare with the module, and what there is to say about all of them.
+    """Capture and prepare a model, compare it with the module, and return the findings.
 
-    Raises what capture and passes do, and FXP113.
+    Raises errors of capture and passes, and FXP113.
     """
     from msgspec import to_builtins
 
@@ -91,7 +91,7 @@ def _inputs(captured: CapturedModel) -> list[dict[str, Any]]:
     ]
 
 
-# What a capture's diagnosis adds: things that need care, and what they are called for a person.
+# Findings of a capture's diagnosis, with their labels.
 SPECIAL = {
     "random": "random ops",
     "in_place": "in-place ops",
@@ -103,14 +103,14 @@ SPECIAL = {
 }
 
 LOSSES = {
-    "given": "the one that you gave",
-    "output": "the output's own",
-    "mean-square": "none: mean square of the outputs, good for comparing and for costs only",
+    "given": "given",
+    "output": "from the model's output",
+    "mean-square": "none; the mean square of the outputs is used for comparison and costs only",
 }
 
 
 def describe(found: dict[str, Any]) -> list[str]:
-    """The examination for a person."""
+    """Return the findings as lines of text."""
     from fxpart import units
     from fxpart.plan.model import ModuleCheck
     from fxpart.plan.summary import describe_check
@@ -119,13 +119,13 @@ def describe(found: dict[str, Any]) -> list[str]:
     size = "any batch size" if found["batch"] == "symbolic" else "one microbatch size"
     rows = [
         ("captured", f"by {found['method']} in {found['seconds']:.1f} s, for {size}"),
-        *(("tried first", tried) for tried in found["tried"]),
+        *(("failed method", tried) for tried in found["tried"]),
         ("example", f"{found['example']}, a batch of {found['batch_size']}"),
         *(("input", _input(i)) for i in found["inputs"]),
         ("loss", LOSSES.get(found["loss"], found["loss"])),
         ("parameters", f"{units.count(found['parameters'])} in {found['parameter_tensors']} "
          f"tensors, {units.plural(found['buffers'], 'buffer')}"),
-        *(("tie", f"{name} = {main}") for name, main in found["ties"].items()),
+        *(("tied", f"{name} = {main}") for name, main in found["ties"].items()),
         ("graph", f"{found['ops']} ops in {units.plural(found['blocks'], 'block')}: "
          f"up to {units.plural(found['blocks'], 'stage')}"),
     ]  # fmt: skip
@@ -135,7 +135,7 @@ def describe(found: dict[str, Any]) -> list[str]:
         if found[key]:
             rows += [(name, text) for text in _special(found[key])]
     if whole:
-        rows.append(("not cut", f"every microbatch gets the whole of {', '.join(whole)}"))
+        rows.append(("not divided", f"every microbatch gets the whole of {', '.join(whole)}"))
     return [f"{found['model']} can be partitioned", *(f"  {k:<14}{v}" for k, v in rows)]
 
 
@@ -144,16 +144,16 @@ def _place(use: dict[str, Any]) -> str:
 
 
 def _special(value: Any) -> list[str]:
-    """A finding in words: ops with their count and first place, names, numbers or sentences."""
+    """Return texts of a finding: ops with their count and location, names, or sentences."""
     if isinstance(value, int):
-        return [f"{value} numbers without a gradient"]
+        return [f"{value} parameters without a gradient"]
     if isinstance(value[0], dict):
         shown = [f"{use['op']} x{use['count']}, first at {_place(use)}" for use in value[:6]]
         return shown if len(value) <= 6 else [*shown, f"and {len(value) - 6} more kinds"]
     if " " in value[0]:
         return list(value)
-    rest = f" and {len(value) - 4} more" if len(value) > 4 else ""
-    return [", ".join(value[:4]) + rest]
+    more = f" and {len(value) - 4} more" if len(value) > 4 else ""
+    return [", ".join(value[:4]) + more]
 
 
 def _input(item: dict[str, Any]) -> str:

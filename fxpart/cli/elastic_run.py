@@ -1,4 +1,4 @@
-"""A run that its launcher watches over: plans for every number of ranks, and a supervisor."""
+"""Supervised runs: plans for each number of ranks, and a supervisor."""
 
 from __future__ import annotations
 
@@ -58,21 +58,20 @@ def run_supervised(
     *,
     rebalance: bool = False,
 ) -> int:
-    """Run ``fxpart train`` on as many ranks as the bounds allow, to its end; the exit status.
+    """Run ``fxpart train`` to its end on as many ranks as possible; return the exit status.
 
-    options: of train, by name, with --run among them. rebalance: plan anew where a device has
-    become slow. Raises FXP109 where a plan is given that is
-    for one number of ranks only, or the run has another batch, and what
-    :func:`fxpart.elastic.supervisor.supervise` raises.
+    options: of train, by name, including --run. rebalance: plan again if a device has become slow.
+    Raises FXP109 if a plan is given with variable ranks, or if the run has another batch, and the
+    errors of :func:`fxpart.elastic.supervisor.supervise`.
     """
     if request.plan is not None and bounds.elastic:
         raise error(
             "FXP109",
             where=f"--plan {request.plan} --nproc {bounds}",
-            why="a plan is for one number of ranks",
-            fix="leave --plan out, or give one number",
+            why="a plan has a fixed number of ranks",
+            fix="omit --plan, or give a single number",
         )
-    _check_begun(request, run)
+    _check_started(request, run)
     planning = RunPlanner(request, bounds, run)
     job = ElasticJob(
         bounds=bounds,
@@ -94,21 +93,21 @@ def run_supervised(
 def with_shared_plan(
     request: CommandLineRequest, run: RunDir, started: Launch
 ) -> CommandLineRequest:
-    """The request with the plan that rank 0 of torchrun's ranks finds or makes for the run.
+    """Return the request with the plan that torchrun's rank 0 finds or makes for the run.
 
-    With a plan it is returned as it is. Rank 0 also has plans made for a machine less and one more.
-    Every rank calls it; raises the same on all: what planning raises, FXP109, FXP516.
+    A request with a plan is returned unchanged. Rank 0 also has plans made for one machine less and
+    one more. All ranks must call this and raise the same errors: those of planning, FXP109, FXP516.
     """
     if request.plan is not None:
         return request
     if not (started.supervised and started.keeps_store):
-        # Nobody else keeps the store over restarts; compile() gives rank 0's plan to all.
+        # The store does not survive restarts; compile() sends rank 0's plan to all ranks.
         return fixed(request, run)
     here = started.local_world
     bounds = RankBounds(max(1, started.world - here), started.world + here)
 
     def make(hosts: Sequence[str]) -> Plan:
-        _check_begun(request, run)
+        _check_started(request, run)
         cluster = match_cluster_to_hosts(request.cluster, hosts)
         path = run.path / "cluster.json"
         planning = RunPlanner(request, bounds, run)
@@ -127,27 +126,27 @@ def with_shared_plan(
 
 @dataclass
 class RunPlanner:
-    """Plans of a run, found or made: in this process when they are needed, in another before."""
+    """Finds or makes plans of a run: in this process on demand, in another one in advance."""
 
     request: CommandLineRequest
     bounds: RankBounds
     run: RunDir
     made: PlanCache = field(init=False)
-    told: SlowRankReport | None = None
+    last_report: SlowRankReport | None = None
     ahead: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
-        """Open the run's plans."""
-        self.made = PlanCache(self.run, asked_of(self.request))
+        """Open the cache of the run's plans."""
+        self.made = PlanCache(self.run, make_cache_key(self.request))
 
     def plan(self, ranks: int, lost: frozenset[str] = frozenset()) -> tuple[Plan, bool]:
-        """For so many ranks of the devices that are left, and whether it was there already."""
+        """Return the plan for a number of ranks without lost devices, and whether it was cached."""
         if self.request.plan is not None:
             plan = self.request.plan
             plan = plan if isinstance(plan, Plan) else Plan.load(plan)
             if plan.world != ranks:
                 why = f"the plan is for {plan.world} ranks"
-                fix = f"--nproc {plan.world}, or plan for {ranks} devices"
+                fix = f"pass --nproc {plan.world}, or use a plan for {ranks} devices"
                 raise error("FXP502", where=f"--nproc {ranks}", why=why, fix=fix)
             return plan, True
         given = self._left(lost)
@@ -159,7 +158,7 @@ class RunPlanner:
         )
 
     def advance(self, numbers: Iterable[int]) -> None:
-        """Have the plans that are missing made by a process of its own, at low priority."""
+        """Make missing plans in another process at low priority."""
         if self.request.plan is not None or (self.ahead and self.ahead.poll() is None):
             return
         if not any(self._missing(ranks) for ranks in numbers):
@@ -169,18 +168,18 @@ class RunPlanner:
         quiet = subprocess.DEVNULL
         with hide_launcher_variables(), as_child(""):
             self.ahead = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-        with suppress(OSError, AttributeError):  # what trains goes first
+        with suppress(OSError, AttributeError):  # Training has priority.
             os.setpriority(os.PRIO_PROCESS, self.ahead.pid, _LOWEST)
 
     def slower(self, plan: Plan) -> tuple[Plan, str] | None:
-        """A faster plan, and why, where ranks have told since the last call that one is slow.
+        """Return a faster plan and the reason, if ranks have newly reported a slow rank.
 
-        Planned in this process: the launcher is held up by it, the ranks are not.
+        Planning in this process blocks the launcher, but not the ranks.
         """
         found = read_slow_rank_report(self.run)
-        if found is None or found == self.told:
+        if found is None or found == self.last_report:
             return None
-        self.told = found
+        self.last_report = found
         if not found.slow or set(found.seconds) != set(range(plan.world)):
             return None
         from fxpart.elastic.rebalance import rebalance
@@ -191,7 +190,7 @@ class RunPlanner:
         return None if made is None else (made.program.plan, str(made))
 
     def close(self) -> None:
-        """End the process that plans ahead."""
+        """End the process that makes plans in advance."""
         if self.ahead is not None:
             self.ahead.kill()
             self.ahead.wait()
@@ -202,10 +201,10 @@ class RunPlanner:
                 self.made.find(adapt_cluster_to_ranks(self.request.cluster, ranks), ranks) is None
             )
         except FxpartError:
-            return False  # there are not so many devices
+            return False  # There are fewer devices.
 
     def _left(self, lost: frozenset[str]) -> str:
-        """The cluster as text: as it was given, or the file of what is left of it."""
+        """Return the cluster as given, or the file of the remaining devices."""
         if not lost or self.request.cluster == "auto":
             return self.request.cluster
         path = self.run.path / "cluster.json"
@@ -214,9 +213,9 @@ class RunPlanner:
 
 
 def plan_ahead(request: CommandLineRequest, bounds: RankBounds, run: RunDir) -> dict[int, str]:
-    """Make the plans of a run that are missing; by number of ranks why there is none.
+    """Make the missing plans of a run; return failures by number of ranks.
 
-    Those next to the present number first. The model is captured once.
+    Plans for numbers close to the present one are made first. The model is captured once.
     """
     from fxpart.planner.constraints import with_numbers
     from fxpart.planner.execution_mode import with_mode
@@ -233,7 +232,7 @@ def plan_ahead(request: CommandLineRequest, bounds: RankBounds, run: RunDir) -> 
         return with_mode(numbers, request.mode, request.weights)
 
     return precompute_plans(
-        PlanCache(run, asked_of(request)),
+        PlanCache(run, make_cache_key(request)),
         request.cluster,
         numbers,
         lambda ranks: same.on_ranks(ranks, "--nproc").compile(workload, quiet=True),
@@ -243,15 +242,15 @@ def plan_ahead(request: CommandLineRequest, bounds: RankBounds, run: RunDir) -> 
 
 
 def fixed(request: CommandLineRequest, run: RunDir) -> CommandLineRequest:
-    """The request with the global batch and the microbatches that the run began with, if it has."""
+    """Return the request with the global batch and microbatches of the run, if it has started."""
     before = load_newest_plan(run)
     if before is None:
         return request
     return replace(request, batch_size=before.batch_size, microbatches=before.microbatches)
 
 
-def asked_of(request: CommandLineRequest) -> PlanCacheKey:
-    """What every plan of the request's run is asked for, as far as it decides the plan."""
+def make_cache_key(request: CommandLineRequest) -> PlanCacheKey:
+    """Return the cache key: the arguments that determine the plans of a run."""
     numbers = {
         "precision": request.precision, "transfer_dtype": request.transfer_dtype,
         "mode": request.mode, "weights": request.weights,
@@ -268,15 +267,15 @@ def asked_of(request: CommandLineRequest) -> PlanCacheKey:
 
 
 def _digest(cost_model: str) -> str:
-    """A file by what is in it, a name as it is."""
+    """Return the digest of a file's content, or the name of a cost model."""
     try:
         return hashlib.sha256(read_bytes(cost_model)).hexdigest()
     except OSError:
         return cost_model
 
 
-def _check_begun(request: CommandLineRequest, run: RunDir) -> None:
-    """FXP109 for a batch or microbatches that are not those of the run, where it has begun."""
+def _check_started(request: CommandLineRequest, run: RunDir) -> None:
+    """Raise FXP109 if the batch or microbatches differ from those of a started run."""
     before = load_newest_plan(run)
     if before is None:
         return
@@ -288,8 +287,8 @@ def _check_begun(request: CommandLineRequest, run: RunDir) -> None:
         Problem(
             "FXP109",
             f"{option} {now}",
-            f"the run in {run.path} began with {was}, and its updates would be others",
-            "leave it out, or begin a run in another folder",
+            f"the run in {run.path} was started with {was}; another value would change its updates",
+            "omit it, or start a run in another folder",
         )
         for option, now, was in pairs
         if now is not None and now != was

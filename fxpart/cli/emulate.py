@@ -1,4 +1,4 @@
-"""``fxpart emulate``: what asynchronous training would do to a model, before it is run."""
+"""``fxpart emulate``: emulate the effect of asynchronous training on a model's loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fxpart.emulator import EmulationResult, Emulator
 
 SYNC = "sync"
-_NADAM_BETAS = (0.99, 0.999)  # what the method prescribes (arXiv 2505.01099)
+_NADAM_BETAS = (0.99, 0.999)  # Prescribed by the method (arXiv 2505.01099).
 
 
 @click.command()
@@ -38,20 +38,26 @@ _NADAM_BETAS = (0.99, 0.999)  # what the method prescribes (arXiv 2505.01099)
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
 @click.option("--microbatches", "-m", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
-@click.option("--optimizer", help="Its name, such as adamw; by default the target's.")
-@click.option("--lr", type=float, help="The optimizer's learning rate, if not its default.")
-@click.option("--momentum", type=float, help="The optimizer's momentum, where it has one.")
-@click.option("--clip-norm", type=float, help="Largest gradient norm; each stage has its share.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights and random ops.")
+@click.option("--optimizer", help="Optimizer name, such as adamw; by default the target's.")
+@click.option("--lr", type=float, help="Learning rate, by default the optimizer's.")
+@click.option("--momentum", type=float, help="Momentum, if the optimizer has one.")
+@click.option("--clip-norm", type=float, help="Maximum gradient norm, divided over the stages.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of weights and random ops."
+)
 @click.option(
     "--seeds",
     type=click.IntRange(1, 100),
     default=1,
     show_default=True,
-    help="Train from so many initial weights; the target's function is called for each.",
+    help="Number of seeds; the target's function is called for each.",
 )
-@click.option("--out", "-o", type=click.Path(), help="Draw the losses into this SVG file.")
-@click.option("--smooth", type=click.IntRange(1), help="Updates that a drawn loss is the mean of.")
+@click.option("--out", "-o", type=click.Path(), help="Write a plot of the losses to this SVG file.")
+@click.option(
+    "--smooth",
+    type=click.IntRange(1),
+    help="Number of updates over which plotted losses are averaged.",
+)
 @json_option
 def command(
     target: str,
@@ -67,15 +73,14 @@ def command(
 ) -> int:
     """Train TARGET as a pipeline of K stages under several weight modes, all in this process.
 
-    Forwards and backwards read the very weights that they would read over K ranks; only the time is
-    not that of K ranks. Batches come from the Workload's data, again and again; without data, the
-    example batch is repeated. The loss of a mode is the mean over the last tenth of the updates,
-    the spread the standard deviation over seeds. nadam-stash brings its own optimizer, with the
-    given rate where that is one for an Adam.
+    Forwards and backwards read the same weight versions as on K ranks. Batches are those of the
+    Workload's data, repeated; without data, the example batch is repeated. The loss of a mode is
+    the mean over the last tenth of the updates, and the spread is the standard deviation over
+    seeds. nadam-stash has its own optimizer, with the given learning rate if that is for Adam.
     """
     names, every = _modes(weights)
     emulation = _EmulationRuns(target, stages, steps, range(seed, seed + seeds), options)
-    found = emulation.go(names, every=every)
+    found = emulation.run_all(names, every=every)
     svg = None
     if out is not None:
         svg = _draw(found, f"{target}: {stages} stages", out, smooth)
@@ -113,7 +118,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _modes(text: str) -> tuple[list[str], bool]:
-    """The modes asked for, each once, and whether "all" were; FXP109 for an unknown one."""
+    """Return the distinct requested modes, and whether "all" were; FXP109 if one is unknown."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     every = "all" in words
     if every:
@@ -122,7 +127,7 @@ def _modes(text: str) -> tuple[list[str], bool]:
     for name in found:
         _mode(name)
     if not found:
-        fix = f"one of {SYNC}, {', '.join(MODES)}"
+        fix = f"use one of {SYNC}, {', '.join(MODES)}"
         raise error("FXP109", where="--weights", why="no mode is given", fix=fix)
     return found, every
 
@@ -133,7 +138,7 @@ def _mode(name: str) -> WeightMode:
 
 @dataclass(frozen=True)
 class _EmulationRuns:
-    """All runs: of each mode one for each seed."""
+    """The runs of all modes and seeds."""
 
     target: str
     stages: int
@@ -141,8 +146,8 @@ class _EmulationRuns:
     seeds: range
     options: dict[str, Any]
 
-    def go(self, names: list[str], *, every: bool) -> dict[str, list[EmulationResult]]:
-        """By mode the runs in the order of the seeds; every: leave out those that cannot be."""
+    def run_all(self, names: list[str], *, every: bool) -> dict[str, list[EmulationResult]]:
+        """Return the runs by mode, in the order of seeds. every: omit unsupported modes."""
 
         found: dict[str, list[EmulationResult]] = {}
         emulator: Emulator | None = None
@@ -155,7 +160,7 @@ class _EmulationRuns:
                 names = [n for n in names if self._can(emulator, n, every=every)]
                 if workload.data is None:
                     output.note("no data in the target: the example batch is repeated")
-            # What the model holds now, which the function has drawn by the seed.
+            # The initial weights, drawn by the target's function with the seed.
             initial = {name: t.detach() for name, t in workload.model.state_dict().items()}
             for name in names:
                 run = self._run(emulator, workload, name, seed, initial)
@@ -163,7 +168,7 @@ class _EmulationRuns:
         return found
 
     def _can(self, emulator: Emulator, name: str, *, every: bool) -> bool:
-        """Whether the pipeline can train by the mode; raises FXP109 where it was asked for."""
+        """Return whether the mode is supported; raises FXP109 if it was requested by name."""
         try:
             emulator.check(name)
         except FxpartError as fault:
@@ -210,7 +215,7 @@ class _EmulationRuns:
             )
 
     def _optimizer(self, workload: Workload, mode: WeightMode) -> Any:
-        """As asked for; the one that a method prescribes takes its place. FXP109."""
+        """Return the optimizer that the mode prescribes, else the requested one; raises FXP109."""
         from fxpart.compat.optimizer_choice import choose
 
         given: dict[str, Any] = {}
@@ -219,7 +224,7 @@ class _EmulationRuns:
                 given[key] = self.options[key]
         chosen = choose(self.options["optimizer"] or workload.optimizer or "adamw")
         if mode.optimizer:
-            # A rate for SGD is none for Adam's kind.
+            # A learning rate for SGD is not one for Adam.
             rate = {"lr": given["lr"]} if "lr" in given and "adam" in chosen.name else {}
             prescribed: Any = choose(mode.optimizer).make
             return partial(prescribed, betas=_NADAM_BETAS, **rate)
@@ -229,21 +234,21 @@ class _EmulationRuns:
 
 
 def _try(make: Any, given: dict[str, Any]) -> None:
-    """FXP109 where the optimizer does not take what it is given."""
+    """Raise FXP109 if the optimizer does not accept its options."""
     import torch
 
     try:
         make([torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as fault:
         where = " ".join(f"--{key} {value}" for key, value in given.items()) or "--optimizer"
-        fix = "leave out what the optimizer does not have"
+        fix = "omit options that the optimizer does not have"
         raise error("FXP109", where=where, why=str(fault), fix=fix) from fault
 
 
 @contextmanager
-def _progress(words: str, steps: int) -> Iterator[Callable[[int, float], None]]:
-    """On a terminal the newest loss; elsewhere one line for a run."""
-    with output.show_messages(words, first=True) as tell:
+def _progress(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """Show the newest loss on a terminal, else one line per run."""
+    with output.show_messages(title, first=True) as tell:
 
         def show(update: int, loss: float) -> None:
             if tell is not None:
@@ -253,7 +258,7 @@ def _progress(words: str, steps: int) -> Iterator[Callable[[int, float], None]]:
 
 
 def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[], Iterator[Any]]:
-    """What gives the batches from the data's start; the user's own faults as such."""
+    """Return a function that iterates over the data from its start; user errors keep their type."""
     from fxpart.capture.workload import make_user_error
 
     def batches() -> Iterator[Any]:
@@ -279,7 +284,7 @@ def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[]
 def _summary(
     name: str, runs: list[EmulationResult], sync: list[EmulationResult] | None
 ) -> dict[str, Any]:
-    """A mode's numbers over its seeds: finite ones or None."""
+    """Return a mode's figures over its seeds; those that are not finite are None."""
     finals = [run.final() for run in runs]
     mean = fmean(finals)
     base = None if sync is None else fmean(run.final() for run in sync)
@@ -295,7 +300,7 @@ def _summary(
 
 
 def _table(found: dict[str, list[EmulationResult]], seeds: int) -> list[str]:
-    """A line for each mode: final loss, what it is above sync, staleness, copies, rho."""
+    """Return a line per mode: final loss, difference to sync, staleness, weight copies, rho."""
     head = ["weights", "final loss", "to sync", "staleness", "copies", "rho"]
     if seeds > 1:
         head.insert(2, "spread")
@@ -305,7 +310,7 @@ def _table(found: dict[str, list[EmulationResult]], seeds: int) -> list[str]:
         rhos = [rho for run in runs for rho in run.rho if rho is not None]
         row = [
             name,
-            _shown(made["final_loss"]) if made["final_loss"] is not None else _ended(runs),
+            _shown(made["final_loss"]) if made["final_loss"] is not None else _divergence(runs),
             _shown(made["to_sync"], sign=True) if name != SYNC else "",
             _range(runs[0].staleness),
             _range(runs[0].copies),
@@ -331,12 +336,12 @@ def _shown(value: float | None, *, sign: bool = False) -> str:
 
 
 def _range(counts: tuple[int, ...]) -> str:
-    """The first stage's and the last one's, where they differ."""
+    """Return the values of the first and last stage, or one value if they are equal."""
     first, last = counts[0], counts[-1]
     return str(first) if first == last else f"{first}..{last}"
 
 
-def _ended(runs: list[EmulationResult]) -> str:
+def _divergence(runs: list[EmulationResult]) -> str:
     update = min(run.diverged for run in runs if run.diverged is not None)
     return f"diverged at {update}"
 
@@ -344,7 +349,7 @@ def _ended(runs: list[EmulationResult]) -> str:
 def _draw(
     found: dict[str, list[EmulationResult]], title: str, path: str, smooth: int | None
 ) -> str:
-    """Write the picture: of each mode the mean over seeds; the path."""
+    """Plot the mean loss over seeds of each mode; return the path."""
     from fxpart.cli.report import write
     from fxpart.emulator.loss_plot import losses_svg, mean_curve
 

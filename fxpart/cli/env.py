@@ -44,7 +44,7 @@ def _version(package: str) -> str:
 
 
 def _torch() -> dict[str, str]:
-    """What torch can do here: devices, and transports between processes."""
+    """Return the devices and transports of torch on this machine."""
     try:
         import torch
         import torch.distributed as dist

@@ -98,20 +98,20 @@ def _memory(plan: Plan, as_json: bool) -> int:
 def _why(plan: Plan, name: str, as_json: bool) -> int:
     from fxpart.report.sharding import explain_placement
 
-    words = explain_placement(plan, name)
+    text = explain_placement(plan, name)
     if as_json:
-        assert plan.sharding is not None, "else there was an error"
+        assert plan.sharding is not None, "checked by explain_placement"
         output.data([entry for entry in plan.sharding.placed if name in entry.names])
     else:
-        output.text(words)
+        output.text(text)
     return 0
 
 
 def _code(code: str, as_json: bool) -> int:
     if code not in CODES:
         near = [known for known in CODES if known[:4] == code[:4]] or list(CODES)
-        fix = f"one of {', '.join(near)}"
-        raise error("FXP109", where=f"explain {code}", why="there is no such code", fix=fix)
+        fix = f"use one of {', '.join(near)}"
+        raise error("FXP109", where=f"explain {code}", why="this code is unknown", fix=fix)
     title, status = CODES[code]
     _page({"code": code, "title": title, "exit_status": status}, f"errors/{code}.md", as_json)
     return 0

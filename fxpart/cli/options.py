@@ -1,4 +1,4 @@
-"""Options that several verbs share, and what they make of them."""
+"""Options shared by several verbs, and the request that they form."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Answer as JSON on stdout.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
 
 
 @dataclass(frozen=True)
 class CommandLineRequest:
-    """What is to be compiled, from the command line."""
+    """A compilation request from the command line."""
 
     target: str
     cluster: str
@@ -55,14 +55,14 @@ class CommandLineRequest:
     batch_coupling: str | None = None
 
     def workload(self) -> Workload:
-        """The target, loaded."""
+        """Load the target."""
         from fxpart.capture.workload import load_target
 
         return load_target(self.target)
 
     @property
     def constraints(self) -> dict[str, int | float | str | bool]:
-        """What is fixed, by --constraint and --fix and by the options for single decisions."""
+        """The constraints from --constraint, --fix and the options of single decisions."""
         own: dict[str, int | float | str | None] = {
             "mesh": self.mesh,
             "annotations": self.annotations,
@@ -76,43 +76,43 @@ class CommandLineRequest:
         return {**(parse_constraints((*self.constraint, *self.fix)) or {}), **given}
 
     def on_ranks(self, ranks: int, option: str) -> CommandLineRequest:
-        """The same for this many ranks; FXP502 where the mesh does not fit."""
+        """Return the request for a number of ranks; FXP502 if the mesh does not divide it."""
         from fxpart.sharding.mesh import Mesh
 
         text = str(self.constraints.get("mesh", "auto"))
-        lanes = 1 if text in ("auto", "none") else Mesh.parse(text).size
-        if ranks % lanes:
+        mesh_ranks = 1 if text in ("auto", "none") else Mesh.parse(text).size
+        if ranks % mesh_ranks:
             raise error(
                 "FXP502",
                 where=f"{option} {ranks}",
-                why=f"each stage has {lanes} ranks",
-                fix=f"give a multiple of {lanes}, or another --mesh",
+                why=f"each stage has {mesh_ranks} ranks",
+                fix=f"use a multiple of {mesh_ranks} ranks, or another --mesh",
             )
         items = tuple(c for c in self.constraint if not c.startswith(("stages=", "ranks=")))
         cluster = f"local:{ranks}" if self.cluster == "auto" else self.cluster
         if text == "auto":
             return replace(self, cluster=cluster, constraint=(*self.constraint, f"ranks={ranks}"))
-        stages = f"stages={ranks // lanes}"
+        stages = f"stages={ranks // mesh_ranks}"
         return replace(self, cluster=cluster, constraint=(*items, stages))
 
     def arguments(self) -> list[str]:
-        """As they are given on the command line, TARGET first; without --plan."""
+        """Return the command-line arguments, TARGET first, without --plan."""
         found = [self.target]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("target", "plan") or value is None:
                 continue
             for item in value if isinstance(value, tuple) else (value,):
-                # One argument each: a value may begin with a dash.
+                # One argument each, as a value may begin with a dash.
                 found.append(f"--{field.name.replace('_', '-')}={item}")
         return found
 
     def on_each_rank(
         self, verb: str, plan: str, options: Mapping[str, object], as_json: bool
     ) -> list[str]:
-        """The command line of each rank, which runs the plan in that file on the plan's cluster.
+        """Return the command line of each rank, which runs the plan file on the plan's cluster.
 
-        options: further ones by name, left out where None or False.
+        options: further options by name, omitted if None or False.
         """
         found = [verb, self.target, "--plan", plan]
         check = None if self.check == "auto" else self.check
@@ -125,7 +125,7 @@ class CommandLineRequest:
         return [*found, "--json"] if as_json else found
 
     def propose(self, workload: Workload) -> PlanProposal:
-        """The best plan of all that the planner knows, trainable or not."""
+        """Return the best plan over the planner's whole search space, trainable or not."""
         from fxpart.api import propose
 
         with output.show_solver_progress(f"planning {self.target}") as progress:
@@ -153,7 +153,7 @@ class CommandLineRequest:
         }
 
     def compile(self, workload: Workload, *, quiet: bool = False) -> Program:
-        """The workload, compiled as the options say; quiet: without a word meanwhile."""
+        """Compile the workload as requested. quiet: without progress messages."""
         from fxpart.api import compile
 
         doing = f"{'applying the plan to' if self.plan else 'planning'} {self.target}"
@@ -167,33 +167,31 @@ check_option = click.option(
     "--check", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
     help="Compare the captured program with the module over two steps.",
 )  # fmt: skip
-# Help lists the built-in modes, so that it looks for no installed packages.
+# Help lists only built-in modes, to not search installed packages.
 _BUILTIN = [MODES[name] for name in MODES.builtin]
-_STREAM_MODES = [mode.name for mode in _BUILTIN if not mode.flush]
+_ASYNC_MODES = [mode.name for mode in _BUILTIN if not mode.flush]
 _QUEUE_MODES = [mode.name for mode in _BUILTIN if mode.supports_queues]
 _MODES = (
     click.option(
         "--mode", type=click.Choice(CONSTRAINTS["mode"].list_choices()),
-        help="async never drains the pipeline; auto is what is faster; in queue whichever copy of "
-        "a stage is free takes the next microbatch. By default sync.",
+        help="sync (default); async: without pipeline flushes; auto: the faster of both; queue: "
+        "the first free replica of a stage takes the next microbatch.",
     ),
     click.option(
         "--weights", metavar="NAME",
-        help=f"The weight mode of async: {', '.join(_STREAM_MODES)}. "
-        f"By default {WEIGHTS}; of queue: {', '.join(_QUEUE_MODES)}.",
+        help=f"Weight mode of async: {', '.join(_ASYNC_MODES)}, by default {WEIGHTS}; of queue: "
+        f"{', '.join(_QUEUE_MODES)}.",
     ),
     click.option(
         "--batch-coupling", type=click.Choice(("per-microbatch",)),
-        help="Compute batch statistics and losses over pairs of rows for each microbatch; by "
-        "default such a batch is one microbatch.",
+        help="Compute batch statistics and losses over pairs of rows per microbatch; by default, "
+        "such a batch is a single microbatch.",
     ),
 )  # fmt: skip
 
 
 def compile_options(command: Command) -> Command:
-    """Add the options that say what is compiled; they arrive as keywords of
-    :class:`CommandLineRequest`.
-    """
+    """Add the options of compilation; they are keywords of :class:`CommandLineRequest`."""
     for option in reversed(
         (
             click.argument("target"),
@@ -202,15 +200,15 @@ def compile_options(command: Command) -> Command:
                 help="local:4, 16x8xh100, auto, or a cluster file.",
             ),
             click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch."),
-            click.option("--microbatches", "-m", type=click.IntRange(1), help="Fix their number."),
-            click.option("--optimizer", help="Its name, such as adamw; decides memory and update."),
+            click.option("--microbatches", "-m", type=click.IntRange(1), help="Their number."),
+            click.option("--optimizer", help="Its name, such as adamw; for memory and update."),
             click.option(
                 "--cost-model", "--profile", "cost_model", default="auto", show_default=True,
                 metavar="NAME|FILE", help="auto, a cost model, or a file of fxpart profile.",
             ),
             click.option(
                 "--constraint", multiple=True, metavar="KEY=VALUE",
-                help="Such as solver=cp-sat; `fxpart plan --help` lists all. May be repeated.",
+                help="Such as solver=cp-sat; listed by `fxpart plan --help`; may be repeated.",
             ),
             click.option(
                 "--fix", multiple=True, metavar="KEY=VALUE[,VALUE]",
@@ -218,33 +216,33 @@ def compile_options(command: Command) -> Command:
             ),
             click.option(
                 "--forbid", multiple=True, metavar="KEY[=VALUE]",
-                help="Rule a decision out: tp, zero=2, stages=1, cut=layers.5.",
+                help="Forbid a decision: tp, zero=2, stages=1, cut=layers.5.",
             ),
             click.option(
                 "--stage", multiple=True, metavar="BLOCKS=STAGE",
-                help="Put blocks on a stage: layers.0-11=0, lm_head=-1.",
+                help="Assign blocks to a stage: layers.0-11=0, lm_head=-1.",
             ),
-            click.option("--layout", metavar="TEXT", help="Megatron's notation: Ett|tt|ttL."),
-            click.option("--time-limit", type=click.FloatRange(0), help="Seconds of solving."),
+            click.option("--layout", metavar="TEXT", help="Megatron-LM's notation: Ett|tt|ttL."),
+            click.option("--time-limit", type=click.FloatRange(0), help="Seconds of the solver."),
             click.option(
                 "--mesh", metavar="AXES",
-                help="Ranks of each stage, such as dp=2,tp=2; the axis dp cuts the batch.",
+                help="Mesh of each stage, such as dp=2,tp=2; the batch is sharded over dp.",
             ),
             click.option(
                 "--annotations", type=click.Path(),
-                help="A TOML or JSON file that says how weights and inputs are sharded.",
+                help="TOML or JSON file with the sharding of weights and inputs.",
             ),
             click.option(
                 "--zero", type=click.IntRange(0, 3),
-                help="Cut optimizer state (1), gradients too (2), parameters too (3) over dp.",
+                help="Shard optimizer state (1), also gradients (2), also parameters (3) over dp.",
             ),
             click.option(
                 "--precision", metavar="NAME",
-                help="bf16 for autocast in bfloat16, fp32 for the model as it is.",
+                help="bf16: autocast in bfloat16; fp32: the model unchanged.",
             ),
             click.option(
                 "--transfer-dtype", metavar="NAME",
-                help="bfloat16 sends float32 between ranks as that.",
+                help="bfloat16: convert float32 transfers between ranks.",
             ),
             *_MODES,
             check_option,
@@ -259,21 +257,21 @@ _SECONDS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min)?")
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """ "60s", "2m" or "30" as seconds, at most a day. Raises FXP109."""
+    """Parse "60s", "2m" or "30" as seconds, at most a day. Raises FXP109."""
     found = _SECONDS.fullmatch(text.strip())
     value = float(found[1]) * (60 if found[2] in ("m", "min") else 1) if found else 0.0
     if not 0 < value <= 86400:
         raise error(
             "FXP109",
             where=f"{option} {text}",
-            why="it is not a time above 0 and up to a day",
+            why="it is not a time above 0 and at most a day",
             fix="write it as 60s or 2m",
         )
     return value
 
 
 def parse_constraints(items: tuple[str, ...]) -> dict[str, int | float | str | bool] | None:
-    """``("stages=3", "recompute=true")`` as a dict; None where there are none. Raises FXP109."""
+    """Parse ``("stages=3", "recompute=true")`` as a dict; None if empty. Raises FXP109."""
     if not items:
         return None
     found: dict[str, int | float | str | bool] = {}

@@ -1,4 +1,4 @@
-"""What goes to stdout (data) and to stderr (notes, progress, errors), and how it is made safe."""
+"""Output to stdout (results) and stderr (notes, progress, errors), with escaped characters."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from fxpart.errors import CODES, FxpartError
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
-# A name from a model must not move the cursor or set the window's title.
+# Names from a model must not contain terminal control codes.
 _UNSAFE = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 
-def text(words: str) -> None:
-    """The verb's answer for a person, to stdout."""
-    _write(sys.stdout, words)
+def text(message: str) -> None:
+    """Print a text result to stdout."""
+    _write(sys.stdout, message)
 
 
 def data(value: Any) -> None:
-    """The verb's answer for a machine: JSON with sorted keys, to stdout."""
+    """Print a result to stdout as JSON with sorted keys."""
     _write(sys.stdout, as_json(value))
 
 
 def as_json(value: Any) -> str:
-    """Indented JSON with sorted keys; structs and dataclasses as objects."""
+    """Return indented JSON with sorted keys; structs and dataclasses are objects."""
     encoded = msgspec.json.encode(value, order="sorted")
     return msgspec.json.format(encoded, indent=2).decode()
 
 
 def line(value: Any) -> None:
-    """One record of a stream for a machine: JSON on one line, to stdout, at once."""
+    """Print one record to stdout as a line of JSON and flush."""
     _write(sys.stdout, msgspec.json.encode(value, order="sorted").decode())
     sys.stdout.flush()
 
 
-def note(words: str) -> None:
-    """What a person may want to know meanwhile, to stderr."""
-    _write(sys.stderr, words)
+def note(message: str) -> None:
+    """Print a message to stderr."""
+    _write(sys.stderr, message)
 
 
 def failure(fault: FxpartError, *, as_json: bool) -> None:
-    """Every problem to stderr, and with ``--json`` also to stdout as data."""
+    """Print all problems to stderr, and with ``--json`` also to stdout as data."""
     note(str(fault))
     if as_json:
         data({"error": problems(fault)})
 
 
 def problems(fault: FxpartError) -> list[dict[str, str]]:
-    """The problems of an error as plain data."""
+    """Return the problems of an error as plain data."""
     return [
         {"code": p.code, "title": CODES[p.code][0], "where": p.where, "why": p.why, "fix": p.fix}
         for p in fault.problems
@@ -61,52 +61,55 @@ def problems(fault: FxpartError) -> list[dict[str, str]]:
 
 
 @contextmanager
-def show_activity(words: str) -> Iterator[None]:
-    """Say on stderr what is being done: a spinner on a terminal, a line elsewhere."""
+def show_activity(message: str) -> Iterator[None]:
+    """Show an activity on stderr: a spinner on a terminal, else a line."""
     if not sys.stderr.isatty():
-        note(f"{words} ...")
+        note(f"{message} ...")
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(words):
+    with Console(stderr=True).status(message):
         yield
 
 
 @contextmanager
-def show_messages(words: str, first: bool) -> Iterator[Callable[[str], None] | None]:
-    """On a terminal what is done now, as it is told; elsewhere one line; nothing on other ranks."""
+def show_messages(message: str, first: bool) -> Iterator[Callable[[str], None] | None]:
+    """Yield a function that shows messages on a terminal, None elsewhere.
+
+    Elsewhere, one line is printed. first: whether this is rank 0; other ranks print nothing.
+    """
     if not first:
         yield None
         return
     if not sys.stderr.isatty():
-        note(f"{words} ...")
+        note(f"{message} ...")
         yield None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(words) as status:
-        yield lambda now: status.update(f"{words}: {now}")
+    with Console(stderr=True).status(message) as status:
+        yield lambda now: status.update(f"{message}: {now}")
 
 
 @contextmanager
-def show_solver_progress(words: str) -> Iterator[Callable[[Progress], None]]:
-    """As :func:`show_activity`; yield a function that shows a solver's progress on a terminal."""
+def show_solver_progress(message: str) -> Iterator[Callable[[Progress], None]]:
+    """Show an activity; yield a function that shows a solver's progress on a terminal."""
     if not sys.stderr.isatty():
-        note(f"{words} ...")
+        note(f"{message} ...")
         yield ignore
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(words) as status:
-        yield lambda now: status.update(f"{words}: {now}")
+    with Console(stderr=True).status(message) as status:
+        yield lambda now: status.update(f"{message}: {now}")
 
 
 def ignore(progress: Progress) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
-def _write(stream: TextIO, words: str) -> None:
-    safe = words.translate(_UNSAFE)
-    encoding = stream.encoding or "utf-8"
-    print(safe.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+def _write(file: TextIO, message: str) -> None:
+    safe = message.translate(_UNSAFE)
+    encoding = file.encoding or "utf-8"
+    print(safe.encode(encoding, "backslashreplace").decode(encoding), file=file)

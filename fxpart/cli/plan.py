@@ -1,4 +1,4 @@
-"""``fxpart plan``: choose, and write the choice down."""
+"""``fxpart plan``: plan the partition of a model and write the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _CommandWithConstraints(click.Command):
 
 @click.command(cls=_CommandWithConstraints)
 @compile_options
-@click.option("--output", "-o", "path", type=click.Path(), help="The plan file; else stdout.")
+@click.option("--output", "-o", "path", type=click.Path(), help="Plan file, by default stdout.")
 @click.option(
     "--dump-annotations", "dump", type=click.Path(),
     help="Write the completed annotations, TOML or JSON by the suffix.",
@@ -40,10 +40,10 @@ class _CommandWithConstraints(click.Command):
     type=click.Choice(["trainable", "all"]),
     default="trainable",
     show_default=True,
-    help="all: also stages that differ, recompute and schedules that cannot be trained yet.",
+    help="all: include heterogeneous stages, recompute and schedules that cannot be trained yet.",
 )
-@click.option("--nproc", metavar="MIN:MAX", help="With --run: plan for so many ranks.")
-@click.option("--run", type=click.Path(), help="Keep the plans of a run in this folder, for later.")
+@click.option("--nproc", metavar="MIN:MAX", help="With --run: plan for these numbers of ranks.")
+@click.option("--run", type=click.Path(), help="Run folder in which plans are stored for later.")
 @json_option
 def command(
     path: str | None,
@@ -54,22 +54,23 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Capture TARGET, choose its partition on the cluster, and write the plan.
+    """Capture TARGET, plan its partition on the cluster, and write the plan.
 
-    With -o plan.json the costed problem is written beside it, as plan.problem.json. With --nproc
-    MIN:MAX --run DIR a plan for each of these numbers of ranks is made for the run in DIR, where
-    `fxpart train` finds them when ranks go or come back.
+    With -o plan.json, the costed problem is also written, as plan.problem.json. With --nproc
+    MIN:MAX --run DIR, a plan for each of these numbers of ranks is stored for the run in DIR, where
+    `fxpart train` finds them when ranks are lost or return.
     """
     request = CommandLineRequest(**options)
     if nproc is not None or run is not None:
-        return _ahead(request, nproc, run, as_json)
+        return _plan_in_advance(request, nproc, run, as_json)
     if dump is not None and not dump.endswith((".toml", ".json")):
-        fix = "give a file that ends in .toml or .json"
-        raise error("FXP109", where=f"--dump-annotations {dump}", why="what format?", fix=fix)
+        why = "the output format is taken from the suffix, which is neither .toml nor .json"
+        fix = "use a file name with suffix .toml or .json"
+        raise error("FXP109", where=f"--dump-annotations {dump}", why=why, fix=fix)
     if space == "all":
         if dump is not None:
-            why = "with --space all no placement of an op is worked out"
-            raise error("FXP109", where="--dump-annotations", why=why, fix="leave one of them out")
+            why = "with --space all, placements of ops are not computed"
+            raise error("FXP109", where="--dump-annotations", why=why, fix="omit one of them")
         proposed = request.propose(request.workload())
         _write(proposed.plan, proposed.problem, None, path, as_json)
         return 0
@@ -85,16 +86,18 @@ def command(
     return 0
 
 
-def _ahead(request: CommandLineRequest, nproc: str | None, run: str | None, as_json: bool) -> int:
-    """Plans for a run's numbers of ranks; status 3 where there is none for some."""
+def _plan_in_advance(
+    request: CommandLineRequest, nproc: str | None, run: str | None, as_json: bool
+) -> int:
+    """Make plans for a run's numbers of ranks; return status 3 if there is none for one."""
     from fxpart.checkpoint.run_directory import RunDir
     from fxpart.cli.elastic_run import plan_ahead
     from fxpart.elastic.rank_bounds import RankBounds
 
     if nproc is None or run is None:
         given, missing = ("--nproc", "--run DIR") if run is None else ("--run", "--nproc MIN:MAX")
-        fix = f"give {missing} too"
-        raise error("FXP109", where=given, why="one is nothing without the other", fix=fix)
+        why = "--nproc and --run must be given together"
+        raise error("FXP109", where=given, why=why, fix=f"pass {missing}, too")
     folder = RunDir(Path(run))
     with output.show_activity(f"planning {request.target} for {nproc} ranks"):
         refused = plan_ahead(request, RankBounds.parse(nproc), folder)
@@ -114,12 +117,12 @@ def _write(
     path: str | None,
     as_json: bool,
 ) -> None:
-    """The plan and its problem to files, or the plan to stdout; the explanation beside it."""
+    """Write the plan and its problem to files, or the plan to stdout; print the explanation."""
     from fxpart.report.explanation_text import explain
     from fxpart.solver.joint.archive import get_problem_path, save
 
     if path is not None:
-        assert problem is not None, "it is costed where it is written"
+        assert problem is not None, "a written plan has a costed problem"
         plan.dump(path)
         save(problem, get_problem_path(path))
         output.note(f"wrote {path} and {get_problem_path(path)}")

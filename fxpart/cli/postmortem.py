@@ -1,4 +1,4 @@
-"""``fxpart postmortem``: who stopped first in a run, and why."""
+"""``fxpart postmortem``: find the rank that failed first in a run, and the reason."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fxpart.cli.options import json_option
 if TYPE_CHECKING:
     from fxpart.diagnostics.postmortem import Postmortem
 
-_SHOWN = 16  # ranks of which a person wants to see the last events
+_SHOWN = 16  # Number of ranks whose last events are printed.
 
 
 @click.command()
 @click.argument("run_dir", type=click.Path())
 @click.option(
-    "--generation", type=click.IntRange(0), help="Of the run's lives; the newest if not given."
+    "--generation", type=click.IntRange(0), help="Generation of the run, by default the newest."
 )
 @click.option(
     "--last", type=click.IntRange(0, 65536), default=5, show_default=True,
-    help="How many of each rank's last events to show.",
+    help="Number of last events of each rank to show.",
 )  # fmt: skip
 @json_option
 def command(run_dir: str, generation: int | None, last: int, as_json: bool) -> None:
-    """Say who stopped first in RUN_DIR and why, and what each rank did and waited for then.
+    """Show which rank of RUN_DIR failed first and why, and what each rank did and waited for.
 
-    RUN_DIR is the folder that `fxpart train --run` was given. Nothing of it is changed.
+    RUN_DIR is the folder of `fxpart train --run`. It is not changed.
     """
     from fxpart.diagnostics.postmortem import examine
 
@@ -52,16 +52,16 @@ def _head(run: str, found: Postmortem) -> list[str]:
         votes = found.votes.get(rank, 0)
         traces = found.ranks.get(rank)
         if traces is not None:
-            lines.append(f"  it did    {postmortem_text.format_last_event(traces)}")
-            lines.append(f"  at        {postmortem_text.moment(traces.time)}")
-        lines.append(f"  told by   what {votes} of {many} ranks left")
+            lines.append(f"  last event  {postmortem_text.format_last_event(traces)}")
+            lines.append(f"  at          {postmortem_text.moment(traces.time)}")
+        lines.append(f"  reported by {votes} of {many} ranks")
     for traces in found.ranks.values():
-        lines += [f"  not read  {problem}" for problem in traces.problems]
+        lines += [f"  not read    {problem}" for problem in traces.problems]
     return lines
 
 
 def _ranks(found: Postmortem) -> list[str]:
-    """A row for each rank."""
+    """Return a table with a row for each rank."""
     from fxpart.diagnostics import postmortem_text
     from fxpart.report.table import shortened, table
 
@@ -91,7 +91,7 @@ def _events(found: Postmortem, last: int) -> list[str]:
     if len(found.ranks) > _SHOWN:
         near = {*found.first, *list(found.ranks)[:_SHOWN]}
         shown = [(rank, event) for rank, event in shown if rank in near]
-    lines = ["", f"the last {last} events of each rank, in seconds from then"]
+    lines = ["", f"the last {last} events of each rank, in seconds from the failure"]
     for rank, event in shown:
         seconds = (event.nanoseconds - found.since) / 1e9
         lines.append(f"{seconds:+12.6f}  rank {rank:<4} {event.words}")

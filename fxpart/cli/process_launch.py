@@ -1,4 +1,4 @@
-"""A verb on several processes of this host: plan once, then start them."""
+"""Run a verb on several processes of this host: plan once, then start them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run_on(
     *,
     each: bool = False,
 ) -> int:
-    """Run ``fxpart VERB`` on ``processes`` ranks; the exit status of the first that failed.
+    """Run ``fxpart VERB`` on ``processes`` ranks; return the exit status of the first failure.
 
-    options: further options by name, left out where None. each: ranks may end one by one. Without
-    a plan one is made here first, so that all ranks run the same one and a user's mistake is told
-    once. Raises FXP502 where the plan is for another number of ranks.
+    options: further options by name, omitted if None. each: ranks may end one by one. Without a
+    plan, one is made here first, so that all ranks run the same plan and user errors are reported
+    once. Raises FXP502 if the plan is for another number of ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = request.plan
@@ -56,14 +56,14 @@ def _check(plan: Plan, processes: int) -> None:
             "FXP502",
             where=f"--nproc {processes}",
             why=f"the plan is for {ranks} ranks",
-            fix=f"--nproc {ranks}, or plan for {processes} devices",
+            fix=f"pass --nproc {ranks}, or use a plan for {processes} devices",
         )
 
 
 def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
-    """The verb on so many ranks; FXP507 where one ended without saying why.
+    """Start the ranks and return the exit status; FXP507 if one ended without a message.
 
-    each: where rank 0 goes on without another, so do the rest.
+    each: other ranks continue as long as rank 0 does.
     """
     from fxpart import launch
 
@@ -80,15 +80,15 @@ def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
     if ended.asked is not None:
         return ended.code
     if first.is_explained:
-        output.note(f"rank {first.rank} failed; its message stands above")
+        output.note(f"rank {first.rank} failed; see its message above")
         return ended.code
     raise error(
         "FXP507",
         where=f"rank {first.rank} (process {first.pid})",
         why=f"it ended with {first.how}",
-        fix="see what it printed above; a killed process often ran out of memory",
+        fix="see its output above; a killed process often ran out of memory",
     )
 
 
 def _tell(lost: RankFailure) -> None:
-    output.note(f"rank {lost.rank} (process {lost.pid}) ended with {lost.how}; the others go on")
+    output.note(f"rank {lost.rank} (process {lost.pid}) ended with {lost.how}; the others continue")

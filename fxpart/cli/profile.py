@@ -1,4 +1,4 @@
-"""``fxpart profile``: measure what plans of a model are made of, and say what a profile holds."""
+"""``fxpart profile``: measure the parts of a model's plans, and show profiles."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ if TYPE_CHECKING:
 @click.argument("target", required=False)
 @click.option(
     "--cluster", "-c", default="auto", show_default=True,
-    help="local:4, auto, or a cluster file; measured is the device that this process has.",
+    help="local:4, auto, or a cluster file; the device of this process is measured.",
 )  # fmt: skip
 @click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
-@click.option("--microbatches", "-m", type=click.IntRange(1), help="Fix their number.")
+@click.option("--microbatches", "-m", type=click.IntRange(1), help="Number of microbatches.")
 @click.option("--optimizer", help="Its name, such as adamw.")
 @click.option("--constraint", multiple=True, metavar="KEY=VALUE", help="As for fxpart plan.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--budget", default="60s", show_default=True, help="Time for measuring: 60s, 2m.")
+@click.option("--budget", default="60s", show_default=True, help="Time for measurements: 60s, 2m.")
 @click.option(
     "--rehearse/--no-rehearse", default=True, show_default=True,
-    help="Run the plans that may be the best, where all devices are this host's processors.",
+    help="Run candidates for the best plan, if all devices are CPUs of this host.",
 )  # fmt: skip
 @click.option(
     "--for", "plans", multiple=True, type=click.Path(), metavar="PLAN",
-    help="Measure the stages that this plan puts on such devices; may be repeated.",
+    help="Measure the stages of this plan on such devices; may be repeated.",
 )  # fmt: skip
-@click.option("--output", "-o", "path", type=click.Path(), help="The profile; made or added to.")
+@click.option(
+    "--output", "-o", "path", type=click.Path(), help="Profile file, created or extended."
+)
 @click.option(
     "--merge", multiple=True, type=click.Path(), metavar="OTHER",
-    help="Take another profile's measurements into it; may be repeated.",
+    help="Merge another profile's measurements; may be repeated.",
 )  # fmt: skip
-@click.option("--show", type=click.Path(), metavar="FILE", help="Say what a profile holds.")
+@click.option("--show", type=click.Path(), metavar="FILE", help="Show the content of a profile.")
 @json_option
 def command(
     target: str | None,
@@ -53,11 +55,11 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure TARGET's ops, stages, contention of ranks and best plans here; write a profile.
+    """Measure TARGET's ops, stages, CPU contention and best plans, and write a profile.
 
-    What the profile holds already is not measured again. Plan with it: --cost-model FILE. Use an
-    idle machine. Under torchrun, with one rank for each device of the cluster, each kind of device
-    is measured by its first rank, and rank 0 writes one profile for all.
+    Known measurements are not repeated. Use the profile in planning with --cost-model FILE. Measure
+    on an idle machine. Under torchrun, with one rank for each device of the cluster, each kind of
+    device is measured by its first rank, and rank 0 writes one profile for all.
     """
     if show is not None:
         return _show(show, as_json)
@@ -65,8 +67,9 @@ def command(
         path = "model.profile"
     if target is None:
         if not merge:
-            fix = "fxpart profile TARGET -o FILE, --show FILE, or -o FILE --merge OTHER"
-            raise error("FXP109", where="fxpart profile", why="there is nothing to do", fix=fix)
+            fix = "pass TARGET -o FILE, --show FILE, or -o FILE --merge OTHER"
+            why = "neither a target nor --show nor --merge is given"
+            raise error("FXP109", where="fxpart profile", why=why, fix=fix)
         return _merge(path, merge, as_json)
     started = read_launch()
     first = started is None or started.rank == 0
@@ -75,7 +78,7 @@ def command(
         return 0
     if merge:
         _merge(path, merge, as_json=True, quiet=True)
-    _tell(found, path, as_json)
+    _print_reports(found, path, as_json)
     return 0
 
 
@@ -89,9 +92,9 @@ def _measure(
     constraint: tuple[str, ...],
     plans: tuple[str, ...],
     rehearse: bool,
-    **asked: Any,
+    **arguments: Any,
 ) -> list[ProfilingReport]:
-    """One run here, or under torchrun one for each kind of device."""
+    """Profile here, or under torchrun once for each kind of device."""
     from fxpart.capture.workload import load_target
     from fxpart.cluster.model import Cluster
     from fxpart.costmodels import AUTO
@@ -107,14 +110,14 @@ def _measure(
     started = read_launch()
     check_places(wanted, given.devices if started is not None else given.devices[:1])
     workload = load_target(target)
-    _writable(path)
+    _check_folder(path)
     with output.show_messages(f"profiling {target}", first) as show:
         constraints = parse_constraints(constraint) or {}
         made = ProfilingSession.of(
             workload, given,
-            PlanningArguments(**asked, cost_model=AUTO, constraints=constraints),
-            date=datetime.date.today().isoformat(), progress=_counted(show), trial_runs=rehearse,
-            plans=wanted,
+            PlanningArguments(**arguments, cost_model=AUTO, constraints=constraints),
+            date=datetime.date.today().isoformat(), progress=_format_progress(show),
+            trial_runs=rehearse, plans=wanted,
         )  # fmt: skip
 
         def run(place: int, where: Path, share: float) -> ProfilingReport:
@@ -125,14 +128,14 @@ def _measure(
         return profile_group(started, given, Path(path), run, timeout=300.0 + 10 * seconds)
 
 
-def _writable(path: str) -> None:
-    """Its folder is there; FXP603 before anything is measured."""
+def _check_folder(path: str) -> None:
+    """Raise FXP603 if the folder does not exist, before anything is measured."""
     folder = Path(path).parent
     if not folder.is_dir():
-        raise error("FXP603", where=path, why=f"there is no folder {folder}", fix="make it first")
+        raise error("FXP603", where=path, why=f"there is no folder {folder}", fix="create it first")
 
 
-def _tell(found: list[ProfilingReport], path: str, as_json: bool) -> None:
+def _print_reports(found: list[ProfilingReport], path: str, as_json: bool) -> None:
     from fxpart.report.profile import describe_run
 
     output.note(f"wrote {path}")
@@ -144,10 +147,10 @@ def _tell(found: list[ProfilingReport], path: str, as_json: bool) -> None:
 
 
 def _merge(path: str, others: tuple[str, ...], as_json: bool, *, quiet: bool = False) -> int:
-    """Other profiles into the one at ``path``; says how many measurements each gave."""
+    """Merge other profiles into the one at ``path``; print the measurements of each."""
     from fxpart.costmodels.profile_store import Profile
 
-    _writable(path)
+    _check_folder(path)
     taken = {}
     with Profile(path, create=True) as whole:
         for other in others:
@@ -175,8 +178,8 @@ def _show(path: str, as_json: bool) -> int:
     return 0
 
 
-def _counted(show: Callable[[str], None] | None) -> Callable[[str, int, int], None] | None:
-    """Progress by counts, told in words."""
+def _format_progress(show: Callable[[str], None] | None) -> Callable[[str, int, int], None] | None:
+    """Return a function that shows progress as text."""
     if show is None:
         return None
     return lambda what, done, of: show(f"{what} {done} of {of}" if of else f"{what} {done}")

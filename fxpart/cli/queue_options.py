@@ -1,4 +1,4 @@
-"""``fxpart train --routing queue``: copies that take microbatches from queues."""
+"""``fxpart train --routing queue``: replicas that take microbatches from queues."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ TURNS = "turns"
 
 
 def queue_options(command: Command) -> Command:
-    """Add the options of queues; :func:`queued_of` takes them out of the keywords."""
+    """Add the options of queue routing; :func:`parse_queue_options` removes them from keywords."""
     command = click.option(
         "--staleness",
         metavar="N[,N]",
-        help="Updates that gradients may miss, with queues: of all stages, or of each.",
+        help="With queues: updates that gradients may miss, of all stages or by stage.",
     )(command)
     return click.option(
         "--routing", type=click.Choice(("turns", "queue")),
-        help="How copies of a stage share microbatches; by default as the plan says.",
+        help="Routing of microbatches to replicas (turns: round-robin), by default the plan's.",
     )(command)  # fmt: skip
 
 
-def queued_of(
+def parse_queue_options(
     options: dict[str, Any], weights: str | None, trace: str | None
 ) -> tuple[dict[str, Any], str | None]:
-    """What a trainer is given of queues (nothing where there are none), and the weights left.
+    """Return the trainer's queue options, empty without queues, and the remaining weights.
 
-    options: of the command, of which those of queues are taken out; its mode and plan say what is
-    not said there. weights: a weight mode is the queues'. FXP109 for --trace with queues.
+    options: of the command, from which queue options are removed; mode and plan give the defaults.
+    weights: used for queues if it is a weight mode. Raises FXP109 for --trace with queues.
     """
     routing, staleness = options.pop("routing"), options.pop("staleness")
     planned = _planned(options)
     if (routing or planned) != QUEUE:
         if staleness is not None:
-            fix = "give --routing queue too"
-            raise error("FXP109", where="--staleness", why="copies take turns", fix=fix)
+            why = "round-robin routing has no staleness"
+            raise error("FXP109", where="--staleness", why=why, fix="pass --routing queue, too")
         return ({"routing": routing} if planned == QUEUE else {}), weights
     if trace is not None:
-        why = "there is no schedule whose actions could be measured"
-        raise error("FXP109", where="--routing queue --trace", why=why, fix="leave --trace out")
+        why = "queue routing has no schedule whose actions could be measured"
+        raise error("FXP109", where="--routing queue --trace", why=why, fix="omit --trace")
     found: dict[str, Any] = {"routing": QUEUE}
     if staleness is not None:
         found["staleness"] = _numbers(staleness)
@@ -58,7 +58,7 @@ def queued_of(
 
 
 def _planned(options: Mapping[str, Any]) -> str:
-    """The routing of the plan that is given, or asked for by its mode."""
+    """Return the routing of the given plan, or of the requested mode."""
     if options["plan"] is not None:
         from fxpart.plan.model import Plan
 
@@ -67,23 +67,27 @@ def _planned(options: Mapping[str, Any]) -> str:
 
 
 def _numbers(text: str) -> int | tuple[int, ...]:
-    """Of all stages, or of each."""
+    """Parse the staleness of all stages, or by stage."""
     found = parse_staleness(text)
     if found is None:
-        why = "it is not a count of updates for all stages, nor one for each"
-        raise error("FXP109", where=f"--staleness {text}", why=why, fix="2, or 2,0 for two stages")
+        why = "it is neither a number of updates nor a list with one number per stage"
+        fix = "use for example 2, or 2,0 for two stages"
+        raise error("FXP109", where=f"--staleness {text}", why=why, fix=fix)
     return found[0] if len(found) == 1 else found
 
 
 def on_command_line(queued: Mapping[str, Any]) -> dict[str, object]:
-    """As the ranks are given it."""
+    """Return the options for the command line of ranks."""
     names = {"routing": "--routing", "staleness": "--staleness", "weight_mode": "--weights"}
     texts = {n: ",".join(map(str, v)) if isinstance(v, tuple) else v for n, v in queued.items()}
     return {names[name]: text for name, text in texts.items()}
 
 
 def print_replica_counts(trainer: Any, *, first: bool, as_json: bool) -> bool:
-    """What each copy took; whether the trainer is one from queues. Every rank calls it."""
+    """Print the counts of each replica; return whether the trainer uses queues.
+
+    All ranks must call this.
+    """
     from fxpart.runtime.queues.trainer import QueueTrainer
 
     if not isinstance(trainer, QueueTrainer):
@@ -95,8 +99,8 @@ def print_replica_counts(trainer: Any, *, first: bool, as_json: bool) -> bool:
         for copy in copies:
             output.note(
                 f"stage {copy.stage}: {copy.microbatches} microbatches, gradients missed "
-                f"{copy.staleness} updates at most, {copy.sets} sets of weights at most"
+                f"{copy.staleness} updates at most, {copy.sets} weight versions at most"
             )
         if trainer.lost:
-            output.note(f"lost on the way: stage {', '.join(map(str, trainer.lost))}")
+            output.note(f"replicas lost during the run: stage {', '.join(map(str, trainer.lost))}")
     return True

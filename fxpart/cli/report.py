@@ -75,11 +75,11 @@ def _data(found: RecordingComparison) -> dict[str, object]:
 
 
 def write(path: str, text: str) -> int:
-    """Write a text file and return its bytes; FXP603 where it cannot be."""
+    """Write a text file and return its bytes; FXP603 if that fails."""
     encoded = text.encode("utf-8", "backslashreplace")
     try:
         Path(path).write_bytes(encoded)
     except OSError as why:
-        fix = "give a writable path with -o"
+        fix = "pass a writable path with -o"
         raise error("FXP603", where=path, why=why.strerror or str(why), fix=fix) from why
     return len(encoded)

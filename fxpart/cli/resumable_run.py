@@ -1,4 +1,4 @@
-"""``fxpart train --run``: a run that is saved, watched over, and gone on with."""
+"""``fxpart train --run``: runs that are saved, supervised and resumed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ResumableRunOptions:
 
     @property
     def run(self) -> RunDir:
-        """The folder."""
+        """The run directory."""
         return RunDir(self.folder)
 
     def options(self) -> dict[str, object]:
-        """As they are given on the command line."""
+        """Return the options for the command line."""
         return {
             "--run": self.folder, "--every": self.every, "--keep": self.keep,
             "--stop-on-failed-save": self.strict, "--copies": self.copies,
@@ -51,35 +51,37 @@ class ResumableRunOptions:
 
 _OPTIONS = (
     click.option(
-        "--run", "--run-dir", "folder", type=click.Path(), help="Save into it, and go on from it."
+        "--run",
+        "--run-dir",
+        "folder",
+        type=click.Path(),
+        help="Run folder, from which a run is resumed.",
     ),
     click.option(
         "--every", type=click.IntRange(1), help=f"Steps between checkpoints.  [default: {_EVERY}]"
     ),
     click.option(
-        "--keep", type=click.IntRange(2), help=f"Checkpoints that stay.  [default: {_KEEP}]"
+        "--keep", type=click.IntRange(2), help=f"Checkpoints to keep.  [default: {_KEEP}]"
     ),
-    click.option("--stop-on-failed-save", is_flag=True, help="End if a save fails."),
+    click.option("--stop-on-failed-save", is_flag=True, help="End the run if a save fails."),
     click.option(
-        "--copies", is_flag=True, help="Keep the last checkpoints in two hosts' memory too."
+        "--copies", is_flag=True, help="Also store the last checkpoints in the memory of two hosts."
     ),
-    click.option("--rebalance", is_flag=True, help="Plan anew where a rank has become slow."),
+    click.option("--rebalance", is_flag=True, help="Plan again if a rank has become slow."),
 )
 
 
 def run_options(command: Command) -> Command:
-    """Add the options of a run that is kept; :func:`parse_run_options` takes them out of the
-    keywords.
-    """
+    """Add the options of saved runs; :func:`parse_run_options` removes them from keywords."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def parse_run_options(options: dict[str, Any], *, traced: bool) -> ResumableRunOptions | None:
-    """What --run and its options say, taken out of ``options``; None without --run.
+    """Remove --run and its options from ``options`` and return them; None without --run.
 
-    FXP109 for those that do not go together.
+    Raises FXP109 for options that exclude each other.
     """
     folder = options.pop("folder")
     names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance")
@@ -88,26 +90,26 @@ def parse_run_options(options: dict[str, Any], *, traced: bool) -> ResumableRunO
         if given:
             raise error(
                 "FXP109", where=" ".join(f"--{name.replace('_', '-')}" for name in given),
-                why="nothing is saved without --run", fix="give --run DIR too",
+                why="nothing is saved without --run", fix="pass --run DIR, too",
             )  # fmt: skip
         return None
     if traced:
         raise error(
-            "FXP109", where="--run --trace", why="a recording is of whole runs",
-            fix="train without --run to measure",
+            "FXP109", where="--run --trace", why="a saved run cannot be recorded",
+            fix="omit --run to record a trace",
         )  # fmt: skip
     strict = given.pop("stop_on_failed_save", False)
     return ResumableRunOptions(Path(folder), strict=strict, **given)
 
 
 def bounds_of(nproc: str, kept: ResumableRunOptions | None) -> RankBounds:
-    """How many processes; FXP109 for several numbers without --run."""
+    """Return the numbers of processes; FXP109 for a range without --run."""
     bounds = RankBounds.parse(nproc)
     if bounds.elastic and kept is None:
         raise error(
             "FXP109", where=f"--nproc {bounds}",
-            why="a run that changes its ranks goes on from its checkpoints",
-            fix="give --run DIR too, or one number",
+            why="a run with a variable number of ranks needs checkpoints",
+            fix="pass --run DIR, too, or a single number",
         )  # fmt: skip
     return bounds
 
@@ -120,10 +122,11 @@ def on_ranks(
     steps: int,
     as_json: bool,
 ) -> int:
-    """Start the ranks; the exit status. A run that is kept is watched over, too.
+    """Start the ranks and return the exit status; saved runs are supervised.
 
-    options: others of train, by name. Ranks of queues are missed by nobody while rank 0 lives, so
-    that nobody starts them again: the same command goes on. FXP109 for what that cannot be.
+    options: other options of train, by name. With queues, lost ranks are not restarted, as training
+    continues while rank 0 runs; the same command resumes the run. Raises FXP109 for options that
+    queues do not support.
     """
     queue = options.get("--routing") == "queue"
     if kept is None or queue:
@@ -141,25 +144,25 @@ def on_ranks(
 
 
 def _check_queued(bounds: RankBounds, kept: ResumableRunOptions) -> None:
-    """FXP109 for what a run from queues does not have."""
+    """Raise FXP109 for options that runs with queues do not support."""
     given = {
         "--copies": kept.copies,
         "--rebalance": kept.rebalance,
         f"--nproc {bounds}": bounds.elastic,
     }
-    for name, asked in given.items():
-        if asked:
+    for name, requested in given.items():
+        if requested:
             raise error(
                 "FXP109", where=f"--routing queue {name}",
-                why="a run from queues keeps its plan and its ranks",
-                fix="leave it out, or --routing turns",
+                why="a run with queue routing cannot change its plan or ranks",
+                fix="omit it, or pass --routing turns",
             )  # fmt: skip
 
 
 def with_run_plan(
     request: CommandLineRequest, kept: ResumableRunOptions, started: Launch | None
 ) -> CommandLineRequest:
-    """The request with the run's plan: torchrun's ranks share one; one process has the first."""
+    """Return the request with the run's plan, shared by the ranks of torchrun."""
     if started is not None:
         from fxpart.cli.elastic_run import with_shared_plan
 
@@ -172,17 +175,17 @@ def with_run_plan(
 def fit(
     trainer: Any, data: Any, kept: ResumableRunOptions, steps: int, *, first: bool, as_json: bool
 ) -> bool:
-    """Train until the run has so many steps; False where a signal ended it before.
+    """Train until the run has ``steps`` steps; return False if a signal ended it before.
 
-    first: whether this process is the one that tells.
+    first: whether this process prints.
     """
     from fxpart.runtime.training_run import Checkpoints
 
     checkpoints = Checkpoints(
         kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies
     )
-    telling = _StepPrinter(as_json)
-    callbacks: list[Any] = [telling] if first else []
+    printer = _StepPrinter(as_json)
+    callbacks: list[Any] = [printer] if first else []
     if first and kept.rebalance:
         callbacks.append(_SlowRankReporter(trainer, kept.run))
     with warnings.catch_warnings():
@@ -193,40 +196,40 @@ def fit(
     done = fitted.why in ("steps", "data")
     if first and as_json:
         output.line({"ended": fitted.why, "steps": fitted.steps, "run": str(kept.folder)})
-    elif first and done and telling.begun == fitted.steps:
-        output.note(f"the run in {kept.folder} has {fitted.steps} steps: nothing is left to do")
+    elif first and done and printer.resumed == fitted.steps:
+        output.note(f"the run in {kept.folder} already has {fitted.steps} steps")
     elif first and done:
         ended = "" if fitted.why == "steps" else "the data ended: "
         output.note(f"{ended}{fitted.steps} steps are done and saved in {kept.folder}")
     elif first:
-        after = "" if is_launched_by_fxpart() else "; the same command goes on"
+        after = "" if is_launched_by_fxpart() else "; the same command resumes the run"
         output.note(f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}{after}")
     return done
 
 
 class _StepPrinter:
-    """Tells of each step as it is done. begun: updates that the run had at the start."""
+    """Prints each step. resumed: number of updates that the run had at the start."""
 
     def __init__(self, as_json: bool) -> None:
-        self.begun = 0
+        self.resumed = 0
         self._as_json = as_json
 
     def on_step(self, info: StepInfo) -> None:
-        """A line."""
+        """Print a line."""
         if self._as_json:
             output.line({"step": info.step, "loss": info.loss, "seconds": info.seconds})
         else:
             output.text(f"step {info.step:>4}  loss {info.loss:.6f}  {info.seconds:.3f} s")
 
     def on_event(self, event: Event) -> None:
-        """Where the run goes on."""
+        """Print where the run is resumed."""
         if event.kind != "start" or not event.step:
             return
-        self.begun = event.step
+        self.resumed = event.step
         if self._as_json:
             output.line({"from": event.step})
         else:
-            output.note(f"going on after step {event.step}")
+            output.note(f"resuming after step {event.step}")
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -234,16 +237,16 @@ def _note(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 class _SlowRankReporter:
-    """Tells the launcher of ranks that have become slow."""
+    """Reports slow ranks to the launcher."""
 
     def __init__(self, trainer: Any, run: RunDir) -> None:
         self._pace, self._run = trainer.pace, run
 
     def on_step(self, info: StepInfo) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_event(self, event: Event) -> None:
-        """The numbers of all ranks."""
+        """Write the step times of all ranks."""
         if event.kind == "slow":
             pace = self._pace
             write_slow_rank_report(

@@ -1,4 +1,4 @@
-"""``fxpart rules``: which ops have sharding rules, and a proposal for one that has none."""
+"""``fxpart rules``: list ops with sharding rules, and propose a rule for an op."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ DISCOVER = "discover"
 @click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch of the targets.")
 @click.option(
     "--arguments", metavar="JSON",
-    help='For discover: arguments by name, {"dim": -1}; a tensor as its shape, {"x": "4x6"}.',
+    help='With discover: arguments by name, {"dim": -1}; tensors by shape, {"x": "4x6"}.',
 )  # fmt: skip
 @json_option
 def command(
     subjects: tuple[str, ...], batch_size: int | None, arguments: str | None, as_json: bool
 ) -> int:
-    """Say how much of each TARGET has a sharding rule, by ops and by FLOPs.
+    """Show which part of each TARGET has sharding rules, by ops and by FLOPs.
 
-    Without a target: the table of rules. `rules discover aten.kron` proposes a rule for an op: it
-    is run on random operands that are cut in every way its shapes allow.
+    Without a target, list all rules. `rules discover aten.kron` proposes a rule for an op by
+    running it on random operands that are sharded in all possible ways.
     """
     if subjects and subjects[0] == DISCOVER:
         if len(subjects) != 2:
             raise error(
                 "FXP109",
                 where="rules discover",
-                why=f"it takes one op, here are {len(subjects) - 1}",
-                fix="name it as aten.kron or aten.kron.default",
+                why=f"discover takes one op, but {len(subjects) - 1} are given",
+                fix="pass a name such as aten.kron or aten.kron.default",
             )
         return _discover(subjects[1], arguments, as_json)
     if not subjects:
@@ -50,7 +50,7 @@ def command(
 
 
 def _table(as_json: bool) -> int:
-    """Every family and its ops."""
+    """Print all families and their ops."""
     from fxpart.passes.rules import list_families
 
     families = list_families()
@@ -67,7 +67,7 @@ def _table(as_json: bool) -> int:
 
 
 def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
-    """Capture, prepare, and count."""
+    """Capture and prepare a model, and count its ops with rules."""
     from msgspec import to_builtins
 
     from fxpart.capture import capture
@@ -91,7 +91,7 @@ def _coverage(target: str, batch_size: int | None) -> dict[str, Any]:
 
 
 def _described(target: str, found: dict[str, Any]) -> str:
-    """One target's coverage for a person: the sums, then every op that is not cut."""
+    """Return the coverage of a target as text: totals, then all ops that cannot be sharded."""
 
     def share(part: int, whole: int) -> str:
         return f"{part / whole:.1%}" if whole else "all"
@@ -99,8 +99,9 @@ def _described(target: str, found: dict[str, Any]) -> str:
     lines = [
         f"{target}",
         f"  ops     {found['calls']}, {share(found['ruled'], found['calls'])} with a rule, "
-        f"{share(found['cut'], found['calls'])} can be cut",
-        f"  FLOPs   {found['flops']:.3g}, {share(found['flops_cut'], found['flops'])} can be cut",
+        f"{share(found['cut'], found['calls'])} can be sharded",
+        f"  FLOPs   {found['flops']:.3g}, "
+        f"{share(found['flops_cut'], found['flops'])} can be sharded",
     ]
     for op in found["ops"]:
         kept, none = op["whole"], op["calls"] - op["cuts"] - op["whole"]
@@ -112,19 +113,19 @@ def _described(target: str, found: dict[str, Any]) -> str:
 
 
 def _discover(name: str, arguments: str | None, as_json: bool) -> int:
-    """Propose a rule, and say how to accept it."""
+    """Print a proposed rule, and how to accept it."""
     from fxpart.passes.rules.rule_discovery import discover, example
 
     op = _op(name)
     given = _given(arguments)
-    with output.show_activity(f"running {op} on cut operands"):
+    with output.show_activity(f"running {op} on sharded operands"):
         found = example(op, given)
         if found is None:
             raise error(
                 "FXP109",
                 where=f"rules discover {name}",
-                why="no arguments were found that the op takes",
-                fix='give them: --arguments \'{"self": "4x6", "dim": 0}\'',
+                why="no valid arguments were found for the op",
+                fix='pass --arguments \'{"self": "4x6", "dim": 0}\'',
             )
         proposal = discover(op, *found)
     if as_json:
@@ -142,16 +143,16 @@ def _discover(name: str, arguments: str | None, as_json: bool) -> int:
     )
     output.text(
         f"{proposal.op} on {shapes}\n\n  {proposal.entry}\n\n"
-        "A dim with _ stays whole. To accept it, check that it holds for other arguments too, put\n"
-        "the line in the TABLE of a file in passes/rules, and give the op an example in\n"
-        "tests/support/rule_examples_*.py: the soundness test then compares it, gradients\n"
-        "included. For an op of your own call fxpart.register_op_rule with the notation."
+        "A dim with _ must not be sharded. To accept the rule, check it for other arguments, add\n"
+        "the line to the TABLE of a file in passes/rules, and add an example of the op to\n"
+        "tests/support/rule_examples_*.py, which the soundness test compares, including\n"
+        "gradients. For an op of your own, call fxpart.register_op_rule with the notation."
     )
     return 0
 
 
 def _op(name: str) -> Any:
-    """The op overload of that name; the first overload where only the op is named. FXP109."""
+    """Return the op overload of a name, by default the first one; FXP109 if there is none."""
     import torch
 
     parts = name.split(".")
@@ -161,25 +162,27 @@ def _op(name: str) -> Any:
     overloads = packet.overloads() if packet is not None else []
     wanted = parts[2] if len(parts) == 3 else next(iter(overloads), "")
     if packet is None or wanted not in overloads:
-        known = f"it has {', '.join(overloads)}" if overloads else "there is no such op"
-        fix = "name it as aten.kron or aten.kron.default"
+        known = f"it has {', '.join(overloads)}" if overloads else "the op is unknown"
+        fix = "pass a name such as aten.kron or aten.kron.default"
         raise error("FXP109", where=f"op {name[:60]!r}", why=known, fix=fix)
     return getattr(packet, wanted)
 
 
 def _given(arguments: str | None) -> dict[str, Any]:
-    """The arguments of --arguments; shapes as tensors of random numbers. FXP109."""
+    """Return the values of --arguments, with random tensors for shapes; FXP109 if not valid."""
     import torch
 
     if arguments is None:
         return {}
     fix = 'write {"dim": -1, "x": "4x6"}'
     try:
-        held = json.loads(arguments)
+        parsed = json.loads(arguments)
     except ValueError as fault:
-        raise error("FXP109", where="--arguments", why=f"no JSON: {fault}", fix=fix) from fault
-    if not isinstance(held, dict):
-        raise error("FXP109", where="--arguments", why="it is no object", fix=fix)
+        raise error(
+            "FXP109", where="--arguments", why=f"not valid JSON: {fault}", fix=fix
+        ) from fault
+    if not isinstance(parsed, dict):
+        raise error("FXP109", where="--arguments", why="it is not a JSON object", fix=fix)
     made = torch.Generator().manual_seed(0)
 
     def value(text: Any) -> Any:
@@ -188,4 +191,4 @@ def _given(arguments: str | None) -> dict[str, Any]:
             return torch.rand(*map(int, sizes), generator=made, dtype=torch.float64)
         return text
 
-    return {name: value(text) for name, text in held.items()}
+    return {name: value(text) for name, text in parsed.items()}

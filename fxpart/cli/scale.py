@@ -1,4 +1,4 @@
-"""``fxpart scale``: another number of ranks for a run that is under way."""
+"""``fxpart scale``: change the number of ranks of a running job."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from fxpart.cli.options import json_option
 @click.argument("ranks", type=click.IntRange(1))
 @json_option
 def command(run: str, ranks: int, as_json: bool) -> int:
-    """Ask the run in folder RUN to go on with RANKS ranks, at its next step.
+    """Change the number of ranks of the run in folder RUN to RANKS, at its next step.
 
-    It has to be under way: started by `fxpart train --nproc MIN:MAX --run RUN`. All ranks save
-    after the step they are at and stop, and training goes on from there by the plan for the new
-    number. Where there is none, the launcher says so, and nobody stops. More:
+    The run must have been started by `fxpart train --nproc MIN:MAX --run RUN`. All ranks save after
+    the current step and stop, and training resumes with the plan for the new number of ranks. If
+    there is no plan, the launcher reports it and the ranks continue. See
     fxpart/docs/checkpoints_and_failures.md.
     """
     from fxpart.checkpoint.run_directory import RunDir
     from fxpart.elastic.scale_request import request_rank_count
 
-    held = request_rank_count(RunDir(Path(run)), ranks)
+    running = request_rank_count(RunDir(Path(run)), ranks)
     if as_json:
-        output.data({"asked": ranks, **msgspec.to_builtins(held)})
-    elif ranks == held.ranks:
-        output.text(f"it has {ranks} ranks already")
+        output.data({"asked": ranks, **msgspec.to_builtins(running)})
+    elif ranks == running.ranks:
+        output.text(f"the run already has {ranks} ranks")
     else:
-        output.text(f"asked process {held.pid} for {ranks} ranks in place of {held.ranks}")
+        output.text(
+            f"requested {ranks} ranks instead of {running.ranks} from process {running.pid}"
+        )
     return 0

@@ -1,4 +1,4 @@
-"""``fxpart schedule``: look at schedules, prove them safe, run them in time, take them over."""
+"""``fxpart schedule``: show, validate, simulate and convert schedules."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ SENDS = ("overlapped", "buffered", "rendezvous", "runtime", "shared")
 
 @click.group()
 def command() -> None:
-    """Look at schedules, prove them safe, run them in time, take them over.
+    """Show, validate, simulate and convert schedules.
 
     SOURCE is a file (fxpart's text, or the CSV of torch.distributed.pipelining) or the name of a
-    schedule, such as 1f1b, that --stages and --microbatches complete. Each verb takes --json.
-    `fxpart explain schedules` says what is in a file.
+    schedule, such as 1f1b, with --stages and --microbatches. Each verb takes --json.
+    `fxpart explain schedules` describes the files.
     """
 
 
 @command.command()
 @source_options
-@click.option("--text", "as_text", is_flag=True, help="As fxpart's text instead of a picture.")
-@click.option("--csv", "as_csv", is_flag=True, help="As CSV for torch.distributed.pipelining.")
+@click.option(
+    "--text", "as_text", is_flag=True, help="Print fxpart's text format instead of a drawing."
+)
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV for torch.distributed.pipelining.")
 @json_option
 def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
-    """Draw a schedule, or write it as text.
+    """Draw a schedule, or print it as text.
 
-    A line per rank; a forward takes one column, a backward two.
-    F0 is the forward of microbatch 0, B0 its backward, I0 and W0 the two halves of one; with
-    several stages on a rank the stage stands in front: 2F0. With --weights a table follows: what
-    the mode means for each stage of a full pipeline.
+    There is a line per rank; a forward takes one column, a backward two. F0 is the forward of
+    microbatch 0, B0 its backward, I0 and W0 its two halves; with several stages on a rank, the
+    stage precedes it: 2F0. With --weights, a table shows the weight versions of each stage of a
+    full pipeline.
     """
     from fxpart.schedule.text import to_text
     from fxpart.schedule.torch_csv import to_torch_csv
@@ -72,13 +74,13 @@ def show(as_text: bool, as_csv: bool, as_json: bool, **given: Any) -> int:
 
 @command.command()
 @source_options
-@click.option("--memory", help="Microbatches that may be in flight: one number, or by stage 4,3,2.")
+@click.option("--memory", help="Maximum of microbatches in flight: one number, or by stage 4,3,2.")
 @json_option
 def validate(memory: str | None, as_json: bool, **given: Any) -> int:
-    """Prove a schedule safe, or list every fault.
+    """Check that a schedule is safe, or list all problems.
 
-    A schedule without transfers gets them first. What a stage may keep in flight is what its
-    builder promises, where it has a builder's name, or --memory.
+    Transfers are added to a schedule without them. The limit of microbatches in flight is that of
+    the schedule's builder, or --memory.
     """
     from fxpart.schedule.files import edges_text
     from fxpart.schedule.simulate import simulate
@@ -100,17 +102,17 @@ def validate(memory: str | None, as_json: bool, **given: Any) -> int:
         return 0
     from fxpart import units
 
-    flying = ", ".join(str(count) for count in timeline.in_flight)
+    in_flight = ", ".join(str(count) for count in timeline.in_flight)
     added = " (transfers added)" if bare else ""
     bubble = units.percent(timeline.bubble)
     for line in (
         f"{schedule_source.title(made)}: valid{added}",
         f"  stage graph {edges_text(edges) or 'without edges'}",
-        "  each computation once, after what it needs, sums in the order of microbatches",
-        "  each transfer sent and received once; no rank stands still when sends wait for receives",
+        "  each computation occurs once, after its inputs; gradients add up in microbatch order",
+        "  each transfer is sent and received once; no deadlock if sends wait for receives",
         *schedule_source.read_weights(source, made),
-        f"  in flight at most, by stage: {flying}",
-        f"  bubble {bubble} where a forward takes 1, a backward 2 and a transfer nothing",
+        f"  microbatches in flight at most, by stage: {in_flight}",
+        f"  bubble {bubble} if a forward takes 1, a backward 2 and a transfer 0",
     ):
         output.text(line)
     return 0
@@ -118,12 +120,19 @@ def validate(memory: str | None, as_json: bool, **given: Any) -> int:
 
 @command.command()
 @source_options
-@click.option("--forward", default="1", show_default=True, help="Seconds; one for all, or 1,2,1.")
-@click.option("--backward", default="2", show_default=True, help="The same, of a whole backward.")
 @click.option(
-    "--weight", help="Of these, seconds of W where a backward is split; half if not given."
+    "--forward",
+    default="1",
+    show_default=True,
+    help="Seconds of a forward; one number, or by stage 1,2,1.",
 )
-@click.option("--transfer", default="0", show_default=True, help="Of what each stage sends.")
+@click.option(
+    "--backward", default="2", show_default=True, help="Seconds of a whole backward, likewise."
+)
+@click.option("--weight", help="Seconds of W in a split backward, by default half of the backward.")
+@click.option(
+    "--transfer", default="0", show_default=True, help="Seconds of each stage's transfers."
+)
 @click.option("--sends", type=click.Choice(SENDS), default="overlapped", show_default=True)
 @click.option("--trace", type=click.Path(), help="Write a trace for Chrome or Perfetto.")
 @json_option
@@ -131,12 +140,12 @@ def simulate(
     forward: str, backward: str, weight: str | None, transfer: str, sends: Any,
     trace: str | None, as_json: bool, **given: Any,
 ) -> int:  # fmt: skip
-    """Run a schedule in time: step, bubble, ranks.
+    """Simulate a schedule: step time, pipeline bubble and ranks.
 
-    --sends: overlapped (receives are posted ahead), buffered (a receive holds its rank),
-    rendezvous (both ranks stop for a transfer), runtime (as fxpart's runtime over gloo), shared (as
-    it does between ranks of one machine: a sender copies by itself). With --weights of a stream:
-    seconds of an update once the pipeline is full, and with a flush after each.
+    --sends: overlapped (receives are posted early), buffered (a receive blocks its rank),
+    rendezvous (a transfer blocks both ranks), runtime (as fxpart's runtime over gloo), shared (as
+    fxpart's runtime within a machine: the sender copies). With --weights of an asynchronous mode:
+    seconds of an update once the pipeline is full, and with a flush after each update.
     """
     from fxpart.cli import weight_versions
     from fxpart.schedule.simulate import simulate as simulated
@@ -175,14 +184,16 @@ def simulate(
 
 @command.command("import")
 @click.argument("file", type=click.Path())
-@click.option("-o", "--output", "path", type=click.Path(), help="Write it: .csv is torch's form.")
-@click.option("--name", help="A name for the schedule; a CSV has none.")
+@click.option(
+    "-o", "--output", "path", type=click.Path(), help="Output file; .csv is torch's format."
+)
+@click.option("--name", help="Name of the schedule, which a CSV does not have.")
 @json_option
 def import_(file: str, path: str | None, name: str | None, as_json: bool) -> int:
-    """Convert torch's CSV to text, or back.
+    """Convert torch's CSV to fxpart's text, or back.
 
-    Without -o the other form is printed. What torch's form cannot say is an error: transfers that
-    skip a stage, weight versions, copies of stages.
+    Without -o, the result is printed. Transfers that skip a stage, weight versions and replicas
+    cannot be represented in torch's format and are errors.
     """
     from fxpart.schedule.files import (
         contents,
@@ -209,7 +220,7 @@ def import_(file: str, path: str | None, name: str | None, as_json: bool) -> int
 
 
 def _timed(schedule: Schedule, found: Timeline) -> list[str]:
-    """What a person reads of a simulation."""
+    """Return a simulation as lines of text."""
     from fxpart import units
 
     step = found.step_seconds
@@ -221,8 +232,9 @@ def _timed(schedule: Schedule, found: Timeline) -> list[str]:
     for rank, busy in enumerate(found.busy):
         mine = [k for k, at in enumerate(schedule.stage_rank) if at == rank]
         share = units.percent(busy / step if step else 0.0)
-        flying = ", ".join(f"{found.in_flight[k]} of stage {k}" for k in mine)
+        in_flight = ", ".join(f"{found.in_flight[k]} of stage {k}" for k in mine)
         lines.append(
-            f"  rank {rank}: computes {units.seconds(busy)} ({share}); in flight {flying or 'none'}"
+            f"  rank {rank}: computes {units.seconds(busy)} ({share}); "
+            f"in flight {in_flight or 'none'}"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Where ``fxpart schedule`` gets its schedules from, and how it lists them."""
+"""Load and list the schedules of ``fxpart schedule``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, STASH
 if TYPE_CHECKING:
     from fxpart.schedule.action import Schedule, StageEdge
 
-MOST = 1 << 20  # pairs of a stage and a microbatch in a built schedule
+MOST = 1 << 20  # Stages times microbatches of a built schedule.
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """Where a schedule comes from: a file, or a name and sizes; weights, every: its versions."""
+    """Source of a schedule: a file, or a name and sizes. weights, every: its weight versions."""
 
     source: str
     stages: int | None
@@ -37,24 +37,26 @@ class ScheduleSource:
     def load(
         self, forward: Sequence[float] | None = None, backward: Sequence[float] | None = None
     ) -> tuple[Schedule, tuple[StageEdge, ...]]:
-        """The schedule and its stage graph; a file's as it is, a named one with transfers.
+        """Return the schedule and its stage graph; a named schedule has transfers.
 
-        forward, backward: seconds of each stage, as far as they are known. Raises FXP109 for
-        options that do not fit, FXP301 and FXP303 for a file that is no schedule.
+        forward, backward: seconds of each stage, if known. Raises FXP109 for invalid options,
+        FXP301 and FXP303 for a file that is not a schedule.
         """
         from fxpart.schedule.files import implied_edges, load, parse_edges
         from fxpart.schedule.spec import find_built, list_built
 
         if self.every is not None and self.weights is None:
-            fix = "give --weights too, such as --weights stash"
-            raise error("FXP109", where=f"--every {self.every}", why="no versions asked", fix=fix)
+            why = "--every requires --weights"
+            fix = "pass --weights, too, such as --weights stash"
+            raise error("FXP109", where=f"--every {self.every}", why=why, fix=fix)
         if find_built(self.source) is not None:
             return self._built(forward, backward)
         own = ("stages", "microbatches", "virtual", "replicas")
         given = [name for name in own if getattr(self, name) is not None]
         if given:
-            why = f"{self.source} is a file, and no schedule's name: {', '.join(list_built())}"
-            raise error("FXP109", where=f"--{given[0]}", why=why, fix="")
+            why = f"{self.source} is a file and not a schedule's name"
+            fix = f"omit it, or use one of {', '.join(list_built())}"
+            raise error("FXP109", where=f"--{given[0]}", why=why, fix=fix)
         found = load(self.source)
         return found, implied_edges(found) if self.edges is None else parse_edges(self.edges)
 
@@ -66,12 +68,12 @@ class ScheduleSource:
         from fxpart.schedule.make import make
 
         if self.stages is None or self.microbatches is None:
-            why = f"{self.source} is built for a number of stages and of microbatches"
-            fix = "give --stages and --microbatches"
+            why = f"{self.source} needs numbers of stages and microbatches"
+            fix = "pass --stages and --microbatches"
             raise error("FXP109", where=self.source, why=why, fix=fix)
         if self.stages * self.microbatches > MOST:
             why = f"{self.stages} stages of {self.microbatches} microbatches are too many to list"
-            raise error("FXP109", where=self.source, why=why, fix="ask for fewer")
+            raise error("FXP109", where=self.source, why=why, fix="use smaller numbers")
         groups = _groups(self.replicas)
         stages = range(self.stages)
         if any(stage not in stages for group in groups for stage in group):
@@ -91,14 +93,14 @@ class ScheduleSource:
         return made, edges
 
     def update(self, schedule: Schedule) -> int:
-        """Microbatches to an update: as asked; else 1, or all where the mode drains before it."""
+        """Return the microbatches per update: --every, else all if the mode flushes, else 1."""
         from fxpart.schedule.weight_modes import weight_mode
 
         flushes = self.weights is None or weight_mode(self.weights).flush
         return self.every or (schedule.microbatches if flushes else 1)
 
     def _ranks(self, stages: int) -> tuple[int, ...]:
-        """Where each stage is: on its own rank, in a loop over fewer, or there and back."""
+        """Return the rank of each stage: one per stage, looped, or V-shaped."""
         from fxpart.schedule.builders import assign_loop_ranks, assign_v_ranks
         from fxpart.schedule.spec import SCHEDULES
 
@@ -107,47 +109,48 @@ class ScheduleSource:
         in_v = spec.placement == "V"
         if stages % virtual or (in_v and virtual != 2):
             given = f"--stages {stages} --virtual {virtual}"
-            why = f"{self.source} has two stages a rank" if in_v else "each rank has as many stages"
-            fix = f"give a multiple of {2 if in_v else virtual} as --stages"
+            why = "all ranks must have the same number of stages"
+            why = f"{self.source} has two stages per rank" if in_v else why
+            fix = f"use a multiple of {2 if in_v else virtual} as --stages"
             raise error("FXP109", where=given, why=why, fix=fix)
         return assign_v_ranks(stages) if in_v else assign_loop_ranks(stages, stages // virtual)
 
 
 def _groups(text: str | None) -> tuple[tuple[int, ...], ...]:
-    """Copies of stages from 0,1|2,3,4; FXP109."""
+    """Parse replicas of stages such as 0,1|2,3,4; FXP109 if not valid."""
     if text is None:
         return ()
     try:
         return tuple(tuple(int(word) for word in group.split(",")) for group in text.split("|"))
     except ValueError as why:
-        fix = "write for example '0,1|2,3,4'"
+        fix = "use for example '0,1|2,3,4'"
         where = f"--replicas {text[:60]}"
-        raise error("FXP109", where=where, why="it is no list of stages", fix=fix) from why
+        raise error("FXP109", where=where, why="it is not a list of stages", fix=fix) from why
 
 
 def source_options(made: Command) -> Command:
-    """Add SOURCE and what completes it; they arrive as keywords of :class:`ScheduleSource`."""
+    """Add SOURCE and its options; they are keywords of :class:`ScheduleSource`."""
     for option in reversed(
         (
             click.argument("source"),
             click.option("--stages", "-s", type=click.IntRange(1, 4096), help="Of a named one."),
-            click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="The same."),
+            click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Likewise."),
             click.option(
                 "--virtual", "-v", type=click.IntRange(1, 64),
-                help="Stages a rank: 1, or 2 for a schedule of virtual stages.",
+                help="Stages per rank, by default 1, or 2 for schedules of virtual stages.",
             ),
             click.option(
-                "--replicas", help="Stages that are copies of one another, such as '0,1|2,3,4'."
+                "--replicas", help="Replicas of stages, such as '0,1|2,3,4'."
             ),
             click.option(
-                "--edges", help="Stage graph, such as 0-1,1-2,0-2:forward (no gradient back)."
+                "--edges", help="Stage graph, such as 0-1,1-2,0-2:forward (without gradient)."
             ),
             click.option(
-                "--weights", help=f"Weight versions by a mode: {STASH}, {SPECTRAIN} and others."
+                "--weights", help=f"Weight mode for weight versions, such as {STASH}, {SPECTRAIN}."
             ),
             click.option(
                 "--every", type=click.IntRange(1, 65536),
-                help="With --weights: microbatches to an update; 1 if not given.",
+                help="With --weights: microbatches per update, by default 1.",
             ),
         )
     ):  # fmt: skip
@@ -157,7 +160,7 @@ def source_options(made: Command) -> Command:
 
 @contextmanager
 def report_schedule_errors(as_json: bool) -> Iterator[None]:
-    """Whatever is unsafe here is the user's schedule: FXP901 ends the verb with bad input."""
+    """Report FXP901 as invalid input, as the unsafe schedule is the user's."""
     try:
         yield
     except FxpartError as fault:
@@ -168,19 +171,22 @@ def report_schedule_errors(as_json: bool) -> Iterator[None]:
 
 
 def numbers(option: str, text: str, stages: int) -> list[float]:
-    """One figure for each stage, from one for all or a list of them; FXP109."""
-    words = text.split(",")
+    """Parse a number for each stage, given as one for all or a list; FXP109 if not valid."""
+    parts = text.split(",")
     try:
-        found = [float(word) for word in words]
+        found = [float(part) for part in parts]
     except ValueError as cause:
-        fix = "write one number, or one for each stage: 1,2,1"
+        fix = "use one number, or one for each stage such as 1,2,1"
         where = f"{option} {text[:60]}"
-        raise error("FXP109", where=where, why="it is no list of numbers", fix=fix) from cause
+        raise error("FXP109", where=where, why="it is not a list of numbers", fix=fix) from cause
     if not all(math.isfinite(figure) and figure >= 0 for figure in found):
-        raise error("FXP109", where=f"{option} {text[:60]}", why="negative, or no number", fix="")
+        why = "a number is negative or not finite"
+        fix = "use finite numbers of 0 or more"
+        raise error("FXP109", where=f"{option} {text[:60]}", why=why, fix=fix)
     if len(found) not in (1, stages):
-        why = f"{len(found)} numbers for {stages} stages"
-        raise error("FXP109", where=f"{option} {text[:60]}", why=why, fix="give one, or one each")
+        why = f"{len(found)} numbers are given for {stages} stages"
+        fix = "use one number, or one for each stage"
+        raise error("FXP109", where=f"{option} {text[:60]}", why=why, fix=fix)
     return found * stages if len(found) == 1 else found
 
 
@@ -191,7 +197,7 @@ def add_transfers(
     backward: Sequence[float] | None = None,
     split: Sequence[tuple[float, float]] | None = None,
 ) -> Schedule:
-    """The schedule with transfers: its own, or added; FXP901 where it cannot be run at all."""
+    """Return the schedule with transfers, added if needed; FXP901 if it cannot be executed."""
     from fxpart.schedule.lower import lower
     from fxpart.schedule.verify import incomplete
 
@@ -199,13 +205,13 @@ def add_transfers(
     if schedule.is_lowered:
         return schedule
     problems = incomplete(schedule, edges)
-    if problems:  # all of them: what follows would stop at the first
+    if problems:  # Report all of them, as `lower` would stop at the first one.
         raise FxpartError(problems)
     return lower(schedule, edges, forward=forward, backward=backward, split=split)
 
 
 def check_schedule_shape(schedule: Schedule, edges: Sequence[StageEdge]) -> None:
-    """Raise FXP901 where the schedule's numbers do not fit together."""
+    """Raise FXP901 if the schedule's numbers are inconsistent."""
     from fxpart.schedule.consistency import find_shape_problems
 
     problems = find_shape_problems(schedule, edges)
@@ -219,9 +225,10 @@ def verify_schedule(
     source: ScheduleSource,
     memory: Sequence[int] | None = None,
 ) -> None:
-    """Raise FXP901 with all that is unsafe.
+    """Raise FXP901 with all problems.
 
-    Versions are those of ``--weights``; without it, where an action names one, those of any stash.
+    Weight versions are those of ``--weights``. Without it, if an action names a version, any
+    stashed versions are allowed.
     """
     from fxpart.schedule.verify import verify
 
@@ -234,31 +241,31 @@ def verify_schedule(
 
 
 def read_weights(source: ScheduleSource, schedule: Schedule) -> list[str]:
-    """What a proof says of weights."""
+    """Return lines about the checked weight versions."""
     if source.weights is None:
         return []
     from fxpart.schedule.weight_modes import weight_mode
     from fxpart.units import plural
 
     if weight_mode(source.weights).flush:
-        return ["  no weight versions: all updates are made before the next step"]
+        return ["  without weight versions, as all updates precede the next step"]
     often = plural(source.update(schedule), "microbatch")
-    return [f"  each computation names the version that {source.weights} reads; update: {often}"]
+    return [f"  each computation reads the version of {source.weights}; {often} per update"]
 
 
 def title(schedule: Schedule) -> str:
-    """What it is, in a line."""
+    """Return a one-line description."""
     from fxpart.units import plural
 
     ranks = plural(len(schedule.ranks), "rank")
     microbatches = plural(schedule.microbatches, "microbatch")
     copies = "|".join(",".join(map(str, group)) for group in schedule.replicas)
-    said = f"{schedule.name}: {plural(schedule.stages, 'stage')} on {ranks}, {microbatches}"
-    return said + (f", copies {copies}" if copies else "")
+    text = f"{schedule.name}: {plural(schedule.stages, 'stage')} on {ranks}, {microbatches}"
+    return text + (f", replicas {copies}" if copies else "")
 
 
 def as_data(schedule: Schedule, edges: Sequence[StageEdge]) -> dict[str, object]:
-    """What a machine may want to know, without the actions."""
+    """Return the schedule's properties as data, without actions."""
     return {
         "name": schedule.name, "stages": schedule.stages, "microbatches": schedule.microbatches,
         "stage_rank": schedule.stage_rank, "replicas": schedule.replicas,
@@ -267,5 +274,5 @@ def as_data(schedule: Schedule, edges: Sequence[StageEdge]) -> dict[str, object]
 
 
 def lists(schedule: Schedule) -> list[list[str]]:
-    """Each rank's actions, written out."""
+    """Return the actions of each rank as texts."""
     return [[str(action) for action in actions] for actions in schedule.ranks]

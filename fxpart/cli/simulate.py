@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--schedule", help=f"Simulate another schedule, such as {GPIPE}.")
 @click.option("--microbatches", "-m", type=click.IntRange(1, 65536), help="Number of microbatches.")
 @click.option("--steps", "-n", type=click.IntRange(1, 1000), help="Number of steps, by default 1.")
-@click.option("--no-flush", is_flag=True, help="The next step follows at once (1F1B alone).")
+@click.option("--no-flush", is_flag=True, help="Start the next step without a flush (1F1B only).")
 @click.option("--no-contention", is_flag=True, help="Simulate without CPU contention.")
 @click.option("--trace", type=click.Path(), help="Write a trace for Chrome or Perfetto.")
 @json_option
@@ -37,8 +37,8 @@ def command(
 ) -> int:
     """Simulate PLAN's schedule under its predicted costs, without the model.
 
-    Microbatches keep the size that the plan gives them. An asynchronous plan runs for as many
-    minibatches as fill the pipeline, and a few more.
+    Microbatches keep the size of the plan. An asynchronous plan runs for as many minibatches as
+    fill the pipeline, and a few more.
     """
     from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps, streams
 

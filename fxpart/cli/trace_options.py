@@ -1,4 +1,4 @@
-"""What ``--trace`` of a verb that trains asks for, and the files that it writes."""
+"""The option ``--trace`` of training, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """A trace of the last ``steps`` steps, to be written to ``path``, an absolute one."""
+    """A trace of the last ``steps`` steps for the absolute ``path``."""
 
     path: Path
     steps: int
 
     def write(self, recording: MeasuredTimeline, plan: Plan, as_json: bool) -> None:
-        """Write the trace and its summary, and say where; FXP603 where that cannot be."""
+        """Write the trace and its summary, and print the paths; FXP603 if that fails."""
         from fxpart.cli.report import write
         from fxpart.planner.prediction.plan_digest import decisions
 
@@ -42,45 +42,45 @@ class TraceRequest:
             output.note(f"wrote {name} ({size} bytes)")
 
 
-def asked_trace(path: str, recorded: int, steps: int) -> TraceRequest:
-    """What was asked for; FXP109 where no step is left to warm up, FXP603 for a missing folder."""
+def make_trace_request(path: str, recorded: int, steps: int) -> TraceRequest:
+    """Return the request; FXP109 without warm-up steps, FXP603 for a missing folder."""
     if recorded >= steps:
         raise error(
             "FXP109",
             where=f"--trace-steps {recorded}",
-            why=f"of {steps} steps none would be left to warm up, and the first ones are slow",
-            fix=f"--steps {recorded + 3}, or fewer --trace-steps",
+            why=f"no warm-up steps would be left of {steps} steps, and the first steps are slow",
+            fix=f"pass --steps {recorded + 3}, or fewer --trace-steps",
         )
     found = Path(path).absolute()
     if not found.parent.is_dir():
-        fix = "make it first, or give another path"
+        fix = "create it first, or use another path"
         raise error("FXP603", where=path, why=f"there is no folder {found.parent}", fix=fix)
     return TraceRequest(found, recorded)
 
 
 def check_traced(plan: Plan) -> None:
-    """FXP109 for an asynchronous plan: its minibatches overlap, and there is no step to measure."""
+    """Raise FXP109 for an asynchronous plan, whose minibatches overlap."""
     if not SCHEDULES[plan.schedule].flushes:
         raise error(
             "FXP109",
             where="--trace",
-            why="the plan is asynchronous: minibatches overlap, and there is no step to measure",
-            fix="leave --trace out; `fxpart simulate PLAN` says what is expected of its stream",
+            why="the plan is asynchronous, so minibatches overlap and there are no separate steps",
+            fix="omit --trace; `fxpart simulate PLAN` shows the predicted times",
         )
 
 
 def make_data_ended_error(done: int) -> FxpartError:
-    """FXP109: the data ended before the first recorded step."""
+    """Return an FXP109: the data ended before the first recorded step."""
     return error(
         "FXP109",
         where="--trace",
-        why=f"the data ended after {done} steps, before those that were to be recorded",
-        fix="fewer --steps, or more data",
+        why=f"the data ended after {done} steps, before the steps to record",
+        fix="use fewer --steps, or more data",
     )
 
 
-def bare_bytes() -> int:
-    """Bytes of this process now: before a trainer is made, those that are not the ranks' own."""
+def measure_baseline_bytes() -> int:
+    """Return the resident bytes of this process, called before a trainer is created."""
     from fxpart.runtime.monitor.memory_footprint import read_resident_bytes
 
     return read_resident_bytes()

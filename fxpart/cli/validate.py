@@ -15,7 +15,7 @@ from fxpart.plan.model import Plan
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a plan file.")
 @json_option
 def command(plans: tuple[str, ...], schema: bool, as_json: bool) -> int:
-    """Check each plan file and list every fault found."""
+    """Check plan files and list all problems."""
     if schema:
         output.data(Plan.schema())
         return 0
@@ -33,7 +33,7 @@ def command(plans: tuple[str, ...], schema: bool, as_json: bool) -> int:
             if not as_json:
                 output.text(f"{path}: valid, {len(plan.stages)} stages on {plan.world} ranks")
                 for reason in plan.runnable:
-                    output.text(f"  this version cannot train by it: {reason}")
+                    output.text(f"  this version cannot train with this plan: {reason}")
     if as_json:
         output.data(
             [{"plan": p, "valid": not faults, "problems": faults} for p, faults in results.items()]

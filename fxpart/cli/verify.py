@@ -1,4 +1,4 @@
-"""``fxpart verify``: partitioned training against one process, number by number."""
+"""``fxpart verify``: compare partitioned with single-process training."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ SHOWN = 12
 @click.command()
 @compile_options
 @click.option("--plan", type=click.Path(), help="Use this plan instead of choosing one.")
-@click.option("--ranks", "-n", type=click.IntRange(1), help="Cut the model for so many ranks.")
-@click.option("--nproc", type=click.IntRange(1), help="Train on so many real processes.")
+@click.option(
+    "--ranks", "-n", type=click.IntRange(1), help="Partition the model for this number of ranks."
+)
+@click.option("--nproc", type=click.IntRange(1), help="Train on this number of processes.")
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
 @json_option
 def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **options: Any) -> int:
-    """Train TARGET partitioned and whole, and compare losses, gradients and parameters.
+    """Train TARGET partitioned and in a single process; compare losses, gradients and parameters.
 
-    All ranks run in this process, or with --nproc each in its own. Exit status 1 where the numbers
-    differ by more than is promised: not at all, or 1e-6 relative where a sum is added up over ranks
-    in another order than in one process.
+    All ranks run in this process, or with --nproc in separate ones. The exit status is 1 if the
+    difference exceeds the tolerance: 0, or 1e-6 relative if sums over ranks are added in another
+    order than in a single process.
     """
     from fxpart.environment import read_launch
 
@@ -56,7 +58,7 @@ def command(ranks: int | None, nproc: int | None, steps: int, as_json: bool, **o
 
 
 def describe(found: Verification) -> list[str]:
-    """The comparison for a person: losses, the parameters that differ most, the verdict."""
+    """Return the comparison as text: losses, the parameters that differ most, the verdict."""
     from fxpart import units
     from fxpart.report.table import shortened, table
 
@@ -66,7 +68,7 @@ def describe(found: Verification) -> list[str]:
     )  # fmt: skip
     lines = [f"{head[0]} on {', '.join(head[1:])}", ""]
     losses = [(str(i), f"{a:.8g}", f"{b:.8g}") for i, (a, b) in enumerate(found.losses, 1)]
-    lines += [*table(("step", "loss partitioned", "loss one process"), ">>>", losses), ""]
+    lines += [*table(("step", "loss partitioned", "loss single process"), ">>>", losses), ""]
     worst = sorted(found.differences, key=_largest, reverse=True)
     rows = [
         (shortened(d.name, 60), _number(d.gradient), _number(d.parameter))
@@ -75,50 +77,52 @@ def describe(found: Verification) -> list[str]:
     ]
     if rows:
         lines += table(("parameter", "gradient differs by", "value differs by"), "<>>", rows)
-    rest = worst[len(rows) :]
-    if rest:
-        most = _largest(rest[0])
-        what = f"by {_number(most)} at most" if most else "in no bit of gradient or value"
-        lines.append(f"{units.plural(len(rest), 'parameter')} differ {what}")
+    others = worst[len(rows) :]
+    if others:
+        most, count = _largest(others[0]), units.plural(len(others), "parameter")
+        text = f"differ by {_number(most)} at most" if most else "with bit-equal gradient and value"
+        lines.append(f"{count} {text}")
     return [*lines, "", *_verdict(found)]
 
 
 def _verdict(found: Verification) -> list[str]:
     lines = []
     if found.equal:
-        lines.append("equal: every loss, gradient, parameter and buffer, bit for bit")
+        lines.append("equal: all losses, gradients, parameters and buffers, bit for bit")
     elif found.largest <= found.tolerance:
         lines.append(
-            f"equal within {found.tolerance:g} relative (largest {found.largest:.1e}), as promised "
-            "where a sum is added up over ranks in another order"
+            f"equal within {found.tolerance:g} relative (largest {found.largest:.1e}), the "
+            "tolerance for sums over ranks in another order"
         )
-        lines += _told_apart(found)
+        lines += _describe_rounding(found)
     else:
-        allowed = "no difference" if found.exact else f"{found.tolerance:g}"
+        allowed = "0" if found.exact else f"{found.tolerance:g}"
         lines.append(
-            f"DIFFERENT: largest relative difference {found.largest:.1e}, promised was {allowed} "
+            f"DIFFERENT: largest relative difference {found.largest:.1e}, tolerance {allowed} "
             "(fxpart explain FXP506)"
         )
     if found.eager_differences:
-        lines.append("DIFFERENT from the module as you wrote it (fxpart explain FXP113):")
+        lines.append("DIFFERENT from the original module (fxpart explain FXP113):")
         lines += [f"  {each}" for each in found.eager_differences]
     if found.eager_loss is not None and found.eager_gradient is not None:
         lines.append(
-            f"against the module as you wrote it: loss {_number(found.eager_loss)}, "
+            f"difference to the original module: loss {_number(found.eager_loss)}, "
             f"gradients {_number(found.eager_gradient)} relative"
         )
     return lines
 
 
-def _told_apart(found: Verification) -> list[str]:
-    """What is above the promise and passes, because rounding makes as much of one process."""
+def _describe_rounding(found: Verification) -> list[str]:
+    """Return a line about differences above the tolerance that rounding explains."""
     from fxpart import units
 
     above = sum(d.noise and _largest(d) > found.tolerance for d in found.differences)
     if not above:
         return []
     verb = "differs" if above == 1 else "differ"
-    return [f"{units.plural(above, 'parameter')} {verb} by more, but by no more than rounding does"]
+    return [
+        f"{units.plural(above, 'parameter')} {verb} by more, but not by more than rounding errors"
+    ]
 
 
 def _largest(difference: ParameterDifference) -> float:

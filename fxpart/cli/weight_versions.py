@@ -1,4 +1,4 @@
-"""What ``fxpart schedule show --weights`` says of each stage: staleness, look ahead, copies."""
+"""Weight versions of ``fxpart schedule show --weights``: staleness, prediction, copies."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from fxpart.schedule.weight_copies import WeightCopies
 
 
-_FULL = 4  # updates that are timed once the pipeline is full
+_FULL = 4  # Updates that are timed once the pipeline is full.
 
 
 @dataclass(frozen=True)
 class UpdateTimes:
-    """Seconds of an update: once the stream is full, and of 1F1B with a flush after each."""
+    """Seconds of an update: once the pipeline is full, and of 1F1B with a flush after each."""
 
     update_seconds: float
     flushed_seconds: float
 
     def as_dict(self) -> dict[str, object]:
-        """As JSON takes it."""
+        """Return the times as JSON values."""
         return asdict(self)
 
     def line(self) -> str:
-        """For a person."""
+        """Return the times as a line of text."""
         from fxpart import units
 
-        said = f"  an update takes {units.seconds(self.update_seconds)} once the pipeline is full"
+        text = f"  an update takes {units.seconds(self.update_seconds)} once the pipeline is full"
         if self.update_seconds:
             gain = self.flushed_seconds / self.update_seconds
-            said += f", {units.seconds(self.flushed_seconds)} with a flush after each: {gain:.2f}x"
-        return said
+            text += f", {units.seconds(self.flushed_seconds)} with a flush after each: {gain:.2f}x"
+        return text
 
 
 def pace(
@@ -52,7 +52,7 @@ def pace(
     transfer: Transfer | None,
     sends: Sends,
 ) -> UpdateTimes | None:
-    """How fast a stream updates, by costs of each stage; None where there is none."""
+    """Return the update times of an asynchronous pipeline; None for synchronous modes."""
     from fxpart.schedule.make import make_unverified
     from fxpart.schedule.simulate import simulate
     from fxpart.schedule.weight_modes import weight_mode
@@ -73,13 +73,13 @@ def pace(
 
 
 def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
-    """The table for a machine: under "weights", and nothing where no mode is asked for."""
+    """Return the table as data under "weights"; empty without a weight mode."""
     if source.weights in (None, FLUSH):
         return {}
     from fxpart.schedule.version_annotation import derive_version_counters
     from fxpart.schedule.weight_modes import weight_mode
 
-    assert source.weights is not None, "asked above"
+    assert source.weights is not None, "checked above"
     every = source.update(schedule)
     versions = derive_version_counters(schedule, every)
     stages = [
@@ -90,7 +90,7 @@ def as_data(schedule: Schedule, source: ScheduleSource) -> dict[str, object]:
 
 
 def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
-    """The table for a person, under a line that says what it is of; nothing to say of a flush."""
+    """Return the table as text with a heading; empty for modes with flushes."""
     if source.weights in (None, FLUSH):
         return []
     from fxpart.report.table import table
@@ -98,7 +98,7 @@ def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
     from fxpart.schedule.weight_modes import weight_mode
     from fxpart.units import plural
 
-    assert source.weights is not None, "asked above"
+    assert source.weights is not None, "checked above"
     every = source.update(schedule)
     versions = derive_version_counters(schedule, every)
     rows = [
@@ -112,7 +112,7 @@ def lines(schedule: Schedule, source: ScheduleSource) -> list[str]:
     often = plural(every, "microbatch")
     return [
         "",
-        f"{source.weights}, {often} to an update; figures in updates, once the pipeline is full",
+        f"{source.weights}, {often} per update; figures in updates, once the pipeline is full",
         *table(heads, ">>>>>><", rows),
     ]
 
@@ -123,6 +123,6 @@ def _span(values: tuple[int, int]) -> str:
 
 
 def _copies(found: WeightCopies) -> str:
-    """1, 4, 1 + 1 for a moment, 1 + 1 mean."""
-    moment = f" + {found.transient} for a moment" if found.transient else ""
-    return f"{found.kept}{moment}" + (f" + {found.deltas} mean update" if found.deltas else "")
+    """Return the number of copies: 1, 4, 1 + 1 temporary, 1 + 1 mean update."""
+    temporary = f" + {found.transient} temporary" if found.transient else ""
+    return f"{found.kept}{temporary}" + (f" + {found.deltas} mean update" if found.deltas else "")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpart.planner.whatif import WhatIfResult
 
 
-_NO_DEGREES = "the changed problem does not have the degrees of its stages"
+_NO_DEGREES = "the changed problem does not allow the parallel degrees of its stages"
 
 
 def _factor(_: click.Context, option: click.Parameter, text: str | None) -> float:
@@ -65,10 +65,10 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
 
     loaded = Plan.load(plan)
     costed = load(problem or get_problem_path(plan))
-    wishes = [parse_constraint("fix", text) for text in given.pop("fix")]
-    wishes += [parse_constraint("forbid", text) for text in given.pop("forbid")]
+    constraints = [parse_constraint("fix", text) for text in given.pop("fix")]
+    constraints += [parse_constraint("forbid", text) for text in given.pop("forbid")]
     found = solve_whatif(
-        costed, loaded, WhatIfChange(**given, wishes=tuple(wishes)), time_limit=time_limit
+        costed, loaded, WhatIfChange(**given, wishes=tuple(constraints)), time_limit=time_limit
     )
     step_time = loaded.prediction.expected_seconds
     if as_json:

@@ -9,7 +9,7 @@ import pytest
 from cli_calls import TARGET, call
 
 from fxpart.checkpoint.run_directory import RunDir
-from fxpart.cli.elastic_run import RunPlanner, asked_of, fixed, run_supervised
+from fxpart.cli.elastic_run import RunPlanner, fixed, make_cache_key, run_supervised
 from fxpart.cli.options import CommandLineRequest
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.scale_request import lock_run
@@ -115,7 +115,7 @@ def test_a_run_that_has_begun_keeps_its_batch(tmp_path: Path) -> None:
         run_supervised(asked, RankBounds(2, 4), run, {}, 10, False)
     assert [p.where for p in caught.value.problems] == ["--batch-size 17", "--microbatches 4"]
     # Neither decides which plans are found: both are the run's.
-    assert asked_of(asked) == asked_of(request("a.py:net"))
+    assert make_cache_key(asked) == make_cache_key(request("a.py:net"))
 
 
 def test_a_plan_is_for_one_number(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FxpartError, match="FXP602"):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
         bench(Cluster.parse("8xh100"))
-    with pytest.raises(FxpartError, match="above 64"):
+    with pytest.raises(FxpartError, match="more than 64"):
         bench(Cluster.parse("local:65"))
     base = Cluster.parse("local:2")
     odd = msgspec.structs.replace(base.devices[1], kind="gpu")

@@ -87,11 +87,11 @@ def test_a_call_that_raised_on_this_rank_too_is_no_reason() -> None:
 
 
 def test_a_silent_rank_whose_process_runs_has_the_longer_limit() -> None:
-    peers = [peer(1, heard=NOW - 60, alive=NOW - 1)]
+    peers = [peer(1, last_message=NOW - 60, alive=NOW - 1)]
     assert diagnose_silent_peer(peers, NOW, 30.0, 300.0) is None
     assert diagnose_silent_peer(peers, NOW, 30.0, 50.0) is not None
     assert diagnose_silent_peer(peers, NOW, 30.0) is not None
-    peers = [peer(1, heard=NOW - 60, alive=NOW - 31)]  # stopped since
+    peers = [peer(1, last_message=NOW - 60, alive=NOW - 31)]  # stopped since
     found = diagnose_silent_peer(peers, NOW, 30.0, 300.0)
     assert found is not None and found.code == "FXP515"
 
