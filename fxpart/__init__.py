@@ -86,5 +86,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted(__all__)

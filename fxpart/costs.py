@@ -64,13 +64,13 @@ class OpSpec:
         return base if namespace == "aten" or not rest else f"{namespace}.{base}"
 
     def needs(self, position: int) -> bool:
-        """Whether the input at ``position`` needs a gradient."""
+        """Return whether the input at ``position`` needs a gradient."""
         if self.gradient_inputs:
             return position in self.gradient_inputs
         return position < self.gradients
 
     def attribute(self, *names: str) -> object:
-        """The first attribute of one of the names or positions; None where there is none."""
+        """Return the first attribute among the names or positions; None if there is none."""
         return next((value for key, value in self.attributes if key in names), None)
 
 

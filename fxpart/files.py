@@ -83,7 +83,7 @@ def from_json(text: bytes | str, kind: Any = Any) -> Any:
 
 
 def toml(text: str) -> Any:
-    """What a TOML text says; ValueError or RecursionError where it is none.
+    """Parse a TOML text; ValueError or RecursionError if it is not valid.
 
     Also for a key of more than 128 parts: tomllib takes time by the square of their number; and
     for integers of more than 64 bits.

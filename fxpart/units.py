@@ -16,12 +16,12 @@ def seconds(value: float) -> str:
 
 
 def size(value: int) -> str:
-    """Bytes as "1.5 GiB"."""
+    """Format bytes as "1.5 GiB"."""
     return _scaled(value, 1024, _BYTES, " ")
 
 
 def count(value: int) -> str:
-    """A count as "124 M"."""
+    """Format a count as "124 M"."""
     return _scaled(value, 1000, _COUNTS, "")
 
 
@@ -33,7 +33,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as "12.3 %"; one that is not zero is never shown as zero."""
+    """Format a share as "12.3 %"; a nonzero share is never shown as zero."""
     if 0 < share < 0.0005:
         return "under 0.05 %"
     return f"{share * 100:.1f} %"

@@ -166,9 +166,9 @@ def _progress(name: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with output.show_messages(f"comparing {name}", True) as tell:
-        assert tell is not None
-        yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")
+    with output.show_messages(f"comparing {name}", True) as show:
+        assert show is not None
+        yield lambda done, total: show(f"{done * 100 // max(total, 1)} %")
 
 
 def _summary(path: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:

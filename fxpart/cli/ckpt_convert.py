@@ -114,6 +114,6 @@ def _progress(message: str) -> Iterator[Callable[[int, int], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    with output.show_messages(message, True) as tell:
-        assert tell is not None
-        yield lambda done, total: tell(f"{done * 100 // max(total, 1)} %")
+    with output.show_messages(message, True) as show:
+        assert show is not None
+        yield lambda done, total: show(f"{done * 100 // max(total, 1)} %")

@@ -248,11 +248,11 @@ def _try(make: Any, given: dict[str, Any]) -> None:
 @contextmanager
 def _progress(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """Show the newest loss on a terminal, else one line per run."""
-    with output.show_messages(title, first=True) as tell:
+    with output.show_messages(title, first=True) as show:
 
         def show(update: int, loss: float) -> None:
-            if tell is not None:
-                tell(f"update {update} of {steps}, loss {loss:.4f}")
+            if show is not None:
+                show(f"update {update} of {steps}, loss {loss:.4f}")
 
         yield show
 

@@ -69,7 +69,7 @@ def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
 
     output.note(f"starting {processes} processes")
     if each:
-        ended = launch.start_each(arguments, processes, tell=_tell)
+        ended = launch.start_each(arguments, processes, tell=_report_loss)
     else:
         ended = launch.start(arguments, processes)
     first = ended.first
@@ -90,5 +90,5 @@ def start(processes: int, arguments: list[str], *, each: bool = False) -> int:
     )
 
 
-def _tell(lost: RankFailure) -> None:
+def _report_loss(lost: RankFailure) -> None:
     output.note(f"rank {lost.rank} (process {lost.pid}) ended with {lost.how}; the others continue")

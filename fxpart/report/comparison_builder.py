@@ -95,7 +95,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
 
 
 def predict_timeline(plan: Plan) -> Timeline | None:
-    """The predicted timeline; None where the schedule has no simulation or is too long for one."""
+    """Return the predicted timeline; None if the schedule cannot be simulated or is too long."""
     if find_built(plan.schedule) is None or 2 * len(plan.stages) * plan.microbatches > _SIMULATED:
         return None
     return plan_timeline(plan)
@@ -136,7 +136,7 @@ def _stage(
     timeline: Timeline | None,
     ties: Sequence[float],
 ) -> StageComparison:
-    """The stage's figures: of each microbatch over all its ranks, of the step on the slowest."""
+    """Return a stage's figures: per microbatch over all its ranks, per step of the slowest."""
     entries = [entry for entry in plan.prediction.ranks if entry.stage == stage]
     ranks = recording.places[stage]
     m = plan.microbatches
@@ -238,7 +238,7 @@ def _phases(recording: MeasuredTimeline, rank: int, names: Iterable[str]) -> lis
 
 
 def _transfer(recording: MeasuredTimeline, stage: int) -> float | None:
-    """Seconds per microbatch of what a stage receives and of the gradients that it sends for it.
+    """Return seconds per microbatch of a stage's received values and sent gradients.
 
     Of each connection the median of the messages that were waited for; None where a connection has
     none: its messages came while the receiver computed.
@@ -266,7 +266,7 @@ def _busy(parts: Iterable[TimeComparison], waiting: TimeComparison) -> float:
 def _differences(
     plan: Plan, slowest: StageComparison, step: TimeComparison
 ) -> tuple[StepDifference, ...]:
-    """The parts of the pace-setting rank's step by the size of their difference."""
+    """Return the parts of the bottleneck rank's step, sorted by difference."""
     near = step.predicted and abs(step.difference) <= AGREES * step.predicted
     whole = fsum(part.difference for part in slowest.step.values())
     found = [
@@ -285,7 +285,7 @@ def _differences(
 
 
 def _source(plan: Plan, name: str) -> str:
-    """Where the plan has the prediction of a part from."""
+    """Return the source of the plan's prediction of a part."""
     keys: dict[str, tuple[str, ...]] = {
         FORWARD: ("compute",),
         BACKWARD: ("compute",),
@@ -339,7 +339,7 @@ def _notes(plan: Plan, recording: MeasuredTimeline, left_out: int) -> Iterable[s
 def spans_of(
     recording: MeasuredTimeline, step: int, keep: Callable[[MeasuredSpan], bool]
 ) -> list[MeasuredSpan]:
-    """The spans of one step that are kept, from the moment its first rank began it."""
+    """Return the recorded spans of a step, relative to the start of its first rank."""
     begin = min(span.start for span in recording.of("whole", step=step))
     return [
         MeasuredSpan(s.rank, s.step, s.lane, s.name, s.start - begin, s.end - begin, s.exact)

@@ -108,7 +108,7 @@ def _stages(stages: Mapping[str, StageMeasurement]) -> list[str]:
 
 
 def _format_trial_runs(plans: Mapping[str, TrialRun]) -> list[str]:
-    """The fastest first."""
+    """Return lines about trial runs, the fastest first."""
     ordered = sorted(plans.values(), key=lambda found: found.seconds.seconds)
     rows = [
         (

@@ -23,7 +23,7 @@ PARTS = (
 
 
 def timeline_svg(timeline: Timeline) -> str:
-    """One row for each rank: forwards, backwards and, below, what is being sent."""
+    """Draw a row for each rank: forwards, backwards and, below, transfers."""
     row = 30 if timeline.ranks <= 16 else 16 if timeline.ranks <= 48 else 8
     height = timeline.ranks * row + 30
     scale = (WIDTH - LEFT - 10) / timeline.step_seconds if timeline.step_seconds > 0 else 0.0
@@ -49,7 +49,7 @@ def timeline_svg(timeline: Timeline) -> str:
 
 
 def opening(height: int, label: str) -> str:
-    """The start of a picture of this height in pixels, described by ``label``."""
+    """Return the opening tag of a picture of this height in pixels, described by ``label``."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
         f'xmlns="http://www.w3.org/2000/svg">'
@@ -57,7 +57,7 @@ def opening(height: int, label: str) -> str:
 
 
 def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
-    """A rectangle with a tooltip for each span, and the microbatch's number where it fits."""
+    """Draw a rectangle with a tooltip for each span, and the microbatch's number if it fits."""
     parts = []
     for span in spans:
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale
@@ -89,7 +89,7 @@ def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]
 
 
 def _merged(spans: Sequence[Span], row: int, scale: float) -> list[str]:
-    """One path for each kind of span."""
+    """Draw one path for each kind of span."""
     paths: dict[str, list[str]] = {}
     for span in spans:
         if span.lane == "receive":
@@ -118,7 +118,7 @@ def _class(span: Span) -> str:
 
 
 def ticks(total: float, scale: float, y: int) -> list[str]:
-    """A time axis at ``y``, from 0 to ``total`` seconds."""
+    """Draw a time axis at ``y``, from 0 to ``total`` seconds."""
     parts = []
     for index in range(6):
         at = total * index / 5
@@ -133,7 +133,7 @@ def ticks(total: float, scale: float, y: int) -> list[str]:
 
 
 def memory_svg(plan: Plan) -> str:
-    """One bar for ranks that are alike: its parts stacked, the limit as a line."""
+    """Draw a stacked bar for each group of equal ranks, with the limit as a line."""
     ranks = plan.prediction.ranks
     row = 30 if len(ranks) <= 16 else 16 if len(ranks) <= 48 else 8
     most = max((max(r.memory.total, r.memory_limit) for r in ranks), default=0) or 1

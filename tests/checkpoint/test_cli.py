@@ -68,7 +68,7 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["ckpt", "prune", "--dry-run", str(run)]) == 0
-    assert capsys.readouterr().out == "step-0000000010 would go\n"
+    assert capsys.readouterr().out == "step-0000000010 would be removed\n"
     damage(run / "checkpoints" / "step-0000000020")
     assert cli(["ckpt", "prune", str(run)]) == 0
     assert capsys.readouterr().out == "nothing to remove\n"

@@ -62,7 +62,7 @@ def test_the_same_command_goes_on(
     assert told[0] == {"from": 5}
     assert [line["step"] for line in told if "step" in line] == list(range(6, 13))
     assert {"ended": "steps", "steps": 12, "run": str(run)} in told
-    assert "nothing is left to do" in train(str(run), 12)[1]
+    assert "already has 12 steps" in train(str(run), 12)[1]
     whole = str(tmp_path / "whole")
     train(whole, 12, "--save", str(tmp_path / "at once"))
     assert weights(tmp_path / "parts") == weights(tmp_path / "at once")
@@ -76,8 +76,8 @@ def test_options_that_do_not_go_together(
     for options, why in (
         (["--every", "5"], "nothing is saved without --run"),
         (["--copies"], "nothing is saved without --run"),
-        (["--nproc", "1:2"], "goes on from its checkpoints"),
-        (["--run", str(tmp_path), "--trace", "t.json"], "a recording is of whole runs"),
+        (["--nproc", "1:2"], "needs checkpoints"),
+        (["--run", str(tmp_path), "--trace", "t.json"], "a saved run cannot be recorded"),
     ):
         _, err = call(capsys, "train", target, *options, status=2)
         assert "FXP109" in err and why in err

@@ -36,7 +36,7 @@ def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with lock_run(RunDir(tmp_path), RankBounds(2, 4)) as holder:
         holder.publish_ranks(4)
         out, _ = call(capsys, "scale", str(tmp_path), "3")
-        assert "for 3 ranks in place of 4" in out
+        assert "requested 3 ranks instead of 4" in out
         assert holder.read_request() == 3
         out, _ = call(capsys, "scale", str(tmp_path), "4", "--json")
         assert json.loads(out)["asked"] == 4 and json.loads(out)["ranks"] == 4
@@ -124,7 +124,7 @@ def test_a_plan_is_for_one_number(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     sample_plans.plan(4).dump(path)
     whole = request("a.py:net", plan=str(path))
-    with pytest.raises(FxpartError, match="one number of ranks"):
+    with pytest.raises(FxpartError, match="a fixed number of ranks"):
         run_supervised(whole, RankBounds(2, 4), RunDir(tmp_path / "run"), {}, 10, False)
     planning = RunPlanner(whole, RankBounds(4, 4), RunDir(tmp_path / "run"))
     assert planning.plan(4) == (Plan.load(path), True)

@@ -112,7 +112,7 @@ def test_copies_and_given_edges(capsys: Capsys, tmp_path: Path) -> None:
     edges = "0-2,0-3,0-4,1-2,1-3,1-4"
     for more in ([], ["--edges", edges]):
         said, _ = call(capsys, "schedule", "validate", str(path), *more)
-        assert f"stage graph {edges}" in said and "copies 0,1|2,3,4" in said
+        assert f"stage graph {edges}" in said and "replicas 0,1|2,3,4" in said
     _, err = call(capsys, "schedule", "validate", str(path), "--edges", "0-2,1-2", status=2)
     assert "copies have no such edge: 0 -> 3, 0 -> 4" in err
     wrong = out.replace("2F3", "2F4")
@@ -136,19 +136,22 @@ def test_skips_are_seen(capsys: Capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "finding"),
     [
-        (["show", "1f1b"], "give --stages and --microbatches"),
+        (["show", "1f1b"], "pass --stages and --microbatches"),
         (["show", "nowhere.txt"], "No such file"),
-        (["show", "nowhere.txt", "-s", "2"], "is a file, and no schedule's name"),
+        (["show", "nowhere.txt", "-s", "2"], "is a file and not a schedule's name"),
         (["show", "1f1b", "-s", "4", "-m", "4", "--virtual", "3"], "a multiple of 3"),
-        (["show", "zb-v", "-s", "3", "-m", "4"], "two stages a rank"),
+        (["show", "zb-v", "-s", "3", "-m", "4"], "two stages per rank"),
         (["show", "1f1b", "-s", "4096", "-m", "65536"], "too many to list"),
-        (["show", "1f1b", "-s", "2", "-m", "2", "--replicas", "0,x"], "no list of stages"),
+        (["show", "1f1b", "-s", "2", "-m", "2", "--replicas", "0,x"], "not a list of stages"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--replicas", "0,7"], "only 2 stages"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--edges", "0>1"], "not SOURCE-TARGET"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--edges", "1-0"], "to a later stage"),
         (["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2"], "3 microbatches in flight"),
-        (["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2,2"], "2 numbers for 3 stages"),
-        (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward", "a"], "no list of numbers"),
+        (
+            ["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2,2"],
+            "2 numbers are given for 3 stages",
+        ),
+        (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward", "a"], "not a list of numbers"),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward=-1"], "negative"),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--weight", "3"], "none negative"),
         (["import", "nowhere.csv"], "No such file"),
@@ -229,6 +232,6 @@ def test_versions_of_a_file_are_counted(capsys: Capsys, tmp_path: Path) -> None:
     _, err = call(capsys, "schedule", "show", *given[:5], *more, status=2)
     assert "2 microbatches to an update, and 3 in flight on stage 0" in err
     _, err = call(capsys, "schedule", "show", *given[:5], "--every", "2", status=2)
-    assert "give --weights too" in err
+    assert "pass --weights, too" in err
     _, err = call(capsys, "schedule", "show", "1f1b", *given[1:5], "--weights", "huh", status=2)
     assert "Unknown weight mode" in err

@@ -148,7 +148,7 @@ def test_it_is_told_what_passes_above_the_promise() -> None:
     rows = [replace(d, gradient=1e-7, parameter=1e-7, noise=False) for d in found.differences]
     above = [replace(rows[0], gradient=5e-6, noise=True), *rows[1:]]
     text = "\n".join(describe(replace(found, differences=tuple(above))))
-    assert "1 parameter differs by more, but by no more than rounding does" in text
+    assert "1 parameter differs by more, but not by more than rounding errors" in text
     text = "\n".join(describe(replace(found, differences=tuple(rows))))
     assert "equal within 1e-06" in text and "by more" not in text
 

@@ -29,7 +29,7 @@ NOW = 100.0
 
 def peer(rank: int, **more: Any) -> MonitoredPeer:
     return MonitoredPeer(
-        rank, RankIdentity(0, 4000 + rank, 1), socket.socket(), **{"heard": NOW, **more}
+        rank, RankIdentity(0, 4000 + rank, 1), socket.socket(), **{"last_message": NOW, **more}
     )
 
 
@@ -79,7 +79,7 @@ def test_one_that_ended_as_it_should_is_none() -> None:
 
 
 def test_the_longest_silence() -> None:
-    peers = [waits(0, 2, last_message=98.0), waits(2, NO_RANK, heard=97.0), waits(3, 0)]
+    peers = [waits(0, 2, last_message=98.0), waits(2, NO_RANK, last_message=97.0), waits(3, 0)]
     found = diagnose_silent_peer(peers, NOW, 1.5)
     assert found is not None and (found.code, found.rank) == ("FXP515", 2)
     assert found.why.endswith("silent for 3.0 s; its last event: event of 2, 4.0 s ago")

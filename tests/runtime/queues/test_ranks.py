@@ -158,7 +158,7 @@ def test_the_command_line_goes_on_without_a_killed_rank(tmp_path: Path) -> None:
         check=False, preexec_fn=die_with_parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "ended with signal 9; the others go on" in done.stderr
+    assert "ended with signal 9; the others continue" in done.stderr
     *steps, last = (json.loads(line) for line in done.stdout.splitlines())
     assert [row["step"] for row in steps] == list(range(1, len(ROWS) + 1))
     assert last["lost"] == [1] and [copy["stage"] for copy in last["copies"]] == [0, 2]
