@@ -186,7 +186,7 @@ class _EmulationRuns:
     def _emulator(self, workload: Workload) -> Emulator:
         from fxpart.emulator import Emulator
 
-        with output.show_activity(f"cutting {self.target} into {self.stages} stages"):
+        with output.show_activity(f"dividing {self.target} into {self.stages} stages"):
             return Emulator(
                 workload.model,
                 stages=self.stages,
@@ -250,11 +250,11 @@ def _progress(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """Show the newest loss on a terminal, else one line per run."""
     with output.show_messages(title, first=True) as show:
 
-        def show(update: int, loss: float) -> None:
+        def report(update: int, loss: float) -> None:
             if show is not None:
                 show(f"update {update} of {steps}, loss {loss:.4f}")
 
-        yield show
+        yield report
 
 
 def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[], Iterator[Any]]:

@@ -149,7 +149,7 @@ def test_skips_are_seen(capsys: Capsys, tmp_path: Path) -> None:
         (["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2"], "3 microbatches in flight"),
         (
             ["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2,2"],
-            "2 numbers are given for 3 stages",
+            "2 numbers are given",
         ),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward", "a"], "not a list of numbers"),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward=-1"], "negative"),

@@ -28,7 +28,7 @@ NOW = 100.0
 
 def peer(rank: int, **more: Any) -> MonitoredPeer:
     return MonitoredPeer(
-        rank, RankIdentity(0, 4000 + rank, 1), socket.socket(), **{"heard": NOW, **more}
+        rank, RankIdentity(0, 4000 + rank, 1), socket.socket(), **{"last_message": NOW, **more}
     )
 
 
