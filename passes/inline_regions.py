@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpart.compat import disable_guards
 from fxpart.compiler.autocast_region import (
     DEVICES_KEY,
     WHOLE_KEY,
@@ -28,6 +29,7 @@ from fxpart.compiler.higher_order_ops import (
     region_place,
 )
 from fxpart.compiler.node_annotation import KEY, Level
+from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import error
 
 Converted = dict[tuple[fx.Node, torch.dtype], fx.Node]
@@ -55,18 +57,41 @@ class InlineRegionsPass:
         graph = graph_module.graph
         mode = fake_mode(graph)
         shared: Converted = {}
+        converted: set[fx.Node] = set()
         whole = bool(graph_module.meta.get(WHOLE_KEY))
         own, target = graph_module.meta.get(DEVICES_KEY, ("", ""))
         devices = {own: own if self.module_device else target}
         for node in list(graph.nodes):
             if region_name(node):
                 with graph.inserting_before(node):
-                    _Inliner(graph_module, node, mode, shared if whole else {}, devices).inline()
+                    inliner = _Inliner(graph_module, node, mode, shared if whole else {}, devices)
+                    inliner.inline()
+                    converted |= inliner.on_other_device
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users and _is_body(graph_module, node):
                 graph.erase_node(node)
         graph_module.delete_all_unused_submodules()
+        if converted:
+            _recompute_values(graph, converted, mode)
         return graph_module
+
+
+def _recompute_values(
+    graph: fx.Graph, changed: set[fx.Node], mode: AbstractContextManager[Any]
+) -> None:
+    """Compute again the values of these nodes, and of nodes whose operands' dtypes change."""
+    other: set[fx.Node] = set()
+    for node in graph.nodes:
+        stale = node in changed or any(source in other for source in node.all_input_nodes)
+        target: Any = node.target
+        if node.op != "call_function" or not stale:
+            continue
+        before = [t.dtype for t in tensors(value(node))]
+        given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        with mode, disable_guards(mode), torch.no_grad():
+            node.meta["val"] = target(*given[0], **given[1])
+        if [t.dtype for t in tensors(value(node))] != before:
+            other.add(node)
 
 
 def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
@@ -87,7 +112,8 @@ class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
     converted: (parameter, dtype) -> its shared conversion; the autocast cache, valid until the
-    outermost region ends. devices: device type at capture -> device type that runs it. detached:
+    outermost region ends. devices: device type at capture -> device type that runs it.
+    on_other_device: ops whose recorded values are those of another device's autocast. detached:
     outer value -> its detached form. ungraded: outer nodes created without gradient, which need no
     detach.
     """
@@ -97,6 +123,7 @@ class _Inliner:
     mode: AbstractContextManager[Any]
     converted: Converted
     devices: dict[str, str] = field(default_factory=dict)
+    on_other_device: set[fx.Node] = field(default_factory=set)
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ungraded: set[fx.Node] = field(default_factory=set)
 
@@ -172,6 +199,8 @@ class _Inliner:
             new.meta[KEY] = annotation(self.call)
         if around.autocast is not None and is_op(new.target):
             self._convert(new, around.autocast)
+            if around.autocast.device not in self.devices:
+                self.on_other_device.add(new)
         if not around.grad:
             self.ungraded.add(new)
         return new

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ from fxpart.capture.trace_methods import (
     run_first_successful,
 )
 from fxpart.capture.unlift import UnliftedGraph, unlift
-from fxpart.compat import size_hint, symbol_names, unwrap_compiled
+from fxpart.compat import keep_gpu_autocast, size_hint, symbol_names, unwrap_compiled
 from fxpart.compiler.autocast_region import DEVICES_KEY, WHOLE_KEY
 from fxpart.compiler.higher_order_ops import check_regions
 from fxpart.errors import FxpartError
@@ -104,7 +105,12 @@ def _run(request: CaptureRequest) -> CapturedModel:
     whole.assigned, whole.states_kept = request.assigned, True
     size = request.microbatch_size or request.batch_size
     has_rows = any(dim is not None for dim in request.batch_dims)
-    with prepare_capture(model, request.training, request.loss), replace_with_fakes(model) as mode:
+    gpu = keep_gpu_autocast() if request.device_type == "cuda" else nullcontext()
+    with (
+        gpu,
+        prepare_capture(model, request.training, request.loss),
+        replace_with_fakes(model) as mode,
+    ):
         python = PythonState.of(model, request.loss)
 
         def attempt(way: TraceMethod) -> UnliftedGraph:

@@ -2,7 +2,12 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpart.compat.autocast import enable_autocast, grad_modes_kept, may_convert
+from fxpart.compat.autocast import (
+    enable_autocast,
+    grad_modes_kept,
+    keep_gpu_autocast,
+    may_convert,
+)
 from fxpart.compat.dataloader import skip_batches
 from fxpart.compat.elastic_agent import make_reporting_agent
 from fxpart.compat.foreach import (
@@ -130,6 +135,7 @@ __all__ = [
     "is_compiled",
     "is_fake",
     "is_plain_fake",
+    "keep_gpu_autocast",
     "like_fake",
     "make_proxy_optimizer",
     "make_proxy_scheduler",

@@ -49,6 +49,28 @@ def enable_autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
+def keep_gpu_autocast() -> Iterator[None]:
+    """Make ``torch.autocast("cuda")`` enter its region on a machine without a GPU.
+
+    Patches the two functions by which it disables or rejects itself:
+    ``torch.cuda.amp.common.amp_definitely_not_available`` and ``torch.cuda.is_bf16_supported``.
+    """
+    common: Any = getattr(torch.cuda.amp, "common", None)
+    name = "amp_definitely_not_available"
+    if torch.cuda.is_available() or not hasattr(common, name):
+        yield
+        return
+    missing, supported = getattr(common, name), torch.cuda.is_bf16_supported
+    setattr(common, name, lambda: False)
+    torch.cuda.is_bf16_supported = lambda *given: True
+    try:
+        yield
+    finally:
+        setattr(common, name, missing)
+        torch.cuda.is_bf16_supported = supported
+
+
+@contextmanager
 def grad_modes_kept() -> Iterator[None]:
     """Make torch.export keep ``torch.no_grad`` inside ``torch.autocast``.
 

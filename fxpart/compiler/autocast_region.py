@@ -22,6 +22,7 @@ from fxpart.compiler.tensor_sizes import tensors
 
 # graph.meta: the whole graph is in one autocast context, so its regions share conversions.
 WHOLE_KEY = "fxpart_autocast"
+_NARROW = (torch.bfloat16, torch.float16)
 # graph.meta: the device types of the captured module and of the ranks, whose autocast applies.
 DEVICES_KEY = "fxpart_devices"
 
@@ -85,6 +86,29 @@ def _observe(
     found = {
         key: dtype for (key, dtype), count in added.items() if count > 0 and key in argument_ids
     }
+
+    explained = _explain(op, args, kwargs, mode, inside, results, found)
+    if explained is None:  # ``sum`` and others get a result dtype in place of converted operands
+        narrow = [t for t in tensors([*args, *kwargs.values()]) if t.dtype in _NARROW]
+        wider = {id(t): torch.float32 for t in narrow}
+        return _explain(op, args, kwargs, mode, inside, results, wider) if narrow else None
+    return explained
+
+
+def _explain(
+    op: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager[Any],
+    inside: list[tuple[torch.Tensor, torch.dtype]],
+    results: Any,
+    found: dict[int, torch.dtype],
+) -> dict[int, torch.dtype] | None:
+    """Return the conversions if the op on converted operands does the same as under autocast.
+
+    inside, results: what the op did under autocast. found: dtype by ``id`` of an argument.
+    """
+    argument_ids = {id(t) for t in tensors([*args, *kwargs.values()])}
 
     def convert(item: Any) -> Any:
         if isinstance(item, torch.Tensor):

@@ -55,6 +55,7 @@ from fxpart.runtime.optimizer.factory import (
     describe_groups,
     make_optimizer,
     make_parameter_groups,
+    use_fused_kernels,
 )
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, make_local_groups
@@ -274,6 +275,8 @@ class TrainerBase(EntryPoints):
             return made, f"{describe_groups(made)} {text}"
 
         made = agree(self._transport, "the optimizer's parameter groups", make)
+        if not self.is_asynchronous and not isinstance(given, UserOptimizer):
+            use_fused_kernels(made)  # Weight prediction reads step counts on the host.
         self.optimizers = {(0, 0): made}
         return made
 

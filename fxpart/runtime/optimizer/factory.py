@@ -15,6 +15,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, assign_groups
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _FIX = "pass a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
 
 
@@ -52,6 +53,22 @@ def make_optimizer(
         what = f"{given!r} is not an optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
     return made
+
+
+def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Select torch's fused kernel on GPUs if the user selected no implementation.
+
+    It updates all tensors of a group in one pass over memory, where the default takes several. Of
+    ``Adam`` and ``AdamW`` only; options that the fused kernel does not support keep the default.
+    """
+    each = optimizer.each if isinstance(optimizer, MultiOptimizer) else (optimizer,)
+    for one in each:
+        for group in one.param_groups if type(one) in _FUSED else ():
+            unset = group["fused"] is None and group["foreach"] is None
+            plain = not (group["differentiable"] or isinstance(group["lr"], torch.Tensor))
+            parameters = group["params"]
+            if unset and plain and parameters and all(p.is_cuda for p in parameters):
+                group["fused"] = all(p.is_floating_point() for p in parameters) or None
 
 
 def make_parameter_groups(

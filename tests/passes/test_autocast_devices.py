@@ -1,0 +1,85 @@
+"""Autocast follows the devices that run the program, not the device that captured it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fxpart.passes import PREPARE, all_passes
+from torch import fx, nn
+
+import fxpart.compiler.autocast_region as autocast_region
+from fxpart.capture import capture
+from fxpart.compiler import PassManager
+
+BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+
+
+class Normalized(nn.Module):
+    """A linear layer, layer norm and softmax: lists of both devices differ in the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).softmax(-1).sum()
+
+
+class Own(nn.Module):
+    """An autocast region for GPUs in the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            y = self.linear(x)
+        return y.float().sum()
+
+
+def graph(model: nn.Module, device_type: str | None, precision: str = "bf16") -> fx.GraphModule:
+    captured = capture(model, (BATCH,), precision=precision, device_type=device_type)
+    return PassManager(all_passes()).run(PREPARE, captured.graph)
+
+
+def dtypes(graph: fx.GraphModule, name: str) -> Iterator[torch.dtype]:
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and name in str(node.target):
+            yield node.meta["val"].dtype
+
+
+@pytest.mark.parametrize(
+    ("device_type", "norm"),
+    [("cpu", torch.bfloat16), ("cuda", torch.float32), (None, torch.bfloat16)],
+)
+def test_layer_norm_has_the_dtype_of_the_device(device_type: str | None, norm: torch.dtype) -> None:
+    made = graph(Normalized(), device_type)
+    assert list(dtypes(made, "aten.linear")) == [torch.bfloat16]
+    assert list(dtypes(made, "layer_norm")) == [norm]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)]
+)
+def test_a_region_for_gpus_applies_on_gpus_only(device_type: str, dtype: torch.dtype) -> None:
+    made = graph(Own(), device_type, precision="fp32")
+    assert list(dtypes(made, "aten.linear")) == [dtype]
+
+
+def test_an_op_that_needs_numbers_is_observed_with_those_of_the_example(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = graph(Normalized(), "cpu").code
+    watch = autocast_region._watch
+
+    def refuse_symbols(region, op, args, kwargs, mode):  # type: ignore[no-untyped-def]
+        sizes = [s for a in args if isinstance(a, torch.Tensor) for s in a.shape]
+        if any(isinstance(size, torch.SymInt) for size in sizes):
+            raise RuntimeError("Cannot call numel() on tensor with symbolic sizes/strides")
+        return watch(region, op, args, kwargs, mode)
+
+    monkeypatch.setattr(autocast_region, "_watch", refuse_symbols)
+    assert graph(Normalized(), "cpu").code == wanted
