@@ -53,7 +53,7 @@ from fxpart.planner.prepared_model import (
     with_model_profile,
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
-from fxpart.planner.sharding_decision import given_annotations
+from fxpart.planner.sharding_decision import parse_annotation_constraint
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.program.spec import ProgramSpec
@@ -340,7 +340,7 @@ class Program:
         chosen = find_cluster(cluster, None)
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
-        annotations = {**self.annotations, **given_annotations(request)}
+        annotations = {**self.annotations, **parse_annotation_constraint(request)}
         request = with_model_profile(request, self.plan.model)
         front = PreparedModel(
             request,
@@ -499,7 +499,7 @@ def _solve(
         checked = front.compare()
         with log_phase("search for the best plan"):
             answer = select_mode(front, microbatches, progress)
-        found = answer.decided
+        found = answer.result
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
             replace(with_equivalence(found.plan, found_couplings), check=checked),

@@ -9,7 +9,7 @@ import click
 from fxpart.cli import output
 from fxpart.cli.options import json_option
 from fxpart.plan.model import Plan
-from fxpart.planner.prediction.steady_state import steady_seconds
+from fxpart.planner.prediction.steady_state import compute_steady_seconds
 from fxpart.schedule.spec import ASYNC, GPIPE
 
 if TYPE_CHECKING:
@@ -40,17 +40,21 @@ def command(
     Microbatches keep the size of the plan. An asynchronous plan runs for as many minibatches as
     fill the pipeline, and a few more.
     """
-    from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps, streams
+    from fxpart.planner.prediction.plan_timeline import (
+        get_steady_window,
+        plan_steps,
+        runs_without_flushes,
+    )
 
     loaded = Plan.load(plan)
     window = None
-    if steps is None and streams(loaded, schedule):
-        steps, *window = stream_steps(loaded, microbatches)
+    if steps is None and runs_without_flushes(loaded, schedule):
+        steps, *window = get_steady_window(loaded, microbatches)
     found = plan_steps(
         loaded, schedule, microbatches, steps=steps or 1, flush=False if no_flush else None,
         contention=not no_contention,
     )  # fmt: skip
-    steady = found.steady_seconds if window is None else steady_seconds(found.ends, *window)
+    steady = found.steady_seconds if window is None else compute_steady_seconds(found.ends, *window)
     if trace is not None:
         from fxpart.cli.report import write
 

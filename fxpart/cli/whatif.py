@@ -68,7 +68,7 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     constraints = [parse_constraint("fix", text) for text in given.pop("fix")]
     constraints += [parse_constraint("forbid", text) for text in given.pop("forbid")]
     found = solve_whatif(
-        costed, loaded, WhatIfChange(**given, wishes=tuple(constraints)), time_limit=time_limit
+        costed, loaded, WhatIfChange(**given, constraints=tuple(constraints)), time_limit=time_limit
     )
     step_time = loaded.prediction.expected_seconds
     if as_json:

@@ -38,7 +38,7 @@ def broadcast_plan(
             store.wait(names, limit)
             return _make_and_publish(store, make, [raw.decode() for raw in store.multi_get(names)])
         store.wait([_PLAN], limit)
-        answer = PlanReply.read(store.get(_PLAN))
+        answer = PlanReply.decode(store.get(_PLAN))
     except RuntimeError as cause:
         raise error(
             "FXP516",
@@ -46,7 +46,7 @@ def broadcast_plan(
             why=f"rank 0 has not provided a plan within {10 * timeout:g} s",
             fix="see the messages of rank 0",
         ) from cause
-    return answer.taken()
+    return answer.get_plan()
 
 
 def _make_and_publish(
@@ -57,9 +57,9 @@ def _make_and_publish(
         with plan_independently():
             plan = make(hosts)
     except BaseException as fault:
-        store.set(_PLAN, PlanReply.refusing(fault).written())
+        store.set(_PLAN, PlanReply.of_error(fault).encode())
         raise
-    store.set(_PLAN, PlanReply(plan=plan.dumps()).written())
+    store.set(_PLAN, PlanReply(plan=plan.dumps()).encode())
     return plan
 
 

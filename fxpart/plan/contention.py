@@ -82,7 +82,7 @@ def find_host_loads(
                 load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake,
                 uneven=seen.uneven,
             )  # fmt: skip
-        found += [load] if is_crowded(load) else []
+        found += [load] if has_contention(load) else []
     return tuple(found)
 
 
@@ -99,7 +99,7 @@ def complete_host_loads(
     return tuple(
         replace(load, full=load.full or count[cluster.devices[devices[load.ranks[0]]].host])
         for load in hosts
-        if is_crowded(load)
+        if has_contention(load)
     )
 
 
@@ -145,7 +145,7 @@ def _mean(load: HostLoad) -> float:
     return sum(load.shares) / len(load.shares) if load.shares else 1.0
 
 
-def is_crowded(load: HostLoad) -> bool:
+def has_contention(load: HostLoad) -> bool:
     """Whether anything about the host's ranks depends on what else runs there."""
     if not load.slowdown or not load.ranks:
         return False

@@ -1,1 +1,1 @@
-"""From a captured model and a cluster to a plan: candidates, search, evidence."""
+"""Plan a captured model on a cluster: candidate search, plan selection, certificates."""

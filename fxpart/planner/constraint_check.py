@@ -1,4 +1,4 @@
-"""Whether a finished plan keeps the constraints that it was requested with."""
+"""Check that a finished plan satisfies the constraints that it was requested with."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Constraints = Mapping[str, int | float | str | bool]
 def check_plan(
     plan: Plan, constraints: Constraints, blocks: Sequence[str], code: str = "FXP202"
 ) -> None:
-    """Raise an error that names every constraint that the plan does not keep.
+    """Raise an error that names every constraint that the plan violates.
 
-    blocks: the names of the model's blocks. code: FXP202 for a plan that was searched for, FXP305
-    for one that was given. Raises FXP109 for names that no block has.
+    blocks: names of the model's blocks. code: FXP202 for a plan that was just searched for, FXP305
+    for a plan that the user supplied. Raises FXP109 for names that match no block.
     """
     problems = [
-        Problem(code, f"constraint {where}", f"the plan has {found}", _fix(code))
-        for where, found in _unmet(plan, constraints, blocks)
+        Problem(code, f"constraint {where}", f"the plan has {found} instead", _fix(code))
+        for where, found in _find_violations(plan, constraints, blocks)
     ]
     if problems:
         raise FxpartError(problems)
@@ -34,37 +34,41 @@ def check_plan(
 
 def _fix(code: str) -> str:
     if code == "FXP305":
-        return "leave the constraint out to run the plan as it is, or plan again"
-    return "this combination of constraints and mode cannot be honored: leave one of them out"
+        return "remove the constraint to run the plan unchanged, or plan again"
+    return "this combination of constraints and mode cannot be satisfied: remove one of them"
 
 
-def _unmet(
+def _find_violations(
     plan: Plan, constraints: Constraints, blocks: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Each constraint that is not kept, and what the plan has instead."""
-    facts = _facts(plan)
-    for wish in parse_constraints(constraints):
-        if wish.kind == "stage":
-            found = _unpinned(plan, wish, blocks)
-        elif wish.kind == "layout":
-            found = _other_layout(plan, wish, blocks)
-        elif wish.key == "cut":
-            found = _forbidden_cut(plan, wish, blocks)
-        elif wish.key in _ONE_STAGE_IS_ENOUGH and _is_one_process(plan, wish):
+    """Yield each violated constraint and what the plan has instead."""
+    facts = _list_values(plan)
+    for constraint in parse_constraints(constraints):
+        if constraint.kind == "stage":
+            found = _find_wrong_stage(plan, constraint, blocks)
+        elif constraint.kind == "layout":
+            found = _find_wrong_layout(plan, constraint, blocks)
+        elif constraint.key == "cut":
+            found = _find_forbidden_cut(plan, constraint, blocks)
+        elif constraint.key in _WITHOUT_EFFECT_ON_ONE_RANK and _has_no_effect(plan, constraint):
             found = ""
-        elif wish.key == "schedule" and plan.schedule == ASYNC and mode_of(constraints) == "auto":
-            found = ""  # the schedules are those of the synchronous plan
+        elif (
+            constraint.key == "schedule"
+            and plan.schedule == ASYNC
+            and mode_of(constraints) == "auto"
+        ):
+            found = ""  # the constraint lists schedules for the synchronous plan
         else:
-            found = _other_value(facts[wish.key], wish)
+            found = _find_wrong_value(facts[constraint.key], constraint)
         if found:
-            yield f"{wish}", found
+            yield f"{constraint}", found
     for key, read in _FIELDS.items():
         if key in constraints and (found := read(plan, constraints)):
             yield f"{key}={constraints[key]!r}", found
 
 
-def _facts(plan: Plan) -> dict[str, set[str]]:
-    """The plan's value of each decision, as text; several where its stages differ."""
+def _list_values(plan: Plan) -> dict[str, set[str]]:
+    """Return the plan's values of each decision as text; several where its stages differ."""
     return {
         "pp": {str(len(plan.firsts))},
         **_degrees(plan),
@@ -77,7 +81,7 @@ def _facts(plan: Plan) -> dict[str, set[str]]:
 
 
 def _degrees(plan: Plan) -> dict[str, set[str]]:
-    """The degrees of the mesh by axis, or where none is worked out those of the stages."""
+    """Return the degrees by mesh axis, or those of the stages where no mesh is known."""
     if plan.sharding is not None:
         axes = dict(Mesh.parse(plan.sharding.mesh).axes)
         return {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
@@ -88,32 +92,37 @@ def _degrees(plan: Plan) -> dict[str, set[str]]:
     }
 
 
-# With one stage no update is missed, and over one data-parallel rank ZeRO has nothing to divide.
-_ONE_STAGE_IS_ENOUGH = ("schedule", "zero")
+# With one stage no update is missed; with one data-parallel rank ZeRO has nothing to shard.
+_WITHOUT_EFFECT_ON_ONE_RANK = ("schedule", "zero")
 
 
-def _is_one_process(plan: Plan, wish: PlanConstraint) -> bool:
-    """Whether the decision makes no difference, as there is nothing to divide."""
-    if wish.kind == "forbid":
+def _has_no_effect(plan: Plan, constraint: PlanConstraint) -> bool:
+    """Return whether the decision has no effect because there is nothing to divide."""
+    if constraint.kind == "forbid":
         return False
-    if wish.key == "schedule":
-        return ASYNC in wish.values and len(plan.stages) == 1
+    if constraint.key == "schedule":
+        return ASYNC in constraint.values and len(plan.stages) == 1
     return plan.sharding is None or max(stage.data_parallel for stage in plan.stages) == 1
 
 
-def _other_value(found: set[str], wish: PlanConstraint) -> str:
-    """The value that is not among those fixed, or that is forbidden; "" where there is none."""
-    if wish.kind == "fix":
-        wrong = found - set(wish.values)
-    elif wish.values:
-        wrong = found & set(wish.values)
+def _is_asynchronous_by_choice(plan: Plan, constraints: Constraints) -> bool:
+    """Return whether the planner, not the user, selected the asynchronous mode."""
+    return plan.schedule == ASYNC and mode_of(constraints) == "auto"
+
+
+def _find_wrong_value(found: set[str], constraint: PlanConstraint) -> str:
+    """Return the value that violates the constraint, "" where none does."""
+    if constraint.kind == "fix":
+        wrong = found - set(constraint.values)
+    elif constraint.values:
+        wrong = found & set(constraint.values)
     else:
-        wrong = found - {CONSTRAINTS[wish.key].plain}
-    return "" if not wrong else f"{wish.key}={', '.join(sorted(wrong))}"
+        wrong = found - {CONSTRAINTS[constraint.key].plain}
+    return "" if not wrong else f"{constraint.key}={', '.join(sorted(wrong))}"
 
 
 def _stage_of(plan: Plan) -> dict[int, int]:
-    """The stage of each block, copies of a stage counted once."""
+    """Return the stage number of each block; replicas of a stage are counted once."""
     number = {stage: at for at, stage in enumerate(plan.firsts)}
     return {
         _block(plan, place): number[stage]
@@ -127,15 +136,15 @@ def _block(plan: Plan, place: int) -> int:
     return plan.order[place] if plan.order else place
 
 
-def _unpinned(plan: Plan, wish: PlanConstraint, blocks: Sequence[str]) -> str:
+def _find_wrong_stage(plan: Plan, constraint: PlanConstraint, blocks: Sequence[str]) -> str:
     stages, count = _stage_of(plan), len(plan.firsts)
-    (wanted,) = wish.numbers
+    (wanted,) = constraint.numbers
     wanted += count if wanted < 0 else 0
-    wrong = [b for b in match_blocks(blocks, wish.key) if stages[b] != wanted]
+    wrong = [b for b in match_blocks(blocks, constraint.key) if stages[b] != wanted]
     return "" if not wrong else f"{blocks[wrong[0]]} on stage {stages[wrong[0]]} of {count}"
 
 
-def _forbidden_cut(plan: Plan, wish: PlanConstraint, blocks: Sequence[str]) -> str:
+def _find_forbidden_cut(plan: Plan, constraint: PlanConstraint, blocks: Sequence[str]) -> str:
     pieces = {
         _block(plan, place): piece
         for piece, (first, last, _) in enumerate(plan.program_stages)
@@ -143,14 +152,14 @@ def _forbidden_cut(plan: Plan, wish: PlanConstraint, blocks: Sequence[str]) -> s
     }
     wrong = [
         b
-        for b in match_blocks(blocks, wish.values[0])
+        for b in match_blocks(blocks, constraint.values[0])
         if b + 1 < len(blocks) and pieces[b] != pieces[b + 1]
     ]
     return "" if not wrong else f"a cut after {blocks[wrong[0]]}"
 
 
-def _other_layout(plan: Plan, wish: PlanConstraint, blocks: Sequence[str]) -> str:
-    wanted = compute_layout_starts(wish.values[0], blocks)
+def _find_wrong_layout(plan: Plan, constraint: PlanConstraint, blocks: Sequence[str]) -> str:
+    wanted = compute_layout_starts(constraint.values[0], blocks)
     firsts = set(plan.firsts)
     found = tuple(first for first, _, stage in plan.program_stages if stage in firsts)
     if found == wanted and not plan.order:
@@ -162,7 +171,7 @@ def _ranks(plan: Plan, constraints: Constraints) -> str:
     return "" if plan.world == constraints["ranks"] else f"{plan.world} ranks"
 
 
-def _copies(plan: Plan, constraints: Constraints) -> str:
+def _replication(plan: Plan, constraints: Constraints) -> str:
     return "replicated stages" if constraints["copies"] == "none" and plan.replicas else ""
 
 
@@ -203,10 +212,10 @@ def _precision(plan: Plan, constraints: Constraints) -> str:
     return "" if plan.precision == constraints["precision"] else f"precision={plan.precision}"
 
 
-# Constraints that are a field of the plan: what the plan has instead, "" where it keeps them.
+# Constraints that are a field of the plan: what the plan has instead, "" where they hold.
 _FIELDS: dict[str, Callable[[Plan, Constraints], str]] = {
     "ranks": _ranks,
-    "copies": _copies,
+    "copies": _replication,
     "mode": _mode,
     "weights": _weights,
     "mesh": _mesh,

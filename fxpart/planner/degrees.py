@@ -1,7 +1,7 @@
-"""Which degrees: the joint problem of a captured model, solved, and its best distinct answers.
+"""Search for parallelism degrees: solve the joint problem and propose its best distinct meshes.
 
-The joint problem prices each kind of block by itself, for every tensor and data degree, so that
-all of them can be compared in seconds. What it proposes is then lowered and priced exactly.
+The joint problem prices each kind of block separately, for every tensor and data degree, so that
+all of them can be compared in seconds. Each proposed mesh is then lowered and priced exactly.
 """
 
 from __future__ import annotations
@@ -50,29 +50,31 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.progress import Progress
 
-_GROUPS = 24  # degrees up to which each is solved for by itself, so that each has its best answer
+_GROUPS = 24  # up to so many degrees, each is solved separately, so that each has its best answer
 
 
 @dataclass(frozen=True)
 class MeshProposal:
-    """Degrees that every stage has: mesh is "dp=2,tp=2", "" where a stage is one rank.
+    """Degrees shared by all stages: mesh is "dp=2,tp=2", "" where a stage is one rank.
 
-    choice: with all else, of the joint problem. seconds: what it takes by that problem, in which
-    all ranks of a host compute all the time; paced: while as many of them do as on average.
+    choice: the complete choice of the joint problem. seconds: its step time by that problem, which
+    assumes that all ranks of a host compute all the time. expected_seconds: its step time with the
+    average number of ranks that compute at once.
     """
 
     mesh: str
     zero: int
     choice: JointChoice
     seconds: float
-    paced: float
+    expected_seconds: float
 
 
 @dataclass(frozen=True)
 class DegreeSearchResult:
-    """The joint problem with the user's wishes, what is proven of it, and meshes to price exactly.
+    """The joint problem under the user's constraints, its solution, and meshes to price exactly.
 
-    proposals: the best of each mesh, by rising time at its pace; or of each with ZeRO and without.
+    proposals: the best of each mesh, or of each mesh with and without ZeRO, by rising expected step
+    time.
     """
 
     problem: JointProblem
@@ -88,13 +90,13 @@ def build_joint_problem(
     microbatches: int | None,
     space: SearchSpace | None = None,
 ) -> tuple[JointProblem, dict[str, str]]:
-    """The joint problem of a graph with blocks on the request's cluster, wishes not yet applied.
+    """Return the joint problem of a graph with blocks, before the user's constraints are applied.
 
-    space: by default all that can be trained: the same degrees for every stage, no recompute.
+    space: by default everything that can be trained: equal degrees for all stages, no recompute.
     """
-    allowed = space or trainable(captured, request.mode)
-    if levels := _wished_levels(request):
-        allowed = replace(allowed, zero=levels)  # one that another rules out may be wished for
+    allowed = space or make_trainable_space(captured, request.mode)
+    if levels := _requested_zero_levels(request):
+        allowed = replace(allowed, zero=levels)  # also levels that another one dominates
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
@@ -112,7 +114,10 @@ def build_joint_problem(
 
 
 def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
-    """Those to choose from. priced: those by which degrees are chosen, in the place of others."""
+    """Return the candidate schedules.
+
+    priced: replace those that have no closed form by the ones under which degrees are selected.
+    """
     given = request.constraints
     if request.mode == ASYNC:
         return (ASYNC,)
@@ -122,16 +127,17 @@ def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     return tuple(word for word in words if word in list_closed_forms())
 
 
-def _wished_levels(request: PlanRequest) -> tuple[int, ...]:
-    """ZeRO's levels that the user fixed."""
-    wishes = parse_constraints(request.constraints)
-    return tuple(n for w in wishes if (w.kind, w.key) == ("fix", "zero") for n in w.numbers)
+def _requested_zero_levels(request: PlanRequest) -> tuple[int, ...]:
+    """Return the ZeRO levels that the user fixed."""
+    constraints = parse_constraints(request.constraints)
+    return tuple(n for w in constraints if (w.kind, w.key) == ("fix", "zero") for n in w.numbers)
 
 
-def trainable(captured: CapturedModel, mode: str = "sync") -> SearchSpace:
-    """Every stage with the same degrees, replicas that share the batch evenly, no recompute.
+def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:
+    """Return the search space that the runtime trains: equal degrees, even shards, no recompute.
 
-    In a stream ranks do not share an optimizer: each updates by itself, at once.
+    In an asynchronous pipeline, ranks cannot share an optimizer: each updates on its own,
+    immediately.
     """
     batch = captured.batch_size
     free = captured.symbolic
@@ -154,39 +160,39 @@ def choose_degrees(
     levels: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> DegreeSearchResult:
-    """Solve it under the request's wishes; FXP204 and others where nothing fits.
+    """Solve the joint problem under the request's constraints.
 
-    Where degrees are few each is solved for by itself; where the number of ranks is given
-    (torchrun has started them), with the number of stages that makes it. pace: what seconds are
-    worth while so many ranks compute, where that is known; each number of stages, of which as many
-    ranks compute, is then solved for by itself as well. levels: propose meshes without ZeRO beside
-    those with it, as for tables with sparse gradients, whose rows ZeRO has to settle: costs of
-    blocks do not know that.
+    Raises FXP204 and others where nothing fits. Where there are few degrees, each is solved
+    separately. Where the number of ranks is fixed (by torchrun), each is solved with the number of
+    stages that yields it. pace: factor on seconds while so many ranks compute, where it was
+    measured; each number of stages is then solved separately too. levels: propose meshes without
+    ZeRO beside those with it, as for embedding tables with sparse gradients: the costs of blocks do
+    not include ZeRO's exchange of their rows.
     """
-    wishes = parse_constraints(request.constraints)
-    wished = apply_constraints(problem, wishes)
-    problems = list(_apart(wished, request.ranks, stages=pace is not None))
+    constraints = parse_constraints(request.constraints)
+    constrained = apply_constraints(problem, constraints)
+    problems = list(_split(constrained, request.ranks, stages=pace is not None))
     if not problems:
         raise error(
             "FXP202",
             where=f"{request.ranks} ranks on {request.cluster.name}",
-            why="no number of stages and degrees that may be chosen makes so many ranks",
-            fix=f"{len(request.cluster.devices)} ranks, a larger cluster, or fewer wishes",
+            why="no allowed combination of stage count and degrees uses exactly so many ranks",
+            fix=f"use {len(request.cluster.devices)} ranks, a larger cluster, or fewer constraints",
         )
-    solved = list(_solved(problems, request, progress))
+    solved = list(_solve_each(problems, request, progress))
     found = [
-        proposal(wished, ChoiceTranslation(one, wished)(choice), pace)
+        make_proposal(constrained, ChoiceTranslation(one, constrained)(choice), pace)
         for one, solution in zip(problems, solved, strict=True)
         for choice in solution.candidates
     ]
     if not found:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(wished, wider=problem, wishes=wishes))
+        raise FxpartError(explain_joint_infeasible(constrained, wider=problem, wishes=constraints))
     found.sort(key=lambda one: one.seconds)
     bound = min(found[0].seconds, *(one.bound for one in solved if one.status != "infeasible"))
     return DegreeSearchResult(
-        problem=wished,
+        problem=constrained,
         provenance=provenance,
         solution=JointSolution(
             status=status_of(found[0].seconds, bound),
@@ -196,26 +202,26 @@ def choose_degrees(
             solver=solved[0].solver,
             candidates=tuple(one.choice for one in found),
         ),
-        proposals=distinct(found, levels),
+        proposals=select_distinct(found, levels),
     )
 
 
-def _solved(
+def _solve_each(
     problems: Sequence[JointProblem],
     request: PlanRequest,
     progress: Callable[[Progress], None] | None,
 ) -> Iterable[JointSolution]:
-    """Each problem's answer, all within the request's time limit: what one leaves the next has."""
+    """Yield each problem's solution; all share the time limit, unused time passes to the next."""
     deadline = time.monotonic() + float(request.constraints.get("time_limit", 30.0))
     for number, one in enumerate(problems):
         left = max(0.0, deadline - time.monotonic()) / (len(problems) - number)
         yield solve(one, time_limit=left, seed=request.seed, progress=progress)
 
 
-def _apart(problem: JointProblem, world: int | None, *, stages: bool) -> Iterable[JointProblem]:
-    """The problem by degrees where these are few, and by ranks of a stage where all are given.
+def _split(problem: JointProblem, world: int | None, *, stages: bool) -> Iterable[JointProblem]:
+    """Split the problem by degrees where these are few, or by stage width where ranks are fixed.
 
-    stages: also by the number of stages, where both together are few.
+    stages: also split by the number of stages, where the product is small.
     """
     groups: dict[object, list[ParallelOption]] = {}
     for index, option in enumerate(problem.options):
@@ -234,14 +240,16 @@ def _apart(problem: JointProblem, world: int | None, *, stages: bool) -> Iterabl
         width = count_option_devices(problem, kept[0])
         limited = with_options(problem, kept)
         if world is None:
-            yield from _by_stages(limited, width, _GROUPS // len(groups) if stages else 1)
+            yield from _split_by_stage_count(
+                limited, width, _GROUPS // len(groups) if stages else 1
+            )
         elif world % width == 0 and problem.min_stages <= world // width <= len(problem.blocks):
             count = world // width
             yield msgspec.structs.replace(limited, min_stages=count, max_stages=count)
 
 
-def _by_stages(problem: JointProblem, width: int, most: int) -> Iterable[JointProblem]:
-    """The problem for each number of stages of so many ranks, where there are not too many."""
+def _split_by_stage_count(problem: JointProblem, width: int, most: int) -> Iterable[JointProblem]:
+    """Split the problem by the number of stages of ``width`` ranks, up to ``most`` problems."""
     devices = sum(pool.devices for pool in problem.pools)
     counts = range(problem.min_stages, min(problem.max_stages, devices // width) + 1)
     if not 0 < len(counts) <= most:
@@ -251,12 +259,12 @@ def _by_stages(problem: JointProblem, width: int, most: int) -> Iterable[JointPr
         yield msgspec.structs.replace(problem, min_stages=count, max_stages=count)
 
 
-def proposal(
+def make_proposal(
     problem: JointProblem, choice: JointChoice, pace: Callable[[float], float] | None = None
 ) -> MeshProposal:
-    """The degrees of a choice whose stages all have the same. pace: as in choose_degrees."""
+    """Return the mesh of a choice whose stages have equal degrees. pace: as in choose_degrees."""
     data, tensor, expert, zero, recompute = degrees(problem, choice.options[0])
-    assert expert == 1 and recompute == "none", "asked of a problem of trainable plans"
+    assert expert == 1 and recompute == "none", "the search space has trainable plans only"
     axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
     seconds = evaluate(problem, choice).seconds
     busy = average_computing_stages(len(choice.options), choice.microbatches)
@@ -266,20 +274,20 @@ def proposal(
         zero=zero if data > 1 else 0,
         choice=choice,
         seconds=seconds,
-        paced=seconds if pace is None else seconds * pace(busy * width),
+        expected_seconds=seconds if pace is None else seconds * pace(busy * width),
     )
 
 
-def distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple[MeshProposal, ...]:
-    """The best of each mesh, or of each with ZeRO and without, by rising time at its pace."""
+def select_distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple[MeshProposal, ...]:
+    """Return the best of each mesh, or of each with and without ZeRO, by rising expected time."""
     kept: dict[tuple[str, bool], MeshProposal] = {}
-    for one in sorted(rows, key=lambda row: row.paced):
+    for one in sorted(rows, key=lambda row: row.expected_seconds):
         kept.setdefault((one.mesh, levels and one.zero > 0), one)
     return tuple(kept.values())
 
 
-def certificate(chosen: DegreeSearchResult) -> Certificate:
-    """What is proven of the degrees, over the costs of the blocks one by one."""
+def make_degree_certificate(chosen: DegreeSearchResult) -> Certificate:
+    """Return the certificate of the selected degrees, over the costs of single blocks."""
     problem, solution = chosen.problem, chosen.solution
     assert solution.status in ("optimal", "within gap", "best found"), "there is a choice"
     objective = solution.objective
@@ -289,7 +297,7 @@ def certificate(chosen: DegreeSearchResult) -> Certificate:
     levels = ", ".join(map(str, sorted({zero for *_, zero in found})))
     schedules = ", ".join(problem.schedules)
     if ASYNC in problem.schedules:
-        schedules += f" (weights {problem.weights}, its predictions not counted)"
+        schedules += f" (weights {problem.weights}, weight prediction not included)"
     return Certificate(
         status=solution.status,
         objective=objective,
@@ -297,9 +305,9 @@ def certificate(chosen: DegreeSearchResult) -> Certificate:
         gap=(objective - min(solution.bound, objective)) / objective if objective > 0 else 0.0,
         solver=solution.solver,
         over=(
-            f"dp x tp of {words}, the same for every stage, ZeRO {levels}, {problem.min_stages} to "
+            f"dp x tp of {words}, equal for all stages, ZeRO {levels}, {problem.min_stages} to "
             f"{problem.max_stages} stages, microbatches of {counts}, schedules "
-            f"{schedules}, each block priced by itself"
+            f"{schedules}, each block priced separately"
         ),
     )
 
@@ -307,7 +315,7 @@ def certificate(chosen: DegreeSearchResult) -> Certificate:
 def assign_proposal_devices(
     chosen: DegreeSearchResult, one: MeshProposal, request: PlanRequest
 ) -> StageAssignment:
-    """Which devices the proposal's stages take, where they begin if the user said so, and sizes."""
+    """Assign devices to the proposal's stages, with their fixed boundaries if constrained."""
     fixed = constrains_cuts(request.constraints)
     placement = assign_devices(request.cluster, chosen.problem, one.choice)
     return StageAssignment(
@@ -321,10 +329,10 @@ def assign_proposal_devices(
 def find_rejected_choices(
     chosen: DegreeSearchResult, one: MeshProposal, plan: Plan
 ) -> tuple[tuple[Alternative, ...], tuple[Alternative, ...]]:
-    """What a plan of this proposal was chosen over: the best with other degrees, and changes of it.
+    """Return the best rejected degrees, and single changes of the proposal.
 
-    They are priced block by block; their seconds are brought to the plan's by what the plan takes
-    over what its proposal was thought to take.
+    They are priced block by block; their step times are scaled by the ratio of the plan's exact
+    step time to the proposal's estimate.
     """
     scorer = JointScorer(chosen.problem)
     factor = plan.prediction.step_seconds / one.seconds if one.seconds > 0 else 1.0
@@ -335,9 +343,9 @@ def find_rejected_choices(
 
 
 def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
-    """Return the constraints with the degrees of a given mesh among them.
+    """Return the constraints with the degrees of a given mesh added.
 
-    Raises FXP109 for a mesh with other axes than dp and tp, which the joint problem does not have.
+    Raises FXP109 for a mesh with axes other than dp and tp, which the joint problem does not have.
     """
     if request.open:
         return dict(request.constraints)
@@ -346,15 +354,15 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
         raise error(
             "FXP109",
             where=f"mesh {request.mesh}",
-            why=f"costs by block are not known on a mesh with the axis {others[0]}, so that cuts "
-            "cannot be constrained and plans of all kinds cannot be compared",
-            fix="use a mesh of dp and tp, or leave the constraint out",
+            why=f"block costs are not available on a mesh with the axis {others[0]}, so that cuts "
+            "cannot be constrained and --space all cannot be searched",
+            fix="use a mesh of dp and tp, or remove the constraint",
         )
     return {**request.constraints, "dp": axes.get("dp", 1), "tp": axes.get("tp", 1)}
 
 
 def _check_proposable(request: PlanRequest) -> None:
-    """FXP109 for constraints of lowered graphs, where blocks are priced one by one."""
+    """Raise FXP109 for constraints that need a lowered graph, which --space all does not have."""
     given = request.constraints
     ignored = [key for key in ("annotations", "placements") if given.get(key)]
     ignored += ["zero_axis"] if given.get("zero_axis", "dp") != "dp" else []
@@ -363,8 +371,8 @@ def _check_proposable(request: PlanRequest) -> None:
         raise error(
             "FXP109",
             where=", ".join(f"constraint {key}={given[key]!r}" for key in ignored),
-            why="plans of all kinds are priced block by block, and nothing is lowered",
-            fix="leave it out, or leave --space all out",
+            why="with --space all, plans are priced block by block and no graph is lowered",
+            fix="remove the constraint, or remove --space all",
         )
 
 
@@ -377,24 +385,29 @@ def plan_best_choice(
     info: PlanModel,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """The plan of the joint problem's best choice, whoever can train it. FXP2xx as for compile.
+    """Plan the joint problem's best choice, whether or not fxpart can train it.
 
-    FXP109 for the mode "queue", whose stages are those that can be trained.
+    Raises FXP2xx as compile does, and FXP109 for the mode "queue", which has trainable stages only.
     """
     if request.mode == QUEUE:
-        why = "stages that take microbatches from queues have one rank each, and no other degrees"
-        raise error("FXP109", where=f"mode={QUEUE}", why=why, fix="leave --space all out")
+        why = "in this mode every stage has one rank, so that there are no degrees to search"
+        raise error("FXP109", where=f"mode={QUEUE}", why=why, fix="remove --space all")
     _check_proposable(request)
-    wishes = parse_constraints(with_degrees(request))
-    wished = apply_constraints(problem, wishes)
+    constraints = parse_constraints(with_degrees(request))
+    constrained = apply_constraints(problem, constraints)
     limit = float(request.constraints.get("time_limit", 30.0))
     solver = str(request.constraints.get("solver", "auto"))
-    solution = solve(wished, time_limit=limit, seed=request.seed, solver=solver, progress=progress)
+    solution = solve(
+        constrained, time_limit=limit, seed=request.seed, solver=solver, progress=progress
+    )
     if solution.choice is None:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(wished, wider=problem, wishes=wishes))
-    placement, costs = assign_devices(request.cluster, wished, solution.choice), request.cost_model
+        raise FxpartError(explain_joint_infeasible(constrained, wider=problem, wishes=constraints))
+    placement, costs = (
+        assign_devices(request.cluster, constrained, solution.choice),
+        request.cost_model,
+    )
     optimizer = choose(request.optimizer)
     elements = [0] * len(problem.blocks)
     for weight in weights(graph.graph, captured, trained_names(captured), optimizer):
@@ -402,7 +415,7 @@ def plan_best_choice(
     plan = make_joint_plan(
         info,
         request.cluster,
-        wished,
+        constrained,
         solution,
         batch_size=captured.batch_size,
         optimizer=optimizer.name,

@@ -1,4 +1,4 @@
-"""Which devices the stages of a joint choice take: its traffic over the cluster's real links."""
+"""Assign devices to the stages of a joint choice by their traffic over the cluster's links."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Where stages are to run, and where they have to begin.
+    """Device assignment and fixed stage boundaries.
 
-    order: every device of the cluster, as indices, in the order in which stages take them; None as
-    they stand. starts: the first block of each stage, None for the solver's choice. microbatches,
-    stages: how many are expected, which placements over the mesh are chosen for; None: unknown.
+    order: indices of all devices of the cluster in the order in which stages use them; None keeps
+    the cluster's order. starts: the first block of each stage; None leaves the boundaries to the
+    solver. microbatches, stages: the expected numbers, for which placements over the mesh are
+    selected; None: unknown.
     """
 
     order: tuple[int, ...] | None = None
@@ -39,7 +40,7 @@ class StageAssignment:
     stages: int | None = None
 
     def ordered(self, cluster: Cluster) -> Cluster:
-        """The cluster with its devices in this order."""
+        """Return the cluster with its devices in this order."""
         if self.order is None:
             return cluster
         devices = tuple(cluster.devices[i] for i in self.order)
@@ -47,9 +48,9 @@ class StageAssignment:
 
 
 def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
-    """What the choice's stages send each other, and what they cost wherever they are.
+    """Return the communication between the choice's stages and their device-independent times.
 
-    The collectives of a stage stay in its seconds: they are priced for the worst ring that its
+    Collectives within a stage stay in its seconds: they are priced for the worst ring that its
     replicas can form.
     """
     count, m = len(choice.options), choice.microbatches
@@ -88,9 +89,9 @@ def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
 def assign_devices(
     cluster: Cluster, problem: JointProblem, choice: JointChoice
 ) -> StageDevicePlacement | None:
-    """Devices by stage; None where the cluster's order serves as well as any.
+    """Return the devices of each stage; None where the cluster's order is as good as any.
 
-    It does where all devices are alike and so are all links between hosts.
+    That is the case where all devices and all links between hosts are equal.
     """
     pools = pools_of(cluster)
     widths = []
@@ -106,7 +107,7 @@ def assign_devices(
 
 
 def order_of(cluster: Cluster, placement: StageDevicePlacement) -> tuple[int, ...]:
-    """Every device: those of the stages in the stages' order, then the others."""
-    used = [device for lanes in placement.ranks for device in lanes]
-    taken = set(used)
-    return (*used, *(d for d in range(len(cluster.devices)) if d not in taken))
+    """Return all devices: those of the stages in the stages' order, then the unused ones."""
+    used = [device for ranks in placement.ranks for device in ranks]
+    used_set = set(used)
+    return (*used, *(d for d in range(len(cluster.devices)) if d not in used_set))

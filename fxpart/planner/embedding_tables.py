@@ -45,10 +45,10 @@ def shard_large_tables(
     for name, tensor in captured.state.items():
         sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     parts = mesh.shape[mesh.index(axis)]
-    room = min(d.memory for d in request.cluster.devices) * (1 - RESERVE) * _SHARE * stages
+    limit = min(d.memory for d in request.cluster.devices) * (1 - RESERVE) * _SHARE * stages
     total, found = float(sum(sizes.values())), {}
     for name in sorted(tables, key=lambda name: (-sizes[name], name)):
-        if total <= room:
+        if total <= limit:
             break
         found[name] = f"{axis}:S(0)"
         total -= sizes[name] * (1 - 1 / parts)

@@ -1,7 +1,7 @@
-"""Synchronous, asynchronous, the better of both, or from queues: what is asked for.
+"""The requested execution mode: synchronous, asynchronous, "auto" or queues.
 
-By arguments and constraints: the mode by name, or as the schedule `async`; the weight mode with it,
-and of queues the staleness.
+The mode is requested by name or by the schedule `async`; with it the weight mode, and for queues
+the staleness.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ if TYPE_CHECKING:
 Constraints: TypeAlias = Mapping[str, int | float | str | bool]
 Found: TypeAlias = dict[str, int | float | str | bool]
 
-ASYNC = ASYNC_SCHEDULE  # the mode has the name of its schedule
+ASYNC = ASYNC_SCHEDULE  # the mode is named after its schedule
 WEIGHTS = SPECTRAIN  # by default
-_OF_MODES = ("mode", "weights", "staleness")
+_MODE_KEYS = ("mode", "weights", "staleness")
 
 
 def mode_of(constraints: Constraints) -> str:
-    """ "sync", "async", "auto" or "queue"; where it is not said, by the schedules wished for.
+    """ "sync", "async", "auto" or "queue"; by default it follows from the schedules.
 
-    The schedule "async" alone is the mode "async", one of several "auto".
+    The schedule "async" alone means the mode "async"; among other schedules it means "auto".
     """
-    said = constraints.get("mode")
-    if said is not None:
-        return str(said)
-    words = _schedules(constraints)
-    if ASYNC not in words:
+    value = constraints.get("mode")
+    if value is not None:
+        return str(value)
+    names = _schedules(constraints)
+    if ASYNC not in names:
         return "sync"
-    return ASYNC if len(words) == 1 else "auto"
+    return ASYNC if len(names) == 1 else "auto"
 
 
 def weights_of(constraints: Constraints) -> str:
-    """The weight mode of a plan that does not drain, or of queues."""
+    """Return the weight mode of an asynchronous pipeline or of queues."""
     return str(constraints.get("weights", STASH if mode_of(constraints) == QUEUE else WEIGHTS))
 
 
-def parse_staleness(said: object) -> tuple[int, ...] | None:
-    """Of text like "2" or "2,0" (or a number) the numbers; None where it is not such."""
-    words = str(said).split(",")
-    if isinstance(said, bool) or not all(w.strip().isdecimal() and len(w) < 9 for w in words):
+def parse_staleness(value: object) -> tuple[int, ...] | None:
+    """Parse staleness such as 2, "2" or "2,0"; return None for anything else."""
+    names = str(value).split(",")
+    if isinstance(value, bool) or not all(w.strip().isdecimal() and len(w) < 9 for w in names):
         return None
-    return tuple(map(int, words))
+    return tuple(map(int, names))
 
 
 def as_synchronous(constraints: Constraints) -> Found:
-    """The same wishes for a synchronous plan."""
-    kept = {key: value for key, value in constraints.items() if key not in _OF_MODES}
-    words = [word for word in _schedules(constraints) if word != ASYNC]
+    """Return the same constraints for a synchronous plan."""
+    kept = {key: value for key, value in constraints.items() if key not in _MODE_KEYS}
+    names = [name for name in _schedules(constraints) if name != ASYNC]
     if "schedule" in kept:
-        kept["schedule"] = ",".join(words)
-    return kept if words else {key: kept[key] for key in kept if key != "schedule"}
+        kept["schedule"] = ",".join(names)
+    return kept if names else {key: kept[key] for key in kept if key != "schedule"}
 
 
 def as_asynchronous(constraints: Constraints) -> Found:
-    """The same wishes for an asynchronous plan."""
+    """Return the same constraints for an asynchronous plan."""
     return {**constraints, "mode": ASYNC, "schedule": ASYNC, "weights": weights_of(constraints)}
 
 
 def with_mode(
     constraints: Constraints, mode: str | None, weights: str | None, plan: Plan | None = None
 ) -> Found:
-    """The constraints with the arguments ``mode`` and ``weights`` among them.
+    """Return the constraints with the arguments ``mode`` and ``weights`` added.
 
-    plan: where one is applied: FXP305 where an argument says something else than it does.
+    plan: the plan that is applied, if any. Raises FXP305 where an argument contradicts it.
     """
     given = {key: value for key, value in (("mode", mode), ("weights", weights)) if value}
     found = {**constraints, **given}
@@ -91,60 +91,67 @@ def with_mode(
                 "FXP305",
                 where=f"{key}={value!r}",
                 why=f"the plan for {plan.model.name} was made with {key}={planned[key]!r}",
-                fix="leave it out to run the plan as it is, or plan again",
+                fix="remove the argument to run the plan unchanged, or plan again",
             )
     return found
 
 
 def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
-    """FXP109 for what does not go together; each word by itself is known to be one."""
+    """Yield FXP109 for combinations of valid values that contradict each other."""
     mode, weights = mode_of(constraints), constraints.get("weights")
     virtual = constraints.get("virtual", 1)
     if mode in (ASYNC, QUEUE) and virtual != 1:
-        why = "a rank of such a pipeline has one stage"
-        fix = f'leave it out, or mode="sync" with schedule="{INTERLEAVED}"'
+        why = "in this mode every rank has one stage"
+        fix = f'remove virtual, or use mode="sync" with schedule="{INTERLEAVED}"'
         yield Problem("FXP109", f"mode={mode!r}, virtual={virtual}", why, fix)
     if mode == QUEUE:
-        yield from _queue_faults(constraints)
+        yield from _find_queue_problems(constraints)
         return
     if "staleness" in constraints:
         where = f"staleness={constraints['staleness']!r}"
-        yield Problem("FXP109", where, "copies that take turns have none to choose", 'mode="queue"')
-    words = [word for word in _schedules(constraints) if word != ASYNC]
+        yield Problem("FXP109", where, 'staleness requires the mode "queue"', 'use mode="queue"')
+    names = [name for name in _schedules(constraints) if name != ASYNC]
     if mode == "sync" and weights is not None:
-        fix = 'mode="async", or "auto" to take it where it is faster'
+        fix = 'use mode="async", or mode="auto" to select the faster mode'
         yield Problem(
-            "FXP109", f"weights={weights!r}", "a synchronous plan has none to choose", fix
+            "FXP109", f"weights={weights!r}", "a synchronous plan has no weight mode", fix
         )
     elif weights is not None and weights not in list_stream_modes():
-        why = "it drains the pipeline before each update, and so is synchronous"
-        fix = f'mode="sync", or one of {", ".join(list_stream_modes())}'
+        why = "this weight mode flushes the pipeline before each update, so it is synchronous"
+        fix = f'use mode="sync", or weights from {", ".join(list_stream_modes())}'
         yield Problem("FXP109", f"mode={mode!r}, weights={weights!r}", why, fix)
-    asked = _schedules(constraints)
-    if (mode == ASYNC and words) or (mode == "sync" and ASYNC in asked):
+    requested = _schedules(constraints)
+    if (mode == ASYNC and names) or (mode == "sync" and ASYNC in requested):
         where = f"mode={mode!r}, schedule={constraints['schedule']!r}"
-        yield Problem("FXP109", where, "they ask for different things", "leave one of them out")
+        yield Problem(
+            "FXP109", where, "mode and schedule contradict each other", "remove one of them"
+        )
 
 
-def _queue_faults(constraints: Constraints) -> Iterator[Problem]:
+def _find_queue_problems(constraints: Constraints) -> Iterator[Problem]:
     stale, weights = constraints.get("staleness", "0"), constraints.get("weights", STASH)
     if parse_staleness(stale) is None:
-        why = "it is not a count of updates for all stages, nor one for each"
-        yield Problem("FXP109", f"staleness={stale!r}", why, '"2", or "2,0" for two stages')
+        why = "the value is neither one number of updates nor one per stage"
+        yield Problem("FXP109", f"staleness={stale!r}", why, 'use "2", or "2,0" for two stages')
     if weights not in list_queue_modes():
-        fix = f"one of {', '.join(list_queue_modes())}"
-        yield Problem("FXP109", f"mode={QUEUE!r}, weights={weights!r}", "it has no queues", fix)
-    wrong = [word for word in _schedules(constraints) if not SCHEDULES[word].supports_queues]
+        fix = f"use one of {', '.join(list_queue_modes())}"
+        yield Problem(
+            "FXP109",
+            f"mode={QUEUE!r}, weights={weights!r}",
+            "queues do not support this weight mode",
+            fix,
+        )
+    wrong = [name for name in _schedules(constraints) if not SCHEDULES[name].supports_queues]
     if wrong:
-        why = "nothing bounds what its copies would keep"
-        fix = " or ".join(list_schedules(supports_queues=True))
+        why = "with queues this schedule has no bound on the activations in flight"
+        fix = f"use {' or '.join(list_schedules(supports_queues=True))}"
         yield Problem("FXP109", f"mode={QUEUE!r}, schedule={wrong[0]!r}", why, fix)
     if constraints.get("mesh", "none") != "none":
         where = f"mode={QUEUE!r}, mesh={constraints['mesh']!r}"
-        why = "stages whose ranks share their work have no queues"
-        yield Problem("FXP109", where, why, "leave it out: copies of a stage share its work")
+        why = "queues require stages of one rank"
+        yield Problem("FXP109", where, why, "remove mesh: replicas share the work of a stage")
 
 
 def _schedules(constraints: Constraints) -> list[str]:
-    words = [word.strip() for word in str(constraints.get("schedule", "")).split(",")]
-    return [word for word in words if word]
+    names = [name.strip() for name in str(constraints.get("schedule", "")).split(",")]
+    return [name for name in names if name]

@@ -1,4 +1,4 @@
-"""From a joint solution to a plan: stages, ranks, predictions, certificate, what was rejected."""
+"""Make a plan from a joint solution: stages, ranks, prediction, certificate, alternatives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxpart.solver.joint.problem import (
 )
 from fxpart.solver.joint.schedule_costs import is_stream
 
-_EXACT = 1e-6  # a gap below is none
+_EXACT = 1e-6  # a smaller gap counts as zero
 
 
 def make_joint_plan(
@@ -41,20 +41,20 @@ def make_joint_plan(
     parameters: Sequence[int] = (),
     contention: Callable[[str], ContentionMeasurement] | None = None,
 ) -> Plan:
-    """The plan for ``solution.choice``.
+    """Make the plan for ``solution.choice``.
 
-    placed: of each stage the devices of its lanes, as indices into the cluster's; None takes each
-    stage's next devices of its pool. parameters: elements by block, where they are known.
+    placed: for each stage the devices of its mesh ranks, as indices into the cluster's; None takes
+    the next devices of the stage's pool. parameters: number of elements by block, where known.
     contention: as for :func:`fxpart.plan.contention.find_host_loads`.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
     scorer = JointScorer(problem)
     found = scorer.evaluate(choice)
-    seats = seats_in_order(cluster, problem, choice) if placed is None else placed
-    used = sorted(device for lanes in seats for device in lanes)
+    devices = assign_devices_in_order(cluster, problem, choice) if placed is None else placed
+    used = sorted(device for ranks in devices for device in ranks)
     rank_of = {device: rank for rank, device in enumerate(used)}
-    lanes = [tuple(rank_of[device] for device in stage) for stage in seats]
+    ranks = [tuple(rank_of[device] for device in stage) for stage in devices]
     pairs = edges(problem, choice)
     comparison = AlternativeComparison(scorer, choice, found)
     return Plan(
@@ -63,7 +63,7 @@ def make_joint_plan(
         cluster_hash=cluster.hash,
         mesh=_mesh(problem, choice),
         stages=tuple(
-            _stage(problem, k, stage, lanes[k], parameters) for k, stage in enumerate(found.stages)
+            _stage(problem, k, stage, ranks[k], parameters) for k, stage in enumerate(found.stages)
         ),
         ties=_ties(problem, found),
         batch_size=batch_size,
@@ -74,7 +74,7 @@ def make_joint_plan(
         transfer_dtype=transfer_dtype_of(constraints),
         optimizer=optimizer,
         seed=seed,
-        prediction=predict(choice, found, lanes, pairs, find_host_loads(cluster, used, contention)),
+        prediction=predict(choice, found, ranks, pairs, find_host_loads(cluster, used, contention)),
         provenance=dict(provenance),
         certificate=_certificate(problem, solution, found, provenance),
         alternatives=comparison.candidates(solution),
@@ -85,12 +85,12 @@ def make_joint_plan(
     )
 
 
-def seats_in_order(
+def assign_devices_in_order(
     cluster: Cluster, problem: JointProblem, choice: JointChoice
 ) -> list[tuple[int, ...]]:
-    """Of each stage the next devices of its pool, in the cluster's order.
+    """Assign to each stage the next devices of its pool, in the cluster's order.
 
-    Raises FXP305 where the cluster's types of devices are not the problem's pools.
+    Raises FXP305 where the cluster's device types are not the problem's pools.
     """
     from fxpart.pricing.topology import pools_of
 
@@ -100,36 +100,37 @@ def seats_in_order(
         raise error(
             "FXP305",
             where=f"cluster {cluster.name}",
-            why=f"it has {max(of) + 1} types of devices, the costed problem {len(free)}",
+            why=f"the cluster has {max(of) + 1} device types, but the costed problem has "
+            f"{len(free)}",
             fix="price the model on this cluster again",
         )
     for device, pool in enumerate(of):
         free[pool].append(device)
-    seats, taken = [], [0] * len(free)
+    devices, used_counts = [], [0] * len(free)
     for index in choice.options:
         option = problem.options[index]
-        first, count = taken[option.pool], count_option_devices(problem, option)
-        seats.append(tuple(free[option.pool][first : first + count]))
-        taken[option.pool] += count
-    return seats
+        first, count = used_counts[option.pool], count_option_devices(problem, option)
+        devices.append(tuple(free[option.pool][first : first + count]))
+        used_counts[option.pool] += count
+    return devices
 
 
 def _stage(
     problem: JointProblem,
     index: int,
     stage: JointStage,
-    lanes: tuple[int, ...],
+    ranks: tuple[int, ...],
     parameters: Sequence[int],
 ) -> Stage:
     data, tensor, expert, _, _ = degrees(problem, stage.option)
     option = problem.options[stage.option]
-    held = [b for first, last in stage.pieces for b in range(first, last + 1)]
+    blocks = [b for first, last in stage.pieces for b in range(first, last + 1)]
     return Stage(
         index=index,
         first=stage.pieces[0][0],
         last=stage.pieces[-1][1],
         label=", ".join(label(problem.blocks[a : b + 1]) for a, b in stage.pieces),
-        ranks=lanes,
+        ranks=ranks,
         data_parallel=data,
         tensor_parallel=tensor,
         expert_parallel=expert,
@@ -137,7 +138,7 @@ def _stage(
         recompute=option.recompute,
         device=problem.pools[option.pool].name,
         pieces=stage.pieces if len(stage.pieces) > 1 else (),
-        parameters=sum(parameters[b] for b in held) if parameters else 0,
+        parameters=sum(parameters[b] for b in blocks) if parameters else 0,
     )
 
 
@@ -151,7 +152,7 @@ def _mesh(problem: JointProblem, choice: JointChoice) -> dict[str, int]:
 
 
 def _ties(problem: JointProblem, found: JointEvaluation) -> tuple[PlanTiedParameter, ...]:
-    """Each shared parameter: the stage of its first use owns it."""
+    """Return the tied parameters; the stage of the first use owns each."""
     result = []
     for tie in sorted(problem.ties, key=lambda tie: tie.name):
         holders = [
@@ -192,16 +193,16 @@ def _certificate(
 
 
 def _over(problem: JointProblem, provenance: Mapping[str, str]) -> str:
-    """What the bound is over, in words."""
+    """Describe the set of plans for which the bound holds."""
     pools = " and ".join(f"{pool.devices} {pool.name}" for pool in problem.pools)
     counts = sorted(set(problem.microbatches))
     pieces = f"{counts[0]} to {counts[-1]}" if len(counts) > 4 else ", ".join(map(str, counts))
-    same = ", all stages alike" if problem.uniform else ""
+    same = ", equal for all stages" if problem.uniform else ""
     return (
         f"contiguous stages of these {len(problem.blocks)} blocks in their order, at most "
-        f"{problem.max_stages} on {pools}; {len(problem.options)} ways to run a stage "
+        f"{problem.max_stages} on {pools}; {len(problem.options)} options per stage "
         f"(devices, data, tensor, expert, ZeRO, recompute{same}); "
-        f"{len(counts)} numbers of microbatches ({pieces}); "
+        f"{len(counts)} microbatch counts ({pieces}); "
         f"schedules {', '.join(problem.schedules)}; costs by "
         f"{provenance.get('compute', 'the cost model')}"
     )

@@ -1,4 +1,4 @@
-"""One mesh for all stages: lower the graph to a rank's, price it exactly, cut it, make the plan."""
+"""Plan one mesh for all stages: lower the graph to one rank, price it exactly, and cut it."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
 
 
-# A plan that was compared with others, and its program's parts.
-Look = Callable[[Plan, GeneratedProgram], None]
+# Called with every plan that is compared with others, and its generated program.
+CandidateCallback = Callable[[Plan, GeneratedProgram], None]
 
 
 def solve_exactly(
@@ -73,26 +73,25 @@ def solve_exactly(
     info: PlanModel,
     microbatches: int | None,
     annotations: Mapping[str, str],
-    seats: StageAssignment | None = None,
-    looked: Look | None = None,
+    assignment: StageAssignment | None = None,
+    on_candidate: CandidateCallback | None = None,
 ) -> tuple[Plan, GeneratedProgram]:
-    """Price the graph, or one lane's, on the request's mesh, choose cuts, and make the plan.
+    """Price the graph (or one rank's part of it) on the request's mesh, choose cuts, and plan.
 
-    looked: told of every plan that is compared by simulation, where the cost model is a profile.
-    Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits.
+    on_candidate: called with every plan that is compared by simulation, where the cost model is a
+    profile. Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits.
     """
-    places = seats or StageAssignment()
-    sharded = (
-        shard_graph(graph, captured, request, annotations, _expected(request, microbatches, places))
-        if request.sharded
-        else None
-    )
+    assignment = assignment or StageAssignment()
+    sharded = None
+    if request.sharded:
+        assumptions = _make_assumptions(request, microbatches, assignment)
+        sharded = shard_graph(graph, captured, request, annotations, assumptions)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     problem, provenance = price(
         local,
         captured,
-        places.ordered(request.cluster),
+        assignment.ordered(request.cluster),
         cost_model=request.cost_model,
         batch_size=captured.batch_size,
         microbatches=microbatches,
@@ -103,8 +102,8 @@ def solve_exactly(
         sharing=sharing,
         transfer_dtype=request.transfer_dtype,
     )
-    problem = apply_constraints(problem, request, places.starts)
-    problem, places = _in_best_order(problem, places, request)
+    problem = apply_constraints(problem, request, assignment.starts)
+    problem, assignment = _in_best_order(problem, assignment, request)
     answer = _PricedMesh(
         request=request,
         captured=captured,
@@ -114,13 +113,13 @@ def solve_exactly(
         local=local,
         sharing=sharing,
         provenance=provenance,
-        places=places,
-        looked=looked,
+        assignment=assignment,
+        on_candidate=on_candidate,
     )
     chains: list[StagePartition] = []
 
     def chain() -> tuple[Plan, GeneratedProgram]:
-        made, plan, parts = answer.compared(_stages(problem, places, request))
+        made, plan, parts = answer.best_partition(_stages(problem, assignment, request))
         chains.append(made)
         return plan, parts
 
@@ -134,7 +133,7 @@ def solve_exactly(
 
 @dataclass(frozen=True)
 class _PricedMesh:
-    """What plans of one priced mesh have in common."""
+    """One priced mesh; makes the plans on it."""
 
     request: PlanRequest
     captured: CapturedModel
@@ -144,8 +143,8 @@ class _PricedMesh:
     local: fx.GraphModule
     sharing: StageParallelism | None
     provenance: Mapping[str, str]
-    places: StageAssignment
-    looked: Look | None = None
+    assignment: StageAssignment
+    on_candidate: CandidateCallback | None = None
     made: dict[tuple[tuple[int, ...], tuple[int, ...], bool], GeneratedProgram] = field(
         default_factory=dict
     )
@@ -156,14 +155,16 @@ class _PricedMesh:
         solution: Solution,
         evaluation: PartitionEvaluation | None = None,
     ) -> tuple[Plan, GeneratedProgram]:
-        """The plan and program of a solution. evaluation: where more is known than the problem."""
+        """Return the plan and program of a solution.
+
+        evaluation: a more exact evaluation than the problem's, if known.
+        """
         problem, choice, request = made.problem, solution.choice, self.request
-        assert choice is not None, "otherwise that is told"
+        assert choice is not None, "infeasible problems raise before"
         count = problem.variants[choice.variant].microbatches
         parts = self.parts(choice, made.order, count)
-        shared, provenance = None, dict(self.provenance)
+        provenance = dict(self.provenance)
         if self.sharded is not None:
-            shared = _shared(self.sharded, self.sums, made.order)
             provenance["placements"] = self.sharded.provenance
         plan = make_plan(
             self.info,
@@ -176,8 +177,8 @@ class _PricedMesh:
             optimizer=choose(request.optimizer).name,
             provenance=provenance,
             constraints=request.constraints,
-            shared=shared,
-            order=self.places.order or (),
+            shared=self.summarize_sharding(made.order),
+            order=self.assignment.order or (),
             made=replace(made, solution=solution, evaluation=evaluation or made.evaluation),
             hosts=self.hosts(len(choice.starts)),
         )
@@ -186,7 +187,7 @@ class _PricedMesh:
     def parts(
         self, choice: PartitionChoice, order: Sequence[int] = (), microbatches: int = 1
     ) -> GeneratedProgram:
-        """The program of a choice, made once."""
+        """Return the program of a choice; each is generated once."""
         count = microbatches
         key, seed = (choice.starts, tuple(order), count > 1), self.request.seed
         if key not in self.made:
@@ -197,80 +198,94 @@ class _PricedMesh:
         return self.made[key]
 
     @cached_property
-    def sums(self) -> GradientReductionTimes:
-        """Seconds a step of what the ranks of a stage exchange."""
+    def reduction_times(self) -> GradientReductionTimes:
+        """Return the communication time per step between the ranks of a stage, in seconds."""
         assert self.sharing is not None, "a stage is several ranks"
-        ordered = self.places.ordered(self.request.cluster)
+        ordered = self.assignment.ordered(self.request.cluster)
         model = self.request.cost_model
         return compute_reduction_times(self.local, self.captured, ordered, model, self.sharing)
 
     def devices(self, stages: int) -> list[int]:
-        """Of the cluster, as indices, in the order in which stages and their lanes take them."""
+        """Return indices of the cluster's devices in the order of stages and their mesh ranks."""
         count = stages * self.request.mesh.size
-        return list((self.places.order or ())[:count]) or list(range(count))
+        return list((self.assignment.order or ())[:count]) or list(range(count))
 
     def hosts(self, stages: int) -> tuple[HostLoad, ...] | None:
-        """How ranks of a host slow each other down, where it was measured."""
+        """Return the measured contention of ranks on each host; None where it was not measured."""
         cluster = self.request.cluster
         contention = find_contention(self.request.cost_model, cluster)
         if contention is None:
             return None
         return find_host_loads(cluster, sorted(self.devices(stages)), contention)
 
-    def compared(self, made: StagePartition) -> tuple[StagePartition, Plan, GeneratedProgram]:
-        """With a profile the best chain by what is expected of it, or a graph of stages if better.
+    def best_partition(self, made: StagePartition) -> tuple[StagePartition, Plan, GeneratedProgram]:
+        """Return the best plan by expected step time: a chain, or a graph of stages if better.
 
-        Otherwise what was solved for.
+        Without a profile, the plan of the solver's best solution.
         """
         if not is_measured(self.request.cost_model, self.request.cluster):
             return (made, *self.plan(made, made.solution))
         if not made.over:
-            return (made, *self.reranked(made))
+            return (made, *self.rerank_candidates(made))
         best: tuple[StagePartition, Plan, GeneratedProgram] | None = None
         for one in iterate_stage_counts(made, time_limit=min(_limit(self.request), _BRANCHES)):
             plan, parts = self.plan(one, one.solution)
-            self.tell(plan, parts)
-            if best is None or _sooner(plan, best[1]):
+            self.report(plan, parts)
+            if best is None or _is_faster(plan, best[1]):
                 best = (one, plan, parts)
-        assert best is not None, "made is one of them"
+        assert best is not None, "`made` is one of them"
         chain = None if made.chain is None else StagePartition(*made.chain)
         if chain is None or chain.solution.choice is None:
             return best
-        other = self.reranked(chain)
-        return (chain, *other) if _sooner(other[0], best[1]) else best
+        other = self.rerank_candidates(chain)
+        return (chain, *other) if _is_faster(other[0], best[1]) else best
 
-    def tell(self, plan: Plan, parts: GeneratedProgram) -> None:
-        """That this plan is compared with others."""
-        if self.looked is not None:
-            self.looked(plan, parts)
+    def report(self, plan: Plan, parts: GeneratedProgram) -> None:
+        """Report that this plan is compared with others."""
+        if self.on_candidate is not None:
+            self.on_candidate(plan, parts)
 
     def pace(self, busy: float) -> float:
-        """What the problem's seconds are worth while so many stages compute, of all on one host."""
+        """Return the factor on the problem's seconds while so many stages compute at once."""
         hosts = self.hosts(self.request.stages[1]) or ()
         return compute_pace(hosts, busy * self.request.mesh.size)
 
-    def reranked(self, made: StagePartition) -> tuple[Plan, GeneratedProgram]:
-        """Of the solver's answers the one with the shortest expected step."""
+    def rerank_candidates(self, made: StagePartition) -> tuple[Plan, GeneratedProgram]:
+        """Return the plan of the solver's candidates with the shortest expected step."""
 
-        def look(choice: PartitionChoice, evaluation: PartitionEvaluation) -> EvaluatedCandidate:
-            known = self.refined(made.problem, choice, evaluation)
+        def evaluate_candidate(
+            choice: PartitionChoice, evaluation: PartitionEvaluation
+        ) -> EvaluatedCandidate:
+            known = self.refine(made.problem, choice, evaluation)
             answer = with_other_choice(made.solution, choice, evaluation.seconds)
             plan, parts = self.plan(made, answer, known.evaluation)
-            told = certify_plan(plan.certificate, answer)
-            plan = msgspec.structs.replace(plan, certificate=told)
-            self.tell(plan, parts)
+            certificate = certify_plan(plan.certificate, answer)
+            plan = msgspec.structs.replace(plan, certificate=certificate)
+            self.report(plan, parts)
             return EvaluatedCandidate(plan, known)
 
         given = widen_solution(made.problem, made.solution, self.pace, seed=self.request.seed)
-        found = rerank(made.problem, given, look)
+        found = rerank(made.problem, given, evaluate_candidate)
         choice = found.solution.choice
         assert choice is not None, "one of them"
         plan, parts = self.plan(made, found.solution, found.found[choice].refined.evaluation)
         return msgspec.structs.replace(
             plan,
             certificate=certify_plan(plan.certificate, found.solution),
-            provenance={**plan.provenance, "choice": found.words()},
+            provenance={**plan.provenance, "choice": found.describe()},
         ), parts
+
+    def summarize_sharding(self, blocks: Sequence[int] = ()) -> ShardingSummary | None:
+        """Return how the ranks of a stage share its work; None where a stage is one rank.
+
+        blocks: the order of blocks in the plan, if it differs from the model's.
+        """
+        if self.sharded is None:
+            return None
+        times = self.reduction_times
+        if blocks:
+            times = replace(times, by_block=tuple(times.by_block[b] for b in blocks))
+        return ShardingSummary(plan_sharding(self.sharded), self.sharded.degrees(), times)
 
     def context(
         self, problem: PartitionProblem, chain: Callable[[], tuple[Plan, GeneratedProgram]]
@@ -278,13 +293,11 @@ class _PricedMesh:
         """Return the input of a family that plans on this mesh."""
         request = self.request
 
-        def refined(
-            choice: PartitionChoice, evaluation: PartitionEvaluation
-        ) -> PartitionEvaluation:
-            return self.refined(problem, choice, evaluation).evaluation
+        def refine(choice: PartitionChoice, evaluation: PartitionEvaluation) -> PartitionEvaluation:
+            return self.refine(problem, choice, evaluation).evaluation
 
         def copying() -> tuple[float, ...]:
-            ordered = self.places.ordered(request.cluster)
+            ordered = self.assignment.ordered(request.cluster)
             return copying_of(ordered, request.cost_model, request.mesh.size)
 
         return MeshContext(
@@ -292,17 +305,17 @@ class _PricedMesh:
             request=request,
             make=self.plan,
             parts=self.parts,
-            refined=refined,
+            refined=refine,
             copying=copying,
-            shared=lambda: None if self.sharded is None else _shared(self.sharded, self.sums, ()),
+            shared=self.summarize_sharding,
             chain=chain,
             time_limit=_limit(request),
         )
 
-    def refined(
+    def refine(
         self, problem: PartitionProblem, choice: PartitionChoice, evaluation: PartitionEvaluation
     ) -> RefinedEvaluation:
-        """The evaluation with whole stages as they were measured."""
+        """Return the evaluation with the measured times of whole stages."""
         model, cluster = self.request.cost_model, self.request.cluster
         if not is_measured(model, cluster):
             return RefinedEvaluation(evaluation)
@@ -310,38 +323,32 @@ class _PricedMesh:
         rows = problem.variants[choice.variant].microbatch_size
         keys = keys_of(self.captured, parts.spec, parts.sources, rows, self.request.optimizer)
         devices = [cluster.devices[d] for d in self.devices(len(choice.starts))]
-        lanes = self.request.mesh.size
-        groups = [devices[k : k + lanes] for k in range(0, len(devices), lanes)]
+        width = self.request.mesh.size
+        groups = [devices[k : k + width] for k in range(0, len(devices), width)]
         return refine_evaluation(evaluation, problem, choice, keys, model, groups)
 
 
-def _shared(
-    sharded: ShardedGraph, sums: GradientReductionTimes, blocks: Sequence[int]
-) -> ShardingSummary:
-    """How the ranks of a stage share it. blocks: where they stand in another order."""
-    if blocks:
-        sums = replace(sums, by_block=tuple(sums.by_block[b] for b in blocks))
-    return ShardingSummary(plan_sharding(sharded), sharded.degrees(), sums)
-
-
-def _expected(
-    request: PlanRequest, microbatches: int | None, places: StageAssignment
+def _make_assumptions(
+    request: PlanRequest, microbatches: int | None, assignment: StageAssignment
 ) -> ShardingAssumptions:
-    """What placements are chosen for: as asked, or else as proposed."""
-    stages = places.stages or request.stages[1]
-    if microbatches is None and places.microbatches is not None:
-        # The first of 1F1B's stages keeps one microbatch for each stage, the last keeps one.
-        flying = min(places.microbatches, (stages + 1) // 2)
-        return ShardingAssumptions(places.microbatches, stages, flying)
+    """Return the assumptions under which placements are selected.
+
+    microbatches: as requested; by default as proposed.
+    """
+    stages = assignment.stages or request.stages[1]
+    if microbatches is None and assignment.microbatches is not None:
+        # 1F1B's first stage has one microbatch per stage in flight, its last stage has one.
+        flying = min(assignment.microbatches, (stages + 1) // 2)
+        return ShardingAssumptions(assignment.microbatches, stages, flying)
     return ShardingAssumptions(microbatches, stages)
 
 
 def _in_best_order(
-    problem: PartitionProblem, places: StageAssignment, request: PlanRequest
+    problem: PartitionProblem, assignment: StageAssignment, request: PlanRequest
 ) -> tuple[PartitionProblem, StageAssignment]:
-    """The same on devices in a better order than the cluster's own, where one is found."""
-    if places.order is not None:
-        return problem, places
+    """Return problem and assignment with a better device order than the cluster's, if any."""
+    if assignment.order is not None:
+        return problem, assignment
     better = best_order(
         problem,
         request.cluster,
@@ -350,20 +357,20 @@ def _in_best_order(
         time_limit=_limit(request) / 2,
     )
     if better is None:
-        return problem, places
+        return problem, assignment
     _, order, moved = better
-    return moved, replace(places, order=order)
+    return moved, replace(assignment, order=order)
 
 
 def _stages(
-    problem: PartitionProblem, places: StageAssignment, request: PlanRequest
+    problem: PartitionProblem, assignment: StageAssignment, request: PlanRequest
 ) -> StagePartition:
-    """The best chain of stages, or the graph of stages with branches where that is better."""
+    """Return the best chain of stages, or a stage graph with branches where that is better."""
     limit = _limit(request)
     solver = str(request.constraints.get("solver", "auto"))
     solution = solve(problem, time_limit=limit, seed=request.seed, solver=solver)
     made = StagePartition(problem, solution)
-    if solver == "auto" and places.starts is None:
+    if solver == "auto" and assignment.starts is None:
         made = choose_stage_partition(
             problem, solution, time_limit=min(limit, _BRANCHES), seed=request.seed
         )
@@ -372,7 +379,7 @@ def _stages(
     return made
 
 
-def _sooner(plan: Plan, other: Plan) -> bool:
+def _is_faster(plan: Plan, other: Plan) -> bool:
     return plan.prediction.expected_seconds < other.prediction.expected_seconds
 
 
@@ -383,19 +390,19 @@ def _limit(request: PlanRequest) -> float:
 def apply_constraints(
     problem: PartitionProblem, request: PlanRequest, starts: Sequence[int] | None
 ) -> PartitionProblem:
-    """The problem under wishes about microbatches and cuts. Raises FXP202 where none is left."""
+    """Apply constraints on microbatches and cuts. Raises FXP202 where no variant is left."""
     kept = problem.variants
-    for wish in parse_constraints(request.constraints):
-        if wish.key == "microbatches":
-            fixed = wish.kind == "fix"
-            kept = tuple(v for v in kept if (str(v.microbatches) in wish.values) == fixed)
+    for constraint in parse_constraints(request.constraints):
+        if constraint.key == "microbatches":
+            fixed = constraint.kind == "fix"
+            kept = tuple(v for v in kept if (str(v.microbatches) in constraint.values) == fixed)
     if not kept:
         counts = ", ".join(str(v.microbatches) for v in problem.variants)
         raise error(
             "FXP202",
             where=f"microbatches={request.constraints.get('microbatches')}",
-            why="the batch cannot be cut so on this mesh",
-            fix=f"here it can be {counts}",
+            why="this number of microbatches does not divide the batch on this mesh",
+            fix=f"use one of {counts}",
         )
     if starts is None:
         return msgspec.structs.replace(problem, variants=kept)

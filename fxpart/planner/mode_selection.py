@@ -1,7 +1,7 @@
-"""Synchronous, asynchronous or queues: the plan of the mode that was asked for, or the faster.
+"""Select the execution mode and return its best plan.
 
-Asynchronous training leaves out updates that are under way, which a step's time cannot tell the
-worth of; so it is never chosen unless somebody asks for it, or asks for it to be weighed.
+Asynchronous training computes with stale weights, which step time does not account for. It is
+therefore selected only if the user requests it or requests the mode "auto".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpart.plan.model import Plan
 from fxpart.planner.execution_mode import ASYNC, Found, as_asynchronous, as_synchronous
 from fxpart.planner.families import MODE_FAMILIES, find_family
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
-from fxpart.planner.prediction.asynchronous_plan import against, cost_in_staleness
+from fxpart.planner.prediction.asynchronous_plan import as_alternative, describe_staleness
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.request import PlanRequest
 from fxpart.planner.search import find_best_plan
@@ -26,14 +26,14 @@ from fxpart.planner.search import find_best_plan
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
-_ONE = "the best asynchronous plan has one stage, which misses no update: it is synchronous"
+_ONE = "the best asynchronous plan has one stage, which is synchronous training"
 
 
 @dataclass(frozen=True)
 class ModeSelection:
-    """What was decided, and the request that it answers: of the mode that was taken."""
+    """The plan, and the request with the constraints of the selected mode."""
 
-    decided: PlanSearchResult
+    result: PlanSearchResult
     request: PlanRequest
 
 
@@ -43,23 +43,25 @@ def select_mode(
     microbatches: int | None,
     progress: Callable[[Progress], None] | None = None,
 ) -> ModeSelection:
-    """The plan of the request's mode; "auto" takes the one whose simulated step is shorter.
+    """Return the plan of the request's mode; "auto" selects the shorter simulated step.
 
-    Its provenance says under "mode" why; the best plan of the other mode is its first alternative,
-    where both were looked for. Raises FXP2xx where nothing fits, FXP109 where the mode "async" and
-    ZeRO are asked for.
+    The plan's provenance has the reason under "mode"; where both modes were planned, the best plan
+    of the rejected mode is the first alternative. Raises FXP2xx where nothing fits, FXP109 where
+    the mode "async" is combined with ZeRO.
     """
     request = front.request
     if request.mode == "sync":
         return ModeSelection(
             find_best_plan(
-                _with(front, as_synchronous(request.constraints)), microbatches, progress
+                _with_constraints(front, as_synchronous(request.constraints)),
+                microbatches,
+                progress,
             ),
             request,
         )
 
     def of(constraints: Found) -> ModeSelection:
-        mine = _with(front, constraints)
+        mine = _with_constraints(front, constraints)
         return ModeSelection(find_best_plan(mine, microbatches, progress), mine.request)
 
     family = find_family(MODE_FAMILIES, request)
@@ -73,94 +75,104 @@ def select_mode(
         return ModeSelection(found, kept)
     if request.mode == ASYNC:
         _check(request)
-        stream = of(as_asynchronous(request.constraints))
-        if len(stream.decided.plan.stages) > 1:
-            return _told(
-                stream, request, f"async, as asked; {cost_in_staleness(stream.decided.plan)}"
+        asynchronous_plan = of(as_asynchronous(request.constraints))
+        if len(asynchronous_plan.result.plan.stages) > 1:
+            return _with_reason(
+                asynchronous_plan,
+                request,
+                f"async, as requested; {describe_staleness(asynchronous_plan.result.plan)}",
             )
-        return _told(of(as_synchronous(request.constraints)), request, f"sync: {_ONE}")
-    return _better(
-        request, lambda: of(as_synchronous(request.constraints)), lambda: _stream(request, of)
+        return _with_reason(of(as_synchronous(request.constraints)), request, f"sync: {_ONE}")
+    return _select_faster(
+        request,
+        lambda: of(as_synchronous(request.constraints)),
+        lambda: _plan_asynchronous(request, of),
     )
 
 
 def request_of(request: PlanRequest, plan: Plan) -> PlanRequest:
-    """The request that a plan found for it answers: of the mode that was taken."""
+    """Return the request with the constraints of the mode that the plan has."""
     if request.mode == "sync":
         return request
     of = as_asynchronous if plan.schedule == ASYNC else as_synchronous
     return replace(request, constraints=of(request.constraints))
 
 
-def _stream(request: PlanRequest, of: Callable[[Found], ModeSelection]) -> ModeSelection:
-    """The best asynchronous plan; FXP2xx or FXP109 where there is none."""
+def _plan_asynchronous(request: PlanRequest, of: Callable[[Found], ModeSelection]) -> ModeSelection:
+    """Return the best asynchronous plan; raises FXP2xx or FXP109 where there is none."""
     _check(request)
     return of(as_asynchronous(request.constraints))
 
 
-def _better(
+def _select_faster(
     request: PlanRequest,
-    synchronous: Callable[[], ModeSelection],
-    asynchronous: Callable[[], ModeSelection],
+    plan_synchronous: Callable[[], ModeSelection],
+    plan_asynchronous: Callable[[], ModeSelection],
 ) -> ModeSelection:
-    """Of both modes the one that is faster by simulation."""
-    step = _attempt(synchronous)
-    stream = _attempt(asynchronous)
-    if isinstance(stream, FxpartError):
+    """Return the mode with the shorter simulated step."""
+    step = _attempt(plan_synchronous)
+    asynchronous_plan = _attempt(plan_asynchronous)
+    if isinstance(asynchronous_plan, FxpartError):
         if isinstance(step, FxpartError):
             raise step
-        why = stream.problems[0].why.splitlines()[0]
-        return _told(step, request, f"sync: no asynchronous plan can be had: {why}")
-    plan = stream.decided.plan
+        why = asynchronous_plan.problems[0].why.splitlines()[0]
+        return _with_reason(step, request, f"sync: no asynchronous plan is possible: {why}")
+    plan = asynchronous_plan.result.plan
     if isinstance(step, FxpartError):
         if len(plan.stages) < 2:
             raise step
-        return _told(stream, request, f"async: no synchronous plan fits; {cost_in_staleness(plan)}")
-    other = step.decided.plan
+        return _with_reason(
+            asynchronous_plan,
+            request,
+            f"async: no synchronous plan fits; {describe_staleness(plan)}",
+        )
+    other = step.result.plan
     if len(plan.stages) < 2:
-        return _told(step, request, f"sync: {_ONE}")
+        return _with_reason(step, request, f"sync: {_ONE}")
     if plan.prediction.expected_seconds < other.prediction.expected_seconds:
-        words = f"async is faster by simulation; {cost_in_staleness(plan)}"
-        return _told(stream, request, words, other)
-    return _told(step, request, "sync: an asynchronous plan is not faster by simulation", plan)
+        reason = f"async is faster by simulation; {describe_staleness(plan)}"
+        return _with_reason(asynchronous_plan, request, reason, other)
+    return _with_reason(
+        step, request, "sync: an asynchronous plan is not faster by simulation", plan
+    )
 
 
 def _attempt(make: Callable[[], ModeSelection]) -> ModeSelection | FxpartError:
-    """What it makes, or why there is none."""
+    """Return the selection, or the error that was raised instead."""
     try:
         return make()
     except FxpartError as fault:
         return fault
 
 
-def _told(
-    found: ModeSelection, request: PlanRequest, words: str, other: Plan | None = None
+def _with_reason(
+    found: ModeSelection, request: PlanRequest, reason: str, other: Plan | None = None
 ) -> ModeSelection:
-    """With why, with the wishes as they were, and with the other mode's plan as an alternative."""
-    plan = found.decided.plan
+    """Return the selection with its reason, the original constraints and the rejected plan."""
+    plan = found.result.plan
     alternatives = plan.alternatives
     if other is not None:
-        alternatives = (against(plan, other), *alternatives)[: max(5, len(alternatives))]
-    told = msgspec.structs.replace(
+        alternatives = (as_alternative(plan, other), *alternatives)[: max(5, len(alternatives))]
+    plan = msgspec.structs.replace(
         plan,
         constraints=dict(request.constraints),
-        provenance={**plan.provenance, "mode": words},
+        provenance={**plan.provenance, "mode": reason},
         alternatives=alternatives,
     )
-    return replace(found, decided=replace(found.decided, plan=told))
+    return replace(found, result=replace(found.result, plan=plan))
 
 
 def _check(request: PlanRequest) -> None:
-    """FXP109 for a ZeRO level, whose ranks would have to meet for an update."""
+    """Raise FXP109 for a ZeRO level, which requires ranks to synchronize at each update."""
     levels = str(request.constraints.get("zero", request.zero)).split(",")
     if request.zero or "0" not in [level.strip() for level in levels]:
         raise error(
             "FXP109",
             where=f"mode={request.mode}, zero={','.join(levels)}",
-            why="an asynchronous stage updates at once, with an optimizer of its own on each rank",
-            fix="zero=0, or mode=sync",
+            why="in an asynchronous pipeline each rank updates on its own, with its own optimizer",
+            fix="use zero=0 or mode=sync",
         )
 
 
-def _with(front: PreparedModel, constraints: Found) -> PreparedModel:
+def _with_constraints(front: PreparedModel, constraints: Found) -> PreparedModel:
     return replace(front, request=replace(front.request, constraints=constraints))

@@ -1,17 +1,16 @@
-"""One plan for all ranks of a job: rank 0 makes it, the others wait for it.
+"""One plan for all ranks of a job: rank 0 plans, the others wait for its plan.
 
-Planners that stop at a time limit find other plans on other processes, and ranks with different
-plans cannot train. Rank 0 waits for nobody, so that it may plan alone. Everything goes through the
-store that the ranks meet in, before there is a process group as well as after it:
+Planners with a time limit may find different plans on different processes, and ranks with different
+plans cannot train. Rank 0 waits for no other rank, so that it may plan alone. All messages go
+through the store of the rendezvous, before there is a process group as well as after:
 
-    rank 0                                 rank r
-    asks/n: what it plans for, n-th   ->   something else? then it plans by itself
-    beat: now and then while it does  ->   waits as long as it hears of it
-    plan/...: the plan, or why not    ->   takes it
-                                      <-   heard/...: it knows why not
+    rank 0                                         rank r
+    requests/n: digest of its n-th request   ->    another request? plan independently
+    beat: incremented while it plans         ->    waits while it changes
+    plan/...: the plan, or the errors        ->    uses it
+                                             <-    received/...: it has read the errors
 
-A store outlives its ranks where a launcher keeps it: ranks that are started again find the plan
-that they had.
+Where a launcher keeps the store alive, restarted ranks find the plan that they had.
 """
 
 from __future__ import annotations
@@ -34,79 +33,80 @@ from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 
-_EVERY = 1.0  # seconds between two beats
-SILENCE = 60.0  # seconds without word of rank 0 after which it is waited for no longer
-_TOLD = 10.0  # seconds of waiting after which that is told
-_HEARD = 5.0  # seconds that rank 0 gives the others to hear why there is no plan
-_FIRST, _LONGEST = 0.002, 0.05  # seconds between looks
+_BEAT_INTERVAL = 1.0  # seconds between two heartbeats
+SILENCE = 60.0  # seconds without a message from rank 0 after which the other ranks give up
+_WARN_AFTER = 10.0  # seconds of waiting after which a warning is logged
+_READ_TIMEOUT = 5.0  # seconds that rank 0 waits for the others to read why there is no plan
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05  # seconds between polls
 
 _log = logging.getLogger("fxpart")
 
 
 class PlanReply(msgspec.Struct, frozen=True):
-    """What rank 0 says: the plan's text, or why there is none."""
+    """The message of rank 0: the plan as text, or the errors that prevented it."""
 
     plan: str = ""
     problems: tuple[tuple[str, str, str, str], ...] = ()
 
     @classmethod
-    def refusing(cls, fault: BaseException) -> PlanReply:
-        """Why there is no plan: an FxpartError's problems, or FXP507 for what is none."""
+    def of_error(cls, fault: BaseException) -> PlanReply:
+        """Return the reply for an error: an FxpartError's problems, FXP507 for other exceptions."""
         if isinstance(fault, FxpartError):
             return cls(problems=tuple((p.code, p.where, p.why, p.fix) for p in fault.problems))
         why = f"{type(fault).__name__}: {fault}"
-        return cls(problems=(("FXP507", "rank 0", why, "see what rank 0 says"),))
+        return cls(problems=(("FXP507", "rank 0", why, "see the output of rank 0"),))
 
     @classmethod
-    def read(cls, data: bytes) -> PlanReply:
-        """From what :meth:`written` gave."""
+    def decode(cls, data: bytes) -> PlanReply:
+        """Decode the data of :meth:`encode`."""
         return msgspec.json.decode(zlib.decompress(data), type=cls)
 
-    def written(self) -> bytes:
-        """As a message; small, as a store takes no large ones."""
+    def encode(self) -> bytes:
+        """Return the compressed message; stores limit the size of values."""
         return zlib.compress(msgspec.json.encode(self))
 
-    def taken(self) -> Plan:
-        """The plan; raises what rank 0 raised."""
+    def get_plan(self) -> Plan:
+        """Return the plan; raises the errors that rank 0 raised."""
         if self.problems:
             raise FxpartError([Problem(*each) for each in self.problems])
         return Plan.loads(self.plan, "the plan of rank 0")
 
 
-def agree_on_plan(asked: str, make: Callable[[], Plan], devices: int) -> Plan:
-    """The plan that ``make`` gives on rank 0, on every rank that asks for the same.
+def agree_on_plan(request: str, make: Callable[[], Plan], devices: int) -> Plan:
+    """Return the plan that ``make`` returns on rank 0, on every rank with the same request.
 
-    asked: what is planned for, as text: a rank that asks for something else makes its own plan,
-    which is found out when the programs are compared (FXP501). devices: of the cluster; where they
-    are fewer than the processes, no program of theirs can be meant. In one process, and within
-    :func:`plan_independently`, ``make`` is called.
+    request: as text. A rank with another request makes its own plan; comparing the
+    programs then raises FXP501. devices: number of devices of the cluster; a job with more
+    processes does not plan together. In one process, and within :func:`plan_independently`,
+    ``make`` is called.
 
-    What rank 0 raises is raised on all; FXP516 where a rank hears nothing of it for a minute.
+    Raises on all ranks what rank 0 raises; FXP516 where a rank has received nothing from rank 0 for
+    a minute.
     """
-    talk = _talk(devices)
-    if talk is None:
+    channel = _find_channel(devices)
+    if channel is None:
         return make()
-    number, ask = talk.next(asked)
-    if talk.rank == 0:
-        return talk.tell(number, ask, make)
-    answer = talk.hear(number, ask)
-    return make() if answer is None else answer.taken()
+    number, name = channel.next(request)
+    if channel.rank == 0:
+        return channel.publish_plan(number, name, make)
+    reply = channel.wait_for_reply(number, name)
+    return make() if reply is None else reply.get_plan()
 
 
 def is_multi_rank_job() -> bool:
-    """Whether this process is one of several ranks of a job."""
+    """Return whether this process is one of several ranks of a job."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() > 1
     try:
         found = read_launch()
-    except FxpartError:  # reported where ranks connect
+    except FxpartError:  # raised again when ranks connect
         return False
     return found is not None and found.world > 1
 
 
 @contextmanager
 def plan_independently() -> Iterator[None]:
-    """This process alone makes plans meanwhile, and gives them to nobody."""
+    """Within this context, this process plans on its own and shares no plan."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -116,62 +116,63 @@ def plan_independently() -> Iterator[None]:
 
 
 class _PlanChannel:
-    """This rank's side of what is said in one store."""
+    """This rank's access to the messages about plans in one store."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
         self._keys = f"fxpart/plans/{world}"
-        self._asked: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
 
-    def next(self, asked: str) -> tuple[int, str]:
-        """How often was asked before, and this time's name: no other has it, on any rank."""
-        number = self._asked.total()
-        digest = hashlib.sha256(asked.encode()).hexdigest()[:32]
-        self._asked[digest] += 1
-        return number, f"{digest}-{self._asked[digest]}"
+    def next(self, request: str) -> tuple[int, str]:
+        """Return the number of earlier requests, and a name that is unique to this request."""
+        number = self._requests.total()
+        digest = hashlib.sha256(request.encode()).hexdigest()[:32]
+        self._requests[digest] += 1
+        return number, f"{digest}-{self._requests[digest]}"
 
     # -- rank 0 ----------------------------------------------------------------------------------
 
-    def tell(self, number: int, ask: str, make: Callable[[], Plan]) -> Plan:
-        """Make the plan, or take the one of an earlier life; the others hear what comes of it."""
-        with self._reached():
-            self.store.set(f"{self._keys}/asks/{number}", ask)
-            before = self._answer(ask)
+    def publish_plan(self, number: int, name: str, make: Callable[[], Plan]) -> Plan:
+        """Make the plan, or use the one of an earlier run; publish the outcome to the others."""
+        with self._raise_if_lost():
+            self.store.set(f"{self._keys}/requests/{number}", name)
+            before = self._get_reply(name)
             if before is not None and before.plan:
-                return before.taken()
-            self.store.set(f"{self._keys}/{ask}", "")
+                return before.get_plan()
+            self.store.set(f"{self._keys}/{name}", "")
         try:
-            with self._beating():
+            with self._send_heartbeats():
                 plan = make()
         except BaseException as fault:
             with suppress(RuntimeError, ValueError):
-                self._refuse(ask, fault)
+                self._publish_error(name, fault)
             raise
-        with self._reached():
-            self.store.set(f"{self._keys}/{ask}", PlanReply(plan=plan.dumps()).written())
+        with self._raise_if_lost():
+            self.store.set(f"{self._keys}/{name}", PlanReply(plan=plan.dumps()).encode())
         return plan
 
-    def _refuse(self, ask: str, fault: BaseException) -> None:
-        """Say why there is no plan, to this life's ranks alone: in the next there may be one.
+    def _publish_error(self, name: str, fault: BaseException) -> None:
+        """Publish why there is no plan to the ranks of this run only; a restart may succeed.
 
-        They are given time to hear it, as this process may end by it, and the store with it.
+        Waits for the others to read it, as this process may exit because of it, and the store with
+        it.
         """
-        heard = f"{self._keys}/heard/{ask}"
-        before = self.store.add(heard, 0)
-        self.store.set(f"{self._keys}/{ask}", PlanReply.refusing(fault).written())
-        limit = time.monotonic() + (_HEARD if isinstance(fault, Exception) else 0.0)
-        while time.monotonic() < limit and self.store.add(heard, 0) - before < self.world - 1:
-            time.sleep(_LONGEST)
-        self.store.set(f"{self._keys}/{ask}", "")
+        received = f"{self._keys}/received/{name}"
+        before = self.store.add(received, 0)
+        self.store.set(f"{self._keys}/{name}", PlanReply.of_error(fault).encode())
+        limit = time.monotonic() + (_READ_TIMEOUT if isinstance(fault, Exception) else 0.0)
+        while time.monotonic() < limit and self.store.add(received, 0) - before < self.world - 1:
+            time.sleep(_LONGEST_PAUSE)
+        self.store.set(f"{self._keys}/{name}", "")
 
     @contextmanager
-    def _beating(self) -> Iterator[None]:
-        """Signs of life while the block runs."""
+    def _send_heartbeats(self) -> Iterator[None]:
+        """Publish heartbeats while the block runs."""
         ended = threading.Event()
 
         def beat() -> None:
             with suppress(RuntimeError):
-                while not ended.wait(_EVERY):
+                while not ended.wait(_BEAT_INTERVAL):
                     self.store.add(f"{self._keys}/beat", 1)
 
         thread = threading.Thread(target=beat, name="fxpart-planning", daemon=True)
@@ -184,44 +185,46 @@ class _PlanChannel:
 
     # -- the other ranks -------------------------------------------------------------------------
 
-    def hear(self, number: int, ask: str) -> PlanReply | None:
-        """What rank 0 says; None where it plans for something else. FXP516."""
-        with self._reached():
-            answer = self._waited(f"{self._keys}/asks/{number}", ask)
-            if answer is not None and answer.problems:
-                self.store.add(f"{self._keys}/heard/{ask}", 1)
-            return answer
+    def wait_for_reply(self, number: int, name: str) -> PlanReply | None:
+        """Return the reply of rank 0; None where it plans for another request. Raises FXP516."""
+        with self._raise_if_lost():
+            reply = self._poll(f"{self._keys}/requests/{number}", name)
+            if reply is not None and reply.problems:
+                self.store.add(f"{self._keys}/received/{name}", 1)
+            return reply
 
-    def _waited(self, asks: str, ask: str) -> PlanReply | None:
-        began = heard = time.monotonic()
+    def _poll(self, request_key: str, name: str) -> PlanReply | None:
+        began = received = time.monotonic()
         last: tuple[bytes, int] | None = None
-        told, pause = False, _FIRST
-        while (answer := self._answer(ask)) is None:
-            planned = self.store.get(asks) if self.store.check([asks]) else b""
-            if planned not in (b"", ask.encode()):
+        warned, pause = False, _FIRST_PAUSE
+        while (reply := self._get_reply(name)) is None:
+            planned = self.store.get(request_key) if self.store.check([request_key]) else b""
+            if planned not in (b"", name.encode()):
                 return None
-            word, now = (planned, self.store.add(f"{self._keys}/beat", 0)), time.monotonic()
-            if word != last:
-                last, heard = word, now
-            if now - heard > SILENCE:
-                what = "has said nothing while it plans" if planned else "has not begun to plan"
-                raise self._problem(f"rank 0 {what} for {SILENCE:g} s")
-            if not told and now - began > _TOLD:
-                told = True
-                _waits(self.rank)
+            state, now = (planned, self.store.add(f"{self._keys}/beat", 0)), time.monotonic()
+            if state != last:
+                last, received = state, now
+            if now - received > SILENCE:
+                status = (
+                    "has sent no heartbeat while it plans" if planned else "has not begun to plan"
+                )
+                raise self._problem(f"rank 0 {status} for {SILENCE:g} s")
+            if not warned and now - began > _WARN_AFTER:
+                warned = True
+                _log_waiting(self.rank)
             time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST)
-        return answer
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        return reply
 
-    def _answer(self, ask: str) -> PlanReply | None:
-        """What rank 0 has said of it, if it has."""
-        key = f"{self._keys}/{ask}"
+    def _get_reply(self, name: str) -> PlanReply | None:
+        """Return the reply of rank 0 to this request; None where there is none yet."""
+        key = f"{self._keys}/{name}"
         data = self.store.get(key) if self.store.check([key]) else b""
-        return PlanReply.read(data) if data else None
+        return PlanReply.decode(data) if data else None
 
     @contextmanager
-    def _reached(self) -> Iterator[None]:
-        """FXP516 for a store that is gone."""
+    def _raise_if_lost(self) -> Iterator[None]:
+        """Raise FXP516 where the store is lost."""
         try:
             yield
         except RuntimeError as cause:
@@ -231,9 +234,9 @@ class _PlanChannel:
     def _problem(self, why: str) -> FxpartError:
         return error(
             "FXP516",
-            where=f"rank {self.rank} of {self.world}, the plan of rank 0",
+            where=f"rank {self.rank} of {self.world}, waiting for the plan of rank 0",
             why=why,
-            fix="see what rank 0 says; call compile() on every rank, rank 0 among them",
+            fix="see the output of rank 0; call compile() on every rank, including rank 0",
         )
 
 
@@ -242,21 +245,21 @@ _latest: _PlanChannel | None = None
 _opened: tuple[Launch, _PlanChannel] | None = None
 
 
-def _talk(devices: int) -> _PlanChannel | None:
-    """The ranks that this process is one of; None where it is alone."""
+def _find_channel(devices: int) -> _PlanChannel | None:
+    """Return the channel to the ranks of this job; None where this process is alone."""
     if _alone or not dist.is_available():
         return None
     if dist.is_initialized():
-        return _of_group(devices)
+        return _open_for_group(devices)
     try:
         found = read_launch()
-    except FxpartError:  # which is told where ranks connect
+    except FxpartError:  # raised again when ranks connect
         return None
-    return _of_launch(found) if found is not None and 1 < found.world <= devices else None
+    return _open_for_launch(found) if found is not None and 1 < found.world <= devices else None
 
 
-def _of_group(devices: int) -> _PlanChannel | None:
-    """Of a process group that there is already: its store."""
+def _open_for_group(devices: int) -> _PlanChannel | None:
+    """Return the channel through the store of an existing process group."""
     global _latest
     store, world = default_store(), dist.get_world_size()
     if store is None or not 1 < world <= devices:
@@ -266,25 +269,27 @@ def _of_group(devices: int) -> _PlanChannel | None:
     return _latest
 
 
-def _of_launch(found: Launch) -> _PlanChannel | None:
-    """Of torchrun's environment; the store stays open, as there is one to a process."""
-    from fxpart.launch.job_store import open_store  # which a torch without them has not
+def _open_for_launch(found: Launch) -> _PlanChannel | None:
+    """Return the channel for torchrun's environment; one store per process stays open."""
+    from fxpart.launch.job_store import open_store  # needs torch with distributed
 
     global _opened
     if _opened is not None and _opened[0] == found:
         return _opened[1]
     try:
-        store = open_store(found, SILENCE if found.rank == 0 else _TOLD)
+        store = open_store(found, SILENCE if found.rank == 0 else _WARN_AFTER)
     except FxpartError:
-        if found.rank == 0:  # nobody hears it, which is told where ranks connect
+        if found.rank == 0:  # no rank can connect; raised again when ranks connect
             return None
-        _waits(found.rank)
-        store = open_store(found, SILENCE - _TOLD)
+        _log_waiting(found.rank)
+        store = open_store(found, SILENCE - _WARN_AFTER)
     _opened = found, _PlanChannel(store, found.rank, found.world)
     return _opened[1]
 
 
-def _waits(rank: int) -> None:
+def _log_waiting(rank: int) -> None:
     _log.warning(
-        "rank %d waits for the plan of rank 0, until nothing is heard of it for %g s", rank, SILENCE
+        "rank %d waits for the plan of rank 0; gives up after %g s without a heartbeat",
+        rank,
+        SILENCE,
     )

@@ -1,4 +1,4 @@
-"""From a solver's choice to a plan: labels, predictions, certificate, rejected alternatives."""
+"""Make a plan from a solver's choice: labels, prediction, certificate, rejected alternatives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fxpart.plan.model import (
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.prediction import HostLoad, StepParts, step_parts
 from fxpart.planner.prediction.descriptions import explain_rejection, label
-from fxpart.planner.prediction.step_simulation import step_in_time
+from fxpart.planner.prediction.step_simulation import simulate_step
 from fxpart.pricing.stage_parallelism import GradientReductionTimes
 from fxpart.program.edges import find_stage_edges as edges_of
 from fxpart.program.spec import ProgramSpec
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardingSummary:
-    """What a plan says of stages of several ranks.
+    """How the ranks of a stage share its work, for the plan.
 
-    degrees: into how many parts the batch is cut, and the ranks that share each part. sums: the
-    seconds of a step that gradient sums and ZeRO's collectives take, which the problem counts with
-    the optimizer's.
+    degrees: number of parts of the batch, and number of ranks that share each part. sums: times of
+    the gradient reduction and ZeRO's collectives per step, which the problem counts as optimizer
+    time.
     """
 
     sharding: PlanSharding
@@ -59,7 +59,7 @@ class ShardingSummary:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks of every stage."""
+        """Return the mesh of every stage."""
         return Mesh.parse(self.sharding.mesh)
 
 
@@ -80,13 +80,14 @@ def make_plan(
     made: StagePartition | None = None,
     hosts: Sequence[HostLoad] | None = None,
 ) -> Plan:
-    """The plan for ``solution.choice``; ``schedule`` is lowered and serves the program's edges.
+    """Make the plan for ``solution.choice``.
 
-    shared: where a stage is several ranks; then ``spec`` and ``problem`` are those of one lane.
-    order: devices of the cluster, as indices, in the order in which stages take them; by default
-    the cluster's own. made: where stages form a graph with branches; then ``problem`` has its
-    blocks in the order of the stages. hosts: that ranks share, as measured; by default as the
-    cluster says (see :mod:`fxpart.plan.contention`).
+    schedule: lowered, with the program's edges. shared: where a stage is several ranks; ``spec``
+    and ``problem`` are then those of one mesh rank. order: indices of the cluster's devices in the
+    order in which stages use them; by default the cluster's own. made: where stages form a graph
+    with branches; ``problem`` then has its blocks in the order of the stages. hosts: measured
+    contention of the shared hosts; by default as specified by the cluster (see
+    :mod:`fxpart.plan.contention`).
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -95,13 +96,13 @@ def make_plan(
     mesh = Mesh() if shared is None else shared.mesh
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
     count = len(choice.starts) * mesh.size
-    taken = tuple(order[:count]) or tuple(range(count))
-    ranks = _ranks_of(taken, mesh.size)
+    used_devices = tuple(order[:count]) or tuple(range(count))
+    ranks = _ranks_of(used_devices, mesh.size)
     rows = tuple(
         rank_prediction(k, ranks[k], cost, shared, problem)
         for k, cost in enumerate(evaluation.stages)
     )
-    used = sorted(taken)
+    used = sorted(used_devices)
     loads = find_host_loads(cluster, used)
     if hosts is not None:
         loads = complete_host_loads(hosts, cluster, used)
@@ -128,7 +129,7 @@ def make_plan(
         constraints=dict(constraints),
         edges=tuple((e.source, e.target, e.backward) for e in edges),
         sharding=None if shared is None else shared.sharding,
-        devices=() if max(taken) < count else tuple(used),
+        devices=() if max(used_devices) < count else tuple(used),
         order=made.order if made else (),
     )
 
@@ -141,7 +142,7 @@ def _stages(
     shared: ShardingSummary | None,
     spec: ProgramSpec,
 ) -> tuple[Stage, ...]:
-    """The plan's stages. names: of the blocks in their order; kinds: of devices by rank."""
+    """Return the plan's stages. names: of the blocks in order; kinds: device model by rank."""
     data, tensor = (1, 1) if shared is None else shared.degrees
     return tuple(
         Stage(
@@ -160,22 +161,22 @@ def _stages(
     )
 
 
-def _ranks_of(devices: Sequence[int], lanes: int) -> list[tuple[int, ...]]:
-    """By stage and lane the rank of its device: ranks follow the devices' own order."""
+def _ranks_of(devices: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """Return the ranks of each stage in mesh order; ranks follow the devices' own order."""
     rank_of = {device: rank for rank, device in enumerate(sorted(devices))}
     ranks = [rank_of[device] for device in devices]
-    return [tuple(ranks[first : first + lanes]) for first in range(0, len(ranks), lanes)]
+    return [tuple(ranks[first : first + width]) for first in range(0, len(ranks), width)]
 
 
 def _zero(shared: ShardingSummary | None) -> Literal[0, 1, 2, 3]:
-    """ZeRO's level, the same for all stages."""
+    """Return the ZeRO level, which is the same for all stages."""
     level = 0 if shared is None else shared.sharding.zero
     assert level in (0, 1, 2, 3)
     return cast(Literal[0, 1, 2, 3], level)
 
 
 def parameters_of(spec: ProgramSpec, stage: int) -> int:
-    """Elements of the parameters of a stage of the program, whole."""
+    """Return the number of elements of a stage's unsharded parameters."""
     whole = {} if spec.sharding is None else spec.sharding.state
     return sum(
         prod(whole[state.name].shape if state.name in whole else state.shape)
@@ -185,7 +186,7 @@ def parameters_of(spec: ProgramSpec, stage: int) -> int:
 
 
 def ties_of(spec: ProgramSpec) -> tuple[PlanTiedParameter, ...]:
-    """The parameters that several stages of the program hold."""
+    """Return the parameters that several stages of the program share."""
     others: dict[str, list[str]] = {}
     for alias, main in sorted(spec.aliases.items()):
         others.setdefault(main, []).append(alias)
@@ -204,9 +205,9 @@ def _prediction(
     rows: tuple[RankPrediction, ...],
     hosts: Sequence[HostLoad],
 ) -> Prediction:
-    """Closed form, and the simulated schedule with transfers that overlap computation."""
+    """Return the closed-form step time, and the simulated step with overlapped transfers."""
     name, count = schedule.name, schedule.microbatches
-    found = step_in_time(name, count, edges, rows, hosts, evaluation.seconds)
+    found = simulate_step(name, count, edges, rows, hosts, evaluation.seconds)
     return Prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=found.seconds,
@@ -224,9 +225,9 @@ def rank_prediction(
     shared: ShardingSummary | None,
     problem: PartitionProblem,
 ) -> RankPrediction:
-    """One rank's share; the lanes of a stage are predicted alike, as its slowest member.
+    """Return the prediction for the ranks of one stage, which are predicted as its slowest.
 
-    Of the problem's ``once`` what is not sums is the runtime's own.
+    The part of the problem's ``once`` that is no gradient reduction is the runtime's overhead.
     """
     m = cost.memory
     sums = 0.0
@@ -265,19 +266,19 @@ def _certificate(
     solution: Solution,
     evaluation: PartitionEvaluation,
     provenance: Mapping[str, str],
-    lanes: int,
+    width: int,
     over: str,
 ) -> Certificate:
-    """over: in words, what the bound is over; by default contiguous stages."""
+    """Return the certificate. over: the search space, by default contiguous stages."""
     objective = evaluation.seconds
     bound = min(solution.bound, objective)
     status = solution.status
     assert status in ("optimal", "within gap", "best found")
     counts = sorted({v.microbatches for v in problem.variants})
-    places = "devices" if lanes == 1 else f"groups of {lanes} devices"
-    what = over or (
+    devices = "devices" if width == 1 else f"groups of {width} devices"
+    space = over or (
         f"contiguous stages of these {len(problem.blocks)} blocks on at most "
-        f"{problem.max_stages} of {len(problem.devices)} {places} in their order"
+        f"{problem.max_stages} of {len(problem.devices)} {devices} in their order"
     )
     return Certificate(
         status=status,
@@ -286,7 +287,7 @@ def _certificate(
         gap=(objective - bound) / objective if objective > 0 else 0.0,
         solver=solution.solver,
         over=(
-            f"{what}, "
+            f"{space}, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
             f"{', '.join(problem.schedules)}, costs by "
             f"{provenance.get('compute', 'the cost model')}"
@@ -300,7 +301,7 @@ def _alternatives(
     best: PartitionEvaluation,
     shared: ShardingSummary | None,
 ) -> tuple[Alternative, ...]:
-    """The best five of the solver's other candidates."""
+    """Return the best five of the solver's other candidates."""
     assert solution.choice is not None, "a plan needs a choice"
     was = _parts(problem, solution.choice, best, shared)[0]
     rows = []
@@ -331,14 +332,14 @@ def _parts(
     found: PartitionEvaluation,
     shared: ShardingSummary | None,
 ) -> tuple[StepParts, list[RankPrediction]]:
-    """What a step of the choice is made of, and its stages."""
+    """Return the components of the choice's step time, and its stages' predictions."""
     rows = [rank_prediction(k, (), cost, shared, problem) for k, cost in enumerate(found.stages)]
     count = problem.variants[choice.variant].microbatches
     return step_parts(rows, count, get_fill_fraction(choice.schedule), found.seconds), rows
 
 
 def model_info(captured: CapturedModel, graph: fx.GraphModule) -> PlanModel:
-    """What a plan says of its model. graph: prepared, with blocks."""
+    """Return the plan's description of its model. graph: prepared, with blocks."""
     parameters = [captured.state[name] for name in captured.parameters]
     return PlanModel(
         name=captured.model_name,

@@ -1,4 +1,4 @@
-"""The PlanFamily protocol: kinds of plans that are searched for beside chains of equal stages."""
+"""The PlanFamily protocol: kinds of plans that are searched besides chains of equal stages."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class PlanFamily(Protocol):
-    """A kind of plans, and for which requests it is searched for."""
+    """A kind of plan, and the requests for which it is searched."""
 
     @property
     def name(self) -> str:
-        """Return the name in the table."""
+        """Return the name in the registry."""
         ...
 
     def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
-        """Return None where plans of the family answer the request, else the reason why not."""
+        """Return None where the family can answer the request, else the reason why not."""
         ...
 
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """A plan, the program's parts that follow from it, and what its degrees were chosen from.
+    """A plan, its generated program, and the joint problem of its degrees.
 
-    problem: None where the mesh was given.
+    problem: None where the mesh was fixed.
     """
 
     plan: Plan
@@ -49,7 +49,7 @@ class PlanSearchResult:
 class ModelContext:
     """Input of a family that plans a model over all meshes.
 
-    search: the best plan of a request among the families that are tried after this one.
+    search: returns the best plan of a request among the families that are tried later.
     """
 
     front: PreparedModel
@@ -69,10 +69,10 @@ class ModelPlanFamily(PlanFamily, Protocol):
 class MeshContext:
     """Input of a family that plans on one priced mesh.
 
-    make, parts: the plan and the program of a solver's choice. refined: a choice's evaluation with
-    the measured times of whole stages. copying: seconds to read or write a byte, by device type.
-    shared: how the ranks of a stage share its work. chain: the best plan under the schedules by
-    which cuts are chosen. time_limit: seconds for one search.
+    make, parts: return the plan and the program of a solver's choice. refined: returns a choice's
+    evaluation with the measured times of whole stages. copying: returns seconds to read or write a
+    byte, by device type. shared: returns how the ranks of a stage share its work. chain: returns
+    the best plan under the schedules by which cuts are chosen. time_limit: seconds for one search.
     """
 
     problem: PartitionProblem

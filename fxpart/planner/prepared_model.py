@@ -1,4 +1,4 @@
-"""From a model and arguments to a captured graph with blocks: what planning starts from."""
+"""Capture a model and find its blocks: the input of planning."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from fxpart.verification import ConstantGuard, check_module, check_option, refus
 
 @dataclass(frozen=True)
 class PlanningArguments:
-    """Arguments that say what is wanted."""
+    """The arguments of compile() that describe the requested plan."""
 
     batch_size: int | None
     microbatches: int | None
@@ -60,10 +60,10 @@ class PlanningArguments:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """A captured model with blocks, and what is asked of it.
+    """A captured model with blocks, and the request for its plan.
 
-    compare: compares the captured program with the module (FXP113), and returns what the plan says
-    of that.
+    compare: compares the captured program with the module (raises FXP113), and returns the result
+    for the plan.
     """
 
     request: PlanRequest
@@ -75,7 +75,7 @@ class PreparedModel:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The names of the model's blocks."""
+        """Return the names of the model's blocks."""
         return tuple(block.name for block in self.graph.meta[BLOCKS_KEY])
 
 
@@ -85,20 +85,23 @@ def prepare_model(
     cluster: Cluster | str | Path,
     plan: Plan | None,
     given: tuple[Any, Any],
-    asked: PlanningArguments,
+    arguments: PlanningArguments,
     options: Mapping[str, Any],
     check: str = "auto",
 ) -> PreparedModel:
-    """Check what is asked, capture the model, and find its blocks. plan: where one is applied.
+    """Check the request, capture the model, and find its blocks. plan: the plan to apply, if any.
 
     check: whether ``PreparedModel.compare`` compares the program with the module, as for compile().
     """
-    check_counts(asked.batch_size, asked.microbatches)
+    check_counts(arguments.batch_size, arguments.microbatches)
     check_option(check)
     request = make_request(
-        find_cluster(cluster, plan), asked.optimizer, asked.cost_model, asked.constraints,
-        asked.seed,
-    )  # fmt: skip
+        find_cluster(cluster, plan),
+        arguments.optimizer,
+        arguments.cost_model,
+        arguments.constraints,
+        arguments.seed,
+    )
     model, loss = plain_module(gather_model_dtensors(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
     with log_phase("capture the model"):
@@ -106,22 +109,22 @@ def prepare_model(
             model,
             gather_batch_dtensors(given[0]),
             gather_batch_dtensors(given[1]),
-            microbatches=asked.microbatches if plan is None else plan.microbatches,
+            microbatches=arguments.microbatches if plan is None else plan.microbatches,
             request=request,
-            batch_size=asked.batch_size if plan is None else plan.batch_size,
+            batch_size=arguments.batch_size if plan is None else plan.batch_size,
             precision=request.precision,
             device_type=_device_type(request),
             **options,
         )
-    if isinstance(asked.optimizer, torch.optim.Optimizer):
-        name_optimizer_parameters(asked.optimizer, live_parameters(captured))  # raises FXP115
+    if isinstance(arguments.optimizer, torch.optim.Optimizer):
+        name_optimizer_parameters(arguments.optimizer, live_parameters(captured))  # raises FXP115
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     with log_phase("prepare the graph"):
         graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
-    said: Mapping[str, str] = {}
+    annotations: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
-        said = _annotations(model, request, captured, given)
+        annotations = _annotations(model, request, captured, given)
     info = model_info(captured, graph)
     guard = ConstantGuard.of(model, loss, captured)
     captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
@@ -131,19 +134,21 @@ def prepare_model(
             checked = _as_on_module_device(captured, graph, granularity)
             return check_module(model, loss, captured, checked, seed=request.seed, check=check)
 
-    return PreparedModel(with_model_profile(request, info), captured, graph, info, said, compare)
+    return PreparedModel(
+        with_model_profile(request, info), captured, graph, info, annotations, compare
+    )
 
 
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
-    """The request with what a profile says of this very model."""
+    """Return the request with the profile's data about this model."""
     return replace(request, cost_model=request.cost_model.for_model(info.fingerprint))
 
 
 def describe_request(front: PreparedModel, microbatches: int | None) -> str:
-    """What a plan is asked for, as text: the same on ranks that were given the same.
+    """Return the request as text, which is identical on ranks with the same arguments.
 
-    Cluster and costs are left out: machines see other devices and measure other times, and one
-    plan goes to all of them.
+    Cluster and costs are left out: machines detect different devices and measure different times,
+    and one plan is used on all of them.
     """
     request, captured = front.request, front.captured
     rows = {
@@ -181,7 +186,7 @@ def _has_autocast(graph: fx.GraphModule) -> bool:
 
 
 def _prepare(granularity: str) -> str:
-    """The pipeline from captured to annotated."""
+    """Return the pass pipeline from captured to annotated."""
     if granularity == "block":
         return PREPARE
     return PREPARE.replace("group_blocks", 'group_blocks{granularity="op"}')
@@ -190,12 +195,12 @@ def _prepare(granularity: str) -> str:
 def _annotations(
     model: nn.Module, request: PlanRequest, captured: CapturedModel, given: tuple[Any, Any]
 ) -> dict[str, str]:
-    """All that a user said: on the model, in the constraint, and with DTensors as inputs."""
-    said = find_annotations(model, request)
+    """Merge the annotations of the model, of the constraint and of DTensor inputs."""
+    annotations = find_annotations(model, request)
     if all(part is None for part in given):
-        return said
+        return annotations
     paths = {item.name: item.path for item in captured.inputs}
-    return merge_annotations(said, annotations_of_batch(paths, assemble(*given)))
+    return merge_annotations(annotations, annotations_of_batch(paths, assemble(*given)))
 
 
 def _capture(
@@ -207,9 +212,9 @@ def _capture(
     request: PlanRequest,
     **options: Any,
 ) -> CapturedModel:
-    """Capture; where the batch cannot be symbolic, at the size of one microbatch.
+    """Capture; at the size of one microbatch where the batch cannot be symbolic.
 
-    Without a wish that size is a divisor of the batch that makes about two microbatches a stage,
+    By default that size is a divisor of the batch that yields about two microbatches per stage,
     each of which the ranks of the data axis can share.
     """
     captured = capture(model, inputs, kwargs, **options)
@@ -228,7 +233,7 @@ def _capture(
             where=f"microbatches={count}",
             why=f"the model can only be captured at a fixed size, and {count} does not divide the "
             f"batch of {batch}",
-            fix="choose a number that divides the batch",
+            fix="use a number of microbatches that divides the batch",
         )
     if count == 1:
         return captured

@@ -1,10 +1,10 @@
-"""The last choice among a solver's best answers, by what was measured.
+"""Select among a solver's best candidates by measured costs.
 
-The solver minimises a closed form over costs of single ops, with all ranks of a host busy. Of its
-best answers of different kinds (numbers of stages, microbatches, schedules) the one is taken whose
-simulated step is shortest: ranks of a host slow each other down only while they really compute
-together, and a stage that was measured whole takes what was measured. A plan that the profile has
-rehearsed takes what it took. Nothing is measured here.
+The solver minimizes a closed form over costs of single ops, assuming that all ranks of a host
+compute all the time. Among its best candidates of different kinds (numbers of stages, microbatches,
+schedules), the one with the shortest simulated step is selected: the simulation models contention
+only while ranks compute at the same time, and uses the measured time of stages that were measured
+whole. A plan with a trial run in the profile takes that run's step time. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
-_COMPARED = 12  # answers that are simulated, beside those of each number of stages:
-_SPREAD = 16  # so many in all, at least the best of each
-_SOLVING = 2.0  # seconds for each number of stages
+_COMPARED = 12  # candidates that are simulated, besides those of each number of stages:
+_SPREAD = 16  # this many in total, and at least the best of each number
+_SOLVING = 2.0  # seconds of solving for each number of stages
 
 
 def is_measured(model: CostModel, cluster: Cluster) -> bool:
@@ -48,7 +48,7 @@ def is_measured(model: CostModel, cluster: Cluster) -> bool:
 def find_contention(
     model: CostModel, cluster: Cluster
 ) -> Callable[[str], ContentionProfile] | None:
-    """Return how ranks of a host slow each other down, by host; None if it was not measured."""
+    """Return the contention profile by host; None where it was not measured."""
     if not is_measured(model, cluster):
         return None
     first = {device.host: device for device in reversed(cluster.devices)}
@@ -67,43 +67,43 @@ def with_trial_run(plan: Plan, model: CostModel) -> Plan:
     runs = model.knowledge(plan.device(0)).trial_runs
     if not runs:
         return plan
-    alike = [one for one in runs.values() if one.model == plan.model.fingerprint]
-    return correct_by_trial_runs(plan, runs.get(plan_key(plan)), alike)
+    kinds = [one for one in runs.values() if one.model == plan.model.fingerprint]
+    return correct_by_trial_runs(plan, runs.get(plan_key(plan)), kinds)
 
 
 def correct_by_trial_runs(plan: Plan, own: TrialRun | None, runs: Collection[TrialRun]) -> Plan:
-    """The plan with its own run, or else corrected by runs of other plans of its model."""
+    """Return the plan with its own trial run, or corrected by those of other plans."""
     if own is not None:
-        told = msgspec.structs.replace(plan.prediction, rehearsed_seconds=own.seconds.seconds)
-        return msgspec.structs.replace(plan, prediction=told)
+        prediction = msgspec.structs.replace(plan.prediction, rehearsed_seconds=own.seconds.seconds)
+        return msgspec.structs.replace(plan, prediction=prediction)
     if not runs:
         return plan
     times = estimate_correction(kind_of(plan), runs).times
     seconds = times * plan.prediction.simulated_seconds
-    told = msgspec.structs.replace(plan.prediction, corrected_seconds=seconds)
-    return msgspec.structs.replace(plan, prediction=told)
+    prediction = msgspec.structs.replace(plan.prediction, corrected_seconds=seconds)
+    return msgspec.structs.replace(plan, prediction=prediction)
 
 
 @dataclass(frozen=True)
 class RefinedEvaluation:
-    """A choice with what is known of its stages. whole: stages that were measured as a whole."""
+    """An evaluation with measured stage times. whole: the stages that were measured whole."""
 
     evaluation: PartitionEvaluation
     whole: tuple[int, ...] = ()
 
-    def words(self) -> str:
-        """Which stages were measured whole, for the plan."""
-        return whole_words(self.whole, len(self.evaluation.stages))
+    def describe(self) -> str:
+        """Describe which stages were measured whole, for the plan."""
+        return describe_measured_stages(self.whole, len(self.evaluation.stages))
 
 
-def whole_words(whole: Sequence[int], count: int) -> str:
-    """Which of so many stages were measured whole."""
+def describe_measured_stages(whole: Sequence[int], count: int) -> str:
+    """Describe which of ``count`` stages were measured whole."""
     if len(whole) == count:
         return "every stage measured whole"
     if not whole:
-        return "stages as sums of their ops"
+        return "every stage estimated from its ops"
     named = ", ".join(map(str, whole))
-    return f"stages {named} of {count} measured whole, others as sums of their ops"
+    return f"stages {named} of {count} measured whole, the others estimated from their ops"
 
 
 def refine_evaluation(
@@ -114,11 +114,12 @@ def refine_evaluation(
     model: CostModel,
     devices: Sequence[Sequence[Device]],
 ) -> RefinedEvaluation:
-    """The evaluation with measured seconds for stages measured whole.
+    """Return the evaluation with measured times for stages measured whole.
 
-    keys: of each stage; devices: on which the ranks of each run, of which the slowest counts.
-    Seconds are those while all ranks of the host compute, as in the problem; sums of ties and
-    transfers stay, and where a stage is several ranks what these exchange, and the update.
+    keys: stage key of each stage. devices: by stage, those of its ranks; the slowest counts. Times
+    are those while all ranks of the host compute, as in the problem. Tied-parameter reduction and
+    transfers keep the problem's times; so do, for stages of several ranks, their collectives and
+    the optimizer step.
     """
     count = problem.variants[choice.variant].microbatches
     stages: list[StageCost] = []
@@ -144,20 +145,20 @@ def _slowest(
     problem: PartitionProblem,
     count: int,
 ) -> StageCost | None:
-    """What the slowest of a stage's ranks took; None where one was not measured."""
-    alike = {(d.model, d.host, d.threads, d.share): d for d in devices}
-    every = [measured_whole(stage, key, d, model, problem, count) for d in alike.values()]
+    """Return the measured costs of a stage's slowest rank; None where one was not measured."""
+    kinds = {(d.model, d.host, d.threads, d.share): d for d in devices}
+    every = [measured_whole(stage, key, d, model, problem, count) for d in kinds.values()]
     known = [one for one in every if one is not None]
     if len(known) < len(every):
         return None
     slowest = max(known, key=lambda one: one.forward_seconds + one.backward_seconds)
     if len(devices) == 1:
         return slowest
-    talk = stage.collective_seconds / 2  # of each direction, about
+    collective = stage.collective_seconds / 2  # about half of it in each direction
     return msgspec.structs.replace(
         slowest,
-        forward_seconds=slowest.forward_seconds + talk,
-        backward_seconds=slowest.backward_seconds + talk,
+        forward_seconds=slowest.forward_seconds + collective,
+        backward_seconds=slowest.backward_seconds + collective,
         optimizer_seconds=stage.optimizer_seconds,
     )
 
@@ -169,24 +170,24 @@ def measured_whole(
     model: CostModel,
     problem: PartitionProblem,
     microbatches: int,
-    taken: int | None = None,
+    own_microbatches: int | None = None,
 ) -> StageCost | None:
-    """The stage with what it took as a whole on such a device; None where it was not measured.
+    """Return the stage with its measured whole times on a device; None where not measured.
 
-    microbatches: of a batch; taken: as many of them come here, by default all. Rows of tables are
-    put together here of all, once a step.
+    microbatches: per batch. own_microbatches: those of this stage replica, by default all.
+    Rows of embedding tables are merged here over all microbatches, per step.
     """
     stages = model.knowledge(device).stages
     later, first = stages.get(key), stages.get(key + FIRST)
     if later is None or first is None:
         return None
     own = NonOpCosts.of(model, device)
-    here, timed = taken or microbatches, later.microbatches
+    here, timed = own_microbatches or microbatches, later.microbatches
     blocks = range(stage.first, stage.last + 1)
-    held = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
-    update = own.of_timed(held, timed / microbatches, timed) * later.optimizer.seconds
+    weights = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
+    update = own.of_timed(weights, timed / microbatches, timed) * later.optimizer.seconds
     back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
-    merged = own.merging(held, microbatches) * microbatches / here
+    merged = own.merging(weights, microbatches) * microbatches / here
     return msgspec.structs.replace(
         stage,
         forward_seconds=own.full * later.forward.seconds + problem.action,
@@ -198,7 +199,7 @@ def measured_whole(
 def keys_of(
     captured: CapturedModel, spec: ProgramSpec, sources: Sequence[str], rows: int, optimizer: object
 ) -> list[str]:
-    """The keys of a program's stages for microbatches of ``rows`` rows."""
+    """Return the stage keys of a program for microbatches of ``rows`` rows."""
     dims = {item.name: item.batch_dim for item in spec.inputs}
     if not captured.symbolic:
         dims = {}
@@ -209,46 +210,47 @@ def keys_of(
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """What was found out about one answer. plan: made of it, with its simulated step."""
+    """One evaluated candidate. plan: its plan, with the simulated step."""
 
     plan: Plan
     refined: RefinedEvaluation
 
     @property
     def seconds(self) -> float:
-        """By which answers are compared."""
+        """Return the step time by which candidates are compared."""
         return self.plan.prediction.expected_seconds
 
 
 @dataclass(frozen=True)
 class RerankedSolution:
-    """The solver's answer with the choice that simulates best, and what was found out about all.
+    """The solution with the candidate that simulates best, and all evaluated candidates.
 
-    found: by choice, in the order in which they were looked at.
+    found: by choice, in the order of evaluation.
     """
 
     solution: Solution
     found: Mapping[PartitionChoice, EvaluatedCandidate]
 
-    def words(self) -> str:
-        """What was re-ranked, for the plan."""
+    def describe(self) -> str:
+        """Describe the comparison, for the plan."""
         assert self.solution.choice is not None, "one was chosen"
-        stages = self.found[self.solution.choice].refined.words()
+        stages = self.found[self.solution.choice].refined.describe()
         if len(self.found) == 1:
-            return f"the only answer, simulated; {stages}"
-        return f"the best of {len(self.found)} answers by simulated step; {stages}"
+            return f"the only candidate, simulated; {stages}"
+        return f"the best of {len(self.found)} candidates by simulated step; {stages}"
 
 
 def widen_solution(
     problem: PartitionProblem, solution: Solution, pace: Callable[[float], float], *, seed: int = 0
 ) -> Solution:
-    """The solution with more to compare: the best answers of every number of stages.
+    """Return the solution with more candidates: the best of every number of stages.
 
-    The closed form takes all ranks of a host to compute all the time, so of numbers of stages it
-    prefers the largest. pace: what its seconds are worth while so many stages compute; with as many
-    as do on average the best are kept, and the best of each number of stages.
+    The closed form assumes that all ranks of a host compute all the time, so it favors the largest
+    number of stages. pace: factor on its seconds while so many stages compute at once. Kept are the
+    best candidates at the average number of computing stages, and the best of each number of
+    stages.
     """
-    assert solution.choice is not None, "there is something to choose from"
+    assert solution.choice is not None, "the problem is feasible"
     found = {choice: evaluate(problem, choice).seconds for choice in solution.candidates}
     for stages in range(problem.min_stages, problem.max_stages + 1):
         alone = msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
@@ -274,8 +276,8 @@ def widen_solution(
     ]
     kept = {_kind(choice): choice for choice in (*first, *list(kinds.values())[:_COMPARED])}
     kept.pop(_kind(solution.choice), None)
-    rest = sorted(kept.values(), key=lambda choice: own[choice])
-    return msgspec.structs.replace(solution, candidates=(solution.choice, *rest))
+    others = sorted(kept.values(), key=lambda choice: own[choice])
+    return msgspec.structs.replace(solution, candidates=(solution.choice, *others))
 
 
 def _kind(choice: PartitionChoice) -> tuple[int, int, str]:
@@ -285,28 +287,28 @@ def _kind(choice: PartitionChoice) -> tuple[int, int, str]:
 def rerank(
     problem: PartitionProblem,
     solution: Solution,
-    look: Callable[[PartitionChoice, PartitionEvaluation], EvaluatedCandidate],
+    evaluate_candidate: Callable[[PartitionChoice, PartitionEvaluation], EvaluatedCandidate],
 ) -> RerankedSolution:
-    """The candidate with the least simulated step; of equal ones the solver's first.
+    """Return the candidate with the shortest simulated step; of equal ones the solver's first.
 
-    look: what becomes of a choice. The bound stays what was proven of the closed form, and the
-    status says how far the chosen one is from it.
+    evaluate_candidate: plans a choice. The bound is still that of the closed form, and the
+    status is computed from the selected candidate's gap to it.
     """
-    assert solution.choice is not None, "there is something to choose from"
+    assert solution.choice is not None, "the problem is feasible"
     found: dict[PartitionChoice, EvaluatedCandidate] = {}
     for choice in (solution.choice, *solution.candidates):
         evaluation = evaluate(problem, choice)
         if choice not in found and evaluation.feasible:
-            found[choice] = look(choice, evaluation)
+            found[choice] = evaluate_candidate(choice, evaluation)
     best = min(found, key=lambda choice: found[choice].seconds)
-    rest = sorted((c for c in found if c != best), key=lambda choice: found[choice].seconds)
+    others = sorted((c for c in found if c != best), key=lambda choice: found[choice].seconds)
     objective = evaluate(problem, best).seconds
     answer = with_other_choice(solution, best, objective)
-    return RerankedSolution(msgspec.structs.replace(answer, candidates=(best, *rest)), found)
+    return RerankedSolution(msgspec.structs.replace(answer, candidates=(best, *others)), found)
 
 
 def with_other_choice(solution: Solution, choice: PartitionChoice, objective: float) -> Solution:
-    """The solution with another choice of this objective: the bound stays, the status follows."""
+    """Return the solution with another choice; the bound stays, the status is recomputed."""
     same = choice == solution.choice
     return msgspec.structs.replace(
         solution,
@@ -318,7 +320,7 @@ def with_other_choice(solution: Solution, choice: PartitionChoice, objective: fl
 
 
 def certify_plan(certificate: Certificate, solution: Solution) -> Certificate:
-    """The certificate for the closed form over costs of ops, whatever is known of whole stages."""
+    """Return the certificate of the closed form over op costs, without whole-stage measurements."""
     objective, bound = solution.objective, min(solution.bound, solution.objective)
     status = solution.status
     assert status in ("optimal", "within gap", "best found"), "there is a choice"

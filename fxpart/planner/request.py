@@ -1,4 +1,4 @@
-"""What compile() was asked: every argument and constraint checked, all faults at once."""
+"""The checked request for a plan: all errors in arguments and constraints are raised at once."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fxpart.planner.constraints import (
 )
 from fxpart.planner.execution_mode import Constraints, mode_of, weights_of
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.constraints.parse import find_constraint_problems as wish_faults
+from fxpart.solver.joint.constraints.parse import find_constraint_problems as find_decision_problems
 from fxpart.solver.joint.constraints.parse import parse_constraints
 
-ONE_LANE = "none"  # as a mesh: every stage is one rank
+SINGLE_RANK_MESH = "none"  # as the constraint mesh: every stage is one rank
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is wanted, checked.
+    """The checked request.
 
-    mesh: the lanes of every stage, None where the planner is to choose them. zero: 0 to 3.
-    zero_axis: along which axis optimizer state (1), gradients (2) or parameters (3) are cut.
-    cost_model: for this cluster; a profile is read once, here.
-    stages: least and most. ranks: of the whole program, None for what is best.
+    mesh: of the ranks of every stage. zero: level 0 to 3. zero_axis: the axis over which optimizer
+    state (1), gradients (2) or parameters (3) are sharded. cost_model: for this cluster; a profile
+    is read once, here. stages: smallest and largest number. ranks: of the whole program, None lets
+    the planner choose. open: whether the planner searches for the mesh.
     """
 
     cluster: Cluster
@@ -51,12 +51,12 @@ class PlanRequest:
 
     @property
     def precision(self) -> str:
-        """ "bf16" where the model is to run under autocast, else "fp32"."""
+        """ "bf16" where the model runs under autocast, else "fp32"."""
         return precision_of(self.constraints)
 
     @property
     def transfer_dtype(self) -> str:
-        """As what float32 goes from rank to rank, "" as it is."""
+        """Return the dtype in which float32 is sent between ranks, "" for no conversion."""
         return transfer_dtype_of(self.constraints)
 
     @property
@@ -66,12 +66,12 @@ class PlanRequest:
 
     @property
     def weights(self) -> str:
-        """The weight mode of a plan that does not drain, or of queues."""
+        """Return the weight mode of an asynchronous pipeline or of queues."""
         return weights_of(self.constraints)
 
     @property
     def sharded(self) -> bool:
-        """Whether a stage is more than one rank."""
+        """Return whether a stage has more than one rank."""
         return self.mesh.size > 1
 
 
@@ -82,16 +82,16 @@ def make_request(
     constraints: Constraints,
     seed: int,
 ) -> PlanRequest:
-    """The request; raises FXP109 and FXP202 with everything that is wrong or does not fit.
+    """Return the checked request; raises FXP109 and FXP202 with all problems at once.
 
-    cost_model: a name, or a profile's file, which has to be of this torch and of the cluster's
+    cost_model: a name, or a profile file, which must match this torch version and the cluster's
     devices (FXP405, FXP406).
     """
     problems = list(find_constraint_problems(constraints))
     costs = _cost_model(cost_model, cluster, problems)
-    text = constraints.get("mesh", ONE_LANE if mode_of(constraints) == QUEUE else "")
+    text = constraints.get("mesh", SINGLE_RANK_MESH if mode_of(constraints) == QUEUE else "")
     mesh = Mesh()
-    if isinstance(text, str) and text not in (ONE_LANE, "auto"):
+    if isinstance(text, str) and text not in (SINGLE_RANK_MESH, "auto"):
         try:
             mesh = Mesh.parse(text)
         except FxpartError as fault:
@@ -120,18 +120,18 @@ def make_request(
 
 
 def with_mesh(request: PlanRequest, mesh: str, zero: int, stages: int | None = None) -> PlanRequest:
-    """The request with this mesh, ZeRO level over its dp axis, and number of stages."""
-    lanes = Mesh.parse(mesh)
-    most = len(request.cluster.devices) // lanes.size
+    """Return the request with this mesh, ZeRO level over its dp axis, and number of stages."""
+    parsed = Mesh.parse(mesh)
+    most = len(request.cluster.devices) // parsed.size
     if stages is None and request.ranks is not None:
-        stages = request.ranks // lanes.size
+        stages = request.ranks // parsed.size
     problems: list[Problem] = []
     allowed = _bounds(request.constraints, most, problems)
     if problems:
         raise FxpartError(problems)
     return replace(
         request,
-        mesh=lanes,
+        mesh=parsed,
         zero=zero,
         zero_axis=DATA_AXIS if zero else "",
         stages=allowed if stages is None else (stages, stages),
@@ -140,25 +140,25 @@ def with_mesh(request: PlanRequest, mesh: str, zero: int, stages: int | None = N
 
 
 def check_counts(batch_size: int | None, microbatches: int | None) -> None:
-    """batch_size and microbatches, where given, are whole and above 0; FXP109."""
+    """Raise FXP109 unless batch_size and microbatches are positive integers where specified."""
     problems = [
-        Problem("FXP109", f"{name}={value!r}", "it must be a whole number above 0", "")
+        Problem("FXP109", f"{name}={value!r}", f"{name} must be a positive integer", "")
         for name, value in (("batch_size", batch_size), ("microbatches", microbatches))
         if value is not None
         and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
     if not problems and batch_size is not None and microbatches is not None:
         if microbatches > batch_size:
-            why = f"a batch of {batch_size} cannot be cut into {microbatches} microbatches"
-            problems.append(Problem("FXP109", "microbatches", why, f"at most {batch_size}"))
+            why = f"a batch of {batch_size} cannot be split into {microbatches} microbatches"
+            problems.append(Problem("FXP109", "microbatches", why, f"use at most {batch_size}"))
     if problems:
         raise FxpartError(problems)
 
 
 def find_cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
-    """The cluster to plan for; with a plan, the plan's own, and FXP305 if another one was named.
+    """Return the cluster to plan for; with a plan its own, FXP305 if another one is specified.
 
-    FXP402 with everything that is wrong with the cluster, such as links of devices that are absent.
+    Raises FXP402 with all problems of the cluster, such as links of devices that do not exist.
     """
     if plan is not None and given == "auto":
         return plan.cluster
@@ -167,9 +167,9 @@ def find_cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
         raise error(
             "FXP305",
             where=f"plan for {plan.cluster.name}, {len(plan.cluster.devices)} devices",
-            why=f"the cluster given is {found.name}, {len(found.devices)} devices, and differs in "
-            "its devices or links",
-            fix='leave cluster="auto" to run the plan as it is, or plan again for this cluster',
+            why=f"the specified cluster is {found.name}, {len(found.devices)} devices, and "
+            "differs in its devices or links",
+            fix='use cluster="auto" to run the plan unchanged, or plan again for this cluster',
         )
     return found
 
@@ -177,7 +177,7 @@ def find_cluster(given: Cluster | str | Path, plan: Plan | None) -> Cluster:
 def _cost_model(
     given: str | Path | CostModel, cluster: Cluster, problems: list[Problem]
 ) -> CostModel | None:
-    """The cost model for the cluster; None, and a problem more, where it cannot be used."""
+    """Return the cost model for the cluster; None with a further problem where it is unusable."""
     import torch
 
     try:
@@ -191,7 +191,7 @@ def _cost_model(
 
 
 def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tuple[int, str]:
-    """ZeRO's level and axis; the axis is dp, or the mesh's only one, where it is not named."""
+    """Return ZeRO level and axis; the axis defaults to dp, or to the only axis of the mesh."""
     level, axis = constraints.get("zero", 0), constraints.get("zero_axis", "")
     if not isinstance(level, int) or not isinstance(axis, str) or (not level and not axis):
         return 0, ""
@@ -201,37 +201,37 @@ def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tupl
     if axis not in names and names:
         why = f"the mesh has the axes {', '.join(names)}"
         where = f"zero_axis={axis!r}" if axis else f"zero={level}"
-        fix = 'name one of them in "zero_axis"'
+        fix = 'set "zero_axis" to one of them'
         problems.append(Problem("FXP109", where, why, fix))
     return (level, axis) if level else (0, "")
 
 
 def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:
-    """How many ranks there have to be: as torchrun started, or as asked for."""
+    """Return the fixed number of ranks: as started by torchrun, or as requested."""
     found, given = read_launch(), constraints.get("ranks")
-    wish = given if isinstance(given, int) and not isinstance(given, bool) else None
+    requested = given if isinstance(given, int) and not isinstance(given, bool) else None
     if found is None:
-        return wish
-    if wish is not None and wish != found.world:
-        where, why = f"constraint ranks={wish}", f"{found.world} processes were started"
-        problems.append(Problem("FXP502", where, why, f"torchrun --nproc-per-node {wish}"))
+        return requested
+    if requested is not None and requested != found.world:
+        where, why = f"constraint ranks={requested}", f"torchrun started {found.world} processes"
+        problems.append(Problem("FXP502", where, why, f"use torchrun --nproc-per-node {requested}"))
     return found.world
 
 
 def fixed_stages(constraints: Constraints) -> int | None:
-    """The number of stages that ``stages`` or ``pp`` fixes, None where neither fixes one."""
+    """Return the number of stages fixed by ``stages`` or ``pp``, None where neither is fixed."""
     counts = [
-        wish.numbers
-        for wish in parse_constraints(constraints)
-        if (wish.kind, wish.key) == ("fix", "pp") and len(wish.numbers) == 1
+        requested.numbers
+        for requested in parse_constraints(constraints)
+        if (requested.kind, requested.key) == ("fix", "pp") and len(requested.numbers) == 1
     ]
     return min(counts)[0] if counts else None
 
 
 def _bounds(constraints: Constraints, most: int, problems: list[Problem]) -> tuple[int, int]:
-    """The least and most stages up to ``most`` that the constraints allow; FXP202 if there is none.
+    """Return the smallest and largest allowed number of stages; FXP202 if there is none.
 
-    A number between them that is not allowed is found when the plan is checked.
+    Forbidden numbers in between are rejected when the plan is checked.
     """
     allowed = allowed_stages(constraints, most)
     if not allowed:
@@ -243,7 +243,7 @@ def _bounds(constraints: Constraints, most: int, problems: list[Problem]) -> tup
                 if key in constraints
             ),
             f"no number of stages from 1 to {most} satisfies all of them",
-            "give one number of stages",
+            "specify one number of stages",
         ))  # fmt: skip
         return 1, 1
     return allowed[0], allowed[-1]
@@ -256,45 +256,45 @@ def _stages(
     ranks: int | None,
     problems: list[Problem],
 ) -> tuple[int, int]:
-    """The least and most stages: as wished, as there are ranks, or as devices allow."""
-    lanes, devices = mesh.size, len(cluster.devices)
-    if wish_faults(constraints):
+    """Return the smallest and largest number of stages by constraints, ranks and devices."""
+    width, devices = mesh.size, len(cluster.devices)
+    if find_decision_problems(constraints):
         return 1, 1
-    wish = fixed_stages(constraints)
-    if lanes > devices:
+    requested = fixed_stages(constraints)
+    if width > devices:
         problems.append(Problem(
             "FXP202",
             f"mesh {mesh}",
-            f"a stage has {lanes} ranks, and {cluster.name} has {devices} devices",
-            f"a cluster of {lanes} devices or more, or a smaller mesh",
+            f"a stage has {width} ranks, but {cluster.name} has {devices} devices",
+            f"use a cluster of {width} devices or more, or a smaller mesh",
         ))  # fmt: skip
         return 1, 1
     if constraints.get("mesh") in (None, "", "auto") and mode_of(constraints) != QUEUE:
         return _bounds(constraints, devices, problems)
-    if ranks is not None and wish is None:
-        if ranks % lanes:
-            why = f"each stage has {lanes} ranks, and there are {ranks} processes"
-            fix = f"start a multiple of {lanes} processes, or change the mesh"
+    if ranks is not None and requested is None:
+        if ranks % width:
+            why = f"each stage has {width} ranks, which does not divide the {ranks} processes"
+            fix = f"start a multiple of {width} processes, or change the mesh"
             problems.append(Problem("FXP502", f"mesh {mesh}", why, fix))
             return 1, 1
-        wish = ranks // lanes
-    elif ranks is not None and wish is not None and lanes > 1 and wish * lanes != ranks:
+        requested = ranks // width
+    elif ranks is not None and requested is not None and width > 1 and requested * width != ranks:
         problems.append(
             Problem(
                 "FXP502",
                 f"{ranks} processes",
-                f"the constraints ask for {wish} stages of {lanes} ranks",
-                f"torchrun --nproc-per-node {wish * lanes}, or other stages or mesh",
+                f"the constraints request {requested} stages of {width} ranks",
+                f"use torchrun --nproc-per-node {requested * width}, or other stages or mesh",
             )
         )
-    if wish is not None and lanes > 1 and wish * lanes > devices:
+    if requested is not None and width > 1 and requested * width > devices:
         problems.append(Problem(
             "FXP202",
-            f"stages={wish}, mesh {mesh}",
-            f"they need {wish * lanes} devices, and {cluster.name} has {devices}",
-            f"at most {devices // lanes} stages of {lanes} ranks",
+            f"stages={requested}, mesh {mesh}",
+            f"they need {requested * width} devices, but {cluster.name} has {devices}",
+            f"use at most {devices // width} stages of {width} ranks",
         ))  # fmt: skip
-    if wish is None or wish * lanes <= devices:
-        bounds = _bounds(constraints, devices // lanes, problems)
-        return bounds if wish is None else (wish, wish)
-    return wish, wish
+    if requested is None or requested * width <= devices:
+        bounds = _bounds(constraints, devices // width, problems)
+        return bounds if requested is None else (requested, requested)
+    return requested, requested

@@ -1,4 +1,4 @@
-"""The best plan: of one mesh, or of those that are proposed, each lowered and priced exactly."""
+"""Search for the best plan: on one mesh, or on proposed meshes, each lowered and priced exactly."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fxpart.planner.degrees import (
     MeshProposal,
     assign_proposal_devices,
     build_joint_problem,
-    certificate,
     choose_degrees,
     find_rejected_choices,
+    make_degree_certificate,
     with_degrees,
 )
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.families.schedule_selection import with_cut_schedules
-from fxpart.planner.mesh_plan import Look, solve_exactly
+from fxpart.planner.mesh_plan import CandidateCallback, solve_exactly
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.refinement import find_contention, is_measured, plan_seconds
@@ -39,9 +39,9 @@ from fxpart.pricing.weights import trained_names
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
-_TRIES = 6  # meshes that are lowered and priced exactly, the best proposed first
-_LARGE = 2000  # ops of a graph of which only the best proposal is
-_NEAR = 1.5  # how much longer than the best a proposal may seem to take, and be tried, if measured
+_TRIES = 6  # number of proposed meshes that are lowered and priced exactly, best first
+_LARGE = 2000  # ops of a graph for which only the best proposal is lowered
+_NEAR = 1.5  # with a measured model, proposals up to this factor of the best plan are tried
 
 _Tried = tuple[Plan, GeneratedProgram, MeshProposal]
 
@@ -50,19 +50,19 @@ def find_best_plan(
     front: PreparedModel,
     microbatches: int | None,
     progress: Callable[[Progress], None] | None = None,
-    looked: Look | None = None,
+    on_candidate: CandidateCallback | None = None,
 ) -> PlanSearchResult:
-    """The plan with the least step time, on the given mesh or on the best of those proposed.
+    """Return the plan with the shortest step time, on the given mesh or the best proposed one.
 
-    Where devices differ, plans whose stages have copies are looked for too, and such that use the
-    devices of one kind alone (:mod:`fxpart.planner.families.replicated_stages`). With a measured
-    cost model meshes are compared by simulated seconds, which know that ranks of a host are not
-    always busy together; otherwise by what was minimised. looked: see
+    Where devices differ, plans with replicated stages and plans on one kind of devices only are
+    searched too (:mod:`fxpart.planner.families.replicated_stages`). With a measured cost model,
+    meshes are compared by simulated step time, which accounts for contention only while ranks
+    compute at the same time; otherwise by the minimized closed form. on_candidate: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
 
     def search(part: PreparedModel) -> PlanSearchResult:
-        return _alike(part, microbatches, progress, looked)
+        return _find_equal_stages(part, microbatches, progress, on_candidate)
 
     family = find_family(REPLICA_FAMILIES, front.request)
     if family is not None:
@@ -71,26 +71,26 @@ def find_best_plan(
         raise error(
             "FXP109",
             where="constraint copies='always'",
-            why="replicated stages are searched for in synchronous plans and in queues only, "
-            "without constraints on degrees or cuts and without a mesh of several ranks",
-            fix="leave copies out, or those constraints",
+            why="replicated stages are searched in synchronous plans and in queues only, "
+            "without constraints on degrees or cuts, and without a mesh of several ranks",
+            fix="remove copies, or those constraints",
         )
     return search(front)
 
 
-def _alike(
+def _find_equal_stages(
     front: PreparedModel,
     microbatches: int | None,
     progress: Callable[[Progress], None] | None,
-    looked: Look | None,
+    on_candidate: CandidateCallback | None,
 ) -> PlanSearchResult:
-    """The best plan whose stages have equal degrees."""
+    """Return the best plan whose stages have equal degrees."""
     request, captured, graph = front.request, front.captured, front.graph
     info, annotations = front.info, front.annotations
     if not request.open:
-        seats = _fixed_cuts(front, microbatches, progress)
+        assignment = _fixed_cuts(front, microbatches, progress)
         plan, parts = solve_exactly(
-            request, captured, graph, info, microbatches, annotations, seats, looked
+            request, captured, graph, info, microbatches, annotations, assignment, on_candidate
         )
         return PlanSearchResult(plan, parts)
     degrees = replace(request, constraints=with_cut_schedules(request.constraints))
@@ -105,33 +105,42 @@ def _alike(
     problems: list[Problem] = []
     tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
     measured = is_measured(request.cost_model, request.cluster)
-    taken, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
+    step_time, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
     for number, one in enumerate(chosen.proposals):
-        if found and (number == tries or min(map(taken, found)) * reach <= one.paced):
+        if found and (
+            number == tries or min(map(step_time, found)) * reach <= one.expected_seconds
+        ):
             break
         fixed = with_mesh(request, one.mesh, one.zero)
-        seats = assign_proposal_devices(chosen, one, request)
+        assignment = assign_proposal_devices(chosen, one, request)
         try:
             with log_phase(f"lower and price {_describe(one)}", logging.DEBUG):
-                made = solve_exactly(
-                    fixed, captured, graph, info, microbatches, annotations, seats, looked
+                priced = solve_exactly(
+                    fixed,
+                    captured,
+                    graph,
+                    info,
+                    microbatches,
+                    annotations,
+                    assignment,
+                    on_candidate,
                 )
-            found.append((*made, one))
+            found.append((*priced, one))
         except FxpartError as fault:
             problems += fault.problems
     if not found:
         raise FxpartError(problems)
-    plan, parts, one = min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
+    plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
     return PlanSearchResult(with_proof(plan, chosen, one), parts, problem)
 
 
 def _fixed_cuts(
     front: PreparedModel, microbatches: int | None, progress: Callable[[Progress], None] | None
 ) -> StageAssignment | None:
-    """Return where stages begin on the given mesh under constraints on cuts; None without any.
+    """Return the fixed stage boundaries on the given mesh; None without constraints on cuts.
 
     The cuts are those of the joint problem, restricted to the degrees of the mesh. Raises FXP109
-    for a mesh with other axes than dp and tp, which the joint problem does not have.
+    for a mesh with axes other than dp and tp, which the joint problem does not have.
     """
     request = front.request
     if not constrains_cuts(request.constraints):
@@ -149,7 +158,7 @@ def _fixed_cuts(
 
 
 def _has_tables(front: PreparedModel) -> bool:
-    """Whether the model trains tables with sparse gradients."""
+    """Return whether the model trains embedding tables with sparse gradients."""
     return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
 
 
@@ -158,16 +167,16 @@ def _describe(one: MeshProposal) -> str:
     return f"{one.mesh or 'one rank per stage'}{zero}"
 
 
-def _closed(made: _Tried) -> float:
-    return made[0].prediction.step_seconds
+def _closed(priced: _Tried) -> float:
+    return priced[0].prediction.step_seconds
 
 
-def _simulated(made: _Tried) -> float:
-    return made[0].prediction.simulated_seconds
+def _simulated(priced: _Tried) -> float:
+    return priced[0].prediction.simulated_seconds
 
 
 def _pace(request: PlanRequest) -> Callable[[float], float] | None:
-    """What seconds are worth while so many ranks compute; None where that is not known."""
+    """Return the factor on seconds while so many ranks compute; None where not measured."""
     cluster = request.cluster
     contention = find_contention(request.cost_model, cluster)
     if contention is None:
@@ -177,11 +186,11 @@ def _pace(request: PlanRequest) -> Callable[[float], float] | None:
 
 
 def with_proof(plan: Plan, chosen: DegreeSearchResult, one: MeshProposal) -> Plan:
-    """The plan with what is proven of the choice of its degrees, and what else was proposed."""
+    """Return the plan with the certificate of its degrees and the rejected alternatives."""
     rejected, changes = find_rejected_choices(chosen, one, plan)
     return msgspec.structs.replace(
         plan,
-        degrees=certificate(chosen),
+        degrees=make_degree_certificate(chosen),
         alternatives=rejected or plan.alternatives,
         changes=changes,
         provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 def find_annotations(model: torch.nn.Module, request: PlanRequest) -> dict[str, str]:
     """Return the annotations of the model, of its DTensors and of the constraint."""
-    return merge_annotations(annotations_of(model), given_annotations(request))
+    return merge_annotations(annotations_of(model), parse_annotation_constraint(request))
 
 
-def given_annotations(request: PlanRequest) -> dict[str, str]:
+def parse_annotation_constraint(request: PlanRequest) -> dict[str, str]:
     """Parse the constraint ``annotations``: a file, or text with a TOML table or JSON object."""
     given = str(request.constraints.get("annotations", ""))
     if not given:
@@ -80,8 +80,8 @@ def shard_graph(
     close = request.constraints.get("placements", "solver") == "annotated"
     whole = propagate_annotations(graph, request.mesh, seeds, _names(graph, captured), close=close)
     certificate = None
-    if left := _open(whole):
-        chosen, certificate = _chosen(whole, captured, request, expected, left)
+    if undecided := _open(whole):
+        chosen, certificate = _select_placements(whole, captured, request, expected, undecided)
         rows = ShardedGraph(chosen, captured).multiple()
         if captured.batch_size % (rows * (expected.microbatches or 1)):
             # More shards than rows in the batch, so replicate what is undecided instead.
@@ -111,11 +111,11 @@ def _follow_writers(graph: fx.GraphModule) -> None:
                 continue
             if between:
                 _replicate([*between, writer], mesh)
-            wanted = _wanted(writer, target, mesh)
-            held = sharding(state)
-            if held is None or held.results[0] == wanted:
+            wanted = _required_placements(writer, target, mesh)
+            known = sharding(state)
+            if known is None or known.results[0] == wanted:
                 continue
-            if any(map(is_annotated, held.origins)):
+            if any(map(is_annotated, known.origins)):
                 text = format_placements(wanted, mesh)
                 why = f"{writer.name} writes it as {text}, but its annotation differs"
                 fix = "remove the annotation"
@@ -136,7 +136,7 @@ def _replicate(nodes: Sequence[fx.Node], mesh: Mesh) -> None:
         annotate(node, sharding=known)
 
 
-def _wanted(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
+def _required_placements(writer: fx.Node, target: fx.Node, mesh: Mesh) -> Placements:
     """Return the placements in which an op takes an operand that it writes."""
     known, rule = sharding(writer), rule_of(writer)
     if known is None or rule is None:
@@ -151,12 +151,12 @@ def _open(graph: fx.GraphModule) -> int:
     return sum(None in k.strategy or any(None in r for r in k.results) for k in known)
 
 
-def _chosen(
+def _select_placements(
     graph: fx.GraphModule,
     captured: CapturedModel,
     request: PlanRequest,
     expected: ShardingAssumptions,
-    left: int,
+    undecided: int,
 ) -> tuple[fx.GraphModule, Certificate]:
     """Return the graph with the solver's placements, and its certificate for the plan."""
     found, proof = choose_placements(
@@ -179,7 +179,7 @@ def _chosen(
         lower_bound=min(proof.bound, proof.seconds),
         gap=proof.gap,
         solver=proof.solver,
-        over=f"placements of {left} ops and values without annotations, for one stage",
+        over=f"placements of {undecided} ops and values without annotations, for one stage",
     )
 
 
@@ -196,13 +196,13 @@ def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) ->
     found = {}
     for item in captured.inputs:
         key = f"input:{item.name}"
-        if item.batch_dim is None or _says(given, key, DATA_AXIS):
+        if item.batch_dim is None or _is_placed(given, key, DATA_AXIS):
             continue
         found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
     return found
 
 
-def _says(given: Mapping[str, str], name: str, axis: str) -> bool:
+def _is_placed(given: Mapping[str, str], name: str, axis: str) -> bool:
     """Return whether an annotation places an input on an axis."""
     for text, placements in given.items():
         key = AnnotationKey.parse(text)

@@ -28,11 +28,11 @@ from fxpart.units import plural
 
 @dataclass(frozen=True)
 class WhatIfChange:
-    """A change; zero, one and empty values change nothing.
+    """A change of cluster or decisions; zero, one and empty values change nothing.
 
-    devices: their number in all (of the only type) or by type, "h100=6". without: ranks of the plan
-    whose devices are removed. bandwidth, latency, memory: factors. microbatches: numbers to choose
-    from. wishes: constraints that fix or forbid decisions.
+    devices: their total number (of the only type) or by type, "h100=6". without: ranks of the plan
+    whose devices are removed. bandwidth, latency, memory: factors. microbatches: candidate numbers.
+    constraints: those that fix or forbid decisions.
     """
 
     devices: str = ""
@@ -41,7 +41,7 @@ class WhatIfChange:
     latency: float = 1.0
     memory: float = 1.0
     microbatches: tuple[int, ...] = ()
-    wishes: tuple[PlanConstraint, ...] = ()
+    constraints: tuple[PlanConstraint, ...] = ()
 
     def __str__(self) -> str:
         words = [f"devices {self.devices}"] if self.devices else []
@@ -53,7 +53,7 @@ class WhatIfChange:
         ]
         if self.microbatches:
             words.append(f"microbatches {', '.join(map(str, self.microbatches))}")
-        return ", ".join([*words, *map(str, self.wishes)]) or "nothing changed"
+        return ", ".join([*words, *map(str, self.constraints)]) or "nothing changed"
 
 
 def changed(problem: JointProblem, plan: Plan, change: WhatIfChange) -> JointProblem:
@@ -67,7 +67,7 @@ def changed(problem: JointProblem, plan: Plan, change: WhatIfChange) -> JointPro
         problem = with_memory(problem, change.memory)
     if change.microbatches:
         problem = with_microbatches(problem, change.microbatches)
-    return apply_constraints(problem, change.wishes)
+    return apply_constraints(problem, change.constraints)
 
 
 def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int]:
@@ -81,7 +81,7 @@ def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int
             raise error(
                 "FXP109",
                 where=f"devices {part!r}",
-                why="it is not a number of devices of a type that the problem has",
+                why="the value is not a number of devices of a type in the problem",
                 fix=" or ".join(f"{n}={c}" for n, c in zip(names, counts, strict=True)),
             )
         counts[place] = int(number)
@@ -90,7 +90,7 @@ def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int
         stage = next((s.index for s in plan.stages if rank in s.ranks), None)
         if stage is None:
             last = sum(len(s.ranks) for s in plan.stages) - 1
-            why, fix = "the plan has no such rank", f"0 to {last}"
+            why, fix = "the plan has no such rank", f"use 0 to {last}"
             raise error("FXP109", where=f"without rank {rank}", why=why, fix=fix)
         counts[problem.options[chosen.options[stage]].pool] -= 1
     return counts
@@ -127,7 +127,7 @@ def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
                 "FXP303",
                 where=f"stage {stage.index}",
                 why="the costed problem beside the plan does not have its degrees",
-                fix="plan again, which writes both files",
+                fix="plan again to write both files",
             )
         options.append(found[0])
     pieces = sorted(span for stage in plan.stages for span in stage.spans)
@@ -246,7 +246,7 @@ def _option(problem: JointProblem, index: int) -> str:
 
 
 def _runs(sizes: Sequence[int]) -> str:
-    """7, 6, 6, 6 as "7, 6 x3"."""
+    """Return run lengths: 7, 6, 6, 6 as "7, 6 x3"."""
     words: list[str] = []
     index = 0
     while index < len(sizes):

@@ -238,7 +238,7 @@ def _compared_plans(
 
     front = request.front
     front = replace(front, request=replace(front.request, cost_model=model))
-    decided = find_best_plan(front, request.microbatches, looked=look)
+    decided = find_best_plan(front, request.microbatches, on_candidate=look)
     found.setdefault(plan_key(decided.plan), (decided.plan, decided.parts))
     return found
 

@@ -14,7 +14,7 @@ from fxpart.errors import error
 from fxpart.plan.model import Plan, RankPrediction
 from fxpart.plan.number_ranges import text_of
 from fxpart.plan.schedule import stage_of
-from fxpart.planner.prediction.plan_timeline import plan_timeline, tie_seconds
+from fxpart.planner.prediction.plan_timeline import compute_tied_reduction_seconds, plan_timeline
 from fxpart.report.comparison import (
     BACKWARD,
     COLLECTIVE,
@@ -66,7 +66,7 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
         )
     kept = _full(recording, plan.microbatches)
     timeline = predict_timeline(plan)
-    ties = () if timeline is None else tie_seconds(plan)
+    ties = () if timeline is None else compute_tied_reduction_seconds(plan)
     whole = dict(zip(kept.steps, kept.whole_seconds(), strict=True))
     times = sorted(whole.values())
     low, high = (times[0], times[-1]) if len(times) < 4 else quantiles(times, n=4)[::2]

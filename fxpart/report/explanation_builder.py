@@ -11,7 +11,7 @@ from fxpart.plan.prediction import IDLE, HostLoad, bottleneck, pace, step_parts
 from fxpart.plan.summary import describe_source, used
 from fxpart.plan.throughput import ModelWork, compute_throughput
 from fxpart.planner.prediction.queue_simulation import (
-    MOST,
+    MAX_SIMULATED,
     compute_round_robin_seconds,
     simulate_queue_plan,
 )
@@ -194,7 +194,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
 
 def _queues(plan: Plan) -> QueueFigures | None:
     """Return queue routing with the plan's staleness, and with equal staleness everywhere."""
-    if not plan.staleness or plan.world * plan.microbatches > MOST:
+    if not plan.staleness or plan.world * plan.microbatches > MAX_SIMULATED:
         return None
     own = tuple(plan.staleness[first] for first in plan.firsts)
     run = simulate_queue_plan(plan, own)

@@ -9,7 +9,7 @@ from fxpart import units
 from fxpart.plan.model import Plan
 from fxpart.plan.summary import describe_schedule, layout, throughput_rows
 from fxpart.plan.throughput import ModelWork
-from fxpart.planner.prediction.plan_timeline import plan_timeline, streams
+from fxpart.planner.prediction.plan_timeline import plan_timeline, runs_without_flushes
 from fxpart.report import comparison_text, sharding
 from fxpart.report.comparison import RecordingComparison
 from fxpart.report.comparison_builder import predict_timeline
@@ -205,7 +205,7 @@ def _timeline(plan: Plan) -> str:
         drawn = max(1, DRAWN // (2 * len(plan.stages)))
     timeline = plan_timeline(plan, microbatches=drawn)
     caption = "One step under the predicted costs."
-    if streams(plan):
+    if runs_without_flushes(plan):
         caption = "Three minibatches without flushes, and the end, under the predicted costs."
     if drawn < plan.microbatches:
         caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."

@@ -22,8 +22,8 @@ from fxpart.plan.model import Plan, RankPrediction
 from fxpart.planner.execution_mode import as_asynchronous, as_synchronous, mode_of
 from fxpart.planner.families.asynchronous_pipeline import _least_stale
 from fxpart.planner.prediction.asynchronous_plan import TrainedWeights, make_asynchronous
-from fxpart.planner.prediction.plan_timeline import plan_steps, stream_steps
-from fxpart.planner.prediction.steady_state import stream_in_time, window
+from fxpart.planner.prediction.plan_timeline import get_steady_window, plan_steps
+from fxpart.planner.prediction.steady_state import measurement_window, simulate_steady_state
 from fxpart.report.explanation_text import explain
 from fxpart.report.html import report_html
 from fxpart.schedule.dependence import chain
@@ -88,7 +88,7 @@ def rows_of(
 def by_hand(m: int, rows: tuple[RankPrediction, ...]) -> float:
     """The mean of late minibatches of a long stream, from the order of each stage alone."""
     count = len(rows)
-    steps, first, end = window(count, m)
+    steps, first, end = measurement_window(count, m)
     total = steps * m
     order = []
     for k in range(count):
@@ -137,7 +137,7 @@ def test_a_minibatch_takes_what_the_order_of_each_stage_says(seed: int) -> None:
         return [r.random() * most for _ in range(count)]
 
     rows = rows_of(each(1.0), each(2.0), [0.0, *each(0.3)[1:]], each(1.0))
-    found = stream_in_time(m, chain(count), rows, (), 0.0)
+    found = simulate_steady_state(m, chain(count), rows, (), 0.0)
     assert found.method == "simulation"
     assert found.seconds == pytest.approx(by_hand(m, rows))
 
@@ -209,7 +209,7 @@ def test_a_plan_says_both_times_and_comes_back(mode: str) -> None:
     assert plan.certificate.objective == pytest.approx(given_.step_seconds)
     assert [row.staleness for row in given_.ranks] == [1, 0]
     # The stream, and the same stages drained, played again from nothing but the plan.
-    steps, first, end = stream_steps(plan)
+    steps, first, end = get_steady_window(plan)
     ends = plan_steps(plan, steps=steps).ends
     assert (ends[end - 1] - ends[first - 1]) / (end - first) == pytest.approx(
         given_.simulated_seconds

@@ -10,11 +10,11 @@ import pytest
 import sample_plans
 
 from fxpart.errors import FxpartError, error
-from fxpart.planner.mode_selection import ModeSelection, _better
+from fxpart.planner.mode_selection import ModeSelection, _select_faster
 from fxpart.planner.search import PlanSearchResult
 
 
-def weighed(seconds: float, schedule: str) -> ModeSelection:
+def selection(seconds: float, schedule: str) -> ModeSelection:
     """A plan of so many seconds."""
     plan = sample_plans.plan(2)
     told = msgspec.structs.replace(plan.prediction, simulated_seconds=seconds)
@@ -47,13 +47,13 @@ def unfit() -> ModeSelection:
 )
 def test_both_ways(step: float | None, stream: float | None, schedule: str, words: str) -> None:
     def make(seconds: float | None, name: str) -> Callable[[], ModeSelection]:
-        return unfit if seconds is None else lambda: weighed(seconds, name)
+        return unfit if seconds is None else lambda: selection(seconds, name)
 
-    plan = _better(asked(), make(step, "1f1b"), make(stream, "async")).decided.plan
+    plan = _select_faster(asked(), make(step, "1f1b"), make(stream, "async")).result.plan
     assert plan.schedule == schedule and words in plan.provenance["mode"]
     assert len(plan.alternatives) == (step is not None and stream is not None)
 
 
 def test_nothing_fits_either_way() -> None:
     with pytest.raises(FxpartError, match="stage 0 is too full"):
-        _better(asked(), unfit, unfit)
+        _select_faster(asked(), unfit, unfit)

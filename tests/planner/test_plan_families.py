@@ -35,7 +35,7 @@ def request(**constraints: Any) -> PlanRequest:
         ({"copies": "always"}, {"replicated stages"}),
         ({"copies": "none"}, set()),
         ({"copies": "always", "tp": 2}, set()),
-        ({"schedule": "zb-h1"}, {"other schedules"}),
+        ({"schedule": "zb-h1"}, {"schedule selection"}),
         ({"schedule": "gpipe,1f1b"}, set()),
     ],
 )

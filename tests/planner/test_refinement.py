@@ -116,7 +116,7 @@ def test_of_equally_fast_answers_the_solvers_own_stays() -> None:
     found = rerank(problem, solution, lambda choice, e: looked(1.0, e))
     assert found.solution.choice == solution.choice
     assert found.solution.status == solution.status
-    assert f"{len(found.found)} answers" in found.words()
+    assert f"{len(found.found)} candidates" in found.describe()
 
 
 def test_the_certificate_is_honest_about_the_gap() -> None:

@@ -17,9 +17,9 @@ from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule, stage_of
 from fxpart.planner.families.schedule_selection import (
-    in_pieces,
+    compute_work_bound,
+    make_virtual_stage_problem,
     with_cut_schedules,
-    work_bound,
 )
 from fxpart.planner.prediction.plan_timeline import plan_timeline
 from fxpart.report.comparison_builder import compare
@@ -160,11 +160,13 @@ def test_each_rank_has_as_many_pieces(ranks: int, turns: int, name: str) -> None
 @given(seed=st.integers(0, 10_000))
 def test_no_step_is_below_the_work_bound(seed: int) -> None:
     problem = random_problem(seed)
-    bound = work_bound(problem)
+    bound = compute_work_bound(problem)
     answer = solve(problem, time_limit=2.0, seed=0)
     if answer.choice is not None:
         assert bound <= evaluate(problem, answer.choice).seconds * (1 + 1e-9)
-    pieces = in_pieces(problem, SCHEDULES[INTERLEAVED].assign_ranks(len(problem.devices), 2))
+    pieces = make_virtual_stage_problem(
+        problem, SCHEDULES[INTERLEAVED].assign_ranks(len(problem.devices), 2)
+    )
     assert len(pieces.devices) == 2 * len(problem.devices) == pieces.max_stages
 
 

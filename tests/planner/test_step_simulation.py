@@ -22,7 +22,7 @@ from fxpart.plan.contention import (
     complete_host_loads,
     compute_pace,
     find_host_loads,
-    is_crowded,
+    has_contention,
     pace,
 )
 from fxpart.plan.model import HostLoad, Plan
@@ -31,8 +31,8 @@ from fxpart.planner.prediction import step_simulation
 from fxpart.planner.prediction.plan_timeline import plan_steps, plan_timeline
 from fxpart.planner.prediction.step_simulation import (
     compute_exposed_reduction,
-    step_in_time,
-    steps_in_time,
+    simulate_plan_steps,
+    simulate_step,
 )
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
@@ -64,8 +64,8 @@ def instance(seed: int) -> tuple[str, int, tuple[StageEdge, ...], list[RankPredi
 @pytest.mark.parametrize("seed", range(60))
 def test_the_quick_way_finds_the_same(seed: int) -> None:
     name, m, edges, rows = instance(seed)
-    found = step_in_time(name, m, edges, rows, (), 1e9)
-    slow = steps_in_time(make(name, range(len(rows)), m, edges), edges, rows).timeline
+    found = simulate_step(name, m, edges, rows, (), 1e9)
+    slow = simulate_plan_steps(make(name, range(len(rows)), m, edges), edges, rows).timeline
     assert found.seconds == pytest.approx(slow.step_seconds, rel=1e-12)
     assert (found.method, found.hosts) == ("simulation", ())
     assert found.bubble == idle_share(rows, m, found.seconds)
@@ -101,7 +101,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
     ranks = tuple(range(len(rows)))
     curve = tuple(sorted(rng.choice((1.0, 1.2, 1.7, 2.5)) for _ in ranks))
     load = HostLoad(ranks=ranks, slowdown=curve, transfer=rng.choice((0.0, 0.5)))
-    found = step_in_time(name, m, edges, rows, [load], 1e9)
+    found = simulate_step(name, m, edges, rows, [load], 1e9)
     full = curve[-1]
     moved = step_simulation.StageTimes.of(rows, edges).transfer
     both = {**moved, **{(b, a): seconds for (a, b), seconds in moved.items()}}
@@ -121,7 +121,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
         end for action, (_, end) in spans.items() if action.kind in (ActionKind.F, ActionKind.B)
     )
     ties = [r.tie_seconds for r in rows]
-    if not is_crowded(load):  # else senders copy
+    if not has_contention(load):  # else senders copy
         ties = compute_exposed_reduction(ties, passes[1], edges, m)
     sums = [r.sync_seconds + tie for r, tie in zip(rows, ties, strict=True)]
     after = [r.step_only_seconds - r.tie_seconds + t for r, t in zip(rows, ties, strict=True)]
@@ -140,7 +140,7 @@ def test_on_shared_cores_as_a_machine_that_runs_the_lists(seed: int) -> None:
         left = [x - wait / pace for x, pace in zip(left, paces, strict=True)]
         left = [0.0 if x < 1e-12 else x for x in left]
     assert found.seconds == pytest.approx(last + once, rel=1e-9)
-    assert found.hosts == ((load,) if is_crowded(load) else ())
+    assert found.hosts == ((load,) if has_contention(load) else ())
 
 
 def test_a_crowded_step_of_many_actions_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +149,16 @@ def test_a_crowded_step_of_many_actions_is_not_simulated(monkeypatch: pytest.Mon
     rows = [row(k, rng) for k in range(3)]
     edges = (StageEdge(0, 1), StageEdge(1, 2))
     load = HostLoad(ranks=(0, 1, 2), slowdown=(1.0, 1.5, 2.0))
-    exact = step_in_time("1f1b", 6, edges, rows, [load], 1e9)
+    exact = simulate_step("1f1b", 6, edges, rows, [load], 1e9)
     actions = 2 * 6 * (3 + 4)
-    monkeypatch.setattr(step_simulation, "MOST_CROWDED", actions - 1)
-    rough = step_in_time("1f1b", 6, edges, rows, [load], 1e9)
+    monkeypatch.setattr(step_simulation, "MAX_CONTENDED_ACTIONS", actions - 1)
+    rough = simulate_step("1f1b", 6, edges, rows, [load], 1e9)
     assert rough.hosts == () and rough.method == "simulation"
-    assert rough == step_in_time("1f1b", 6, edges, rows, (), 1e9)
+    assert rough == simulate_step("1f1b", 6, edges, rows, (), 1e9)
     assert rough.seconds > exact.seconds and exact.hosts == (load,)
-    monkeypatch.setattr(step_simulation, "MOST_ACTIONS", actions - 1)
+    monkeypatch.setattr(step_simulation, "MAX_ACTIONS", actions - 1)
     for name in ("1f1b", "zb-h1"):
-        closed = step_in_time(name, 6, edges, rows, [load], 1e9)
+        closed = simulate_step(name, 6, edges, rows, [load], 1e9)
         assert (closed.seconds, closed.method, closed.hosts) == (1e9, "closed form", ())
 
 
@@ -244,8 +244,8 @@ def test_a_plan_that_leaves_devices_under_quotas_idle_is_as_fast_as_without_them
     cluster_of_two, curve = held(0.75, 0.5), ContentionProfile(slowdown=(1.0, 1.5))
     (load,) = find_host_loads(cluster_of_two, [0], lambda _: curve)
     given = row(0, random.Random(0))
-    seconds = step_in_time("1f1b", 3, [], [given], [load], 1e9).seconds
-    alone = step_in_time("1f1b", 3, [], [given], (), 1e9).seconds
+    seconds = simulate_step("1f1b", 3, [], [given], [load], 1e9).seconds
+    alone = simulate_step("1f1b", 3, [], [given], (), 1e9).seconds
     talk = 3 * 2 * _talk(given) + given.sync_seconds + given.tie_seconds
     assert seconds == pytest.approx((alone - talk) / 1.25 + talk)
 

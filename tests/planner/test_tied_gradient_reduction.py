@@ -14,9 +14,9 @@ from planner.test_step_simulation import row
 from fxpart.plan.prediction import HostLoad
 from fxpart.planner.prediction.step_simulation import (
     compute_exposed_reduction,
+    simulate_plan_steps,
+    simulate_step,
     stage_times,
-    step_in_time,
-    steps_in_time,
 )
 from fxpart.schedule.action import ActionKind, StageEdge
 from fxpart.schedule.make import make
@@ -90,17 +90,17 @@ def test_a_step_takes_one_message_less_each(name: str) -> None:
         for k in range(4)
     ]  # fmt: skip
     free = [replace(r, tie_seconds=0.0) for r in rows]
-    quick = step_in_time(name, 3, edges, rows, (), 1e9).seconds
-    assert quick == pytest.approx(step_in_time(name, 3, edges, free, (), 1e9).seconds + 1.0)
+    quick = simulate_step(name, 3, edges, rows, (), 1e9).seconds
+    assert quick == pytest.approx(simulate_step(name, 3, edges, free, (), 1e9).seconds + 1.0)
     schedule = make(name, range(4), 3, edges)
-    slow = steps_in_time(schedule, edges, rows).timeline.step_seconds
+    slow = simulate_plan_steps(schedule, edges, rows).timeline.step_seconds
     assert slow == pytest.approx(quick)
     # On one host whoever sends copies: none of its messages is for nothing.
     host = HostLoad(ranks=(0, 1, 2, 3), slowdown=(1.0, 1.0, 1.0, 1.5), full=1)
-    copied = [step_in_time(name, 3, edges, r, [host], 1e9).seconds for r in (rows, free)]
+    copied = [simulate_step(name, 3, edges, r, [host], 1e9).seconds for r in (rows, free)]
     assert copied[0] == pytest.approx(copied[1] + 4.0)
     two = [HostLoad(ranks=r, slowdown=(1.0, 1.5), full=1) for r in ((0, 1), (2, 3))]
-    sent = [step_in_time(name, 3, edges, r, two, 1e9).seconds for r in (rows, free)]
+    sent = [simulate_step(name, 3, edges, r, two, 1e9).seconds for r in (rows, free)]
     assert sent[0] == pytest.approx(sent[1] + 1.0)
-    assert stage_times(schedule, edges, rows, [host]).tying == (4.0, 0.0, 0.0, 4.0)
-    assert stage_times(schedule, edges, rows).tying == (1.0, 0.0, 0.0, 1.0)
+    assert stage_times(schedule, edges, rows, [host]).tied_reduction == (4.0, 0.0, 0.0, 4.0)
+    assert stage_times(schedule, edges, rows).tied_reduction == (1.0, 0.0, 0.0, 1.0)

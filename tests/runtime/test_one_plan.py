@@ -130,7 +130,7 @@ def test_rank_0_waits_for_nobody(pool: Pool) -> None:
     assert time.monotonic() - began < plan_agreement.SILENCE
 
 
-class Talks:
+class Channels:
     """Ranks of one store, as threads of this process."""
 
     def __init__(self, world: int) -> None:
@@ -139,64 +139,68 @@ class Talks:
 
 
 @pytest.mark.slow
-def test_a_wait_without_word_ends_and_was_told(
+def test_a_wait_without_heartbeats_warns_and_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plan_agreement, "SILENCE", 0.5)
-    monkeypatch.setattr(plan_agreement, "_TOLD", 0.1)
-    talk = Talks(2).each[1]
+    monkeypatch.setattr(plan_agreement, "_WARN_AFTER", 0.1)
+    channel = Channels(2).each[1]
     with caplog.at_level(logging.WARNING, "fxpart"), pytest.raises(FxpartError) as caught:
-        talk.hear(*talk.next("one"))
+        channel.wait_for_reply(*channel.next("one"))
     assert caught.value.code == "FXP516" and "not begun to plan" in str(caught.value)
     assert "rank 1 waits for the plan of rank 0" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_long_search_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the silence: what is heard of it counts."""
+    """Longer than the silence: heartbeats extend the wait."""
     monkeypatch.setattr(plan_agreement, "SILENCE", 0.6)
-    monkeypatch.setattr(plan_agreement, "_EVERY", 0.1)
-    talks, plan = Talks(2), sample_plans.plan(2)
+    monkeypatch.setattr(plan_agreement, "_BEAT_INTERVAL", 0.1)
+    channels, plan = Channels(2), sample_plans.plan(2)
 
     def search() -> Any:
         time.sleep(1.5)
         return plan
 
     heard: list[Any] = []
-    other = threading.Thread(target=lambda: heard.append(talks.each[1].hear(*asked)), daemon=True)
-    asked = talks.each[1].next("one")
+    other = threading.Thread(
+        target=lambda: heard.append(channels.each[1].wait_for_reply(*asked)), daemon=True
+    )
+    asked = channels.each[1].next("one")
     other.start()
-    assert talks.each[0].tell(*talks.each[0].next("one"), search) == plan
+    assert channels.each[0].publish_plan(*channels.each[0].next("one"), search) == plan
     other.join(20)
-    assert heard and heard[0].taken().dumps() == plan.dumps()
+    assert heard and heard[0].get_plan().dumps() == plan.dumps()
 
 
-def test_what_breaks_on_rank_0_is_said_by_the_others() -> None:
-    talks = Talks(2)
+def test_errors_of_rank_0_are_raised_on_other_ranks() -> None:
+    channels = Channels(2)
 
     def broken() -> Any:
         raise ValueError("of the planner's own")
 
     heard: list[Any] = []
-    other = threading.Thread(target=lambda: heard.append(talks.each[1].hear(*asked)), daemon=True)
-    asked = talks.each[1].next("one")
+    other = threading.Thread(
+        target=lambda: heard.append(channels.each[1].wait_for_reply(*asked)), daemon=True
+    )
+    asked = channels.each[1].next("one")
     other.start()
     with pytest.raises(ValueError, match="own"):
-        talks.each[0].tell(*talks.each[0].next("one"), broken)
+        channels.each[0].publish_plan(*channels.each[0].next("one"), broken)
     other.join(20)
     with pytest.raises(FxpartError, match="FXP507[\\s\\S]*ValueError: of the planner's own"):
-        heard[0].taken()
+        heard[0].get_plan()
 
 
-def test_who_asks_for_something_else_plans_by_itself() -> None:
-    talks = Talks(2)
-    talks.each[0].tell(*talks.each[0].next("one"), lambda: sample_plans.plan(2))
-    assert talks.each[1].hear(*talks.each[1].next("another")) is None
+def test_rank_with_another_request_plans_independently() -> None:
+    channels = Channels(2)
+    channels.each[0].publish_plan(*channels.each[0].next("one"), lambda: sample_plans.plan(2))
+    assert channels.each[1].wait_for_reply(*channels.each[1].next("another")) is None
 
 
-def test_the_same_wish_twice_is_two_plans() -> None:
+def test_the_same_request_twice_is_two_plans() -> None:
     """So that a second search, of new measurements, is not the first one's plan."""
-    first = Talks(2).each[0]
+    first = Channels(2).each[0]
     number, ask = first.next("one")
     assert (first.next("one")[0], number) == (1, 0) and first.next("one")[1] != ask
 
@@ -206,8 +210,8 @@ def test_a_plan_larger_than_a_stores_message() -> None:
     """Names repeat, so that the text becomes small."""
     answer = plan_agreement.PlanReply(plan='{"layer": 1}' * 2_000_000)
     assert (
-        len(answer.written()) < 1 << 20
-        and plan_agreement.PlanReply.read(answer.written()) == answer
+        len(answer.encode()) < 1 << 20
+        and plan_agreement.PlanReply.decode(answer.encode()) == answer
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import decisions
-from fxpart.planner.prediction.plan_timeline import plan_timeline, tie_seconds
+from fxpart.planner.prediction.plan_timeline import compute_tied_reduction_seconds, plan_timeline
 from fxpart.schedule.measured_timeline import (
     AGREE,
     END,
@@ -71,7 +71,7 @@ def _rank(
     (update,) = (u for u in timeline.updates if u.stage == stage)
     add("step", END, last, update.start)
     at = add("step", SUMS, update.start, update.start + entry.sync_seconds)
-    at = add("step", TIES, at, at + tie_seconds(plan)[stage])
+    at = add("step", TIES, at, at + compute_tied_reduction_seconds(plan)[stage])
     rest = update.end - at
     alone = entry.optimizer_seconds + entry.overhead_seconds
     share = rest / alone if alone else 0.0

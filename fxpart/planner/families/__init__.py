@@ -1,7 +1,7 @@
-"""Families of plans: one module each, and the tables by which the search finds them.
+"""Plan families: one module each, and the registries by which the search finds them.
 
-The search asks the families of a table in order; the first that accepts a request plans it. Where
-none does, the plan is a chain of equal stages.
+The first family of a registry that accepts a request plans it. If none accepts it, the plan is a
+chain of equal stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MESH_FAMILIES: Registry[MeshPlanFamily] = Registry(
         "asynchronous pipeline": LazyEntry(
             f"{_MODULE}.asynchronous_pipeline:ASYNCHRONOUS_PIPELINE"
         ),
-        "other schedules": LazyEntry(f"{_MODULE}.schedule_selection:OTHER_SCHEDULES"),
+        "schedule selection": LazyEntry(f"{_MODULE}.schedule_selection:SCHEDULE_SELECTION"),
     },
 )
 

@@ -1,7 +1,8 @@
-"""Plans of asynchronous 1F1B on one mesh: cuts for the stream, the best of them, and the proof.
+"""Plans of asynchronous 1F1B on one mesh: cuts, selection and certificate.
 
-What a synchronous plan minimises has the filling of the pipeline in it; a stream has none, and
-keeps copies of weights instead. So its cuts are solved for by themselves (:mod:`.solver.stream`).
+The step time of a synchronous plan includes filling and flushing the pipeline. An asynchronous
+pipeline has neither, but stores copies of weights, so its cuts are solved separately
+(:mod:`fxpart.solver.asynchronous`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Alternative, Certificate, Plan
 from fxpart.planner.prediction.asynchronous_plan import (
     TrainedWeights,
+    explain_slower,
+    explain_too_full,
+    list_staleness,
     make_asynchronous,
-    slower,
-    staleness,
-    too_full,
 )
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, with_other_choice
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.objective import PartitionEvaluation
 
-_LOOKED = 6  # answers that are compared by simulation
-_TIE = 0.01  # of a minibatch's time: less than that is no reason to miss more updates
+_SIMULATED = 6  # candidates that are compared by simulation
+_TIE = 0.01  # of a minibatch's time: smaller differences do not justify more staleness
 
 
 class SynchronousPlanFactory(Protocol):
-    """The synchronous plan of an answer and its program's parts."""
+    """Makes the synchronous plan of a solution, and its generated program."""
 
     def __call__(
         self,
@@ -54,15 +55,16 @@ class SynchronousPlanFactory(Protocol):
         solution: Solution,
         evaluation: PartitionEvaluation | None = None,
     ) -> tuple[Plan, GeneratedProgram]:
-        """evaluation: where more is known than the problem."""
+        """Make the plan. evaluation: more exact than the problem's, if known."""
 
 
 @dataclass(frozen=True)
 class AsynchronousPlanner:
-    """What streams are planned on.
+    """Plans asynchronous pipelines on one mesh.
 
-    problem: priced, for one mesh. copying: seconds to read or write a byte, by device type. make:
-    of a solver's answer. refined: a choice's evaluation with what was measured of whole stages.
+    problem: the priced mesh. copying: seconds to read or write a byte, by device type. make: makes
+    the plan of a solution. refined: returns a choice's evaluation with the measured times of whole
+    stages.
     """
 
     problem: PartitionProblem
@@ -73,25 +75,26 @@ class AsynchronousPlanner:
     time_limit: float
 
     def best(self) -> tuple[Plan, GeneratedProgram]:
-        """The plan that takes least a minibatch; with a measured cost model, by simulation.
+        """Return the plan with the shortest time per minibatch.
 
-        Of those within one per cent of it, the one whose forwards miss the fewest updates. Raises
-        FXP204 where nothing fits, naming the modes that would.
+        With measured costs, the time is that of the simulation. Among plans within 1 % of it, the
+        one with the least staleness. Raises FXP204 where nothing fits, naming weight modes that
+        would fit.
         """
-        given = self._given(self.request.weights)
-        answer = solve_async_pipeline(given, time_limit=self.time_limit)
+        async_problem = self._make_problem(self.request.weights)
+        answer = solve_async_pipeline(async_problem, time_limit=self.time_limit)
         if answer.choice is None:
-            raise self._unfit(given)
-        scorer = AsyncPipelineScorer(given)
-        looked = answer.candidates[:_LOOKED]
+            raise self._explain_unfit(async_problem)
+        scorer = AsyncPipelineScorer(async_problem)
+        candidates = answer.candidates[:_SIMULATED]
         if not is_measured(self.request.cost_model, self.request.cluster):
             most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
-            looked = tuple(c for c in looked if scorer.evaluate(c).seconds <= most)
-        made = [self._plan(scorer, answer, choice) for choice in looked or (answer.choice,)]
+            candidates = tuple(c for c in candidates if scorer.evaluate(c).seconds <= most)
+        made = [self._plan(scorer, answer, choice) for choice in candidates or (answer.choice,)]
         return _least_stale([one for one in made if not find_overfull_ranks(one[0])] or made)
 
-    def _given(self, weights: str) -> AsyncPipelineProblem:
-        """The problem under a weight mode."""
+    def _make_problem(self, weights: str) -> AsyncPipelineProblem:
+        """Return the problem under a weight mode."""
         problem, count = self.problem, len(self.problem.blocks)
         passes = []
         for seconds in self.copying:
@@ -106,38 +109,40 @@ class AsynchronousPlanner:
     def _plan(
         self, scorer: AsyncPipelineScorer, answer: Solution, choice: PartitionChoice
     ) -> tuple[Plan, GeneratedProgram]:
-        """The plan of one choice, as far as more is known of it than the problem says."""
+        """Return the plan of one choice, with measured stage times where available."""
         stepped = self.refined(choice, evaluate(self.problem, choice))
         one = with_other_choice(answer, choice, scorer.evaluate(choice).seconds)
         plan, parts = self.make(StagePartition(self.problem, one), one, stepped)
         found = scorer.evaluate(choice)
-        made = make_asynchronous(plan, self.request.weights, self._trained(scorer, choice))
+        made = make_asynchronous(
+            plan, self.request.weights, self._find_trained_weights(scorer, choice)
+        )
         return msgspec.structs.replace(
             made,
             certificate=self._certificate(plan, answer, found.seconds),
             alternatives=self._alternatives(scorer, answer, choice, found),
         ), parts
 
-    def _trained(
+    def _find_trained_weights(
         self, scorer: AsyncPipelineScorer, choice: PartitionChoice
     ) -> list[TrainedWeights]:
-        """Of each stage its trained weights, and the seconds to predict them."""
+        """Return the bytes of trained weights of each stage, and the seconds to predict them."""
         problem, passes = self.problem, scorer.given.passes
         ends = (*choice.starts[1:], len(problem.blocks))
         found = []
         for device, first, end in zip(problem.devices, choice.starts, ends, strict=False):
             blocks = range(first, end)
-            held = [w for w in problem.weights if w.gradient and set(w.blocks) & set(blocks)]
+            weights = [w for w in problem.weights if w.gradient and set(w.blocks) & set(blocks)]
             seconds = sum(passes[device.type][b] for b in blocks)
-            found.append(TrainedWeights(sum(w.weight for w in held), seconds))
+            found.append(TrainedWeights(sum(w.weight for w in weights), seconds))
         return found
 
     def _certificate(self, plan: Plan, answer: Solution, objective: float) -> Certificate:
-        """What is proven of the stream, over the costs of ops."""
+        """Return the certificate of the asynchronous pipeline, over the costs of ops."""
         bound = min(answer.bound, objective)
         status = status_of(objective, bound)
         assert status in ("optimal", "within gap", "best found"), "there is a choice"
-        what = plan.certificate.over.replace(
+        over = plan.certificate.over.replace(
             f"schedules {DEFAULT_SCHEDULE}", f"schedule {ASYNC} with weights {self.request.weights}"
         )
         return Certificate(
@@ -146,7 +151,7 @@ class AsynchronousPlanner:
             lower_bound=bound,
             gap=(objective - bound) / objective if objective > 0 else 0.0,
             solver=answer.solver,
-            over=what,
+            over=over,
         )
 
     def _alternatives(
@@ -156,7 +161,7 @@ class AsynchronousPlanner:
         choice: PartitionChoice,
         best: AsyncPipelineEvaluation,
     ) -> tuple[Alternative, ...]:
-        """The best of other numbers of stages and microbatches."""
+        """Return the best plans with other numbers of stages and microbatches."""
         rows = []
         for other in answer.candidates:
             if other == choice:
@@ -168,37 +173,39 @@ class AsynchronousPlanner:
                     microbatches=self.problem.variants[other.variant].microbatches,
                     schedule=ASYNC,
                     step_seconds=found.seconds,
-                    why=slower(best.seconds, found.seconds),
+                    why=explain_slower(best.seconds, found.seconds),
                 )
             )
         return tuple(rows[:5])
 
-    def _unfit(self, given: AsyncPipelineProblem) -> FxpartError:
-        """What is too full, and what would fit: other modes, or a pipeline that drains."""
+    def _explain_unfit(self, async_problem: AsyncPipelineProblem) -> FxpartError:
+        """Return the error for too little memory, with a weight mode or schedule that would fit."""
         for name in list_remedy_modes():
-            answer = solve_async_pipeline(self._given(name), time_limit=self.time_limit)
+            answer = solve_async_pipeline(self._make_problem(name), time_limit=self.time_limit)
             if answer.choice is not None:
-                return too_full(
-                    AsyncPipelineScorer(given).evaluate(answer.choice), given.weights, name
+                return explain_too_full(
+                    AsyncPipelineScorer(async_problem).evaluate(answer.choice),
+                    async_problem.weights,
+                    name,
                 )
         if solve(self.problem, time_limit=self.time_limit).choice is not None:
             return error(
                 "FXP204",
-                where=f"mode=async, weights={given.weights}",
-                why="no cuts hold what a stream keeps in flight, one microbatch for each stage "
-                "from here to the end, in any weight mode; a pipeline that drains fits",
-                fix="mode=sync, fewer stages, or more microbatches (each holds less)",
+                where=f"mode=async, weights={async_problem.weights}",
+                why="an asynchronous pipeline stores one microbatch on each stage for every later "
+                "stage, which fits with no cuts and in no weight mode; a synchronous plan fits",
+                fix="use mode=sync, fewer stages, or more (hence smaller) microbatches",
             )
         return FxpartError(explain_infeasible(self.problem))
 
 
 def _least_stale(made: list[tuple[Plan, GeneratedProgram]]) -> tuple[Plan, GeneratedProgram]:
-    """Of the plans that are about as fast as the fastest, the one that misses fewest updates."""
+    """Return the plan with the least staleness among those about as fast as the fastest."""
     most = min(plan.prediction.expected_seconds for plan, _ in made) * (1 + _TIE)
     near = [one for one in made if one[0].prediction.expected_seconds <= most]
 
     def rank(one: tuple[Plan, GeneratedProgram]) -> tuple[int, float]:
-        return max(staleness(one[0])), one[0].prediction.expected_seconds
+        return max(list_staleness(one[0])), one[0].prediction.expected_seconds
 
     return min(near, key=rank)
 

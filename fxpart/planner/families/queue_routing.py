@@ -1,7 +1,7 @@
-"""Plans whose microbatches come from queues: those of copies that take turns, and what queues keep.
+"""Plans whose replicas take microbatches from queues: round-robin plans with queue memory.
 
-What queues keep depends on the stages (:mod:`fxpart.planner.prediction.queue_memory`), which are
-chosen without it. Where it is too much, stages are chosen again for devices with less memory.
+Queue memory depends on the stages (:mod:`fxpart.planner.prediction.queue_memory`), which are
+selected without it. Where it does not fit, stages are selected again for devices with less memory.
 """
 
 from __future__ import annotations
@@ -31,73 +31,74 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.planner.request import PlanRequest
 
-_TRIES = 6  # times that stages are chosen
-_OTHER = "mode=sync, or fewer stages"
-_QUEUED = "copies take turns in what is simulated, whoever is free in what is run"
+_TRIES = 6  # selections of stages with less and less memory
+_FIX = "use mode=sync or fewer stages"
+_ROUTING = "simulated with round-robin routing; at run time a free replica takes a microbatch"
 
 
 def plan_queues(
     request: PlanRequest, decide: Callable[[PlanRequest], PlanSearchResult]
 ) -> PlanSearchResult:
-    """The plan for stages of one rank, whose copies take what they do from queues.
+    """Plan stages of one rank whose replicas take microbatches from queues.
 
-    decide: the best plan of a request for copies that take turns. Raises what it raises; FXP109
-    where the staleness is said for another number of stages, or stages share parameters that cannot
-    be summed over queues; FXP204 where what queues keep does not fit, nor does it on stages that
-    are chosen with room for it.
+    decide: returns the best plan of a request with round-robin routing. Raises what it raises;
+    FXP109 where the staleness is specified for another number of stages, or where stages share
+    parameters that queues cannot reduce; FXP204 where the queue memory does not fit, even on stages
+    that are selected with memory reserved for it.
     """
-    less, refused, free = 0, None, None
+    reserved, memory_error, free = 0, None, None
     for _ in range(_TRIES):
         try:
-            found = decide(replace(request, cluster=_smaller(request.cluster, less)))
+            found = decide(replace(request, cluster=_reduce_memory(request.cluster, reserved)))
         except FxpartError:
-            if refused is not None:
-                raise refused from None
+            if memory_error is not None:
+                raise memory_error from None
             raise
         free = free or found.plan.certificate
-        plan = _whole(found, request, less, free)
-        refused = find_memory_error(plan)
-        if refused is None:
+        plan = _with_full_memory(found, request, reserved, free)
+        memory_error = find_memory_error(plan)
+        if memory_error is None:
             return replace(found, plan=plan)
         full = max(plan.prediction.ranks, key=lambda row: row.tensors - row.memory_limit)
-        # What queues keep becomes less with the stage itself.
+        # A smaller stage also needs less queue memory.
         over = (full.tensors - full.memory_limit) * full.memory_limit // full.tensors
-        less += max(over, full.memory_limit // 50, 1)
-        if any(device.memory <= less for device in request.cluster.devices):
+        reserved += max(over, full.memory_limit // 50, 1)
+        if any(device.memory <= reserved for device in request.cluster.devices):
             break
-    assert refused is not None, "it did not fit"
-    raise refused
+    assert memory_error is not None, "the last plan did not fit"
+    raise memory_error
 
 
-def _smaller(cluster: Cluster, less: int) -> Cluster:
-    """All devices with so many bytes less."""
-    if not less:
+def _reduce_memory(cluster: Cluster, reserved: int) -> Cluster:
+    """Return the cluster with ``less`` bytes less memory on each device."""
+    if not reserved:
         return cluster
     devices = tuple(
-        msgspec.structs.replace(device, memory=device.memory - less) for device in cluster.devices
+        msgspec.structs.replace(device, memory=device.memory - reserved)
+        for device in cluster.devices
     )
     return msgspec.structs.replace(cluster, devices=devices)
 
 
-def _queued(found: PlanSearchResult, request: PlanRequest) -> Plan:
-    """The plan with its staleness by stage, and why it has queues."""
+def _with_staleness(found: PlanSearchResult, request: PlanRequest) -> Plan:
+    """Return the plan with its staleness by stage, and the reason for its mode."""
     plan = found.plan
-    asked = parse_staleness(request.constraints.get("staleness", 0)) or (0,)
+    requested = parse_staleness(request.constraints.get("staleness", 0)) or (0,)
     groups = groups_of(plan)
-    each = asked * len(groups) if len(asked) == 1 else asked
+    each = requested * len(groups) if len(requested) == 1 else requested
     problems = []
     if len(each) != len(groups):
-        why = f"the plan has {len(groups)} stages, their copies counted once"
-        where = f"staleness={','.join(map(str, asked))}"
-        fix = f"one number for all, or constraints={{'stages': {len(asked)}}}"
+        why = f"the plan has {len(groups)} stages, with replicas counted once"
+        where = f"staleness={','.join(map(str, requested))}"
+        fix = f"use one number for all, or constraints={{'stages': {len(requested)}}}"
         problems.append(Problem("FXP109", where, why, fix))
     problems += [
-        Problem("FXP109", f"mode={QUEUE}", f"queues are not made for {why}", _OTHER)
+        Problem("FXP109", f"mode={QUEUE}", f"queues do not support {why}", _FIX)
         for why in explain_unsupported_ties(found.parts.spec)
     ]
     if problems:
         raise FxpartError(problems)
-    group = {copy: place for place, mine in enumerate(groups) for copy in mine}
+    group = {replica: place for place, mine in enumerate(groups) for replica in mine}
     staleness = tuple(each[group[stage.index]] for stage in plan.stages)
     return msgspec.structs.replace(
         plan,
@@ -106,43 +107,50 @@ def _queued(found: PlanSearchResult, request: PlanRequest) -> Plan:
         constraints=dict(request.constraints),
         staleness=staleness,
         weights=as_weights(request.weights) if any(staleness) else FLUSH,
-        provenance={**plan.provenance, "mode": f"queue, as asked; {_QUEUED}"},
+        provenance={**plan.provenance, "mode": f"queue, as requested; {_ROUTING}"},
     )
 
 
-def _whole(found: PlanSearchResult, request: PlanRequest, less: int, free: Certificate) -> Plan:
-    """The plan with queues, on the devices as they are.
+def _with_full_memory(
+    found: PlanSearchResult, request: PlanRequest, reserved: int, free: Certificate
+) -> Plan:
+    """Return the plan with queues, on the devices with their full memory.
 
-    less: bytes that were kept free on each. free: what is proven with all of their memory.
+    less: bytes reserved on each. free: the certificate with full memory.
     """
     model = request.cost_model
-    plan = with_queues_memory(_queued(found, request), compute_tied_bytes(found.parts.spec))
+    plan = with_queues_memory(_with_staleness(found, request), compute_tied_bytes(found.parts.spec))
     rows = tuple(
         msgspec.structs.replace(
             row, memory_limit=min(get_usable_bytes(plan.device(rank), model) for rank in row.ranks)
         )
         for row in plan.prediction.ranks
     )
-    told = {"queues": f"stages chosen with {units.size(less)} free for what queues keep"}
+    note = {"queues": f"stages selected with {units.size(reserved)} reserved for queues"}
     return with_process(
         msgspec.structs.replace(
             plan,
             prediction=msgspec.structs.replace(plan.prediction, ranks=rows),
-            certificate=_proven(plan.certificate, free, less) if less else plan.certificate,
-            provenance={**plan.provenance, **(told if less else {})},
+            certificate=_merge_certificates(plan.certificate, free, reserved)
+            if reserved
+            else plan.certificate,
+            provenance={**plan.provenance, **(note if reserved else {})},
         ),
         model,
     )
 
 
-def _proven(given: Certificate, free: Certificate, less: int) -> Certificate:
-    """What is proven of stages that were chosen with less memory than there is.
+def _merge_certificates(given: Certificate, free: Certificate, reserved: int) -> Certificate:
+    """Return the certificate of stages that were selected with reduced memory.
 
-    given: of those with less; free: with all. Where both are over the same choices, no choice with
-    all memory takes less than the second says; else the first is told for what it is.
+    given: with reduced memory; free: with full memory. Where both cover the same choices, the bound
+    with full memory also holds for the plan; else the first is returned, with the reserved memory
+    named.
     """
     if given.over != free.over:
-        return msgspec.structs.replace(given, over=f"{given.over}, {units.size(less)} kept free")
+        return msgspec.structs.replace(
+            given, over=f"{given.over}, {units.size(reserved)} reserved for queues"
+        )
     bound = min(free.lower_bound, given.objective)
     status = status_of(given.objective, bound)
     assert status in ("optimal", "within gap", "best found"), "there is a plan"
@@ -151,7 +159,7 @@ def _proven(given: Certificate, free: Certificate, less: int) -> Certificate:
         status=status,
         lower_bound=bound,
         gap=(given.objective - bound) / given.objective if given.objective > 0 else 0.0,
-        over=f"{given.over}, also such that queues leave no room for",
+        over=f"{given.over}, including choices that leave no memory for queues",
     )
 
 
@@ -165,12 +173,12 @@ class QueueFamily:
         return None if request.mode == QUEUE else f"the mode is {request.mode}"
 
     def plan(self, context: ModelContext) -> PlanSearchResult:
-        """Return the best plan for replicas in turns, with the memory of queues."""
+        """Return the best plan for round-robin replicas, with the memory of queues."""
         request = context.front.request
         constraints = as_synchronous(request.constraints)
 
-        def search(asked: PlanRequest) -> PlanSearchResult:
-            mine = replace(asked, constraints=constraints)
+        def search(requested: PlanRequest) -> PlanSearchResult:
+            mine = replace(requested, constraints=constraints)
             return context.search(replace(context.front, request=mine))
 
         return plan_queues(request, search)

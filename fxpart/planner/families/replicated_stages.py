@@ -1,8 +1,8 @@
-"""Plans whose stages have copies on devices of any kind: n slow ranks that feed m fast ones.
+"""Plans whose stages have replicas on heterogeneous devices: n slow ranks feed m fast ones.
 
-Where devices differ, the split of the model and the number of devices of each kind for each part
-are chosen together (:mod:`fxpart.solver.replicated_chain`), and compared by simulation with what
-else is known: the best plan with equal stages, and the best that uses devices of one kind only.
+On a heterogeneous cluster, the split of the model and the number of devices of each kind for each
+stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared by simulation with
+the best plan with equal stages and the best that uses devices of one kind only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxpart.planner.plan_builder import make_plan, rank_prediction
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
-from fxpart.planner.refinement import is_measured, keys_of, measured_whole, whole_words
+from fxpart.planner.refinement import describe_measured_stages, is_measured, keys_of, measured_whole
 from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from fxpart.planner.prepared_model import PreparedModel
     from fxpart.planner.request import PlanRequest
 
-_ALIKE = "equal stages"
-_KEPT = ("microbatches", "schedule")  # wishes that plans with copies keep to
-_LOOKED = 8  # answers that are simulated
-_MOST = 40_000_000  # of the dynamic programme's size: larger ones are left to equal stages
+_EQUAL_STAGES = "equal stages"
+_KEPT = ("microbatches", "schedule")  # constraints that replicated plans can satisfy
+_SIMULATED = 8  # candidates that are simulated
+_MOST = 40_000_000  # states of the dynamic program; larger problems get equal stages only
 
 Found = tuple[Plan, GeneratedProgram]
 
@@ -69,31 +69,35 @@ Found = tuple[Plan, GeneratedProgram]
 def explain_equal_stages(request: PlanRequest) -> str | None:
     """Return why replicas are not considered; None where they are.
 
-    They are where devices differ, or where they are requested; not under constraints on degrees or
-    cuts, which replicas would have to keep to.
+    They are considered for heterogeneous devices and on request, but not under constraints on
+    degrees or cuts, which replicated stages cannot satisfy.
     """
-    wish = str(request.constraints.get("copies", "auto"))
+    requested = str(request.constraints.get("copies", "auto"))
     free = request.open or (request.mesh.size == 1 and request.zero == 0)
     stages = (
         ("pp",) if fixed_stages(request.constraints) is not None else ()
-    )  # by the name that is kept to
-    wishes = parse_constraints(request.constraints)
-    if wish == "none":
+    )  # a fixed number of stages can be satisfied
+    constraints = parse_constraints(request.constraints)
+    if requested == "none":
         return "copies=none is requested"
     if request.mode != "sync":
         return f"the mode is {request.mode}"
     if not free:
         return "a stage has several ranks"
-    if not all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in wishes):
+    if not all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in constraints):
         return "constraints fix degrees or cuts"
     return (
-        None if wish == "always" or is_heterogeneous(request.cluster) else "all devices are alike"
+        None
+        if requested == "always" or is_heterogeneous(request.cluster)
+        else "all devices are equal"
     )
 
 
-def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
-    """The plan with copies that is fastest by simulation; None where none fits, or none is asked
-    for that could be better than equal stages."""
+def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Found | None:
+    """Return the replicated plan with the shortest simulated step.
+
+    None where none fits, or where no requested schedule supports replicas.
+    """
     request = front.request
     names = keep_cut_schedules(requested_schedules(request))
     if not any(SCHEDULES[name].supports_replicas for name in names):
@@ -118,62 +122,67 @@ def best_mixed(front: PreparedModel, microbatches: int | None) -> Found | None:
     limit = float(request.constraints.get("time_limit", 30.0)) / 2
     answer = solve_replicated_chain(given, time_limit=limit)
     mine = _ReplicatedPlanBuilder(front, given, places, answer, provenance)
-    found = [mine.plan(choice) for choice in answer.candidates[:_LOOKED]]
+    found = [mine.plan(choice) for choice in answer.candidates[:_SIMULATED]]
     fitting = [one for one in found if not find_overfull_ranks(one[0])]
     return min(fitting, key=_seconds, default=None)
 
 
 def choose_fastest_plan(
-    front: PreparedModel, microbatches: int | None, alike: Callable[[PreparedModel], Found]
+    front: PreparedModel,
+    microbatches: int | None,
+    find_equal_stages: Callable[[PreparedModel], Found],
 ) -> tuple[Plan, GeneratedProgram, bool]:
-    """The fastest by simulation of plans of equal stages, with copies, and on one kind alone.
+    """Return the fastest of equal stages, replicated stages, and one device kind only.
 
-    alike: the best plan of equal stages of a request; raises FXP2xx where there is none, as this
-    does where there is none of any sort. Where so many ranks are asked for, those that have them go
-    before. Returned is also whether it is the first of these.
+    Plans are compared by simulation. find_equal_stages: returns the best plan of equal stages of a
+    request; raises FXP2xx where there is none, as this function does where there is no plan of any
+    kind. Where a number of ranks is fixed, plans with that number take precedence. Returns the
+    plan, its program, and whether it is the one with equal stages.
     """
     request = front.request
     candidates: list[tuple[str, Found]] = []
     fault: FxpartError | None = None
     try:
-        candidates.append((_ALIKE, alike(front)))
+        candidates.append((_EQUAL_STAGES, find_equal_stages(front)))
     except FxpartError as caught:
         fault = caught
     try:
-        mixed = best_mixed(front, microbatches)
+        replicated = find_replicated_plan(front, microbatches)
     except FxpartError:
-        mixed = None  # told by the others
-    if mixed is not None:
-        candidates.append((_words(mixed[0]), mixed))
-    for name, indices, part in _of_one_kind(request):
+        replicated = None  # the error of equal stages is raised if no plan is found
+    if replicated is not None:
+        candidates.append((_describe_replicas(replicated[0]), replicated))
+    for name, indices, part in _split_by_kind(request):
         try:
-            made = alike(replace(front, request=part))
+            made = find_equal_stages(replace(front, request=part))
         except FxpartError:
             continue
-        candidates.append((f"{name} only", (_lifted(made[0], request, indices), made[1])))
+        candidates.append((f"{name} only", (_onto_cluster(made[0], request, indices), made[1])))
     if not candidates:
-        assert fault is not None, "one of them said why"
+        assert fault is not None, "equal stages were tried first"
         raise fault
-    ranked = sorted(candidates, key=lambda one: (_misses(one[1], request), _seconds(one[1])))
+    ranked = sorted(
+        candidates, key=lambda one: (_has_other_rank_count(one[1], request), _seconds(one[1]))
+    )
     (name, (plan, parts)), *others = ranked
-    rest = "; ".join(f"{other}: {units.seconds(_seconds(one))}" for other, one in others)
-    words = f"{name}: {units.seconds(_seconds((plan, parts)))} simulated; {rest}"
-    told = msgspec.structs.replace(
+    others_text = "; ".join(f"{other}: {units.seconds(_seconds(one))}" for other, one in others)
+    reason = f"{name}: {units.seconds(_seconds((plan, parts)))} simulated; {others_text}"
+    with_reason = msgspec.structs.replace(
         plan,
-        provenance={**plan.provenance, "kinds": words},
+        provenance={**plan.provenance, "kinds": reason},
         constraints=dict(request.constraints),
     )
-    return told, parts, name == _ALIKE
+    return with_reason, parts, name == _EQUAL_STAGES
 
 
-def _misses(found: Found, request: PlanRequest) -> bool:
-    """Whether another number of ranks was asked for, as by torchrun."""
+def _has_other_rank_count(found: Found, request: PlanRequest) -> bool:
+    """Return whether another number of ranks is fixed, as by torchrun."""
     return request.ranks not in (None, found[0].world)
 
 
 @dataclass(frozen=True)
 class _ReplicatedPlanBuilder:
-    """What the plans of one answer have in common. places: by kind the cluster's devices."""
+    """Makes the plans of one solution. places: by device kind the cluster's devices."""
 
     front: PreparedModel
     problem: ReplicatedChainProblem
@@ -182,7 +191,7 @@ class _ReplicatedPlanBuilder:
     provenance: dict[str, str]
 
     def plan(self, choice: ReplicatedChainChoice) -> Found:
-        """The plan and program of one choice."""
+        """Return the plan and program of one choice."""
         front, request, base = self.front, self.front.request, self.problem.base
         found = evaluate(self.problem, choice)
         chain = PartitionChoice(
@@ -208,21 +217,23 @@ class _ReplicatedPlanBuilder:
             provenance=self.provenance,
             constraints=request.constraints,
         )  # fmt: skip
-        known, words = self._whole(choice, found, parts)
+        known, terms = self._with_measured_stages(choice, found, parts)
         made = plan_replicas(plan, list(self._groups(known)), self.answer.bound)
-        told = {**made.provenance, "choice": words} if words else made.provenance
-        made = self._proven(msgspec.structs.replace(made, provenance=told), found, known)
+        sources = {**made.provenance, "choice": terms} if terms else made.provenance
+        made = self._with_certificate(
+            msgspec.structs.replace(made, provenance=sources), found, known
+        )
         return made, replicate_program_stages(parts, get_replica_rounds(made))
 
-    def _whole(
+    def _with_measured_stages(
         self,
         choice: ReplicatedChainChoice,
         found: ReplicatedChainEvaluation,
         parts: GeneratedProgram,
     ) -> tuple[ReplicatedChainEvaluation, str]:
-        """With measured seconds for copies of stages that were measured whole on such devices.
+        """Return measured times for replicas of stages that were measured whole on their device.
 
-        And which these are, where the cost model knows of any.
+        And a description of which these are, where the cost model has such measurements.
         """
         request, base = self.front.request, self.problem.base
         model = request.cost_model
@@ -236,21 +247,21 @@ class _ReplicatedPlanBuilder:
         groups, whole = [], []
         for number, (group, key) in enumerate(zip(found.groups, keys, strict=True)):
             costs = []
-            for copy, (kind, cost) in enumerate(zip(group.kinds, group.copies, strict=True)):
+            for replica, (kind, cost) in enumerate(zip(group.kinds, group.copies, strict=True)):
                 device = request.cluster.devices[self.places[kind][0]]
-                taken = group.turns.count(copy)
-                known = measured_whole(cost, key, device, model, base, variant.microbatches, taken)
+                own = group.turns.count(replica)
+                known = measured_whole(cost, key, device, model, base, variant.microbatches, own)
                 costs.append(known or cost)
             groups.append(group.with_costs(costs))
             if all(cost is not before for cost, before in zip(costs, group.copies, strict=True)):
                 whole.append(number)
-        return evaluation_of(groups, found.faults), whole_words(whole, len(groups))
+        return evaluation_of(groups, found.faults), describe_measured_stages(whole, len(groups))
 
     def _groups(self, found: ReplicatedChainEvaluation) -> Iterator[StageReplicas]:
-        """Each group's devices, in the cluster's order within a kind, and what copies cost."""
-        left = [list(devices) for devices in self.places]
+        """Yield each group's devices, in the cluster's order within a kind, and replica costs."""
+        free_devices = [list(devices) for devices in self.places]
         for number, group in enumerate(found.groups):
-            devices = tuple(left[kind].pop(0) for kind in group.kinds)
+            devices = tuple(free_devices[kind].pop(0) for kind in group.kinds)
             rows = []
             for cost in group.copies:
                 row = rank_prediction(number, (), cost, None, self.problem.by_kind)
@@ -258,12 +269,12 @@ class _ReplicatedPlanBuilder:
                 rows.append(msgspec.structs.replace(row, sync_seconds=group.sums, update=update))
             yield StageReplicas(devices, find_shortest_round(group.turns), tuple(rows))
 
-    def _proven(
+    def _with_certificate(
         self, plan: Plan, found: ReplicatedChainEvaluation, known: ReplicatedChainEvaluation
     ) -> Plan:
-        """The plan with the objective that was minimised, and what is proven of it.
+        """Return the plan with the minimized objective and its certificate.
 
-        known: the same with what was measured of stages as a whole.
+        known: the evaluation with the measured times of whole stages.
         """
         bound = min(self.answer.bound, found.seconds)
         status = status_of(found.seconds, bound)
@@ -280,7 +291,7 @@ class _ReplicatedPlanBuilder:
                 gap=gap,
                 solver=self.answer.solver,
                 over=f"contiguous groups of these {len(self.problem.base.blocks)} blocks, each "
-                f"with copies on any of {kinds_}, microbatches of "
+                f"with replicas on any of {kinds_}, microbatches of "
                 f"{', '.join(str(v.microbatches) for v in self.problem.base.variants)}, schedules "
                 f"{', '.join(self.problem.base.schedules)}, costs by "
                 f"{self.provenance.get('compute', 'the cost model')}",
@@ -290,20 +301,20 @@ class _ReplicatedPlanBuilder:
 
 
 def _terms(problem: ReplicatedChainProblem, groups: Sequence[ReplicaGroupCost]) -> str:
-    """The terms of the longest stage: c / n_c, g / n_g, as they were weighed."""
-    words = []
+    """Describe the terms of the longest stage: c / n_c, g / n_g."""
+    terms = []
     for group in groups:
         each = []
         for kind in dict.fromkeys(group.kinds):
             one = group.copies[group.kinds.index(kind)]
             count = group.kinds.count(kind)
             each.append(f"{units.seconds(one.seconds)} / {count} {problem.kinds[kind].name}")
-        words.append(f"{' with '.join(each)} = {units.seconds(group.pace)}")
-    return "seconds of a microbatch over copies: " + ", ".join(words)
+        terms.append(f"{' with '.join(each)} = {units.seconds(group.pace)}")
+    return "time per microbatch over replicas: " + ", ".join(terms)
 
 
-def _of_one_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], PlanRequest]]:
-    """Requests for the devices of each kind alone."""
+def _split_by_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], PlanRequest]]:
+    """Yield requests for the devices of each kind alone."""
     cluster = request.cluster
     types = group_by_kind(cluster)[1]
     members: dict[tuple[int, int], list[int]] = {}
@@ -313,21 +324,21 @@ def _of_one_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], P
         if request.ranks is not None and len(devices) < request.ranks:
             continue
         part = cluster.part(devices)
-        wish = fixed_stages(request.constraints) is not None
-        stages = request.stages if wish else (1, len(devices))
+        requested = fixed_stages(request.constraints) is not None
+        stages = request.stages if requested else (1, len(devices))
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
         costs = request.cost_model.for_part(part)
         yield name, tuple(devices), replace(request, cluster=part, stages=stages, cost_model=costs)
 
 
-def _lifted(plan: Plan, request: PlanRequest, indices: Sequence[int]) -> Plan:
-    """A plan for some of the cluster's devices as one for all of it."""
-    taken = tuple(indices[place] for place in (plan.devices or range(plan.world)))
+def _onto_cluster(plan: Plan, request: PlanRequest, indices: Sequence[int]) -> Plan:
+    """Return a plan for some of the cluster's devices as a plan for the whole cluster."""
+    own = tuple(indices[place] for place in (plan.devices or range(plan.world)))
     return msgspec.structs.replace(
         plan,
         cluster=request.cluster,
         cluster_hash=request.cluster.hash,
-        devices=() if taken[-1] < len(taken) else taken,
+        devices=() if own[-1] < len(own) else own,
     )
 
 
@@ -335,31 +346,35 @@ def _seconds(found: Found) -> float:
     return found[0].prediction.expected_seconds
 
 
-def _words(plan: Plan) -> str:
-    """A plan with copies in a few words: "3 + 1 copies"."""
+def _describe_replicas(plan: Plan) -> str:
+    """Describe the replicas of a plan: "3 + 1 replicas"."""
     groups = {group[0]: len(set(group)) for group in plan.replicas}
     counts = [groups.get(first, 1) for first in plan.firsts]
-    return f"{' + '.join(map(str, counts))} copies" if plan.replicas else "a chain of single ranks"
+    return (
+        f"{' + '.join(map(str, counts))} replicas" if plan.replicas else "a chain of single ranks"
+    )
 
 
 class ReplicatedStagesFamily:
-    """Plans whose stages have replicas in turns, or that use the devices of one kind alone."""
+    """Plans with round-robin stage replicas, or on the devices of one kind alone."""
 
     name = "replicated stages"
 
     def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
-        """Return None where replicas are considered: for heterogeneous devices or on request."""
+        """Return None for heterogeneous devices, or where replicas are requested."""
         return explain_equal_stages(request)
 
     def plan(self, context: ModelContext) -> PlanSearchResult:
-        """Return the fastest by simulation of these plans and those of equal stages."""
+        """Return the fastest by simulation of these plans and those with equal stages."""
         made: list[PlanSearchResult] = []
 
-        def alike(part: PreparedModel) -> Found:
+        def find_equal_stages(part: PreparedModel) -> Found:
             made.append(context.search(part))
             return made[-1].plan, made[-1].parts
 
-        plan, parts, same = choose_fastest_plan(context.front, context.microbatches, alike)
+        plan, parts, same = choose_fastest_plan(
+            context.front, context.microbatches, find_equal_stages
+        )
         return PlanSearchResult(plan, parts, made[0].problem if same else None)
 
 

@@ -1,9 +1,9 @@
-"""Schedules beyond 1F1B and GPipe: other orders for the same stages, or stages of several pieces.
+"""Select among schedules that do not determine the cuts, and virtual stages.
 
-The cuts of a mesh are chosen by a closed form that 1F1B and GPipe share. Other schedules are wished
-for by name; then the stages that are best under 1F1B are taken as they are (ZB-H1, and orders that
-a solver finds), or each rank's share is cut into pieces that are balanced among each other
-(interleaved 1F1B, breadth-first, ZB-V). All are compared by their simulated step.
+The cuts of a mesh are selected by the closed form of 1F1B and GPipe. Other schedules are used on
+request: the best stages under 1F1B are kept (ZB-H1, and orders found by the schedule solver), or
+each rank's share is split into balanced virtual stages (interleaved 1F1B, breadth-first, ZB-V). All
+are compared by their simulated step.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
     from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
 
-_SECONDS = 2.0  # for cutting one number of pieces
-_SEARCH = 5.0  # for an order of computations
+_SECONDS = 2.0  # solver time limit for one number of virtual stages
+_SEARCH = 5.0  # solver time limit for an order of actions, in seconds
 
-# A plan of a solver's answer and its program's parts; the parts of a choice alone.
+# Make the plan of a solution with its generated program, and the program of a choice.
 Make = Callable[[StagePartition, Solution], tuple["Plan", "GeneratedProgram"]]
 MakeParts = Callable[..., "GeneratedProgram"]
 
 
 def requested_schedules(request: PlanRequest) -> tuple[str, ...]:
-    """The schedules asked for, by default 1F1B."""
-    words = str(request.constraints.get("schedule", DEFAULT_SCHEDULE)).split(",")
-    return tuple(word.strip() for word in words)
+    """Return the requested schedules, by default 1F1B."""
+    names = str(request.constraints.get("schedule", DEFAULT_SCHEDULE)).split(",")
+    return tuple(name.strip() for name in names)
 
 
 def keep_cut_schedules(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of these the schedules by which cuts are chosen; 1F1B where there is none."""
+    """Return the schedules by which cuts are selected; 1F1B where there is none among these."""
     return tuple(name for name in names if chooses_cuts(name)) or (DEFAULT_SCHEDULE,)
 
 
 def chooses_cuts(name: str) -> bool:
-    """Whether cuts are chosen under the schedule, by its closed form."""
+    """Return whether cuts are selected by the schedule's closed form."""
     spec = find_built(name)
     return spec is not None and spec.chooses_cuts
 
@@ -74,21 +74,21 @@ def chooses_cuts(name: str) -> bool:
 def with_cut_schedules(
     constraints: Mapping[str, int | float | str | bool],
 ) -> dict[str, int | float | str | bool]:
-    """Wishes with the schedules by which degrees are chosen in the place of others."""
+    """Return constraints with schedules by which degrees can be selected."""
     if "schedule" not in constraints:
         return dict(constraints)
-    words = tuple(word.strip() for word in str(constraints["schedule"]).split(","))
-    if words == (ASYNC,):
+    names = tuple(name.strip() for name in str(constraints["schedule"]).split(","))
+    if names == (ASYNC,):
         return dict(constraints)
-    return {**constraints, "schedule": ",".join(keep_cut_schedules(words))}
+    return {**constraints, "schedule": ",".join(keep_cut_schedules(names))}
 
 
 @dataclass(frozen=True)
 class ScheduleSelector:
-    """What the wished schedules are tried on.
+    """Tries the requested schedules on one priced mesh.
 
-    problem: priced, for one mesh. make, parts: of a choice. shared: how the ranks of a stage share
-    it. time_limit: seconds for one search.
+    make, parts: return plan and program of a choice. shared: how the ranks of a stage share its
+    work. time_limit: seconds for one search.
     """
 
     problem: PartitionProblem
@@ -99,27 +99,27 @@ class ScheduleSelector:
     time_limit: float
 
     def best(self, plan: Plan, parts: GeneratedProgram) -> tuple[Plan, GeneratedProgram]:
-        """Of the wished schedules the one whose simulated step is shortest.
+        """Return the requested schedule with the shortest simulated step.
 
-        plan, parts: the best under 1F1B or GPipe. Raises FXP204 where no wished schedule fits.
+        plan, parts: the best under 1F1B or GPipe. Raises FXP204 where no requested schedule fits.
         """
         names = requested_schedules(self.request)
         found = [(plan, parts)] if plan.schedule in names else []
         full: list[Plan] = []
-        for made in (*self._same(names, plan, parts), *self._pieces(names)):
+        for made in (*self._reorder(names, plan, parts), *self._split_stages(names)):
             if find_overfull_ranks(made[0]):
                 full.append(made[0])
             else:
                 found.append(made)
         if not found:
-            raise _unfit(full) if full else self._too_few(names)
+            raise _explain_unfit(full) if full else self._explain_too_few_blocks(names)
         return min(found, key=lambda made: made[0].prediction.expected_seconds)
 
-    def _same(
+    def _reorder(
         self, names: tuple[str, ...], plan: Plan, parts: GeneratedProgram
     ) -> Iterator[tuple[Plan, GeneratedProgram]]:
-        """Other orders for the stages that there are."""
-        bound = work_bound(self.problem)
+        """Yield the plan's stages under the other requested schedules."""
+        bound = compute_work_bound(self.problem)
         for name, spec in _in_table_order(names):
             if spec.build is None:
                 limit = min(self.time_limit, _SEARCH)
@@ -127,21 +127,21 @@ class ScheduleSelector:
             elif not (spec.is_virtual or spec.chooses_cuts or not spec.flushes):
                 yield change_schedule(plan, name, bound), parts
 
-    def _pieces(self, names: tuple[str, ...]) -> Iterator[tuple[Plan, GeneratedProgram]]:
-        """For each wished schedule and number of ranks the best cut into pieces."""
-        wish = self.request.constraints.get("virtual", 2)
+    def _split_stages(self, names: tuple[str, ...]) -> Iterator[tuple[Plan, GeneratedProgram]]:
+        """Yield the best virtual stages for each requested schedule and number of ranks."""
+        virtual = self.request.constraints.get("virtual", 2)
         for name in names:
             spec = SCHEDULES[name]
             if not spec.is_virtual:
                 continue
             for ranks in self._counts():
-                turns = spec.count_turns(int(wish))
+                turns = spec.count_turns(int(virtual))
                 made = self._cut(name, ranks, turns)
                 if made is not None:
                     yield made
 
     def _counts(self) -> list[int]:
-        """Numbers of stages to try: all of a few, else halves of the largest."""
+        """Return the numbers of stages to try: all if few, else halves of the largest."""
         least, most = max(2, self.problem.min_stages), self.problem.max_stages
         if most - least < 4:
             return list(range(least, most + 1))
@@ -151,9 +151,9 @@ class ScheduleSelector:
         return found
 
     def _cut(self, name: str, ranks: int, turns: int) -> tuple[Plan, GeneratedProgram] | None:
-        """The best plan of ``turns`` pieces on each of so many ranks; None where blocks lack."""
+        """Return the best plan with ``turns`` virtual stages per rank; None if too few blocks."""
         places = SCHEDULES[name].assign_ranks(ranks, turns)
-        problem = in_pieces(self.problem, places)
+        problem = make_virtual_stage_problem(self.problem, places)
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
             alone = msgspec.structs.replace(problem, variants=(problem.variants[variant],))
@@ -169,7 +169,7 @@ class ScheduleSelector:
     def _seconds(
         self, problem: PartitionProblem, choice: PartitionChoice, name: str, places: tuple[int, ...]
     ) -> float:
-        """The simulated step, as if each piece fed the next."""
+        """Return the simulated step time, as if each virtual stage fed the next."""
         stages = PartitionScorer(problem).evaluate(choice).stages
         edges = chain(len(stages))
         count = problem.variants[choice.variant].microbatches
@@ -181,41 +181,44 @@ class ScheduleSelector:
     def _plan(
         self, problem: PartitionProblem, choice: PartitionChoice, name: str, places: tuple[int, ...]
     ) -> tuple[Plan, GeneratedProgram]:
-        """The plan of a choice of pieces: that of as many whole stages, with the pieces in it."""
+        """Return the plan of virtual stages: the plan of as many whole stages, split further."""
         ranks = max(places) + 1
         whole = msgspec.structs.replace(self.problem, min_stages=ranks, max_stages=ranks)
         starts = choice.starts[:: len(places) // ranks]
-        base, _ = self.make(*_given(whole, msgspec.structs.replace(choice, starts=starts)))
+        base, _ = self.make(*_as_solution(whole, msgspec.structs.replace(choice, starts=starts)))
         count = problem.variants[choice.variant].microbatches
         parts = self.parts(choice, microbatches=count)
-        folded = VirtualStageChoice(problem, choice, name, places, parts.spec, self.shared)
-        plan = folded.onto(base)
+        split = VirtualStageChoice(problem, choice, name, places, parts.spec, self.shared)
+        plan = split.onto(base)
         return predict_schedule(
-            plan, folded.schedule, folded.rows(base), work_bound(self.problem)
+            plan, split.schedule, split.rows(base), compute_work_bound(self.problem)
         ), parts
 
-    def _too_few(self, names: tuple[str, ...]) -> FxpartError:
+    def _explain_too_few_blocks(self, names: tuple[str, ...]) -> FxpartError:
         cuts = len(self.problem.blocks) - len(set(self.problem.no_cut_after))
         return error(
             "FXP202",
             where=f"schedule={','.join(names)}",
-            why=f"the model can be cut into {cuts} pieces at most, on "
+            why=f"the model can be cut into at most {cuts} virtual stages, on "
             f"{self.problem.min_stages} to {self.problem.max_stages} ranks",
-            fix=f"fewer stages or pieces, or schedule={DEFAULT_SCHEDULE}; "
-            "granularity=op cuts finer",
+            fix=f"use fewer (virtual) stages, or schedule={DEFAULT_SCHEDULE}; "
+            "granularity=op allows more cuts",
         )
 
 
 def _in_table_order(names: tuple[str, ...]) -> list[tuple[str, ScheduleSpec]]:
-    """The requested schedules in the order of the table, so that ties do not depend on theirs."""
+    """Return the requested schedules in registry order, so that ties do not depend on theirs."""
     return [(name, spec) for name, spec in SCHEDULES.items() if name in names]
 
 
-def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionProblem:
-    """The problem of cutting the blocks into so many pieces, each on its rank's device.
+def make_virtual_stage_problem(
+    problem: PartitionProblem, places: tuple[int, ...]
+) -> PartitionProblem:
+    """Return the problem of cutting the blocks into virtual stages, each on its rank's device.
 
-    Each piece is only held to its device's whole memory; what a rank's pieces need together is
-    looked at when their schedule is known. Pieces of later turns come from the slowest link.
+    Each virtual stage alone must fit its device; the memory of all of a rank's is checked once
+    their schedule is known. Inputs of the second and later virtual stages of a rank are priced by
+    the slowest link.
     """
     latency = max(d.latency for d in problem.devices)
     inverse = max(d.inverse_bandwidth for d in problem.devices)
@@ -238,11 +241,11 @@ def in_pieces(problem: PartitionProblem, places: tuple[int, ...]) -> PartitionPr
     )
 
 
-def work_bound(problem: PartitionProblem) -> float:
-    """Seconds that a step takes at least, whatever its cuts, counts and schedule.
+def compute_work_bound(problem: PartitionProblem) -> float:
+    """Return a lower bound of the step time, in seconds, for any cuts, counts and schedule.
 
-    Every rank computes at most all the time, on the fastest of the devices; and a microbatch goes
-    forth and back through all blocks.
+    Every rank computes at most all the time, on the fastest of the devices; and a microbatch passes
+    forward and backward through all blocks.
     """
     found = []
     for variant in problem.variants:
@@ -256,8 +259,10 @@ def work_bound(problem: PartitionProblem) -> float:
     return min(found)
 
 
-def _given(problem: PartitionProblem, choice: PartitionChoice) -> tuple[StagePartition, Solution]:
-    """A choice as if a solver had answered with it."""
+def _as_solution(
+    problem: PartitionProblem, choice: PartitionChoice
+) -> tuple[StagePartition, Solution]:
+    """Return a choice as a solver's solution."""
     seconds = PartitionScorer(problem).evaluate(choice).seconds
     answer = Solution(
         status="best found",
@@ -270,32 +275,32 @@ def _given(problem: PartitionProblem, choice: PartitionChoice) -> tuple[StagePar
     return StagePartition(problem, answer), answer
 
 
-def _unfit(plans: list[Plan]) -> FxpartError:
-    """What is too full in the plan that is nearest to fitting."""
+def _explain_unfit(plans: list[Plan]) -> FxpartError:
+    """Return the error for the plan that exceeds its memory by the smallest factor."""
     worst = [max(find_overfull_ranks(p), key=lambda r: r.tensors - r.memory_limit) for p in plans]
     plan, row = min(zip(plans, worst, strict=True), key=lambda f: f[1].tensors / f[1].memory_limit)
     return error(
         "FXP204",
         where=f"schedule={plan.schedule}, stage {row.stage}",
-        why=f"{row.tensors} bytes are needed with {row.in_flight} microbatches in flight, "
-        f"{row.memory_limit} are there",
-        fix=f"schedule={DEFAULT_SCHEDULE} keeps less in flight; or more microbatches, "
+        why=f"the stage needs {row.tensors} bytes with {row.in_flight} microbatches in flight, "
+        f"but {row.memory_limit} are available",
+        fix=f"use schedule={DEFAULT_SCHEDULE}, which has fewer in flight, more microbatches, "
         "or more ranks",
     )
 
 
 def with_searched_schedule(plan: Plan, bound: float, time_limit: float, seed: int) -> Plan:
-    """The plan with the best order found for its stages, of one piece each.
+    """Return the plan with the best order found for its stages, without virtual stages.
 
-    Backwards are split in two halves of the same seconds. bound: seconds below which no schedule
-    of any cuts can end a step. What is proven of the order itself, given these stages, is told in
-    the plan's ``provenance``. Raises FXP204 where a rank cannot hold one microbatch.
+    Backward passes are split into two halves of equal time. bound: lower bound of the step time for
+    any cuts. The certificate of the order itself, for these stages, is in the plan's
+    ``provenance``. Raises FXP204 where a rank's memory cannot fit one microbatch.
     """
     edges, rows = edges_of(plan), plan.prediction.ranks
     times = StageTimes.of(rows, edges, stage_of(plan))
     firsts = {row.stage: row for row in reversed(rows)}
     mine = [firsts[stage] for stage in range(len(plan.stages))]
-    each = [_each(row) for row in mine]
+    each = [_count_microbatch_bytes(row) for row in mine]
     found = search_schedule(
         ScheduleProblem(
             stage_rank=stage_of(plan),
@@ -306,38 +311,43 @@ def with_searched_schedule(plan: Plan, bound: float, time_limit: float, seed: in
             halves=tuple((seconds / 2, seconds / 2) for seconds in times.backward),
             transfer=times.transfer,
             activation=tuple(each),
-            memory=tuple(_room(row, held) for row, held in zip(mine, each, strict=True)),
+            memory=tuple(
+                _count_free_bytes(row, activations)
+                for row, activations in zip(mine, each, strict=True)
+            ),
         ),
         time_limit=time_limit,
         seed=seed,
     )
     made = change_schedule(plan, FOUND, bound, format_plan_actions(found.schedule))
-    told = f"found by {found.solver}; {found.status} for these stages (gap {100 * found.gap:.1f} %)"
-    return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": told})
+    reason = (
+        f"found by {found.solver}; {found.status} for these stages, gap {100 * found.gap:.1f} %"
+    )
+    return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": reason})
 
 
-def _each(row: RankPrediction) -> int:
-    """Bytes that a stage holds for one microbatch in flight."""
+def _count_microbatch_bytes(row: RankPrediction) -> int:
+    """Return the bytes that a stage stores for one microbatch in flight."""
     memory = row.memory
     return (memory.activations - row.workspace + memory.transfers) // max(row.in_flight, 1)
 
 
-def _room(row: RankPrediction, each: int) -> int:
-    """Bytes that microbatches in flight may take; never less than one needs."""
+def _count_free_bytes(row: RankPrediction, each: int) -> int:
+    """Return the bytes available for microbatches in flight, at least those of one."""
     memory = row.memory
     fixed = memory.total - memory.activations - memory.transfers + row.workspace
     return max(row.memory_limit - fixed, each)
 
 
-class OtherSchedulesFamily:
-    """Plans under schedules by which no cuts are chosen, on one mesh."""
+class ScheduleSelectionFamily:
+    """Plans under schedules that do not determine the cuts, on one mesh."""
 
-    name = "other schedules"
+    name = "schedule selection"
 
     def accepts(self, request: PlanRequest, cluster: Cluster) -> str | None:
         """Return None where such a schedule is requested."""
         if all(map(chooses_cuts, requested_schedules(request))):
-            return "cuts are chosen by the requested schedules"
+            return "the requested schedules determine the cuts"
         return None
 
     def plan(self, context: MeshContext) -> tuple[Plan, GeneratedProgram]:
@@ -350,4 +360,4 @@ class OtherSchedulesFamily:
         return selector.best(*best)
 
 
-OTHER_SCHEDULES = OtherSchedulesFamily()
+SCHEDULE_SELECTION = ScheduleSelectionFamily()

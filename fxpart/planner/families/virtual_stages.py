@@ -1,4 +1,4 @@
-"""Stages of several pieces: what a program of pieces says of the ranks that hold them."""
+"""Virtual stages: the plan and predictions of ranks with several stages of the program."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 
 @dataclass(frozen=True)
 class VirtualStageChoice:
-    """A choice of pieces, and the ranks that they are folded onto.
+    """A choice of virtual stages, and the plan's stages that they belong to.
 
-    problem: with a device for each piece. places: by piece the plan's stage that holds it. spec:
-    the program, whose stages are the pieces.
+    problem: with a device for each virtual stage. places: the plan's stage of each virtual stage.
+    spec: the program, whose stages are the virtual stages.
     """
 
     problem: PartitionProblem
@@ -39,17 +39,17 @@ class VirtualStageChoice:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
+        """Return the number of microbatches per step."""
         return self.problem.variants[self.choice.variant].microbatches
 
     @cached_property
     def schedule(self) -> Schedule:
-        """With transfers; its ranks are the plan's stages."""
+        """Return the schedule with transfers; its ranks are the plan's stages."""
         return make(self.name, self.places, self.microbatches, find_stage_edges(self.spec))
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """Of each piece, with what the schedule keeps of it in flight."""
+        """Return the costs of each virtual stage, with its microbatches in flight."""
         scorer, variant = PartitionScorer(self.problem), self.problem.variants[self.choice.variant]
         starts = self.choice.starts
         ends = (*(start - 1 for start in starts[1:]), len(self.problem.blocks) - 1)
@@ -59,16 +59,16 @@ class VirtualStageChoice:
             for k, (first, last) in enumerate(zip(starts, ends, strict=True))
         )
 
-    def held(self, stage: int) -> list[int]:
-        """The pieces of a plan's stage, in their order."""
+    def get_virtual_stages(self, stage: int) -> list[int]:
+        """Return the virtual stages of a plan's stage, in order."""
         return [piece for piece, place in enumerate(self.places) if place == stage]
 
     def onto(self, base: Plan) -> Plan:
-        """The plan with these pieces on its stages; its prediction is still that of ``base``."""
+        """Return the plan with these virtual stages; its prediction is still that of ``base``."""
         return msgspec.structs.replace(
             base,
             stages=tuple(self._stage(stage) for stage in base.stages),
-            ties=self._ties(),
+            ties=self._list_ties(),
             microbatches=self.microbatches,
             schedule=self.name,
             edges=tuple((e.source, e.target, e.backward) for e in find_stage_edges(self.spec)),
@@ -76,19 +76,19 @@ class VirtualStageChoice:
         )
 
     def rows(self, base: Plan) -> tuple[RankPrediction, ...]:
-        """What each rank is predicted to need: the sum over its pieces."""
+        """Return the prediction of each rank: the sum over its virtual stages."""
         saved = [cost.memory.activations - cost.workspace for cost in self.costs]
-        kept = [s // cost.in_flight for s, cost in zip(saved, self.costs, strict=True)]
-        peaks = activation_peak(self.schedule, kept)
+        per_microbatch = [s // cost.in_flight for s, cost in zip(saved, self.costs, strict=True)]
+        peaks = activation_peak(self.schedule, per_microbatch)
         return tuple(self._row(stage, peaks[stage.index]) for stage in base.stages)
 
     def _row(self, stage: Stage, peak: int) -> RankPrediction:
-        """One stage's entry. peak: bytes of activations of all its pieces at once."""
-        held = self.held(stage.index)
-        costs = [self.costs[piece] for piece in held]
+        """Return one stage's prediction. peak: activation bytes of all its virtual stages."""
+        virtual_stages = self.get_virtual_stages(stage.index)
+        costs = [self.costs[piece] for piece in virtual_stages]
         rows = [
-            rank_prediction(stage.index, stage.ranks, cost, self._shared(turn), self.problem)
-            for turn, cost in enumerate(costs)
+            rank_prediction(stage.index, stage.ranks, cost, self._shared(position), self.problem)
+            for position, cost in enumerate(costs)
         ]
         first, workspace = rows[0], max(row.workspace for row in rows)
 
@@ -121,15 +121,15 @@ class VirtualStageChoice:
             sums=max(p.sums for p in parts),
         )
 
-    def _shared(self, turn: int) -> ShardingSummary | None:
-        """What is summed once a step is summed once for all pieces: with the first."""
-        if self.shared is None or not turn:
+    def _shared(self, position: int) -> ShardingSummary | None:
+        """Count the reductions per step with the first virtual stage only."""
+        if self.shared is None or not position:
             return self.shared
         return replace(self.shared, sums=replace(self.shared.sums, once=0.0))
 
     def _stage(self, stage: Stage) -> Stage:
-        held = self.held(stage.index)
-        spans = tuple((self.costs[piece].first, self.costs[piece].last) for piece in held)
+        virtual_stages = self.get_virtual_stages(stage.index)
+        spans = tuple((self.costs[piece].first, self.costs[piece].last) for piece in virtual_stages)
         names = self.problem.blocks
         return msgspec.structs.replace(
             stage,
@@ -137,11 +137,11 @@ class VirtualStageChoice:
             last=spans[-1][1],
             label=", ".join(label(names[first : last + 1]) for first, last in spans),
             pieces=spans if len(spans) > 1 else (),
-            parameters=sum(parameters_of(self.spec, piece) for piece in held),
+            parameters=sum(parameters_of(self.spec, piece) for piece in virtual_stages),
         )
 
-    def _ties(self) -> tuple[PlanTiedParameter, ...]:
-        """Ties by the plan's stages; what one stage holds twice is no tie between ranks."""
+    def _list_ties(self) -> tuple[PlanTiedParameter, ...]:
+        """Return ties between the plan's stages, without those inside one stage."""
         found = []
         for tie in ties_of(self.spec):
             stages = tuple(sorted({self.places[piece] for piece in tie.stages}))

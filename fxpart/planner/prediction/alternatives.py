@@ -1,4 +1,4 @@
-"""What a plan was chosen over: the solver's other candidates, and single decisions changed."""
+"""Rejected alternatives of a plan: the solver's other candidates, and single decisions changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fxpart.solver.joint.objective import JointEvaluation, JointScorer, step_sec
 from fxpart.solver.joint.problem import JointChoice, JointSolution, count_option_devices
 from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
-CANDIDATES = 5  # of the solver's that a plan keeps
-CHANGES = 16  # single decisions that it keeps
-_TRIED = 24  # ways to have a stage more or less that are evaluated in full
+CANDIDATES = 5  # of the solver, stored in a plan
+CHANGES = 16  # single changed decisions, stored in a plan
+_TRIED = 24  # choices with one stage more or less that are evaluated in full
 
 
 class AlternativeComparison:
@@ -32,32 +32,35 @@ class AlternativeComparison:
         found: JointEvaluation,
         scale: float = 1.0,
     ) -> None:
-        """found: what the choice costs. scale: by what all seconds told are multiplied.
+        """Create it. found: the costs of the choice. scale: factor on all reported seconds.
 
-        A plan that was priced again, more exactly than the problem, takes its own seconds over
-        those of ``found``.
+        A plan that was priced again, more exactly than the problem, has its own step time over that
+        of ``found`` as the scale.
         """
         self.scale = scale
         self.scorer, self.problem, self.choice, self.found = scorer, scorer.problem, choice, found
         self._stages: dict[tuple[int, int, int], tuple[float, float] | None] = {}
 
     def candidates(self, solution: JointSolution) -> tuple[Alternative, ...]:
-        """The best other candidates of the solver, in its order."""
+        """Return the best other candidates of the solver, in its order."""
         others = (c for c in solution.candidates if c != self.choice)
         rows = (self._row(decisions(self.problem, other), other) for other in others)
         return tuple(islice((row for row in rows if row is not None), CANDIDATES))
 
     def changes(self) -> tuple[Alternative, ...]:
-        """The choice with one decision changed, by rising time; what breaks a wish is left out."""
+        """Return the choice with one decision changed, by rising time.
+
+        Changes that violate a constraint are left out.
+        """
         rows = [self._row(what, other) for what, other in one_decision(self.problem, self.choice)]
-        for by, what in ((-1, "one stage less"), (1, "one stage more")):
+        for by, what in ((-1, "one stage fewer"), (1, "one stage more")):
             rows.append(next((row for row in self._depths(by, what)), None))
-        kept = [row for row in rows if row is not None]
-        kept.sort(key=lambda row: (row.step_seconds or row.unfit_seconds or 0.0, row.what))
-        return tuple(kept[:CHANGES])
+        found_rows = [row for row in rows if row is not None]
+        found_rows.sort(key=lambda row: (row.step_seconds or row.unfit_seconds or 0.0, row.what))
+        return tuple(found_rows[:CHANGES])
 
     def _row(self, what: str, other: JointChoice) -> Alternative | None:
-        """None where it breaks something else than memory, or cannot be at all."""
+        """Return the alternative; None where it violates more than memory limits."""
         found = self.scorer.evaluate(other)
         full = find_overfull_stages(found)
         if not found.stages or len(found.faults) > len(full):
@@ -73,7 +76,7 @@ class AlternativeComparison:
         )
 
     def _depths(self, by: int, what: str) -> Iterator[Alternative]:
-        """The fastest that fits, or else the fastest."""
+        """Yield choices with one stage more or less: the fastest that fits, or else the fastest."""
         assert by in (-1, 1)
         weights = self._weights()
         timed = [
@@ -86,21 +89,21 @@ class AlternativeComparison:
         rows = [
             self._row(what, other) for _, _, other in sorted(timed, key=lambda t: t[:2])[:_TRIED]
         ]
-        kept = [row for row in rows if row is not None]
-        yield from (row for row in kept if row.step_seconds is not None)
-        yield from kept
+        found_rows = [row for row in rows if row is not None]
+        yield from (row for row in found_rows if row.step_seconds is not None)
+        yield from found_rows
 
     def _weights(self) -> list[float]:
-        """Seconds by block, as the first stage would compute it."""
+        """Return the seconds by block, as the first stage would compute it."""
         option = self.problem.options[self.choice.options[0]]
         work = self.scorer.work(option, self.choice.microbatches)
-        assert work is not None, "the choice can be had"
+        assert work is not None, "the choice is feasible"
         return [work.forward[k] + work.backward[k] for k in self.problem.kinds]
 
     def _estimate(self, other: JointChoice) -> float | None:
-        """T of a choice of whole pieces, from stages that are evaluated once.
+        """Return the step time of a choice without virtual stages, from memoized stage costs.
 
-        None where there are too few devices or rows. Memory and wishes are not looked at.
+        None where there are too few devices or rows. Memory limits and constraints are not checked.
         """
         options = [self.problem.options[option] for option in other.options]
         used = Counter[int]()

@@ -1,4 +1,4 @@
-"""The same stages as an asynchronous pipeline: what it does to a plan's memory, time and proof."""
+"""Turn a synchronous plan into an asynchronous one: memory, time and certificate."""
 
 from __future__ import annotations
 
@@ -12,42 +12,45 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Alternative, Plan
 from fxpart.plan.prediction import RankPrediction
 from fxpart.plan.schedule import edges_of
-from fxpart.planner.prediction.steady_state import ahead_of, stream_in_time
+from fxpart.planner.prediction.steady_state import count_forwards_ahead, simulate_steady_state
 from fxpart.schedule.action import StageEdge
 from fxpart.schedule.spec import ASYNC
 from fxpart.schedule.weight_modes import MODES
 from fxpart.solver.asynchronous.objective import AsyncPipelineEvaluation
 from fxpart.solver.asynchronous.weight_mode_requirements import compute_weight_mode_requirements
 
-_SAME = 5e-4  # differences below are not told
+_SAME = 5e-4  # smaller relative differences are not reported
 
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Of a stage the bytes of its trained weights, and the seconds to predict them once."""
+    """The bytes of a stage's trained weights, and the seconds to predict them once."""
 
     weights: int
     predict_seconds: float
 
 
 def as_weights(name: str) -> str:
-    """The name of a weight mode that does not drain."""
+    """Return the name of a weight mode that does not flush."""
     assert not MODES[name].flush, name
     return name
 
 
 def make_asynchronous(plan: Plan, weights: str, trained: Sequence[TrainedWeights]) -> Plan:
-    """The plan as a stream under a weight mode, predicted again; its certificate stays as it is.
+    """Return the plan as an asynchronous pipeline under a weight mode, predicted again.
 
-    plan: of one piece a stage, with 1F1B. trained: by stage. ``step_seconds`` becomes the seconds
-    in which the busiest stage is busy a minibatch; ``flushed_seconds`` what the plan's own step
-    takes by simulation. The plan may not fit its devices.
+    plan: with 1F1B, without virtual stages; its certificate is unchanged. trained: by stage.
+    ``step_seconds`` becomes the busy time per minibatch of the bottleneck stage;
+    ``flushed_seconds`` the simulated step time of the synchronous plan. The plan may not fit its
+    devices.
     """
     edges, count = edges_of(plan), plan.microbatches
-    rows = stream_rows(plan.prediction.ranks, edges, count, weights, dict(enumerate(trained)))
+    rows = predict_asynchronous_rows(
+        plan.prediction.ranks, edges, count, weights, dict(enumerate(trained))
+    )
     closed = max(count * row.microbatch_seconds + row.step_only_seconds for row in rows)
     hosts = plan.prediction.hosts
-    found = stream_in_time(count, edges, rows, hosts, closed)
+    found = simulate_steady_state(count, edges, rows, hosts, closed)
     return msgspec.structs.replace(
         plan,
         schedule=ASYNC,
@@ -67,18 +70,18 @@ def make_asynchronous(plan: Plan, weights: str, trained: Sequence[TrainedWeights
     )
 
 
-def stream_rows(
+def predict_asynchronous_rows(
     rows: Sequence[RankPrediction],
     edges: Sequence[StageEdge],
     microbatches: int,
     weights: str,
     trained: Mapping[int, TrainedWeights],
 ) -> tuple[RankPrediction, ...]:
-    """Rows of a flushed 1F1B with what a stream keeps in flight, copies and predicts."""
-    ahead = ahead_of(1 + max(row.stage for row in rows), edges)
+    """Return the predictions of 1F1B with activations, copies and weight prediction of async."""
+    ahead = count_forwards_ahead(1 + max(row.stage for row in rows), edges)
     found = []
     for row in rows:
-        asked, mine = (
+        required, mine = (
             compute_weight_mode_requirements(weights, ahead, microbatches, row.stage),
             trained[row.stage],
         )
@@ -88,33 +91,35 @@ def stream_rows(
             row.memory,
             activations=saved + row.workspace,
             transfers=row.memory.transfers // was * now,
-            copies=asked.copies * mine.weights,
+            copies=required.copies * mine.weights,
         )
-        flowing = (now - 1) * (saved + memory.transfers) // now  # others', while it updates
+        flowing = (
+            (now - 1) * (saved + memory.transfers) // now
+        )  # of other microbatches, while it updates
         found.append(
             msgspec.structs.replace(
-                row, memory=memory, in_flight=now, peak=0, top=(), staleness=asked.staleness,
-                predict_seconds=asked.passes * mine.predict_seconds,
+                row, memory=memory, in_flight=now, peak=0, top=(), staleness=required.staleness,
+                predict_seconds=required.passes * mine.predict_seconds,
                 update=row.update + memory.copies + flowing if row.update else 0,
             )
         )  # fmt: skip
     return tuple(found)
 
 
-def staleness(plan: Plan) -> tuple[int, ...]:
-    """By stage the most updates that a forward misses which its backward's weights have."""
+def list_staleness(plan: Plan) -> tuple[int, ...]:
+    """Return the staleness by stage: the updates that a forward misses relative to the backward."""
     most = {row.stage: row.staleness for row in plan.prediction.ranks}
     return tuple(most[stage] for stage in sorted(most))
 
 
-def cost_in_staleness(plan: Plan) -> str:
-    """What an asynchronous plan costs in staleness, for its provenance."""
-    most = max(staleness(plan))
-    return f"its forwards miss up to {units.plural(most, 'update')}"
+def describe_staleness(plan: Plan) -> str:
+    """Describe the staleness of an asynchronous plan, for its provenance."""
+    most = max(list_staleness(plan))
+    return f"its forward passes miss up to {units.plural(most, 'update')}"
 
 
-def against(plan: Plan, other: Plan) -> Alternative:
-    """The best plan of the other mode as a rejected alternative."""
+def as_alternative(plan: Plan, other: Plan) -> Alternative:
+    """Return the best plan of the other mode as a rejected alternative."""
     was, now = (units.seconds(p.prediction.expected_seconds) for p in (plan, other))
     name = "asynchronous" if other.schedule == ASYNC else "synchronous"
     return Alternative(
@@ -127,20 +132,20 @@ def against(plan: Plan, other: Plan) -> Alternative:
     )
 
 
-def slower(best: float, seconds: float) -> str:
-    """Why another choice lost: its busiest stage's seconds."""
+def explain_slower(best: float, seconds: float) -> str:
+    """Describe why another choice was rejected: the time of its bottleneck stage."""
     if seconds <= best * (1 + _SAME):
-        return "it takes as long"
-    return f"its busiest stage: {units.seconds(seconds)} instead of {units.seconds(best)}"
+        return "equal step time"
+    return f"its bottleneck stage takes {units.seconds(seconds)} instead of {units.seconds(best)}"
 
 
-def too_full(found: AsyncPipelineEvaluation, weights: str, other: str) -> FxpartError:
-    """FXP204 for a weight mode that does not fit where another does.
+def explain_too_full(found: AsyncPipelineEvaluation, weights: str, other: str) -> FxpartError:
+    """Return FXP204 for a weight mode that does not fit where another one does.
 
-    found: what the wished mode needs with the cuts of the other.
+    found: the costs of the requested mode with the cuts of the other.
     """
     full = [(k, s) for k, s in enumerate(found.stages) if s.total > s.cost.memory_limit]
-    why = f"it fits no cuts: {found.faults[0]}" if found.faults else "it fits no cuts"
+    why = f"no cuts fit: {found.faults[0]}" if found.faults else "no cuts fit"
     if full:
         k, stage = max(full, key=lambda one: one[1].total - one[1].cost.memory_limit)
         why = (
@@ -152,5 +157,5 @@ def too_full(found: AsyncPipelineEvaluation, weights: str, other: str) -> Fxpart
         "FXP204",
         where=f"mode=async, weights={weights}",
         why=why,
-        fix=f"weights={other} fits: it holds fewer copies; or mode=sync, or more memory",
+        fix=f"use weights={other}, which fits with fewer copies, mode=sync, or more memory",
     )

@@ -1,4 +1,4 @@
-"""Stages, decisions and differences as people read them."""
+"""Describe stages, decisions and differences for plans and reports."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fxpart.solver.joint.objective import JointEvaluation, degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.schedule_costs import get_fill_fraction
 
-_SAME = 5e-4  # differences below are not told
+_SAME = 5e-4  # smaller relative differences are not reported
 
 
 def label(blocks: Sequence[str]) -> str:
-    """Blocks as people name them: the first and the last."""
+    """Return the label of a run of blocks: the first and the last name."""
     return blocks[0] if len(blocks) == 1 else f"{blocks[0]} … {blocks[-1]}"
 
 
 def find_overfull_stages(evaluation: JointEvaluation) -> list[int]:
-    """The stages that need more memory than there is."""
+    """Return the stages that need more memory than is available."""
     return [k for k, s in enumerate(evaluation.stages) if s.memory.total > s.memory_limit]
 
 
 def decisions(problem: JointProblem, choice: JointChoice) -> str:
-    """The degrees of a choice in a line: "dp8 tp4 zero1", of most stages where they differ."""
+    """Return the degrees of a choice, "dp8 tp4 zero1"; those of most stages where they differ."""
     used = Counter(degrees(problem, option) for option in choice.options)
     ((data, tensor, expert, zero, recompute), _), *others = used.most_common()
     words = [f"dp{data}", f"tp{tensor}"]
@@ -42,7 +42,7 @@ def explain_joint_rejection(
     other: tuple[JointChoice, JointEvaluation],
     scale: float = 1.0,
 ) -> str:
-    """:func:`explain_rejection` for a joint choice. scale: by what its seconds are multiplied."""
+    """Return :func:`explain_rejection` for a joint choice. scale: factor on its seconds."""
     rows, best = (entries(found, [()] * len(found.stages)) for _, found in (other, chosen))
     return explain_rejection(_parts(*chosen, best), _parts(*other, rows), rows, scale)
 
@@ -50,15 +50,15 @@ def explain_joint_rejection(
 def explain_rejection(
     was: StepParts, now: StepParts, rows: Sequence[RankPrediction], scale: float = 1.0
 ) -> str:
-    """Why a choice lost, in a sentence: memory, or the part of the step that grows most.
+    """Describe why a choice was rejected: memory, or the part of the step that grows most.
 
-    was, now: what a step of the chosen and of the rejected one is made of; rows: the latter's
-    stages.
+    was, now: the components of the step time of the selected and of the rejected choice. rows: the
+    stages of the rejected one.
     """
     full = [row for row in rows if row.tensors > row.memory_limit]
     if full:
         worst = max(full, key=lambda row: row.tensors - row.memory_limit)
-        more = f", and {units.plural(len(full) - 1, 'other stage')} too much" if full[1:] else ""
+        more = f"; {units.plural(len(full) - 1, 'other stage')} too" if full[1:] else ""
         return (
             f"stage {worst.stage} needs {units.size(worst.tensors)} of "
             f"{units.size(worst.memory_limit)}{more}"
@@ -66,9 +66,9 @@ def explain_rejection(
     before, after = was.named(), now.named()
     best, seconds = fsum(before.values()), fsum(after.values())
     if abs(seconds - best) < _SAME * best:
-        return "it takes as long"
+        return "equal step time"
     if seconds < best:
-        return "it was not found in the time that there was"
+        return "not found within the time limit"
     most = max(after, key=lambda name: after[name] - before[name])
     new, old = (units.seconds(scale * parts[most]) for parts in (after, before))
     return f"{most}: {new} instead of {old}"
@@ -77,6 +77,6 @@ def explain_rejection(
 def _parts(
     choice: JointChoice, evaluation: JointEvaluation, rows: Sequence[RankPrediction]
 ) -> StepParts:
-    """What a step of the choice is made of."""
+    """Return the components of the choice's step time."""
     share = get_fill_fraction(choice.schedule, choice.virtual)
     return step_parts(rows, choice.microbatches, share, evaluation.seconds)

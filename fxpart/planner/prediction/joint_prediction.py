@@ -1,11 +1,11 @@
-"""What a plan predicts for a joint choice: each stage's ranks, the schedule in time, the bubble."""
+"""Predict a joint choice: each stage's ranks, the simulated schedule, the pipeline bubble."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
-from fxpart.planner.prediction.step_simulation import step_in_time
+from fxpart.planner.prediction.step_simulation import simulate_step
 from fxpart.schedule.action import StageEdge
 from fxpart.solver.joint.objective import JointEvaluation, JointStage
 from fxpart.solver.joint.problem import JointChoice, JointProblem
@@ -14,7 +14,7 @@ from fxpart.solver.joint.problem import JointChoice, JointProblem
 def entries(
     evaluation: JointEvaluation, ranks: Sequence[tuple[int, ...]]
 ) -> tuple[RankPrediction, ...]:
-    """One entry for each stage: its ranks are alike."""
+    """Return one prediction per stage, whose ranks are equal."""
     return tuple(
         _entry(stage, index, mine)
         for index, (stage, mine) in enumerate(zip(evaluation.stages, ranks, strict=True))
@@ -50,9 +50,9 @@ def _entry(stage: JointStage, index: int, ranks: tuple[int, ...]) -> RankPredict
 
 
 def edges(problem: JointProblem, choice: JointChoice) -> tuple[tuple[int, int, bool], ...]:
-    """The pairs of stages that exchange values, and whether gradients return; sorted.
+    """Return the sorted pairs of stages with transfers, and whether gradients return.
 
-    Empty for stages of several pieces, where each stage feeds the next one, and the last the first.
+    Empty with virtual stages, where each stage feeds the next one, and the last the first.
     """
     if choice.virtual > 1:
         return ()
@@ -78,15 +78,15 @@ def predict(
     given: Sequence[tuple[int, int, bool]],
     hosts: Sequence[HostLoad] = (),
 ) -> Prediction:
-    """The closed form, and the schedule in time with transfers that overlap computation.
+    """Return the closed form, and the simulated schedule with overlapped transfers.
 
-    given: the plan's edges. hosts: that ranks share, see :mod:`fxpart.plan.contention`.
+    given: the plan's edges. hosts: contention of shared hosts, see :mod:`fxpart.plan.contention`.
     """
     rows = entries(evaluation, ranks)
     links = [StageEdge(a, b, back) for a, b, back in given] or [
         StageEdge(k, k + 1) for k in range(len(rows) - 1)
     ]
-    found = step_in_time(
+    found = simulate_step(
         choice.schedule, choice.microbatches, links, rows, hosts, evaluation.seconds
     )
     return Prediction(

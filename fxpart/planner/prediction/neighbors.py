@@ -1,4 +1,4 @@
-"""Choices that differ from one in a single decision, for a plan to be compared with."""
+"""Choices that differ from a plan's choice in a single decision, for comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.schedule_costs import has_pieces
 
-Named = tuple[str, JointChoice]  # what differs, in words, and the choice
+Named = tuple[str, JointChoice]  # description of the difference, and the choice
 Degrees = tuple[int, int, int, int, str]  # as fxpart.solver.joint.objective.degrees has them
 _PLACE: dict[str, int] = {"tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4}
 
@@ -20,24 +20,24 @@ class OptionIndex:
     """The options of a problem by pool and degrees."""
 
     def __init__(self, problem: JointProblem) -> None:
-        """Index them; of equal ones the first counts."""
+        """Index the options; the first of equal ones is used."""
         self.problem = problem
         self._index: dict[tuple[int, Degrees], int] = {}
         for index, option in enumerate(problem.options):
             self._index.setdefault((option.pool, degrees(problem, index)), index)
 
     def find(self, pool: int, wanted: Degrees) -> int | None:
-        """The option with these degrees on a pool."""
+        """Return the option with these degrees on a pool."""
         return self._index.get((pool, wanted))
 
     def with_data(self, option: int, data: int) -> int | None:
-        """The same option with another number of data replicas."""
+        """Return the same option with another number of data replicas."""
         old = degrees(self.problem, option)
         zero = old[3] if data > 1 else 0
         return self.find(self.problem.options[option].pool, (data, *old[1:3], zero, old[4]))
 
     def changed(self, option: int, what: str, value: int | str) -> int | None:
-        """The same option on as many devices, with another value of one decision."""
+        """Return the same option on as many devices, with another value of one decision."""
         data, tensor, expert, zero, recompute = degrees(self.problem, option)
         if what == "tensor":
             if data * tensor % int(value):
@@ -55,11 +55,11 @@ class OptionIndex:
 
 
 def one_decision(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
-    """The same stages with another microbatch count, schedule, or degree on every stage.
+    """Yield the same stages with another microbatch count, schedule, or degree on every stage.
 
-    Counts: the next smaller and larger. Degrees: every value that some option has, on as many
-    devices (a change of the tensor degree changes the data degree against it). None of them need
-    fit, nor keep every wish.
+    Counts: the next smaller and larger. Degrees: every value of some option, on as many devices (a
+    change of the tensor degree changes the data degree inversely). They may violate memory limits
+    and constraints.
     """
     yield from _counts(problem, choice)
     if choice.virtual == 1:
@@ -82,18 +82,18 @@ def _counts(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
 
 
 def _degree(options: OptionIndex, choice: JointChoice, what: str) -> Iterator[Named]:
-    """Every value of one decision that all stages can take."""
+    """Yield every value of one decision that all stages can use."""
     problem, place = options.problem, _PLACE[what]
     used = {option: degrees(problem, option)[place] for option in choice.options}
     values = {degrees(problem, option)[place] for option in range(len(problem.options))}
     for value in sorted(values, key=str):
         new = {option: options.changed(option, what, value) for option in used}
-        taken = tuple(new[option] for option in choice.options)
-        if taken == choice.options or any(option is None for option in taken):
+        options_by_stage = tuple(new[option] for option in choice.options)
+        if options_by_stage == choice.options or any(option is None for option in options_by_stage):
             continue
         was = sorted({str(old) for old in used.values()})
         words = _change(what, value, was)
-        yield words, msgspec.structs.replace(choice, options=taken)
+        yield words, msgspec.structs.replace(choice, options=options_by_stage)
 
 
 def _change(what: str, value: int | str, was: Sequence[str]) -> str:
@@ -109,40 +109,41 @@ def _change(what: str, value: int | str, was: Sequence[str]) -> str:
 def other_depth(
     problem: JointProblem, choice: JointChoice, by: Literal[-1, 1], weights: Sequence[float]
 ) -> Iterator[JointChoice]:
-    """One stage less: two that follow each other are one, on the devices of either or of both.
+    """Yield choices with one stage fewer (``by`` = -1) or one stage more.
 
-    One stage more: a stage is cut in two, each on its devices or on half of them, near the middle
-    of its ``weights`` (seconds by block). The rest stays. Only for stages of one piece.
+    Fewer: two adjacent stages are merged, on the devices of either or of both. More: a stage is
+    split in two, each on its devices or on half of them, near the middle of its ``weights``
+    (seconds by block). All other stages are unchanged. Without virtual stages only.
     """
-    options, starts, taken = OptionIndex(problem), choice.starts, choice.options
-    count = len(taken)
+    options, starts, options_by_stage = OptionIndex(problem), choice.starts, choice.options
+    count = len(options_by_stage)
     ends = (*starts[1:], len(problem.blocks))
     if choice.virtual > 1:
         return
     if by == -1:
         for k in range(count - 1):
             cut = (*starts[: k + 1], *starts[k + 2 :])
-            for option in _joined(options, taken[k], taken[k + 1]):
-                new = (*taken[:k], option, *taken[k + 2 :])
+            for option in _joined(options, options_by_stage[k], options_by_stage[k + 1]):
+                new = (*options_by_stage[:k], option, *options_by_stage[k + 2 :])
                 yield msgspec.structs.replace(choice, starts=cut, options=new)
         return
     for k in range(count):
         for middle in _middles(weights, starts[k], ends[k]):
             cut = (*starts[: k + 1], middle, *starts[k + 1 :])
-            for option in _halved(options, taken[k]):
-                new = (*taken[:k], option, option, *taken[k + 1 :])
+            for option in _halved(options, options_by_stage[k]):
+                new = (*options_by_stage[:k], option, option, *options_by_stage[k + 1 :])
                 yield msgspec.structs.replace(choice, starts=cut, options=new)
 
 
 def _joined(options: OptionIndex, one: int, two: int) -> list[int]:
-    """Options for two stages as one: either's own, and with the replicas of both."""
+    """Return options for two stages as one: either's own, and with the replicas of both."""
     data = [degrees(options.problem, option)[0] for option in (one, two)]
     found = [one, two, *(options.with_data(option, sum(data)) for option in (one, two))]
     return list(dict.fromkeys(option for option in found if option is not None))
 
 
 def _halved(options: OptionIndex, option: int) -> list[int]:
-    """Options for each half of a stage: its own, half its replicas, half its tensor degree."""
+    """Return options for half a stage: its own, half its replicas, or half its tensor degree."""
     data, tensor, expert, zero, recompute = degrees(options.problem, option)
     pool = options.problem.options[option].pool
     found = [option]
@@ -154,7 +155,7 @@ def _halved(options: OptionIndex, option: int) -> list[int]:
 
 
 def _middles(weights: Sequence[float], first: int, end: int) -> list[int]:
-    """Up to three first blocks of the second half: those that divide the weights most evenly."""
+    """Return up to three first blocks of the second half that split the weights most evenly."""
     whole, before, uneven = sum(weights[first:end]), 0.0, []
     for block in range(first + 1, end):
         before += weights[block - 1]

@@ -1,4 +1,4 @@
-"""What a run of a plan depends on: all that the plan decides, and nothing that it predicts."""
+"""Digest of everything that a run depends on: a plan's decisions without its predictions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
 
-_SHOWN = 60  # characters of a decision that are kept as they are
+_SHOWN = 60  # longer decisions are replaced by digests
 
 
 def decisions(plan: Plan) -> dict[str, str]:
-    """What a run depends on, by name: all that a plan decides, nothing that it predicts.
+    """Return the decisions of a plan by name, as text; long ones are digests.
 
-    So a trace still belongs to a plan whose costs were predicted again. Long ones are digests.
+    A trace therefore still matches a plan whose costs were predicted again.
     """
     sharding = plan.sharding
     found: dict[str, object] = {
@@ -52,7 +52,7 @@ def decisions(plan: Plan) -> dict[str, str]:
 
 
 def plan_key(plan: Plan) -> str:
-    """A digest of the plan's decisions, under which a profile keeps what was measured of it."""
+    """Return the digest of a plan's decisions: the key of its measurements in a profile."""
     return hashlib.sha256(msgspec.json.encode(decisions(plan), order="sorted")).hexdigest()[:32]
 
 

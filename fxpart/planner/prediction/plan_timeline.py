@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import edges_of, plan_schedule, stage_of
-from fxpart.planner.prediction.steady_state import window
-from fxpart.planner.prediction.step_simulation import StageTimes, stage_times, steps_in_time
+from fxpart.planner.prediction.steady_state import measurement_window
+from fxpart.planner.prediction.step_simulation import StageTimes, simulate_plan_steps, stage_times
 from fxpart.schedule.multi_step import SimulatedSteps
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.timeline import Timeline
@@ -17,13 +17,15 @@ def plan_timeline(plan: Plan, name: str | None = None, microbatches: int | None 
     """Return the timeline of one step under the plan's predicted costs.
 
     With the plan's own schedule and microbatches it takes ``prediction.simulated_seconds``. For an
-    asynchronous plan it has the first minibatches, and their flush. Microbatches keep the size that
-    the plan gives them.
+    asynchronous plan it has the first minibatches and their flush. The microbatch size is the
+    plan's.
     """
-    return plan_steps(plan, name, microbatches, steps=_DRAWN if streams(plan, name) else 1).timeline
+    return plan_steps(
+        plan, name, microbatches, steps=_DRAWN if runs_without_flushes(plan, name) else 1
+    ).timeline
 
 
-def streams(plan: Plan, name: str | None = None) -> bool:
+def runs_without_flushes(plan: Plan, name: str | None = None) -> bool:
     """Return whether the schedule, by default the plan's, runs without flushes."""
     spec = SCHEDULES.get(plan.schedule if name is None else name)
     return spec is not None and not spec.flushes
@@ -38,27 +40,28 @@ def plan_steps(
     flush: bool | None = None,
     contention: bool = True,
 ) -> SimulatedSteps:
-    """Simulate several steps by :func:`~fxpart.planner.prediction.step_simulation.steps_in_time`.
+    """Simulate several steps of a plan.
 
-    Raises FXP109. flush: by default as the schedule does.
+    See :func:`~fxpart.planner.prediction.step_simulation.simulate_plan_steps`. Raises FXP109.
+    flush: by default as the schedule does.
     """
     schedule = plan_schedule(plan, name, microbatches)
-    drains = not streams(plan, name) if flush is None else flush
-    return steps_in_time(
+    flushes = not runs_without_flushes(plan, name) if flush is None else flush
+    return simulate_plan_steps(
         schedule, edges_of(plan), plan.prediction.ranks, plan.prediction.hosts,
-        steps=steps, flush=drains, contention=contention,
+        steps=steps, flush=flushes, contention=contention,
     )  # fmt: skip
 
 
-def stream_steps(plan: Plan, microbatches: int | None = None) -> tuple[int, int, int]:
+def get_steady_window(plan: Plan, microbatches: int | None = None) -> tuple[int, int, int]:
     """Return the minibatches to simulate without flushes, and the window that is measured."""
-    return window(len(plan.stages), microbatches or plan.microbatches)
+    return measurement_window(len(plan.stages), microbatches or plan.microbatches)
 
 
-def tie_seconds(plan: Plan) -> tuple[float, ...]:
+def compute_tied_reduction_seconds(plan: Plan) -> tuple[float, ...]:
     """Return the seconds of tied-parameter gradient reduction by stage, for a plan with flushes."""
     found, schedule = plan.prediction, plan_schedule(plan)
-    return stage_times(schedule, edges_of(plan), found.ranks, found.hosts).tying
+    return stage_times(schedule, edges_of(plan), found.ranks, found.hosts).tied_reduction
 
 
 def transfer_seconds(plan: Plan) -> dict[tuple[int, int], float]:

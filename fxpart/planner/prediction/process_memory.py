@@ -1,4 +1,4 @@
-"""What a plan's ranks take beside their tensors, where it was measured."""
+"""Measured process memory of a plan's ranks besides their tensors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fxpart.pricing.device_limits import VARIES
 
 
 def with_process(plan: Plan, model: CostModel) -> Plan:
-    """The plan with each rank's process and what its allocator loses, by the cost model.
+    """Return the plan with each rank's process memory and allocator overhead.
 
-    As it is where the model knows neither, and for devices that are no CPU. Ranks of one stage that
-    are on several hosts are told the largest of them.
+    Unchanged where the cost model has no such measurements, and for devices other than CPUs. Ranks
+    of one stage on several hosts are predicted with the largest.
     """
-    rows = tuple(_weighed(plan, row, model) for row in plan.prediction.ranks)
+    rows = tuple(_with_measured_process(plan, row, model) for row in plan.prediction.ranks)
     return replace(plan, prediction=replace(plan.prediction, ranks=rows))
 
 
-def _weighed(plan: Plan, row: RankPrediction, model: CostModel) -> RankPrediction:
+def _with_measured_process(plan: Plan, row: RankPrediction, model: CostModel) -> RankPrediction:
     devices = [plan.device(rank) for rank in row.ranks]
     known = [model.knowledge(d).contention for d in devices if d.kind == "cpu"]
     found = [each for each in known if each is not None]
@@ -28,6 +28,6 @@ def _weighed(plan: Plan, row: RankPrediction, model: CostModel) -> RankPredictio
     if not baseline:
         return row
     lost = row.tensors * max(each.overhead for each in found)
-    # Rather above the middle of equal runs than below it: too little is what ends a process.
+    # Above the mean of equal runs: an underestimate ends in an out-of-memory kill.
     lost += VARIES / 2 * (baseline + row.tensors + lost)
     return replace(row, process=baseline, allocator=round(lost))

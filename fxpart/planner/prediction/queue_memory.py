@@ -1,11 +1,11 @@
-"""What a rank whose microbatches come from queues holds beside what copies that take turns hold.
+"""Memory of a rank with queues, beyond that of round-robin replicas.
 
 Bounds of the protocol (:mod:`fxpart.schedule.queues.dispatcher`), for a stage whose gradients may
-miss s updates. Its copies begin a minibatch only when at most s before it are not applied, so that
-s + 1 minibatches are open at once. Of each a copy keeps its own gradients, and the values and
-gradients that it sent, as another copy may be lost and its heir ask for them. Where there are n
-copies, each is given the gradients of the others whole and adds all up beside them: n more. Of
-parameters that other stages hold too it is given those of all of their copies.
+miss s updates. Its replicas begin a minibatch only when at most s earlier ones are not applied, so
+that s + 1 minibatches are open at once. For each open minibatch a replica stores its own gradients,
+and the values and gradients that it sent, because another replica may fail and its successor
+request them. With n replicas, each receives the gradients of the others whole and adds all up: n
+more sets. For tied parameters it receives the gradients of all their replicas.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxpart.schedule.weight_modes import weight_mode
 
 
 def with_queues_memory(plan: Plan, shared: Mapping[int, tuple[int, int]] | None = None) -> Plan:
-    """The plan, of queues, with what its ranks hold for them. See :func:`queued_row`.
+    """Return the plan with the memory that its ranks need for queues. See :func:`queued_row`.
 
-    shared: by stage bytes of the parameters that other stages hold too: of the gradients that it is
-    given by all of their copies, and of the sums.
+    shared: by stage the bytes of gradients of tied parameters that it receives from all of their
+    replicas, and of their sums.
     """
     each = {
         copy: len(list_group_stages(group))
@@ -57,43 +57,43 @@ def queued_row(
     alone: bool,
     shared: tuple[int, int] = (0, 0),
 ) -> RankPrediction:
-    """A row of copies that take turns, for queues.
+    """Return the prediction of a round-robin replica with queues.
 
-    copies: of the stage. weights: the name of the weight mode. taken: how many microbatches of a
-    minibatch the rank is thought to do. alone: there is no other stage; else a copy takes one
-    microbatch more than the schedule has in flight where the oldest of all needs it. shared: see
+    copies: number of replicas of the stage. weights: name of the weight mode. taken: expected
+    number of microbatches of a minibatch on this rank. alone: there is no other stage; otherwise a
+    replica accepts one microbatch beyond the schedule's, if it is the oldest of all. shared: see
     :func:`with_queues_memory`.
     """
     was, memory = max(row.in_flight, 1), row.memory
     now = was if alone else was + 1
     trained = memory.gradients > 0
-    open_, missed = staleness + 1, staleness if trained else 0
+    open_minibatches, missed = staleness + 1, staleness if trained else 0
     saved = (memory.activations - row.workspace) // was * now
     flowing = memory.transfers // was
-    kept = open_ * taken * flowing
+    kept = open_minibatches * taken * flowing
     given, summed = shared
-    # With copies all is summed beside the parts, and what is shared among it.
+    # With replicas, all gradients are summed into a further buffer, including tied ones.
     others = given + (copies * memory.gradients if copies > 1 else summed)
-    held = msgspec.structs.replace(
+    needed = msgspec.structs.replace(
         memory,
-        gradients=open_ * memory.gradients,
+        gradients=open_minibatches * memory.gradients,
         activations=saved + row.workspace,
         transfers=flowing * now + kept,
         copies=sets_of_weights(weights, missed) * memory.weights,
-        # Where no update is missed, all backwards are done by then.
+        # Without staleness, all backward passes are done by then.
         sums=max(memory.sums, others if missed else 0),
     )
     update = 0
     if row.update:
-        between = missed * memory.gradients + held.copies + kept
+        between = missed * memory.gradients + needed.copies + kept
         between += (saved + flowing * now) if missed else 0
         summing = memory.weights + memory.gradients + memory.optimizer + memory.buffers + others
-        total = memory.gradients if copies > 1 else summed  # beside the rank's own part
+        total = memory.gradients if copies > 1 else summed  # besides the rank's own part
         update = between + max(row.update + total, summing)
-    more = held.total - memory.total
+    more = needed.total - memory.total
     return msgspec.structs.replace(
         row,
-        memory=held,
+        memory=needed,
         staleness=missed,
         update=update,
         peak=row.peak + more if row.peak else 0,
@@ -101,13 +101,13 @@ def queued_row(
 
 
 def sets_of_weights(weights: str, staleness: int) -> int:
-    """The most sets of weights that a copy holds beside its parameters, by weight mode.
+    """Return the most sets of weights that a replica stores besides its parameters.
 
-    With n the minibatch of a forward and a the updates made, forwards in flight have a <= n and
-    n <= a + s, and read a version v of n - s <= v <= a. A backward that reads the weights of its
-    forward needs each v < a, of which there are s. One that reads them as they were looked ahead
-    needs each pair (v, n - v): (s + 1) (s + 2) / 2, of which one is the parameters. Where only
-    forwards look ahead, the s sets are dropped with the update after them.
+    With n the minibatch of a forward pass and a the number of applied updates, forwards in flight
+    satisfy a <= n and n <= a + s, and read a version v with n - s <= v <= a. A backward that reads
+    the weights of its forward needs each v < a, of which there are s. One that reads them as they
+    were predicted needs each pair (v, n - v): (s + 1) (s + 2) / 2, of which one is the parameters.
+    Where only forwards use predicted weights, the s sets are dropped with the next update.
     """
     mode = weight_mode(weights)
     if mode.backward == "forward":
@@ -116,7 +116,7 @@ def sets_of_weights(weights: str, staleness: int) -> int:
 
 
 def find_memory_error(plan: Plan) -> FxpartError | None:
-    """FXP204 with every rank that a plan of queues is too large for; None where it fits."""
+    """Return FXP204 with every rank that lacks memory for queues; None where the plan fits."""
     problems = list(_overfull(plan))
     return FxpartError(problems) if problems else None
 
@@ -124,15 +124,15 @@ def find_memory_error(plan: Plan) -> FxpartError | None:
 def _overfull(plan: Plan) -> Iterator[Problem]:
     for row in plan.prediction.ranks:
         if row.tensors > row.memory_limit:
-            held = row.memory
+            needed = row.memory
             where = f"stage {row.stage}, staleness={plan.staleness[row.stage]}"
             kept = (
-                f"{units.size(held.gradients)} of gradients, {units.size(held.copies)} of weights "
-                f"({plan.weights}) and {units.size(held.transfers)} of what was sent"
+                f"{units.size(needed.gradients)} of gradients, {units.size(needed.copies)} of "
+                f"weights ({plan.weights}) and {units.size(needed.transfers)} of sent values"
             )
             why = (
-                f"it needs {units.size(row.tensors)} of {units.size(row.memory_limit)}: queues "
-                f"keep {kept} until a minibatch is applied everywhere"
+                f"the stage needs {units.size(row.tensors)} of {units.size(row.memory_limit)}: "
+                f"queues store {kept} until a minibatch is applied on all stages"
             )
             yield Problem("FXP204", where, why, _fix(plan, row))
 
@@ -141,4 +141,4 @@ def _fix(plan: Plan, row: RankPrediction) -> str:
     found = ["a smaller staleness"] if plan.staleness[row.stage] else []
     found += ["weights=naive"] if row.memory.copies else []
     found += ["constraints={'copies': 'none'}"] if plan.replicas else []
-    return f"{', '.join([*found, 'more devices'])}, or mode=sync"
+    return f"use {', '.join([*found, 'more devices'])}, or mode=sync"

@@ -1,13 +1,13 @@
-"""A plan's microbatches from queues, played in time by what is predicted of its stages."""
+"""Simulate a plan's queues from the predictions of its stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxpart.plan.contention import is_crowded
+from fxpart.plan.contention import has_contention
 from fxpart.plan.schedule import edges_of, plan_schedule
-from fxpart.planner.prediction.step_simulation import StageTimes, steps_in_time
+from fxpart.planner.prediction.step_simulation import StageTimes, simulate_plan_steps
 from fxpart.schedule.action import list_group_stages
 from fxpart.schedule.host_contention import build_host_contention
 from fxpart.schedule.queues.dispatcher import Queues
@@ -16,18 +16,18 @@ from fxpart.schedule.queues.simulate import QueueRun, QueueTimes, simulate_queue
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
 
-_WORD = 3e-4  # seconds of a message of some bytes between processes, at least
-MOST = 64  # copies times microbatches of a plan that is played through
+_MESSAGE_SECONDS = 3e-4  # least seconds of a small message between processes
+MAX_SIMULATED = 64  # replicas times microbatches of a plan that is simulated
 
 
 def groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Each stage with its copies, ascending."""
+    """Return each stage with its replicas, ascending."""
     rounds = {group[0]: tuple(sorted(list_group_stages(group))) for group in plan.replicas}
     return tuple(rounds.get(first, (first,)) for first in plan.firsts)
 
 
 def queues_of(plan: Plan) -> Queues:
-    """What flows between the groups of a plan, and how much each copy keeps."""
+    """Return the queues between the groups of a plan, and how much each replica stores."""
     groups = groups_of(plan)
     of = {copy: g for g, group in enumerate(groups) for copy in group}
     pairs = sorted({(of[e.source], of[e.target]) for e in edges_of(plan)})
@@ -49,25 +49,25 @@ def queues_of(plan: Plan) -> Queues:
 
 
 def simulate_queue_plan(plan: Plan, staleness: Sequence[int]) -> QueueRun:
-    """The plan's minibatches from queues, by staleness of each group.
+    """Simulate the plan's minibatches from queues, by staleness of each group.
 
-    Each rank computes as if it were alone on its host, as :func:`compute_round_robin_seconds` does.
+    Each rank computes as if it were alone on its host, as in :func:`compute_round_robin_seconds`.
     """
     rows, edges = plan.prediction.ranks, edges_of(plan)
     times = StageTimes.of(rows, edges, None, plan.replicas)
-    hosts = [load for load in plan.prediction.hosts if is_crowded(load)]
-    crowd = build_host_contention(hosts, plan.world) if hosts else None
+    hosts = [load for load in plan.prediction.hosts if has_contention(load)]
+    contention = build_host_contention(hosts, plan.world) if hosts else None
     pace = {
         k: 1.0
-        if crowd is None
-        else crowd.factor(crowd.host[mine[0]], 1) / max(crowd.full(mine[0]), 1e-12)
+        if contention is None
+        else contention.factor(contention.host[mine[0]], 1) / max(contention.full(mine[0]), 1e-12)
         for k, mine in enumerate(times.ranks)
     }
-    own = {k: times.once[k] - times.summing[k] for k in pace}
+    own = {k: times.once[k] - times.reduction[k] for k in pace}
 
     def moved(a: int, b: int) -> float:
-        """As predicted, and through the threads at both ends."""
-        return times.transfer.get((a, b), times.transfer.get((b, a), 0.0)) + 2 * _WORD
+        """Return the predicted transfer time plus a message to the threads at both ends."""
+        return times.transfer.get((a, b), times.transfer.get((b, a), 0.0)) + 2 * _MESSAGE_SECONDS
 
     return simulate_queues(
         queues_of(plan),
@@ -75,24 +75,24 @@ def simulate_queue_plan(plan: Plan, staleness: Sequence[int]) -> QueueRun:
         QueueTimes(
             forward={k: pace[k] * times.forward[k] for k in pace},
             backward={k: pace[k] * times.backward[k] for k in pace},
-            sums={k: times.summing[k] for k in pace},
+            sums={k: times.reduction[k] for k in pace},
             once={k: pace[k] * own[k] for k in pace},
             transfer=moved,
-            word={k: _word(plan, mine[0]) for k, mine in enumerate(times.ranks)},
+            word={k: _message_seconds(plan, mine[0]) for k, mine in enumerate(times.ranks)},
         ),
         plan.microbatches,
     )
 
 
-def _word(plan: Plan, rank: int) -> float:
-    """Seconds of a message between a rank and the dispatcher, which is rank 0's."""
+def _message_seconds(plan: Plan, rank: int) -> float:
+    """Return the seconds of a message between a rank and the dispatcher, which is on rank 0."""
     if rank == 0:
         return 0.0
-    return max(_WORD, plan.cluster.link(plan.device(0), plan.device(rank)).latency)
+    return max(_MESSAGE_SECONDS, plan.cluster.link(plan.device(0), plan.device(rank)).latency)
 
 
 def compute_round_robin_seconds(plan: Plan) -> float:
-    """Seconds of a step in which copies take turns, each rank as if it were alone on its host."""
+    """Return the step time with round-robin routing, each rank as if alone on its host."""
     edges, rows, hosts = edges_of(plan), plan.prediction.ranks, plan.prediction.hosts
-    found = steps_in_time(plan_schedule(plan), edges, rows, hosts, contention=False)
+    found = simulate_plan_steps(plan_schedule(plan), edges, rows, hosts, contention=False)
     return found.steady_seconds

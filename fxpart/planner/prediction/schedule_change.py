@@ -1,4 +1,4 @@
-"""The same stages under another schedule: what it does to a plan's memory, time and proof."""
+"""Turn a plan into one with another schedule: memory, time and certificate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 from fxpart.plan.model import Certificate, Plan
 from fxpart.plan.prediction import RankPrediction
 from fxpart.plan.schedule import edges_of, plan_schedule
-from fxpart.planner.prediction.step_simulation import step_in_time, steps_in_time
+from fxpart.planner.prediction.step_simulation import simulate_plan_steps, simulate_step
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.in_flight import count_in_flight
 from fxpart.solver.portfolio import status_of
 
 
 def change_schedule(plan: Plan, name: str, bound: float, actions: tuple[str, ...] = ()) -> Plan:
-    """The plan with another schedule for its stages, of one piece each, predicted again.
+    """Return the plan with another schedule for its stages, predicted again.
 
-    name: the schedule's; actions: where it was found. bound: seconds below which no schedule can
-    end a step, whatever the cuts. The plan may not fit its devices: see
+    Without virtual stages. actions: of a schedule that was searched. bound: lower bound of the step
+    time for any schedule and cuts. The plan may not fit its devices: see
     :func:`find_overfull_ranks`.
     """
     moved = msgspec.structs.replace(plan, schedule=name, actions=actions)
@@ -30,7 +30,7 @@ def change_schedule(plan: Plan, name: str, bound: float, actions: tuple[str, ...
 def with_in_flight(
     schedule: Schedule, rows: Sequence[RankPrediction]
 ) -> tuple[RankPrediction, ...]:
-    """Rows of stages of one piece with what another schedule keeps in flight."""
+    """Return the predictions with the activations in flight of another schedule."""
     most = count_in_flight(schedule)
     found = []
     for row in rows:
@@ -48,16 +48,16 @@ def with_in_flight(
 def predict_schedule(
     plan: Plan, schedule: Schedule, rows: tuple[RankPrediction, ...], bound: float
 ) -> Plan:
-    """The plan with these rows, its step in time, and what is proven of it.
+    """Return the plan with these predictions, its simulated step, and its certificate.
 
-    The objective is the step as it would be if no rank slowed another down: simulated, and at
-    least what the slowest rank has to do.
+    The objective is the simulated step without contention, and at least the busy time of the
+    bottleneck rank.
     """
     count, edges = plan.microbatches, edges_of(plan)
-    alone = steps_in_time(schedule, edges, rows).timeline.step_seconds
+    alone = simulate_plan_steps(schedule, edges, rows).timeline.step_seconds
     own = max(row.taken(count) * row.microbatch_seconds + row.step_only_seconds for row in rows)
     objective = max(alone, own)
-    found = step_in_time(lambda: schedule, count, edges, rows, plan.prediction.hosts, objective)
+    found = simulate_step(lambda: schedule, count, edges, rows, plan.prediction.hosts, objective)
     below = min(bound, objective)
     status = status_of(objective, below)
     assert status in ("optimal", "within gap", "best found"), "the step is finite"
@@ -80,11 +80,11 @@ def predict_schedule(
             lower_bound=below,
             gap=(objective - below) / objective if objective > 0 else 0.0,
             solver=plan.certificate.solver,
-            over=f"{plan.certificate.over}; the bound is what every order of their work takes",
+            over=f"{plan.certificate.over}; the bound holds for every order of their actions",
         ),
     )
 
 
 def find_overfull_ranks(plan: Plan) -> tuple[RankPrediction, ...]:
-    """The predictions that do not fit their devices."""
+    """Return the predictions that do not fit their devices."""
     return tuple(r for r in plan.prediction.ranks if r.tensors > r.memory_limit)

@@ -1,8 +1,7 @@
-"""A plan in which stages have copies on devices of their own, from what each copy is predicted.
+"""Make a plan whose stages have replicas on their own devices, from each replica's prediction.
 
-A stage's copies may be on devices of different kinds: each takes its share of the microbatches by
-its speed. This is where the planner's answer (blocks, devices and turns of each stage) becomes a
-plan; the runtime's side is :mod:`fxpart.runtime.gradients.stage_replicas`.
+A stage's replicas may be on devices of different kinds: each computes a share of the microbatches
+according to its speed. The runtime's counterpart is :mod:`fxpart.runtime.gradients.stage_replicas`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from fxpart.planner.prediction.schedule_change import predict_schedule, with_in_
 
 @dataclass(frozen=True)
 class StageReplicas:
-    """Copies of one stage.
+    """Replicas of one stage.
 
-    devices: of the cluster, as indices, one for each copy. turns: positions in ``devices`` in the
-    order in which microbatches are taken; each stands there once at least. rows: what each copy is
-    predicted, by position; ``ranks``, ``stage`` and ``microbatches`` are filled in.
+    devices: indices of the cluster's devices, one per replica. turns: positions in ``devices`` in
+    the order in which microbatches are routed; each occurs at least once. rows: the prediction of
+    each replica, by position; ``ranks``, ``stage`` and ``microbatches`` are filled in.
     """
 
     devices: tuple[int, ...]
@@ -33,11 +32,11 @@ class StageReplicas:
 
 
 def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> Plan:
-    """The plan with each stage on the devices of its group, predicted by simulation.
+    """Return the plan with each stage on the devices of its group, predicted by simulation.
 
-    plan: of stages of one rank, without copies, with the schedule gpipe or 1f1b; its microbatches
-    are kept. groups: one for each of its stages. bound: seconds below which no such plan can end a
-    step. The plan may not fit its devices: see
+    plan: with stages of one rank, without replicas, with the schedule gpipe or 1f1b; its
+    microbatches are unchanged. groups: one per stage. bound: lower bound of the step time for any
+    such plan. The plan may not fit its devices: see
     :func:`fxpart.planner.prediction.schedule_change.find_overfull_ranks`.
     """
     used = sorted(device for group in groups for device in group.devices)
@@ -55,7 +54,7 @@ def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> 
         for place, which in enumerate(order):
             device = group.devices[which]
             kind = plan.cluster.devices[device].model
-            taken = sum(
+            microbatches = sum(
                 group.turns[m % len(group.turns)] == which for m in range(plan.microbatches)
             )
             ranks = (rank_of[device],)
@@ -65,7 +64,7 @@ def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> 
             rows.append(
                 msgspec.structs.replace(
                     group.rows[which], ranks=ranks, stage=first + place,
-                    microbatches=taken if count > 1 else 0,
+                    microbatches=microbatches if count > 1 else 0,
                 )
             )  # fmt: skip
     edges = tuple(
@@ -86,13 +85,13 @@ def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> 
 
 
 def _renumbered(first: int, turns: Sequence[int]) -> tuple[int, ...]:
-    """The round as stages of the program: copies are numbered as they first take their turn."""
+    """Return the round as stages of the program: replicas are numbered by first occurrence."""
     order = {which: place for place, which in enumerate(dict.fromkeys(turns))}
     return tuple(first + order[which] for which in turns)
 
 
 def _of_firsts(tie: PlanTiedParameter, units: Sequence[tuple[int, ...]]) -> PlanTiedParameter:
-    """The tie with stages counted with their copies; of those it names the first."""
+    """Return the tie with stage numbers of the program: those of the first replicas."""
     return msgspec.structs.replace(
         tie, owner=units[tie.owner][0], stages=tuple(units[stage][0] for stage in tie.stages)
     )

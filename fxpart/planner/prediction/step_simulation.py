@@ -1,7 +1,7 @@
-"""A plan's steps in time, from what it predicts of its stages: the one simulation of a plan.
+"""Simulate a plan's steps from the predictions of its stages.
 
-Planning asks it for :class:`fxpart.plan.prediction.Prediction`; reports and ``fxpart simulate`` ask
-it again with nothing but the plan, and find the same.
+Planning calls it for :class:`fxpart.plan.prediction.Prediction`; reports and ``fxpart simulate``
+call it again with the plan alone, and get the same result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from fxpart.plan.contention import is_crowded
+from fxpart.plan.contention import has_contention
 from fxpart.plan.prediction import HostLoad, RankPrediction, idle_share
 from fxpart.schedule import fast_simulation
 from fxpart.schedule.action import ActionKind, Schedule, StageEdge
@@ -24,29 +24,29 @@ from fxpart.schedule.simulation_tasks import StageCommunicationTime
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.objective import count_tied_reduction_messages
 
-# Above this many actions (computations and transfers) a schedule is not simulated: 2 seconds each,
-# by the quick way where no host is crowded, and event by event where one is.
-MOST_ACTIONS = 2_000_000
-MOST_CROWDED = 50_000
+# Above this many actions (computations and transfers) a schedule is not simulated: about 2 seconds,
+# with the fast simulation where no host has contention, event by event where one has.
+MAX_ACTIONS = 2_000_000
+MAX_CONTENDED_ACTIONS = 50_000
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of each stage of the program the seconds of its slowest rank.
+    """Times of the slowest rank of each stage of the program, in seconds.
 
-    forward, backward: for a microbatch, half of ZeRO 3's gathering with each; once: once a step
-    (of a stage of several pieces with its first). talking: the part of forward, and as much of
-    backward, in which ranks of a stage exchange something; summing: the part of once; tying: the
-    part of that which is about tied parameters. transfer: of each edge, in one direction. ranks: by
-    stage of the plan. stage_of: by stage of the program the plan's stage that it is a piece of.
+    forward, backward: per microbatch, each with half of ZeRO-3's parameter gathering; once: per
+    step (with the first of a stage's virtual stages). communication: the part of forward, and as
+    much of backward, spent in collectives; reduction: the same part of once; tied_reduction: the
+    part of summing for tied parameters. transfer: by edge, in one direction. ranks: by stage of the
+    plan. stage_of: the plan's stage of each stage of the program.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     once: tuple[float, ...]
-    talking: tuple[float, ...]
-    summing: tuple[float, ...]
-    tying: tuple[float, ...]
+    communication: tuple[float, ...]
+    reduction: tuple[float, ...]
+    tied_reduction: tuple[float, ...]
     transfer: dict[tuple[int, int], float]
     ranks: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -59,13 +59,13 @@ class StageTimes:
         stage_of: Sequence[int] | None = None,
         replicas: Sequence[Sequence[int]] = (),
     ) -> StageTimes:
-        """rows: at least one for each stage of the plan, from 0 on. edges: of the program.
+        """Derive the times. rows: at least one per stage of the plan. edges: of the program.
 
-        stage_of: as the field; by default no stage has several pieces. A row's
-        ``transfer_seconds`` is the sum over what its stage receives and the gradients that it
-        sends back for it, so each edge into a stage gets an equal part for each direction. What
-        is not known of each piece is shared equally. replicas: stages that are copies, of which one
-        feeds each microbatch (``Schedule.replicas``).
+        stage_of: as the field; by default there are no virtual stages. A row's ``transfer_seconds``
+        is the sum over what its stage receives and the gradients that it sends back for it, so each
+        edge into a stage gets an equal part for each direction. Times that are not known by virtual
+        stage are split equally. replicas: stages that are replicas of one stage, of which one
+        computes each microbatch (``Schedule.replicas``).
         """
         count = 1 + max(row.stage for row in rows)
         by_stage: list[list[RankPrediction]] = [[] for _ in range(count)]
@@ -87,9 +87,9 @@ class StageTimes:
             tuple(max(map(piece.forward, piece.rows)) for piece in pieces),
             tuple(max(map(piece.backward, piece.rows)) for piece in pieces),
             tuple(max(map(piece.once, piece.rows)) for piece in pieces),
-            tuple(max(map(piece.talking, piece.rows)) for piece in pieces),
-            tuple(max(map(piece.summing, piece.rows)) for piece in pieces),
-            tuple(max(map(piece.tying, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.communication, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.reduction, piece.rows)) for piece in pieces),
+            tuple(max(map(piece.tied_reduction, piece.rows)) for piece in pieces),
             {
                 (e.source, e.target): 0.0
                 if of[e.source] == of[e.target]
@@ -100,23 +100,23 @@ class StageTimes:
             of,
         )
 
-    def drained(self, edges: Sequence[StageEdge], microbatches: int) -> StageTimes:
-        """For a step that drains: ``once`` without the sums of ties that nobody waits for."""
-        if not any(self.tying) or len(set(self.stage_of)) < len(self.stage_of):
+    def hide_tied_reduction(self, edges: Sequence[StageEdge], microbatches: int) -> StageTimes:
+        """Return the times for a step with a flush: without overlapped tied-parameter reduction."""
+        if not any(self.tied_reduction) or len(set(self.stage_of)) < len(self.stage_of):
             return self
-        left = compute_exposed_reduction(self.tying, self.backward, edges, microbatches)
-        beside = [whole - part for whole, part in zip(self.tying, left, strict=True)]
+        exposed = compute_exposed_reduction(self.tied_reduction, self.backward, edges, microbatches)
+        hidden = [whole - part for whole, part in zip(self.tied_reduction, exposed, strict=True)]
         return replace(
             self,
-            once=tuple(s - x for s, x in zip(self.once, beside, strict=True)),
-            summing=tuple(s - x for s, x in zip(self.summing, beside, strict=True)),
-            tying=tuple(left),
+            once=tuple(s - x for s, x in zip(self.once, hidden, strict=True)),
+            reduction=tuple(s - x for s, x in zip(self.reduction, hidden, strict=True)),
+            tied_reduction=tuple(exposed),
         )
 
 
 @dataclass(frozen=True)
 class _VirtualStage:
-    """One of ``count`` pieces of a stage: its part of what the stage's rows say."""
+    """One of ``count`` virtual stages of a stage: its part of the stage's predictions."""
 
     rows: list[RankPrediction]
     place: int
@@ -130,21 +130,21 @@ class _VirtualStage:
         known = row.pieces[self.place][1] if row.pieces else row.backward_seconds / self.count
         return known + row.gather_seconds / 2 / self.count
 
-    def talking(self, row: RankPrediction) -> float:
+    def communication(self, row: RankPrediction) -> float:
         return (row.collective_seconds + row.gather_seconds) / 2 / self.count
 
     def once(self, row: RankPrediction) -> float:
         return 0.0 if self.place else row.step_only_seconds
 
-    def summing(self, row: RankPrediction) -> float:
+    def reduction(self, row: RankPrediction) -> float:
         return 0.0 if self.place else row.sync_seconds + row.tie_seconds
 
-    def tying(self, row: RankPrediction) -> float:
+    def tied_reduction(self, row: RankPrediction) -> float:
         return 0.0 if self.place else row.tie_seconds
 
 
 def _places(stage_of: Sequence[int]) -> list[tuple[int, int]]:
-    """By stage of the program the plan's stage, and which of its pieces it is."""
+    """Return (stage of the plan, index of the virtual stage) by stage of the program."""
     seen = Counter[int]()
     found = []
     for stage in stage_of:
@@ -153,7 +153,7 @@ def _places(stage_of: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def steps_in_time(
+def simulate_plan_steps(
     schedule: Schedule,
     edges: Sequence[StageEdge],
     rows: Sequence[RankPrediction],
@@ -163,31 +163,38 @@ def steps_in_time(
     flush: bool = True,
     contention: bool = True,
 ) -> SimulatedSteps:
-    """Steps of a schedule by predicted costs; its ranks are the plan's stages.
+    """Simulate steps of a schedule with predicted costs; its ranks are the plan's stages.
 
-    With a flush as fxpart's runtime trains: after its last backward each rank waits for all others
-    (they agree whether the step has failed), then all do what is done once a step. Where a host is
-    crowded its ranks share it, and transfers keep to the runtime's windows. contention: False
-    takes each rank's seconds as if it were alone on its host.
+    With a flush as in fxpart's runtime: after its last backward each rank waits for all others
+    (they agree whether the step has failed), then all ranks do the work per step. Where a host has
+    contention its ranks share it, and transfers follow the runtime's windows. contention: False
+    takes each rank's times as if it were alone on its host.
     """
     times = stage_times(schedule, edges, rows, hosts if contention else (), flush=flush)
-    crowd = _crowd(hosts, times)
-    talk = StageCommunicationTime(
-        tuple(map(min, times.talking, times.forward)),
-        tuple(map(min, times.talking, times.backward)),
-        tuple(map(min, times.summing, times.once)),
+    host_contention = _build_contention(hosts, times)
+    communication = StageCommunicationTime(
+        tuple(map(min, times.communication, times.forward)),
+        tuple(map(min, times.communication, times.backward)),
+        tuple(map(min, times.reduction, times.once)),
     )
     pace = [1.0] * len(times.forward)
-    if crowd is not None and not contention:
+    if host_contention is not None and not contention:
         alone = [
-            1 / max((crowd.full(r) / crowd.factor(crowd.host[r], 1) for r in mine), default=1.0)
+            1
+            / max(
+                (
+                    host_contention.full(r) / host_contention.factor(host_contention.host[r], 1)
+                    for r in mine
+                ),
+                default=1.0,
+            )
             for mine in times.ranks
         ]
         pace = [alone[stage] for stage in times.stage_of]
-        crowd = None
+        host_contention = None
 
     def scaled(seconds: Sequence[float], apart: Sequence[float]) -> list[float]:
-        """What is computed at its pace; talk takes as long as it does, whoever computes."""
+        """Scale computation only; communication does not depend on the computing ranks."""
         rows = zip(pace, seconds, apart, strict=True)
         return [share * (value - part) + part for share, value, part in rows]
 
@@ -195,10 +202,11 @@ def steps_in_time(
         return times.transfer[(stage, peer) if kind is ActionKind.SEND_F else (peer, stage)]
 
     return simulate_steps(
-        schedule, steps, edges, scaled(times.forward, talk.forward),
-        scaled(times.backward, talk.backward), transfer, flush=flush,
-        once=scaled(times.once, talk.once), join=flush, sends=_sends(crowd), crowd=crowd,
-        places=None if crowd is None else times.ranks, talk=talk,
+        schedule, steps, edges, scaled(times.forward, communication.forward),
+        scaled(times.backward, communication.backward), transfer, flush=flush,
+        once=scaled(times.once, communication.once), join=flush,
+        sends=_sends(host_contention), crowd=host_contention,
+        places=None if host_contention is None else times.ranks, talk=communication,
     )  # fmt: skip
 
 
@@ -210,39 +218,39 @@ def stage_times(
     *,
     flush: bool = True,
 ) -> StageTimes:
-    """What a schedule's simulation takes; where it drains without messages nobody waits for.
+    """Return the times to simulate; with a flush, without overlapped tied-parameter reduction.
 
-    All of them count where senders copy: they compute nothing meanwhile.
+    Nothing overlaps where senders copy, because they do not compute meanwhile.
     """
     times = StageTimes.of(rows, edges, schedule.stage_rank, schedule.replicas)
     apart = not schedule.replicas and not _splits(schedule)
-    if not flush or not apart or _sends(_crowd(hosts, times)) == "shared":
+    if not flush or not apart or _sends(_build_contention(hosts, times)) == "shared":
         return times
-    return times.drained(edges, schedule.microbatches)
+    return times.hide_tied_reduction(edges, schedule.microbatches)
 
 
-def _crowd(hosts: Sequence[HostLoad], times: StageTimes) -> HostContention | None:
-    """How the ranks of all stages slow each other down; None where they do not."""
-    crowded = [load for load in hosts if is_crowded(load)]
+def _build_contention(hosts: Sequence[HostLoad], times: StageTimes) -> HostContention | None:
+    """Return how the ranks of all stages slow each other down; None where they do not."""
+    contended = [load for load in hosts if has_contention(load)]
     ranks = 1 + max((rank for mine in times.ranks for rank in mine), default=-1)
-    return build_host_contention(crowded, ranks) if crowded else None
+    return build_host_contention(contended, ranks) if contended else None
 
 
 def _splits(schedule: Schedule) -> bool:
-    """Whether its backward passes fall into two parts."""
+    """Return whether the schedule splits its backward passes into two parts."""
     return any(action.kind is ActionKind.W for actions in schedule.ranks for action in actions)
 
 
-def _sends(crowd: HostContention | None) -> Sends:
-    """How the runtime sends: ranks of one machine, which a crowd of CPUs is, share memory."""
-    if crowd is None:
+def _sends(host_contention: HostContention | None) -> Sends:
+    """Return how the runtime sends: ranks of one host share memory."""
+    if host_contention is None:
         return "overlapped"
-    return "shared" if len(set(crowd.host)) == 1 else "runtime"
+    return "shared" if len(set(host_contention.host)) == 1 else "runtime"
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One step: seconds, share of idle time, how it was found, and the hosts that it minds."""
+    """One step: seconds, idle fraction, method, and the hosts whose contention it includes."""
 
     seconds: float
     bubble: float
@@ -250,7 +258,7 @@ class StepEstimate:
     hosts: tuple[HostLoad, ...] = ()
 
 
-def step_in_time(
+def simulate_step(
     schedule: str | Callable[[], Schedule],
     microbatches: int,
     edges: Sequence[StageEdge],
@@ -258,65 +266,66 @@ def step_in_time(
     hosts: Sequence[HostLoad],
     closed: float,
 ) -> StepEstimate:
-    """One step of a schedule, or its closed form where it has no simulation.
+    """Simulate one step of a schedule, or return its closed form where that is not possible.
 
-    schedule: what makes it, lowered, with the plan's stages as its ranks; or the name of one of
-    one stage a rank. closed: the closed form's seconds. Where no host is crowded the quick
-    simulation finds what :func:`steps_in_time` would, for the schedules that it knows. A crowded
-    step of more than MOST_CROWDED actions is taken as if all ranks were busy all the time: its
-    costs are for that, so that it is found too long rather than too short; then it minds no hosts.
+    schedule: makes the schedule, lowered, with the plan's stages as its ranks; or the name of one
+    with one stage per rank. closed: the closed form's seconds. Without contention, the fast
+    simulation finds the same as :func:`simulate_plan_steps` for the schedules that it supports. A
+    step with contention of more than MAX_CONTENDED_ACTIONS actions is simulated as if all ranks
+    were busy all the time, which the costs assume: it overestimates, and includes no hosts.
     """
     actions = 2 * microbatches * (len(rows) + sum(1 + edge.backward for edge in edges))
-    crowded = tuple(load for load in hosts if is_crowded(load))
+    contended = tuple(load for load in hosts if has_contention(load))
     if isinstance(schedule, str):
-        if SCHEDULES[schedule].warmup is None or actions > MOST_ACTIONS:
+        if SCHEDULES[schedule].warmup is None or actions > MAX_ACTIONS:
             return StepEstimate(closed, idle_share(rows, microbatches, closed), "closed form")
         name = schedule
         times = StageTimes.of(rows, edges)
-        times = times if crowded else times.drained(edges, microbatches)
-        if not crowded or actions > MOST_CROWDED:
+        times = times if contended else times.hide_tied_reduction(edges, microbatches)
+        if not contended or actions > MAX_CONTENDED_ACTIONS:
             ends = fast_simulation.compute_last_backward_ends(
                 name, microbatches, edges, times.forward, times.backward, times.transfer
             )
             seconds = max(ends) + max(times.once)
             return StepEstimate(seconds, idle_share(rows, microbatches, seconds), "simulation")
         made = make(name, range(len(times.once)), microbatches, edges)
-    elif actions > MOST_CROWDED:
+    elif actions > MAX_CONTENDED_ACTIONS:
         return StepEstimate(closed, idle_share(rows, microbatches, closed), "closed form")
     else:
         made = schedule()
-    timeline = steps_in_time(made, edges, rows, crowded).timeline
-    return StepEstimate(timeline.step_seconds, timeline.bubble, "simulation", crowded)
+    timeline = simulate_plan_steps(made, edges, rows, contended).timeline
+    return StepEstimate(timeline.step_seconds, timeline.bubble, "simulation", contended)
 
 
 def compute_exposed_reduction(
-    tying: Sequence[float],
+    tied_reduction: Sequence[float],
     backward: Sequence[float],
     edges: Sequence[StageEdge],
     microbatches: int,
 ) -> list[float]:
-    """Of each stage's seconds of ties those after the last backward, at least one message's.
+    """Return the tied-reduction time of each stage after the last backward.
 
-    A stage that holds a copy sends its gradient after each microbatch's backward to the holder
-    before it, whose backward of that microbatch adds it, and gets the sum once
-    (:mod:`fxpart.runtime.gradients.tied_parameters`): m + 1 messages of a step's ``tie_seconds``.
+    At least one message's time. A stage with a copy of a tied parameter sends its gradient after
+    each microbatch's backward to the previous holder, whose backward of that microbatch adds it,
+    and receives the sum once per step (:mod:`fxpart.runtime.gradients.tied_parameters`):
+    ``tie_seconds`` of a step is m + 1 messages.
 
-    tying, backward: by stage, of a step and of a microbatch. edges: of a schedule that drains. The
-    messages are taken to move by themselves, over links that they share with nothing else.
+    tied_reduction, backward: by stage, per step and per microbatch. edges: of a schedule with a
+    flush. The messages are assumed to share no link with other transfers.
 
-    The holder before begins with microbatch i + d no sooner than ``between + d * slowest`` after
-    the later one has gone back through i: the backward passes between the two, and d times the
-    slowest from one to the other. Nobody waits for the other messages if d + 1 of them, one after
-    the other, have come by then, for d = 0 and for d = m - 1, and so for all between. Otherwise,
-    and where the stages between are not a chain, all of them are taken to follow the passes, which
-    is too long rather than too short.
+    The previous holder begins microbatch i + d no sooner than ``between + d * slowest`` after the
+    later one has finished the backward of i: the backward passes between the two, and d times the
+    slowest from one to the other. The other messages are hidden if d + 1 of them, one after the
+    other, have arrived by then, for d = 0 and for d = m - 1, and thus for all in between.
+    Otherwise, and where the stages between are not a chain, all of them are assumed exposed, an
+    overestimate.
     """
     pairs = {(edge.source, edge.target) for edge in edges if edge.backward}
-    holders = [stage for stage, seconds in enumerate(tying) if seconds > 0]
-    found = list(tying)
+    holders = [stage for stage, seconds in enumerate(tied_reduction) if seconds > 0]
+    found = list(tied_reduction)
     for before, stage in pairwise(holders):
         hops = [(k, k + 1) for k in range(before, stage)]
-        message = tying[stage] / count_tied_reduction_messages(microbatches)
+        message = tied_reduction[stage] / count_tied_reduction_messages(microbatches)
         between, slowest = sum(backward[before + 1 : stage]), max(backward[before : stage + 1])
         last = microbatches - 1
         in_time = message <= between and (last + 1) * message <= between + last * slowest
@@ -324,6 +333,7 @@ def compute_exposed_reduction(
             found[stage] = message
             if before == holders[0]:  # the owner, whose seconds are those of the same messages
                 found[before] = min(
-                    found[before], tying[before] / count_tied_reduction_messages(microbatches)
+                    found[before],
+                    tied_reduction[before] / count_tied_reduction_messages(microbatches),
                 )
     return found
