@@ -81,7 +81,7 @@ def command(
 def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> list[str]:
     """Return the text. steady: seconds of a step once the pipeline is full."""
     from fxpart import units
-    from fxpart.plan.number_ranges import text_of
+    from fxpart.plan.number_ranges import format_numbers
     from fxpart.report.table import shortened
 
     timeline, count = found.timeline, len(found.ends)
@@ -103,7 +103,7 @@ def _lines(plan: Plan, found: SimulatedSteps, alone: bool, steady: float) -> lis
     ]
     for stage, busy in zip(plan.stages, timeline.busy, strict=True):
         share = busy / whole if whole else 0.0
-        ranks = f"rank {shortened(text_of(stage.ranks), 40)}"
+        ranks = f"rank {shortened(format_numbers(stage.ranks), 40)}"
         in_flight = units.plural(timeline.in_flight[stage.index], "microbatch")
         lines.append(
             f"  {ranks}: computes {units.seconds(busy)} ({units.percent(share)}), "

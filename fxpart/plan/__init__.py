@@ -1,4 +1,4 @@
-"""Plans: the model of their JSON, files, checks, migration, comparison. No torch."""
+"""Plans: data model, files, checks, migration and comparison, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find every fault of a plan, not the first."""
+"""Check a plan and report every fault, not only the first."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS = 200
 _LARGEST = 1 << 63
-_HUGE = 1 << 1000  # no float holds what is computed with such
+_HUGE = 1 << 1000  # computing with larger numbers overflows floats
 _TOO_LARGE = "the number is too large"
 _NO_FLOAT = "the number is too large for any computation"
-_FIX = "make the plan again with `fxpart plan`, or correct this place"
+_FIX = "plan again with `fxpart plan`, or correct this field"
 
 
 def problems(plan: Plan) -> tuple[Problem, ...]:
@@ -37,14 +37,14 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
     found: list[Problem] = []
     found += (Problem("FXP303", where, why, _FIX) for where, why in _names(plan))
     if found:
-        return tuple(found)  # what follows reads their entries
+        return tuple(found)  # the other checks look up their table entries
     for check in _CHECKS:
         for where, why in check(plan):
             found.append(Problem("FXP303", where, why, _FIX))
             if len(found) >= MAX_PROBLEMS:
                 return tuple(found)
         if any(problem.why == _NO_FLOAT for problem in found):
-            return tuple(found)  # what follows computes with floats
+            return tuple(found)  # the other checks compute with floats
     certificates = {"certificate": plan.certificate}
     if plan.degrees is not None:
         certificates["degrees"] = plan.degrees
@@ -56,7 +56,7 @@ def problems(plan: Plan) -> tuple[Problem, ...]:
 
 
 def _names(plan: Plan) -> Faults:
-    """The schedule and the weight mode are known."""
+    """Check that the schedule and the weight mode are known."""
     spec = SCHEDULES.get(plan.schedule)
     if spec is None or not spec.trains:
         known = ", ".join(list_schedules(trains=True))
@@ -67,9 +67,9 @@ def _names(plan: Plan) -> Faults:
 
 
 def _numbers(plan: Plan) -> Faults:
-    """No number that arithmetic cannot be trusted with; none below zero except the seed."""
+    """Check that numbers are finite, not too large, and not negative except the seed."""
     signed = {"seed", "constraints"}
-    # The cluster has its own checks; runs of ranks are checked one by one with their stages.
+    # The cluster has its own checks; ranks are checked individually with their stages.
     mine = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "cluster"}
     for name, value in shorten(msgspec.to_builtins(mine)).items():
         for path, number in _leaves(value, name):
@@ -97,7 +97,7 @@ def _cluster(plan: Plan) -> Faults:
     for problem in faults:
         yield f"cluster, {problem.where}", problem.why
     if not faults and plan.cluster_hash != plan.cluster.hash:
-        yield "cluster_hash", "it is not the hash of the cluster that the plan holds"
+        yield "cluster_hash", "this is not the hash of the cluster in the plan"
 
 
 def _model(plan: Plan) -> Faults:
@@ -108,7 +108,7 @@ def _model(plan: Plan) -> Faults:
         yield "model.nodes", f"{model.nodes} nodes cannot form {model.blocks} blocks"
     for name, count in Counter(i.name for i in model.inputs).items():
         if count > 1:
-            yield "model.inputs", f"the name {short(name)!a} stands there {count} times"
+            yield "model.inputs", f"the name {short(name)!a} occurs {count} times"
     for index, item in enumerate(model.inputs):
         if item.batch_dim is not None and item.batch_dim >= len(item.shape):
             yield f"model.inputs[{index}].batch_dim", f"the shape has {len(item.shape)} dims"
@@ -116,32 +116,35 @@ def _model(plan: Plan) -> Faults:
 
 def _counts(plan: Plan) -> Faults:
     if plan.batch_size < 1:
-        yield "batch_size", "it is below 1"
+        yield "batch_size", "the batch size is below 1"
     if not 1 <= plan.microbatches <= max(plan.batch_size, 1):
-        yield "microbatches", f"{plan.microbatches} cannot be cut from {plan.batch_size} samples"
+        yield "microbatches", f"{plan.batch_size} samples cannot be split into {plan.microbatches}"
     for field, others in (("alternatives", plan.alternatives), ("changes", plan.changes)):
         for index, other in enumerate(others):
             if min(other.stages, other.microbatches) < 1:
-                yield f"{field}[{index}]", "stages and microbatches start at 1"
+                yield (
+                    f"{field}[{index}]",
+                    "the numbers of stages and microbatches must be at least 1",
+                )
             if other.step_seconds is not None and other.unfit_seconds is not None:
-                yield f"{field}[{index}]", "it fits and does not fit"
+                yield f"{field}[{index}]", "step_seconds and unfit_seconds exclude each other"
 
 
 def _certificate(given: Certificate, where: str) -> Faults:
     objective, bound = given.objective, given.lower_bound
     if not all(math.isfinite(x) for x in (objective, bound, given.gap)):
-        return  # said already
+        return  # reported by _numbers
     if bound > objective * (1 + 1e-9):
         yield f"{where}.lower_bound", f"{bound} is above the objective {objective}"
     gap = (objective - bound) / objective if objective > 0 else 0.0
     if abs(given.gap - max(gap, 0.0)) > 1e-6:
-        yield f"{where}.gap", f"it is {given.gap}, the objective and bound give {gap:.6g}"
+        yield f"{where}.gap", f"the gap is {given.gap}, but objective and bound yield {gap:.6g}"
     if given.status == "optimal" and gap > 1e-6:
-        yield f"{where}.status", f"it says optimal with a gap of {gap:.6g}"
+        yield f"{where}.status", f"the status is optimal, but the gap is {gap:.6g}"
 
 
 def queues(plan: Plan) -> Faults:
-    """A staleness for each stage, the same for all copies of one; one rank each."""
+    """Check that each stage has a staleness, equal for its replicas, and one rank."""
     if not plan.staleness:
         return
     if len(plan.staleness) != len(plan.stages):
@@ -150,24 +153,27 @@ def queues(plan: Plan) -> Faults:
     for group in plan.replicas:
         known = {plan.staleness[copy] for copy in group if copy < len(plan.staleness)}
         if len(known) > 1:
-            yield "staleness", f"the copies of stage {group[0]} have {sorted(known)}"
+            yield "staleness", f"replicas of stage {group[0]} differ: {sorted(known)}"
     if not SCHEDULES[plan.schedule].supports_queues:
-        yield "staleness", f"the schedule {plan.schedule} has no queues"
+        yield "staleness", f"the schedule {plan.schedule} does not support queues"
     if any(len(stage.ranks) != 1 for stage in plan.stages):
-        yield "staleness", "there are stages of several ranks, which have no queues"
+        yield "staleness", "queues require stages of one rank, but some have several"
     for index, row in enumerate(plan.prediction.ranks):
         if row.staleness > max(plan.staleness[row.stage : row.stage + 1], default=0):
             where = f"prediction.ranks[{index}].staleness"
-            yield where, f"{row.staleness} updates, more than stage {row.stage} may miss"
+            yield where, f"{row.staleness} updates are more than stage {row.stage} may miss"
 
 
 def weights(plan: Plan) -> Faults:
-    """Weights of an asynchronous plan, or of queues whose gradients may miss updates, or none."""
+    """Check that the weight mode matches the schedule and the staleness."""
     if any(plan.staleness):
         if not MODES[plan.weights].supports_queues:
-            yield "weights", f"{plan.weights} has no queues; one of {', '.join(list_queue_modes())}"
+            yield (
+                "weights",
+                f"{plan.weights} does not support queues; use {', '.join(list_queue_modes())}",
+            )
     elif MODES[plan.weights].flush != SCHEDULES[plan.schedule].flushes:
-        yield "weights", f"{plan.weights} does not go with the schedule {plan.schedule}"
+        yield "weights", f"{plan.weights} does not match the schedule {plan.schedule}"
 
 
 _CHECKS = (

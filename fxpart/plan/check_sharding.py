@@ -1,4 +1,4 @@
-"""Faults of what a plan says about the ranks of a stage."""
+"""Check how a plan shards the work of each stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sharding(plan: Plan) -> Faults:
-    """The mesh, the degrees of the stages on it, ZeRO's axis, and every placement."""
+    """Check the mesh, the degrees of the stages, the ZeRO axis, and every placement."""
     given = plan.sharding
     if given is None:
         return
@@ -26,21 +26,30 @@ def sharding(plan: Plan) -> Faults:
         yield "sharding.mesh", fault.problems[0].why
         return
     if mesh.size < 2:
-        yield "sharding.mesh", f"{short(given.mesh)!a} is one rank, which needs no sharding"
+        yield (
+            "sharding.mesh",
+            f"{short(given.mesh)!a} is one rank, so that there is nothing to shard",
+        )
     expected = {"pipeline": len(plan.stages), **dict(mesh.axes)}
     if plan.mesh != expected:
-        yield "mesh", f"it is {plan.mesh}; the stages and sharding.mesh make {expected}"
+        yield "mesh", f"the mesh is {plan.mesh}, but stages and sharding.mesh yield {expected}"
     for position, stage in enumerate(plan.stages):
         if stage.zero != given.zero:
-            yield f"stages[{position}].zero", f"it is {stage.zero}, sharding.zero {given.zero}"
+            yield (
+                f"stages[{position}].zero",
+                f"the level is {stage.zero}, but sharding.zero is {given.zero}",
+            )
         if math.prod((stage.data_parallel, stage.tensor_parallel)) != mesh.size:
-            yield f"stages[{position}]", f"its degrees do not make the mesh's {mesh.size} ranks"
+            yield (
+                f"stages[{position}]",
+                f"the product of its degrees is not the mesh size, {mesh.size}",
+            )
     if not 0 <= given.zero <= 3:
         yield "sharding.zero", f"{given.zero} is not 0, 1, 2 or 3"
     elif given.zero and given.zero_axis not in mesh.names:
         yield "sharding.zero_axis", f"the mesh has no axis {short(given.zero_axis)!a}"
     elif given.zero_axis and not given.zero:
-        yield "sharding.zero_axis", "nothing is cut over it where zero is 0"
+        yield "sharding.zero_axis", "an axis is specified, but zero is 0"
     yield from _all_placed(given, mesh, {i.name for i in plan.model.inputs})
 
 
@@ -55,12 +64,12 @@ def _all_placed(given: PlanSharding, mesh: Mesh, inputs: set[str]) -> Faults:
             yield from ((where, f"the model has no input {short(name)!a}") for name in unknown)
     for (kind, name), count in uses.items():
         if count > 1:
-            yield "sharding.placed", f"{kind} {short(name)!a} stands there {count} times"
+            yield "sharding.placed", f"{kind} {short(name)!a} occurs {count} times"
 
 
 def _placed(entry: PlanPlacement, mesh: Mesh) -> Iterator[str]:
     if not entry.names:
-        yield "it names nothing"
+        yield "the list of names is empty"
     if entry.strategy and entry.kind != "op":
         yield "only ops have a strategy"
     for text in entry.placements.split(";") if entry.placements else ():

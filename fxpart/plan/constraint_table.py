@@ -1,4 +1,4 @@
-"""The table of constraints: names, kinds, choices, and what each needs.
+"""The table of constraints: names, kinds, choices, and prerequisites.
 
 `CONSTRAINTS` has one entry for each key of the ``constraints`` of :func:`fxpart.compile`. Parsing,
 checking, the command line and the documents read it.
@@ -27,15 +27,15 @@ QUEUE = "queue"  # the mode in which replicas take microbatches from queues
 class ConstraintSpec:
     """One constraint.
 
-    summary: what it does, in one line. kind: "choice" is one of ``choices``; "count" a whole number
-    above 0; "seconds" a number above 0; "text" and "staleness" are checked where they are used;
+    summary: what it does, in one line. kind: "choice" is one of ``choices``; "count" a positive
+    integer; "seconds" a positive number; "text" and "staleness" are checked where they are used;
     "entries" is a list of entries separated by ";". Decisions of a plan, which can be fixed to one
     value or several ("2,4") and forbidden, are "numbers" of at least ``least``, or "words" of
     ``choices``. choices: the values, or a function that lists them for a table that users extend.
-    is_choice: whether a value is one of these, without listing them. plain: the value that is left
-    where a decision is forbidden without a value, "" if there is none. same_as: the decision that
-    this is another name of. needs: the constraint without which this one has no effect. is_degree:
-    whether a mesh decides it, by its axis of this name.
+    is_choice: returns whether a value is a choice without listing all. plain: the value that
+    remains where a decision is forbidden without a value, "" if there is none. same_as: the
+    decision that this is a synonym of. needs: the constraint without which this one has no effect.
+    is_degree: whether it is an axis of a mesh.
     """
 
     name: str
@@ -51,11 +51,11 @@ class ConstraintSpec:
 
     @property
     def is_decision(self) -> bool:
-        """Whether it is a decision under its own name."""
+        """Return whether it is a decision, not a synonym."""
         return self.kind in ("numbers", "words")
 
     def list_choices(self) -> tuple[str | int, ...]:
-        """Return the values that it may have; () where it has no list of values."""
+        """Return the allowed values; () where they are not enumerated."""
         return tuple(self.choices()) if callable(self.choices) else self.choices
 
     def accepts(self, value: object) -> bool:
@@ -96,7 +96,7 @@ _TABLE = (
     ),
     ConstraintSpec(
         name="copies", kind="choice", choices=("auto", "none", "always"),
-        summary="Whether stages may have replicas that take turns with microbatches.",
+        summary="Whether stages may have replicas with round-robin routing of microbatches.",
     ),
     ConstraintSpec(
         name="solver", kind="choice", choices=("auto", "dp", "cp-sat", "brute"),
@@ -109,11 +109,11 @@ _TABLE = (
     ),
     ConstraintSpec(
         name="annotations", kind="text", needs="mesh",
-        summary="File or text that says how weights and inputs are sharded.",
+        summary="File or text that specifies how weights and inputs are sharded.",
     ),
     ConstraintSpec(
         name="placements", kind="choice", choices=("solver", "annotated"), needs="mesh",
-        summary="What decides placements that annotations leave open.",
+        summary="How placements without annotations are selected.",
     ),
     ConstraintSpec(
         name="zero", kind="numbers", choices=(0, 1, 2, 3), least=0, plain="0",
@@ -125,7 +125,7 @@ _TABLE = (
     ConstraintSpec(name="ranks", kind="count", summary="Number of ranks of the plan."),
     ConstraintSpec(
         name="forbid", kind="entries",
-        summary='Decisions that are ruled out: "recompute;zero=3;cut=layers.5".',
+        summary='Forbidden decisions: "recompute;zero=3;cut=layers.5".',
     ),
     ConstraintSpec(
         name="stage", kind="entries", summary='Stages of blocks: "layers.0-11=0;lm_head=-1".'
@@ -135,11 +135,11 @@ _TABLE = (
     ),
     ConstraintSpec(
         name="precision", kind="choice", choices=PRECISIONS,
-        summary="Numbers in which the model computes.",
+        summary="Precision in which the model computes.",
     ),
     ConstraintSpec(
         name="transfer_dtype", kind="choice", choices=TRANSFER_DTYPES,
-        summary="Numbers in which float32 is sent between ranks.",
+        summary="Dtype in which float32 is sent between ranks.",
     ),
     ConstraintSpec(
         name="mode", kind="choice", choices=("sync", ASYNC, "auto", QUEUE),
@@ -151,7 +151,7 @@ _TABLE = (
     ),
     ConstraintSpec(
         name="staleness", kind="staleness", needs="mode=queue",
-        summary='Updates that forwards may miss: one number, or one for each stage ("2,0").',
+        summary='Updates that forwards may miss: one number, or one per stage ("2,0").',
     ),
     ConstraintSpec(
         name="batch_coupling", kind="choice", choices=("per-microbatch",),
@@ -161,7 +161,7 @@ _TABLE = (
     _degree(DATA_AXIS, "Data-parallel degree."),
     _degree("ep", "Expert-parallel degree."),
     _number("pp", "Number of stages, one or several.", plain="1"),
-    _number("microbatches", "Microbatches of a step."),
+    _number("microbatches", "Microbatches per step."),
     _number("virtual", "Virtual stages per rank, in schedules that support them."),
     ConstraintSpec(
         name="schedule", kind="words", choices=_list_training_schedules,
@@ -169,7 +169,7 @@ _TABLE = (
     ),
     ConstraintSpec(
         name="recompute", kind="words", choices=("none", "selective", "full"),
-        plain="none", summary="Activations that the backward computes again.",
+        plain="none", summary="Activations that the backward recomputes.",
     ),
     _synonym("m", "microbatches"),
     _synonym("tensor", "tp"),
@@ -191,7 +191,7 @@ def get_decision(name: str) -> ConstraintSpec | None:
 
 
 def suggest_names(name: str, known: Sequence[str]) -> str:
-    """Return a text that names the nearest of the known names, and then all of them."""
+    """Return a text with the nearest of the known names, and all of them."""
     near = get_close_matches(name, known, n=1)
     listed = f"one of {', '.join(known)}"
     return f"{near[0]!r}, the nearest name, or {listed}" if near else listed

@@ -1,4 +1,4 @@
-"""Which of a plan's ranks share a host, and how they slow each other down."""
+"""CPU contention between a plan's ranks that share a host."""
 
 from __future__ import annotations
 
@@ -22,23 +22,26 @@ from fxpart.schedule.host_contention import (
 
 
 class ContentionMeasurement(Protocol):
-    """How ranks of a host slow each other down, as measured (:class:`fxpart.profile.Crowding`)."""
+    """The measured contention of a host.
+
+    See :class:`fxpart.costmodels.profile_store.ContentionProfile`.
+    """
 
     @property
     def slowdown(self) -> tuple[float, ...]:
-        """How many times longer computations take while 1, 2, ... ranks compute; () if unknown."""
+        """Factors on computation time while 1, 2, ... ranks compute; () if unknown."""
 
     @property
     def transfer(self) -> float:
-        """How many computing ranks a transfer counts as."""
+        """Number of computing ranks that a transfer counts as."""
 
     @property
     def wake(self) -> tuple[float, ...]:
-        """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
+        """Delay of a transfer in seconds while 1, 2, ... ranks compute."""
 
     @property
     def uneven(self) -> CpuLoadImbalance | None:
-        """How long cores are not all used; None: they always are, or it is not known."""
+        """Measured imbalance of CPU cores; None: there is none, or it is not known."""
 
 
 def find_host_loads(
@@ -46,13 +49,12 @@ def find_host_loads(
     devices: Sequence[int],
     contention: Callable[[str], ContentionMeasurement] | None = None,
 ) -> tuple[HostLoad, ...]:
-    """The hosts of a plan whose ranks run on these devices (rank 0's is the first), if crowded.
+    """Return the hosts with contention between a plan's ranks on these devices, rank 0's first.
 
-    contention: by host, what was measured (``ContentionMeasurement.contention``), where the seconds
-    of the plan come from measurements; nothing else is then assumed. Without it the cluster's hosts
-    say it: their measured curve, or else max(1, k threads / cores) for k ranks. Ranks under quotas
-    slow each other down as far as that was measured, each as often as its quota lets it compute;
-    nobody waits for a core.
+    contention: returns the measurement of a host, where the plan's costs are measured; nothing else
+    is then assumed. Without it the cluster's hosts are used: their measured curve, or max(1, k
+    threads / cores) for k ranks. Ranks under CPU quotas slow each other down as measured, each as
+    often as its quota lets it compute; they do not wait for a core.
     """
     known = {} if cluster.hosts is UNSET else {host.name: host for host in cluster.hosts}
     if contention is None and not known:
@@ -60,27 +62,27 @@ def find_host_loads(
     ranks: dict[str, list[int]] = {}
     for rank, index in enumerate(devices):
         ranks.setdefault(cluster.devices[index].host, []).append(rank)
-    there: dict[str, list[Device]] = {}
+    devices_by_host: dict[str, list[Device]] = {}
     for device in cluster.devices:
-        there.setdefault(device.host, []).append(device)
+        devices_by_host.setdefault(device.host, []).append(device)
     found = []
     for name, mine in ranks.items():
-        all_of = there[name]
-        load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(all_of))
-        if any(device.share < 1 for device in all_of):
+        on_host = devices_by_host[name]
+        load = HostLoad(ranks=tuple(mine), slowdown=(), full=len(on_host))
+        if any(device.share < 1 for device in on_host):
             if contention is None:
                 continue
             shares = tuple(cluster.devices[devices[rank]].share for rank in mine)
-            every = [device.share for device in all_of]
+            every = [device.share for device in on_host]
             curve = cap_slowdown_by_quota(contention(name).slowdown, every)
             load = replace(load, slowdown=curve, full=sum(every), shares=shares)
         elif contention is None:
-            load = replace(load, slowdown=_curve(known.get(name), all_of))
+            load = replace(load, slowdown=_curve(known.get(name), on_host))
         else:
-            seen = contention(name)
+            measured = contention(name)
             load = replace(
-                load, slowdown=seen.slowdown, transfer=seen.transfer, wake=seen.wake,
-                uneven=seen.uneven,
+                load, slowdown=measured.slowdown, transfer=measured.transfer, wake=measured.wake,
+                uneven=measured.uneven,
             )  # fmt: skip
         found += [load] if has_contention(load) else []
     return tuple(found)
@@ -89,9 +91,9 @@ def find_host_loads(
 def complete_host_loads(
     hosts: Sequence[HostLoad], cluster: Cluster, devices: Sequence[int]
 ) -> tuple[HostLoad, ...]:
-    """Hosts as given, with ``full`` where it was left open: all of the cluster's devices there.
+    """Return the hosts, with all of the cluster's devices there for an unspecified ``full``.
 
-    That is what costs are for, whether the plan uses all of them or not.
+    The costs are for that load, whether or not the plan uses all devices.
     """
     count: dict[str, int] = {}
     for device in cluster.devices:
@@ -104,7 +106,7 @@ def complete_host_loads(
 
 
 def pace(hosts: Sequence[HostLoad], rank: int) -> float:
-    """What a rank's seconds are worth while the plan's ranks of its host compute, and no others."""
+    """Return the factor on a rank's seconds while only the plan's ranks of its host compute."""
     for load in hosts:
         if rank in load.ranks and load.full:
             share = load.shares[load.ranks.index(rank)] if load.shares else 1.0
@@ -117,9 +119,9 @@ def pace(hosts: Sequence[HostLoad], rank: int) -> float:
 
 
 def compute_pace(hosts: Sequence[HostLoad], busy: float) -> float:
-    """What seconds are worth while only so many ranks compute, of all on one host.
+    """Return the factor on seconds while ``busy`` ranks compute, of all on one host.
 
-    1 where the hosts are several, or how their ranks slow each other down is not known.
+    1 for several hosts, or where contention is not known.
     """
     if len(hosts) != 1 or not hosts[0].full:
         return 1.0
@@ -127,7 +129,7 @@ def compute_pace(hosts: Sequence[HostLoad], busy: float) -> float:
 
 
 def compute_mean_slowdown(load: HostLoad, busy: float) -> float:
-    """How many times longer computations take while so many of the ranks compute, on average."""
+    """Return the average slowdown of computation while ``busy`` of the ranks compute."""
     share = _mean(load)
     return interpolate_slowdown(
         load.slowdown, count_concurrent_ranks(max(1.0, busy) * share, share)
@@ -135,7 +137,7 @@ def compute_mean_slowdown(load: HostLoad, busy: float) -> float:
 
 
 def get_assumed_slowdown(load: HostLoad) -> float:
-    """The same while all compute for which the plan's seconds are."""
+    """Return the slowdown that the plan's costs assume, with all ranks computing."""
     return interpolate_slowdown(
         load.slowdown, count_concurrent_ranks(count_loaded_ranks(load), _mean(load))
     )
@@ -146,7 +148,7 @@ def _mean(load: HostLoad) -> float:
 
 
 def has_contention(load: HostLoad) -> bool:
-    """Whether anything about the host's ranks depends on what else runs there."""
+    """Return whether computation or transfers on the host depend on its other ranks."""
     if not load.slowdown or not load.ranks:
         return False
     most = math.ceil(max(load.full + bool(load.shares), len(load.ranks)))

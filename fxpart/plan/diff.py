@@ -1,4 +1,4 @@
-"""What differs between two plans, field by field."""
+"""Compare two plans field by field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ORDER: tuple[Kind, ...] = ("given", "decision", "prediction")
 
 
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One difference: the field's path, and both values (None where the field is not there).
+    """One difference: the field's path, and both values (None where the field is missing).
 
     kind: whether the field was given to the planner, decided, or predicted.
     """
@@ -30,7 +30,7 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Plan, new: Plan) -> tuple[PlanChange, ...]:
-    """Every leaf that differs: what was given, decided, predicted; each in field order."""
+    """Return every leaf that differs: first given, then decided, then predicted; in field order."""
     found = _walk(plain(old), plain(new), "")
     return tuple(sorted(found, key=lambda change: _ORDER.index(change.kind)))
 

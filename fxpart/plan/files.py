@@ -1,6 +1,6 @@
-"""Plan files: canonical JSON, read without trusting them.
+"""Read and write plan files: canonical JSON, validated.
 
-Readers take the class of a plan, so that this module imports none of the model.
+Readers take the class of a plan, so that this module does not import the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxpart.schedule.weight_modes import FLUSH, MODES
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
 
-_HOLDERS = {
+_STRUCT_OF_FIELD = {
     "devices": "Plan",
     "order": "Plan",
     "stages[].ranks": "Stage",
@@ -33,14 +33,14 @@ MAX_BYTES = 64 << 20
 
 
 class _Header(msgspec.Struct):
-    """What is read first, whatever the rest is."""
+    """The fields that are read first, whatever the other fields are."""
 
     format: Any = None
     version: Any = None
 
 
 def load(kind: type[Plan], path: Path) -> Plan:
-    """The checked plan in ``path``."""
+    """Return the checked plan in ``path``."""
     where = str(path)
     try:
         data = read_bytes(path, MAX_BYTES)
@@ -51,12 +51,12 @@ def load(kind: type[Plan], path: Path) -> Plan:
 
 
 def decode(kind: type[Plan], data: bytes, where: str) -> Plan:
-    """The checked plan in ``data``; every fault of shape, or else every fault of content."""
+    """Return the checked plan in ``data``; raises all faults of shape, or else of content."""
     raw: Any = None
     try:
         header = _header(data, where)
         if header.format != "fxpart-plan" or type(header.version) is not int:
-            raise _unknown(where, f"it says format {_short(header.format)}")
+            raise _unknown(where, f"the format is {_short(header.format)}")
         raw = lengthen(upgrade(msgspec.json.decode(data), header.version, where))
         plan = msgspec.convert(raw, kind)
     except msgspec.ValidationError as first:
@@ -64,7 +64,7 @@ def decode(kind: type[Plan], data: bytes, where: str) -> Plan:
         whole = error("FXP303", where=where, why=str(first), fix=_FIX).problems
         raise FxpartError(found or whole) from first
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
-        # Not JSON, not UTF-8, nested too deep, or a number that Python cannot hold.
+        # Not JSON, not UTF-8, nested too deep, or a number that Python cannot represent.
         raise _unreadable(where, str(why) or type(why).__name__) from why
     return plan.validate()
 
@@ -73,29 +73,29 @@ def _header(data: bytes, where: str) -> _Header:
     try:
         return msgspec.json.decode(data, type=_Header)
     except msgspec.ValidationError as why:
-        raise _unknown(where, "it is JSON, but no object") from why
+        raise _unknown(where, "the file has JSON that is not an object") from why
 
 
 def encode(plan: Plan) -> str:
-    """Canonical JSON text."""
+    """Return canonical JSON text."""
     text = msgspec.json.encode(plan)
     try:
-        # Once through the reader, so that an int in a float field is written as it is read.
+        # Decode once, so that an int in a float field is written as it is read.
         plan = msgspec.json.decode(text, type=type(plan))
     except msgspec.ValidationError:
-        plan.validate()  # NaN and infinity become null: this names them
+        plan.validate()  # NaN and infinity become null; this raises with their paths
         raise
     short = msgspec.json.encode(plain(plan), order="sorted")
     return msgspec.json.format(short, indent=2).decode() + "\n"
 
 
 def plain(plan: Plan) -> dict[str, Any]:
-    """The plan as dicts, lists, texts and numbers, as its file holds them."""
+    """Return the plan as dicts, lists, strings and numbers, as in its file."""
     return shorten(msgspec.to_builtins(plan))
 
 
 def dump(plan: Plan, path: Path) -> None:
-    """Check and write beside, then rename: a reader never sees half a plan."""
+    """Check the plan, write a temporary file and rename it, so that readers see whole plans."""
     text = encode(plan.validate())
     beside = path.with_name(f".{path.name}.new")
     try:
@@ -106,16 +106,16 @@ def dump(plan: Plan, path: Path) -> None:
         raise error("FXP603", where=str(path), why=text, fix="give a writable path") from why
 
 
-_FIX = "make the plan again with `fxpart plan`, or correct this place"
+_FIX = "plan again with `fxpart plan`, or correct this field"
 
 
 def _unreadable(where: str, why: str, fix: str = "") -> FxpartError:
-    fix = fix or "make the plan again with `fxpart plan`"
+    fix = fix or "plan again with `fxpart plan`"
     return error("FXP301", where=where, why=why, fix=fix)
 
 
 def _unknown(where: str, why: str) -> FxpartError:
-    fix = "a plan starts with format fxpart-plan and a version; `fxpart plan` writes one"
+    fix = "a plan file has the format fxpart-plan and a version; `fxpart plan` writes one"
     return error("FXP302", where=where, why=why, fix=fix)
 
 
@@ -127,11 +127,11 @@ def _short(value: object) -> str:
 def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return a plan's JSON Schema (2020-12).
 
-    What it cannot say (sums, references) ``Plan.problems`` checks.
+    ``Plan.problems`` checks what it cannot express (sums, references).
     """
     (reference,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
     for field in FIELDS:
-        _runs(components[_HOLDERS[field]]["properties"][field.rpartition(".")[2]])
+        _runs(components[_STRUCT_OF_FIELD[field]]["properties"][field.rpartition(".")[2]])
     fields = components["Plan"]["properties"]
     fields["schedule"] = {"enum": sorted(list_schedules(trains=True))}
     fields["weights"] = {"enum": sorted(MODES), "default": FLUSH}
@@ -144,7 +144,7 @@ def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _runs(field: dict[str, Any]) -> None:
-    """Numbers may stand as a list too, as they do in memory."""
+    """Allow lists besides number ranges, as in memory."""
     numbers = {"type": field.pop("type"), "items": field.pop("items")}
     field.pop("default", None)
     field["anyOf"] = [{"type": "string", "pattern": f"^{PATTERN}$"}, numbers]

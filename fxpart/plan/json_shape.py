@@ -1,4 +1,4 @@
-"""Every fault of shape in a decoded JSON value: missing and unknown fields, wrong types."""
+"""Find all missing fields, unknown fields and wrong types in a decoded JSON value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from msgspec import inspect
 from fxpart.errors import Problem
 
 MAX_PROBLEMS = 200
-_FIX = "make the plan again with `fxpart plan`, or correct this place"
+_FIX = "plan again with `fxpart plan`, or correct this field"
 
 
 def shape_problems(value: Any, kind: Any, where: str) -> list[Problem]:
-    """Where ``value`` is not of the msgspec type ``kind``; at most MAX_PROBLEMS, in file order."""
+    """Return where ``value`` is not of the msgspec type ``kind``; at most MAX_PROBLEMS."""
     found: list[Problem] = []
     _walk(value, _info(kind), "", where, found)
     return found[:MAX_PROBLEMS]
@@ -24,7 +24,7 @@ def shape_problems(value: Any, kind: Any, where: str) -> list[Problem]:
 
 @cache
 def _info(kind: Any) -> inspect.Type:
-    """What msgspec knows of a type; it reads annotations anew each time."""
+    """Return msgspec's description of a type, cached."""
     return inspect.type_info(kind)
 
 
@@ -51,7 +51,7 @@ def _fields(
         if name in value:
             _walk(value[name], field.type, f"{path}.{name}", where, found)
         elif field.required:
-            found.append(_problem(where, f"{path}.{name}", "it is missing"))
+            found.append(_problem(where, f"{path}.{name}", "the field is missing"))
     for name in value:
         if name not in known:
             text = ascii(name)[1:-1][:80]
@@ -66,7 +66,7 @@ def _leaf(value: Any, info: inspect.Type, path: str, where: str, found: list[Pro
 
 
 def _python_type(info: inspect.Type) -> Any:
-    """The type that ``info`` describes: leaves of a plan, and containers that got a wrong value."""
+    """Return the type that ``info`` describes: leaves of a plan, or containers of a wrong value."""
     match info:
         case inspect.StructType():
             return info.cls
@@ -99,4 +99,4 @@ _SCALARS: dict[type, Any] = {
 
 
 def _problem(where: str, path: str, why: str) -> Problem:
-    return Problem("FXP303", f"{where}: {path.lstrip('.') or 'the whole'}", why, _FIX)
+    return Problem("FXP303", f"{where}: {path.lstrip('.') or 'the whole file'}", why, _FIX)

@@ -1,4 +1,4 @@
-"""Older plan files: one function for each version, from it to the next."""
+"""Migrate older plan files: one function for each version, to the next version."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from fxpart.errors import error
 
-VERSION = 9  # of the plans that this version writes
+VERSION = 9  # of the plans that this fxpart writes
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _one(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 can say how the ranks of a stage share its work; in version 1 a stage is one."""
+    """Version 2 adds sharding within a stage; in version 1 a stage is one rank."""
     return raw
 
 
 def _two(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 3 says equal ranks once, and of each stage its ZeRO level.
+    """Version 3 merges equal ranks into one entry, and adds the ZeRO level of each stage.
 
-    Until then each rank was predicted by itself with the name of its device, and what a stage of
-    one rank summed up once a step were shared parameters.
+    Before, each rank had an entry with the name of its device, and the reductions per step of a
+    stage of one rank were those of tied parameters.
     """
     given = raw.get("sharding")
     if isinstance(given, dict):
@@ -37,33 +37,33 @@ def _two(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _three(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 4 can say how ranks of a host slow each other down, and the runtime's own seconds.
+    """Version 4 adds contention between ranks of a host, and the runtime's overhead.
 
-    In version 3 all ranks were taken to compute all the time; nothing else is known of it.
+    In version 3 all ranks were assumed to compute all the time.
     """
     return raw
 
 
 def _four(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 5 can say more schedules, found ones too, and precisions; edges of pieces."""
+    """Version 5 adds schedules (also searched ones), precisions, and edges of virtual stages."""
     return raw
 
 
 def _five(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 6 can say more weight modes, and what they hold, cost and leave out.
+    """Version 6 adds weight modes, and their memory, time and staleness.
 
-    In version 5 the copies of the mode "stash" were among the weights' bytes, where they stay.
+    In version 5 the copies of the mode "stash" were among the bytes of weights, where they stay.
     """
     return raw
 
 
 def _six(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 7 can say that stages are copies of one another; in version 6 none is."""
+    """Version 7 adds replicated stages."""
     return raw
 
 
 def _seven(raw: dict[str, Any]) -> dict[str, Any]:
-    """Version 8 can say that microbatches come from queues; until then copies take turns."""
+    """Version 8 adds queues; before, replicas used round-robin routing only."""
     return raw
 
 
@@ -73,7 +73,7 @@ def _eight(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
-    """Ranks that follow each other and are alike as one entry; what is odd stays to be refused."""
+    """Merge adjacent equal ranks into one entry; invalid entries are kept and rejected later."""
     found: list[Any] = []
     for entry in entries:
         if not isinstance(entry, dict) or type(entry.get("rank")) is not int:
@@ -92,7 +92,7 @@ def _merged(entries: list[Any], names: list[Any]) -> list[Any]:
 
 
 def _names(raw: dict[str, Any]) -> list[Any]:
-    """The devices' names by rank."""
+    """Return the devices' names by rank."""
     cluster = raw.get("cluster")
     devices = cluster.get("devices") if isinstance(cluster, dict) else None
     return [d.get("name") if isinstance(d, dict) else None for d in _list(devices)]
@@ -106,7 +106,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# version -> the function that makes a plan of version + 1 of it (on plain dicts and lists).
+# version -> the function that migrates plain dicts and lists to version + 1.
 MIGRATIONS: dict[int, Step] = {
     1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven, 8: _eight,
 }  # fmt: skip
@@ -120,21 +120,21 @@ def upgrade(
     steps: dict[int, Step] = MIGRATIONS,
     target: int = VERSION,
 ) -> dict[str, Any]:
-    """``raw`` brought from ``version`` to ``target``; FXP302 where no way leads there."""
+    """Migrate ``raw`` from ``version`` to ``target``; raises FXP302 where that is not possible."""
     if version > target:
         raise error(
             "FXP302",
             where=where,
-            why=f"it has version {version}; this fxpart reads up to {target}",
-            fix="update fxpart, or make the plan again with this one",
+            why=f"the plan has version {version}, but this fxpart reads versions up to {target}",
+            fix="update fxpart, or plan again with this one",
         )
     while version < target:
         if version not in steps:
             raise error(
                 "FXP302",
                 where=where,
-                why=f"it has version {version}, which is no longer read",
-                fix="make the plan again with `fxpart plan`",
+                why=f"the plan has version {version}, which this fxpart does not read any more",
+                fix="plan again with `fxpart plan`",
             )
         raw = steps[version](raw)
         version += 1

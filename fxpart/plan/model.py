@@ -1,7 +1,7 @@
-"""The plan: every decision, what it is predicted to cost, and how good it is proved to be.
+"""The plan: every decision, its predicted cost, and the certificate of its optimality.
 
-Nothing in a plan is ever executed. Reading, writing and checking live in ``fxpart.plan``; torch
-is not needed for any of it.
+Nothing in a plan is ever executed. Reading, writing and checking are in ``fxpart.plan`` and do not
+need torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _PlanStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen, keyword-only, and strict about fields."""
+    """Base of all parts: frozen, keyword-only, and strict about fields."""
 
 
 class PlanInput(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,11 +52,11 @@ class PlanInput(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PlanModel(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model the plan is for.
+    """The model that the plan is for.
 
     fingerprint: digest of the annotated graph (ops, shapes, state names, blocks). capture:
     "export", "export-strict" or "symbolic-trace". batch: "symbolic" or "fixed" (captured at the
-    microbatch size). blocks: how many blocks the graph has. parameters: count of elements;
+    microbatch size). blocks: number of blocks of the graph. parameters: number of elements;
     parameter_bytes: bytes.
     """
 
@@ -72,15 +72,14 @@ class PlanModel(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: blocks [first, last] (inclusive) on the given ranks, one for each lane.
+    """One stage: blocks [first, last] (inclusive) on the given ranks, one per mesh coordinate.
 
-    pieces: where the stage holds several pieces of the model (virtual stages), the first and last
-    block of each, from the first piece's to the last's; empty where it is one. Blocks are positions
-    in the plan's ``order``. data_parallel: how many parts the batch is cut into;
-    tensor_parallel: the ranks that share each of these parts, so that the product is the number of
-    ranks; expert_parallel: how many of the parts share one set of experts. zero: what the parts
-    share of their parameters (0 to 3). device: the type of the ranks' devices, "" if not said.
-    parameters: elements, whole.
+    pieces: the first and last block of each virtual stage, from the first to the last; empty where
+    the stage is contiguous. Blocks are positions in the plan's ``order``. data_parallel: number of
+    parts of the batch; tensor_parallel: number of ranks that share each of these parts, so that the
+    product is the number of ranks; expert_parallel: number of the parts that share one set of
+    experts. zero: ZeRO level (0 to 3). device: the model of the ranks' devices, "" if not
+    specified. parameters: number of unsharded elements.
     """
 
     index: int
@@ -99,12 +98,12 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """First and last block of each piece: ``pieces``, or the one that there is."""
+        """Return the first and last block of each virtual stage: ``pieces``, or the only one."""
         return self.pieces or ((self.first, self.last),)
 
 
 class PlanTiedParameter(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One parameter used on several stages: names (main first), the owner, all holders."""
+    """One parameter used on several stages: names (main first), the owner, all its stages."""
 
     names: tuple[str, ...]
     owner: int
@@ -112,9 +111,9 @@ class PlanTiedParameter(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Certificate(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How good the plan is: the true optimum of the objective lies in [lower_bound, objective].
+    """How good the plan is: the optimum of the objective is in [lower_bound, objective].
 
-    gap: (objective - lower_bound) / objective. over: what the bound is over, in words.
+    gap: (objective - lower_bound) / objective. over: description of the search space of the bound.
     """
 
     status: Literal["optimal", "within gap", "best found"]
@@ -129,9 +128,9 @@ class PlanPlacement(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_field
     """Inputs, parameters and buffers, or ops that are sharded in one way for one reason.
 
     kind: "input", "state" or "op". names: of the model's inputs, of state (its main name), of the
-    graph's nodes. placements: "dp:S(0),tp:R" of the value itself; of an op's results, one after
-    another with "; " between, only where they are not what the op's rule says. strategy: for ops,
-    the factor of the rule that each axis cuts, "dp:b,tp:h". origins: by axis, where that came from.
+    graph's nodes. placements: "dp:S(0),tp:R" of the value itself; of an op's results, separated by
+    "; ", only where they differ from the op's sharding rule. strategy: for ops, the factor of the
+    rule that each axis shards, "dp:b,tp:h". origins: by axis, the reason.
     """
 
     kind: Literal["input", "state", "op"]
@@ -144,11 +143,11 @@ class PlanPlacement(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_field
 class PlanSharding(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the ranks of each stage share its work.
 
-    mesh: "dp=2,tp=2", the same for every stage: rank = stage * lanes + lane, lanes counted with the
-    first axis major. zero: 0, or what is cut over ``zero_axis``: 1 optimizer state, 2 gradients
-    too, 3 parameters too. placed: what is not replicated on every axis. unruled: ops without a
-    rule, which every rank computes whole, with their number. certificate: of the choice of what
-    annotations left open; None where nothing was chosen.
+    mesh: "dp=2,tp=2", the same for every stage: rank = stage * mesh size + mesh rank, with the
+    first axis major. zero: ZeRO level over ``zero_axis``: 1 shards optimizer state, 2 gradients
+    too, 3 parameters too. placed: values and ops that are not replicated on every axis. unruled:
+    ops without a sharding rule, which every rank computes whole, with their number. certificate: of
+    the placements that annotations do not determine; None where there are none.
     """
 
     mesh: str
@@ -160,11 +159,11 @@ class PlanSharding(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Alternative(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rejected choice: its cost and why it lost.
+    """A rejected choice: its cost and the reason.
 
-    step_seconds: None if it does not fit; then unfit_seconds is what it would cost if it did, None
-    if that is not known. schedule and what (its degrees, or what it changes of the plan) are ""
-    where that was not kept.
+    step_seconds: None if it does not fit; then unfit_seconds is its cost with unlimited memory,
+    None if not known. schedule and what (its degrees, or what it changes of the plan) are "" where
+    not recorded.
     """
 
     stages: int
@@ -200,39 +199,40 @@ class ModuleCheck(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All decisions for one model on one cluster; canonical JSON, no time and no host in it.
+    """All decisions for one model on one cluster, stored as canonical JSON.
 
-    edges: (source, target, whether gradients come back) for each pair of the program's stages (see
-    ``program_stages``) that exchanges values every microbatch, skips included; empty where each
-    feeds the next.
-    replicas: groups of stages that are copies of one another, on devices of their own and of any
-    kind, each as a round of turns: microbatch m is done by the stage that stands at m modulo the
-    round's length, so that a faster copy stands there more often. A copy is a stage like any other;
-    all of a group hold the same blocks, one rank each, and sum their gradients once a step.
-    staleness: where copies do not take turns, but whichever is free takes the next microbatch from
-    a queue: by stage how many updates its gradients may miss, the same for all copies of one. 0: it
-    waits for each update, as a group that sums its gradients does; above, it goes on with the next
-    minibatches. Empty: copies take turns.
+    The text has neither time nor host of its creation.
+
+    edges: (source, target, whether gradients return) for each pair of the program's stages (see
+    ``program_stages``) with transfers for every microbatch, including skips; empty where each feeds
+    the next.
+    replicas: groups of stages that are replicas of one another, on their own devices of any kind,
+    each as a round: microbatch m is computed by the stage at index m modulo the round's length, so
+    that a faster replica occurs more often. A replica is a stage like any other; all of a group
+    have the same blocks, one rank each, and all-reduce their gradients per step.
+    staleness: where replicas take microbatches from queues instead of round-robin: by stage how
+    many updates its gradients may miss, equal for all replicas of one. 0: it waits for each update,
+    as a round-robin group does; above, it continues with the next minibatches. Empty: round-robin.
     schedule: the name of an entry of :data:`fxpart.schedule.spec.SCHEDULES`.
     weights: which weights forwards and backwards read, a mode of
-    :mod:`fxpart.schedule.weight_modes`: one that never drains with the schedule "async" or a
-    staleness above 0, and with nothing else.
+    :mod:`fxpart.schedule.weight_modes`: one without flushes exactly with the schedule "async" or a
+    staleness above 0.
     actions: for the schedule "found", which a solver found for these stages, the computations of
     each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
-    under autocast. transfer_dtype: in which floating values and gradients go from rank to rank;
-    empty: as they are.
+    under autocast. transfer_dtype: the dtype in which floating-point values and gradients are sent
+    between ranks; empty: no conversion.
     mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
-    axes are named); only "pipeline" where the stages' degrees differ, or stages have copies: then
-    it counts each group once. sharding: how the ranks of a
-    stage share its work; None where a stage is one rank, or where that is not worked out.
-    devices: the cluster's devices that ranks 0, 1, ... run on, as rising indices; empty for the
+    axes are named); only "pipeline" where the stages' degrees differ or stages have replicas: then
+    it counts each group once. sharding: how the ranks of a stage share its work; None where a stage
+    is one rank, or where it was not planned.
+    devices: the cluster's devices that ranks 0, 1, ... run on, as ascending indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
-    alternatives: the best choices that were rejected; changes: this one with one decision changed.
+    alternatives: the best rejected choices; changes: this one with one decision changed.
     equivalence: the promised relation to single-process training, None in plans made before version
     9. check: the comparison of the captured program with the module, None where none is recorded.
-    certificate: of the cuts, given the degrees; degrees: of the degrees themselves, over the costs
-    of the blocks one by one; None where they were given.
-    In a file ranks, devices and order are runs: "0-7,16".
+    certificate: of the cuts, for the selected degrees; degrees: of the degrees themselves, over the
+    costs of single blocks; None where they were fixed.
+    In a file ranks, devices and order are ranges: "0-7,16".
     """
 
     format: Literal["fxpart-plan"] = "fxpart-plan"
@@ -270,38 +270,41 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """The checked plan in a file; FXP301 (unreadable), FXP302 (format) or FXP303 (content)."""
+        """Return the checked plan in a file.
+
+        Raises FXP301 (unreadable file), FXP302 (unknown format) or FXP303 (invalid plan).
+        """
         from fxpart.plan.files import load
 
         return load(Plan, Path(path))
 
     @staticmethod
     def loads(data: bytes | str, where: str = "plan") -> Plan:
-        """The checked plan in JSON text; ``where`` names it in errors, which are those of load."""
+        """Return the checked plan in JSON text; ``where`` names it in errors, as in ``load``."""
         from fxpart.plan.files import decode
 
         return decode(Plan, data.encode() if isinstance(data, str) else data, where)
 
     def dumps(self) -> str:
-        """Canonical JSON: sorted keys, two spaces, a final newline; equal plans give equal text."""
+        """Return canonical JSON (sorted keys, two spaces, a final newline), equal for equal plans."""
         from fxpart.plan.files import encode
 
         return encode(self)
 
     def dump(self, path: str | Path) -> None:
-        """Check the plan (FXP303) and write it to ``path`` (FXP603 where that fails)."""
+        """Check the plan (FXP303) and write it to ``path`` (raises FXP603 where that fails)."""
         from fxpart.plan.files import dump
 
         dump(self, Path(path))
 
     def problems(self) -> tuple[Problem, ...]:
-        """Everything that is wrong with the plan; empty where it is valid."""
+        """Return everything that is wrong with the plan; empty where it is valid."""
         from fxpart.plan.check import problems
 
         return problems(self)
 
     def validate(self) -> Plan:
-        """The plan itself; raises FXP303 with every problem found where it is not valid."""
+        """Return the plan itself; raises FXP303 with every problem where it is not valid."""
         found = self.problems()
         if found:
             raise FxpartError(found)
@@ -309,25 +312,25 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @staticmethod
     def schema() -> dict[str, Any]:
-        """The JSON Schema (2020-12) of a plan file."""
+        """Return the JSON Schema (2020-12) of a plan file."""
         from fxpart.plan.files import schema
 
         return schema(Plan)
 
     @property
     def program_stages(self) -> tuple[tuple[int, int, int], ...]:
-        """What is run as a stage of its own: (first block, last block, index of its stage).
+        """Return (first block, last block, index of its stage) of each stage of the program.
 
-        One for each stage; of stages with several pieces one for each piece, in the blocks' order.
+        One per stage; with virtual stages one for each of them, in the blocks' order.
         """
         found = [(first, last, s.index) for s in self.stages for first, last in s.spans]
         return tuple(sorted(found)) if self.virtual > 1 else tuple(found)
 
     @property
     def stage_edges(self) -> tuple[tuple[int, int, bool], ...]:
-        """``edges``, or where there are none the chain in which each stage feeds the next.
+        """Return ``edges``, or where there are none the chain in which each stage feeds the next.
 
-        Of stages with copies all edges are told, none of a single group.
+        With replicated stages all edges are listed; a single group has none.
         """
         if self.edges or self.replicas:
             return self.edges
@@ -335,22 +338,22 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The stages without those that are copies of one before them."""
+        """Return the stages without those that are replicas of an earlier one."""
         later = {copy for group in self.replicas for copy in group if copy != group[0]}
         return tuple(k for k in range(len(self.stages)) if k not in later)
 
     @property
     def world(self) -> int:
-        """How many ranks the plan has."""
+        """Return the number of ranks."""
         return sum(len(stage.ranks) for stage in self.stages)
 
     @property
     def virtual(self) -> int:
-        """How many pieces of the model each stage holds: 1, or more of virtual stages."""
+        """Return the number of virtual stages per rank, 1 without virtual stages."""
         return max((len(stage.spans) for stage in self.stages), default=1)
 
     def device(self, rank: int) -> Device:
-        """The device of a rank: the rank-th of those used, in the cluster's order."""
+        """Return the device of a rank: the rank-th of those used, in the cluster's order."""
         return self.cluster.devices[self.devices[rank] if self.devices else rank]
 
     def __repr__(self) -> str:
@@ -367,7 +370,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def runnable(self) -> tuple[str, ...]:
-        """Why this version cannot train by the plan, each reason in words; empty if it can."""
+        """Return why this version cannot train by the plan, as sentences; empty if it can."""
         from fxpart.plan.runtime_support import reasons
 
         return reasons(self)

@@ -1,4 +1,4 @@
-"""Sequences of numbers as text in which runs are short: (0, 1, 2, 7) is "0-2,7"."""
+"""Sequences of numbers as text with ranges: (0, 1, 2, 7) is "0-2,7"."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from fxpart.cluster.validation import MAX_DEVICES
 
-# More numbers than a plan can have ranks or blocks; a short text must not fill the memory.
+# A limit above any number of ranks or blocks: a short text must not exhaust memory.
 MOST = max(MAX_DEVICES, 1 << 20)
 _RUN = "[0-9]{1,9}(?:-[0-9]{1,9})?"
 PATTERN = f"(?:{_RUN}(?:,{_RUN})*)?"
-# Where a plan holds such sequences, by field; "[]" stands for every entry of a list.
+# The fields of a plan with such sequences; "[]" means every entry of a list.
 FIELDS = (
     "devices",
     "order",
@@ -22,8 +22,8 @@ FIELDS = (
 )
 
 
-def text_of(numbers: Sequence[int]) -> str:
-    """The one text for these numbers (none negative), in their order."""
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return the unique text for these non-negative numbers, in their order."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -33,8 +33,8 @@ def text_of(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def numbers_of(text: str, most: int = MOST) -> list[int] | None:
-    """The numbers that a text stands for; None where it is no such text, or names too many."""
+def parse_numbers(text: str, most: int = MOST) -> list[int] | None:
+    """Return the numbers of a text; None where it is invalid or has more than ``most``."""
     if not re.fullmatch(PATTERN, text):
         return None
     found: list[int] = []
@@ -48,26 +48,26 @@ def numbers_of(text: str, most: int = MOST) -> list[int] | None:
 
 
 def shorten(raw: dict[str, Any]) -> dict[str, Any]:
-    """A plan's plain data with texts for FIELDS, changed in place."""
+    """Replace sequences in FIELDS of a plan's plain data by texts, in place."""
 
     def text(value: Any) -> Any:
         plain = isinstance(value, (list, tuple)) and all(type(n) is int and n >= 0 for n in value)
-        return text_of(value) if plain else value
+        return format_numbers(value) if plain else value
 
     return _each(raw, text)
 
 
 def lengthen(raw: dict[str, Any]) -> dict[str, Any]:
-    """A plan's plain data with lists for FIELDS, changed in place; other values are left.
+    """Replace texts in FIELDS of a plan's plain data by lists, in place; keep other values.
 
-    Those that would be more than a plan can have, all together, are left too.
+    Texts beyond the total that a plan can have are kept too.
     """
-    left = 2 * MOST
+    remaining = 2 * MOST
 
     def numbers(value: Any) -> Any:
-        nonlocal left
-        found = numbers_of(value, min(MOST, left)) if isinstance(value, str) else None
-        left -= len(found or ())
+        nonlocal remaining
+        found = parse_numbers(value, min(MOST, remaining)) if isinstance(value, str) else None
+        remaining -= len(found or ())
         return value if found is None else found
 
     return _each(raw, numbers)
@@ -75,15 +75,15 @@ def lengthen(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _each(raw: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     for field in FIELDS:
-        holders: list[Any] = [raw]
+        parents: list[Any] = [raw]
         *way, last = field.split(".")
         for step in way:
             name = step.removesuffix("[]")
-            found = [holder.get(name) for holder in holders if isinstance(holder, dict)]
+            found = [parent.get(name) for parent in parents if isinstance(parent, dict)]
             if step.endswith("[]"):
                 found = [item for each in found if isinstance(each, (list, tuple)) for item in each]
-            holders = found
-        for holder in holders:
-            if isinstance(holder, dict) and last in holder:
-                holder[last] = change(holder[last])
+            parents = found
+        for parent in parents:
+            if isinstance(parent, dict) and last in parent:
+                parent[last] = change(parent[last])
     return raw

@@ -1,4 +1,4 @@
-"""In which numbers a plan computes and sends: what it may say of them, as text."""
+"""The precision of a plan's computation and of its transfers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def precision_of(constraints: Constraints) -> Literal["fp32", "bf16"]:
 
 
 def transfer_dtype_of(constraints: Constraints) -> Literal["", "bfloat16"]:
-    """ "bfloat16" where float32 is sent as that from rank to rank, else ""."""
+    """ "bfloat16" where float32 is sent in that dtype between ranks, else ""."""
     return "bfloat16" if constraints.get("transfer_dtype") == "bfloat16" else ""
 
 
 def wire_dtype(dtype: str, transfer_dtype: str) -> str:
-    """As what a value of ``dtype`` is sent: float32 as ``transfer_dtype``, all else as it is."""
+    """Return the dtype in which ``dtype`` is sent: float32 as ``transfer_dtype``."""
     return transfer_dtype if transfer_dtype and dtype == "float32" else dtype

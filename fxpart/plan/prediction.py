@@ -1,4 +1,4 @@
-"""What ranks are predicted to need, and what a step's time is made of. Part of a plan's file."""
+"""The predictions of a plan: memory and time of ranks, and the parts of the step time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from fxpart.cluster.devices import CpuLoadImbalance
 
 IDLE = "idle"  # the label of the seconds in which the bottleneck stage waits
-_ROUNDING = 1e-12  # of a step: what is left of it that is no time
+_ROUNDING = 1e-12  # of a step: smaller remainders are rounding
 
 
 class _PredictionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,9 +21,9 @@ class _PredictionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class PeakMemory(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Peak memory of a rank in bytes, by cause.
 
-    copies: of weights beside the parameters, which an asynchronous schedule's weight mode holds:
-    versions that backwards still read, predicted weights, running means of updates. sums: gradients
-    that are there twice while they are packed to be summed over the ranks of a stage.
+    copies: copies of weights besides the parameters, as the weight mode of an asynchronous schedule
+    stores them: versions for pending backwards, predicted weights, running means of updates. sums:
+    packed gradients while they are reduced over the ranks of a stage, besides ``gradients``.
     """
 
     weights: int
@@ -37,7 +37,7 @@ class PeakMemory(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def total(self) -> int:
-        """All parts together, in bytes."""
+        """Return the sum of all parts, in bytes."""
         return (
             self.weights + self.gradients + self.optimizer
             + self.activations + self.buffers + self.transfers + self.copies + self.sums
@@ -57,26 +57,26 @@ class LiveTensor(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ranks of one stage are predicted to need, said once for all that are alike.
+    """Predicted needs of the ranks of one stage; equal ranks share an entry.
 
-    Seconds per microbatch: forward and backward (with recomputation and collectives inside a
-    stage, whose share is collective), transfer (between stages), gather (ZeRO 3's weights).
-    Seconds per step: sync (gradient sums over replicas, and ZeRO's other gathering), tie (messages
-    about shared parameters), optimizer, overhead (the runtime's own, where measured), predict
-    (weights looked ahead, of an asynchronous schedule). Bytes at the
-    peak; workspace: those of ``memory.activations`` that live only while a block runs. in_flight:
-    microbatches whose activations are held at once. peak: bytes that the rank's tensors take at
-    most at once, found by following a step op by op; at most ``memory.total``, which has every part
-    at its largest; 0 where it was not followed. top: the ten largest tensors at that moment.
-    pieces: of a stage of several pieces the (forward, backward) seconds of each, where they are
-    known; together those of the stage. microbatches: how many of a step's microbatches the ranks
-    do, where copies of the stage do the others; 0: all. staleness: the most updates that the stage
-    applies between a forward and its backward; 0 where the pipeline drains before each update.
-    update: bytes of tensors while the optimizer steps, its temporaries among them; 0 if not known.
-    process: bytes of the rank's process beside its tensors (the interpreter, libraries), and
-    allocator: those that the allocator holds and tensors do not, as measured on the rank's host,
-    and half of what equal runs differ by; 0 where that was not, and on devices that are no CPU. The
-    memory limit leaves room for both.
+    Seconds per microbatch: forward and backward (with recomputation and collectives within a stage,
+    whose part is collective), transfer (between stages), gather (of ZeRO-3's weights). Seconds per
+    step: sync (gradient reduction over replicas, and ZeRO's other collectives), tie (messages of
+    tied parameters), optimizer, overhead (of the runtime, where measured), predict (weight
+    prediction, in an asynchronous schedule). Bytes at the peak; workspace: those of
+    ``memory.activations`` that live only while a block runs. in_flight: microbatches whose
+    activations are stored at once. peak: the largest total of the rank's tensors, found by
+    simulating a step op by op; at most ``memory.total``, which has the maximum of every part; 0 if
+    not simulated. top: the ten largest tensors at that moment. pieces: the (forward, backward)
+    seconds of each virtual stage, where known; their sums are those of the stage. microbatches: how
+    many of a step's microbatches the ranks compute, where other replicas of the stage compute the
+    others; 0: all. staleness: the most updates that the stage applies between a forward and its
+    backward; 0 where the pipeline is flushed before each update. update: bytes of tensors during
+    the optimizer step, including its temporaries; 0 if not known. process: bytes of the rank's
+    process besides its tensors (interpreter, libraries), and allocator: bytes that the allocator
+    reserves beyond its tensors, as measured on the rank's host, plus half the variation of equal
+    runs; 0 where not measured, and on devices other than CPUs. The memory limit leaves space for
+    both.
     """
 
     ranks: tuple[int, ...]
@@ -106,31 +106,31 @@ class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def resident(self) -> int:
-        """Bytes of the rank's process at its peak, with ``tensors``; 0 if not known."""
+        """Return the bytes of the rank's process at its peak, with ``tensors``; 0 if not known."""
         return self.process + self.tensors + self.allocator if self.process else 0
 
     @property
     def tensors(self) -> int:
-        """Bytes that tensors take at most, in the step's passes or in the update after them."""
+        """Return the peak bytes of tensors, in the step's passes or in the update after them."""
         return max(self.memory.total, self.update)
 
     def taken(self, microbatches: int) -> int:
-        """How many of a step's microbatches the ranks do."""
+        """Return how many of a step's microbatches the ranks compute."""
         return self.microbatches or microbatches
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of a microbatch without transfers between stages."""
+        """Return the seconds of a microbatch without transfers between stages."""
         return fsum((self.forward_seconds, self.backward_seconds, self.gather_seconds))
 
     @property
     def microbatch_seconds(self) -> float:
-        """t: seconds of a microbatch."""
+        """Return t: seconds per microbatch."""
         return fsum((self.busy_seconds, self.transfer_seconds))
 
     @property
     def step_only_seconds(self) -> float:
-        """beta: seconds once a step."""
+        """Return beta: seconds per step that do not depend on the number of microbatches."""
         return fsum(
             (self.sync_seconds, self.tie_seconds, self.optimizer_seconds, self.overhead_seconds,
              self.predict_seconds)
@@ -138,16 +138,16 @@ class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknow
 
 
 class HostLoad(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ranks that share a host, as far as it changes their pace.
+    """Ranks that share a host, and the contention between them.
 
-    slowdown: how many times longer a computation takes while 1, 2, ... ranks of the host compute.
-    full: for how many computing ranks the seconds of :class:`RankPrediction` are, which may be more
-    than the plan has there; 0: for all of ``ranks``. transfer: how many computing ranks a transfer
-    of the host counts as. wake: by how many seconds a transfer to one of the ranks ends later while
-    1, 2, ... of them compute, its receiver included. uneven: how long its cores are not all
-    used, where it has more ranks than cores; none where they always are, or where it is not known.
-    shares: by rank, of the time in which it computes, what its quota leaves it, where quotas hold
-    the host's ranks; ``full`` is then the sum of all shares, of ranks that the plan has not too.
+    slowdown: factors on computation time while 1, 2, ... ranks of the host compute. full: number of
+    computing ranks that the seconds of :class:`RankPrediction` assume, which may be more than the
+    plan has there; 0: all of ``ranks``. transfer: number of computing ranks that a transfer of the
+    host counts as. wake: delay in seconds of a transfer to one of the ranks while 1, 2, ... of them
+    compute, including its receiver. uneven: imbalance of the host's cores if it has more ranks than
+    cores; None where there is none, or where it is not known. shares: by rank, the fraction of time
+    that its CPU quota lets it compute, if quotas limit the host's ranks; ``full`` is then the sum
+    of all shares, including ranks that are not the plan's.
     """
 
     ranks: tuple[int, ...]
@@ -160,17 +160,17 @@ class HostLoad(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Prediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Step time in seconds: the closed form that was minimised, and the simulated schedule.
+    """Step time in seconds: the closed form that was minimized, and the simulated schedule.
 
     method: how simulated_seconds was found; "closed form" where the schedule has no simulation or
-    too many actions for one. bubble: the share of that step in which the ranks idle or wait for
-    transfers, 0 to 1. ranks: one entry for ranks of a stage that are alike. hosts: that ranks
-    share, as far as the simulation minds it; on others all ranks are taken to compute all the time.
-    rehearsed_seconds: what a step of this very plan took when the profile rehearsed it; 0 where it
-    did not. corrected_seconds: where it has run others, the simulated seconds times by what runs of
-    plans that are alike were longer than their simulations; else 0. flushed_seconds: of an
-    asynchronous plan, a step of the same stages if they drained before each update (1F1B,
-    simulated); its other seconds are a minibatch's in the full stream.
+    too many actions for one. bubble: the fraction of that step in which the ranks idle or wait for
+    transfers, 0 to 1. ranks: one entry for equal ranks of a stage. hosts: with contention that the
+    simulation includes; on others all ranks are assumed to compute all the time. rehearsed_seconds:
+    the measured step time of this plan's trial run in the profile; 0 without one.
+    corrected_seconds: with trial runs of other plans only, simulated_seconds times the correction
+    by runs of similar plans; else 0. flushed_seconds: for an asynchronous plan, the step time of
+    the same stages with a flush before each update (1F1B, simulated); its other seconds are those
+    of a minibatch in steady state.
     """
 
     step_seconds: float
@@ -185,20 +185,20 @@ class Prediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def expected_seconds(self) -> float:
-        """Step time: the predicted seconds of one optimizer step, the one that reports show.
+        """Return the step time: predicted seconds per optimizer step, the value that reports show.
 
-        Of a trial run of this plan, else simulated and corrected by trial runs of other plans, else
-        simulated. In an asynchronous pipeline, the seconds from one update to the next.
+        That of a trial run of this plan, else simulated and corrected by trial runs of other plans,
+        else simulated. In an asynchronous pipeline, the seconds from one update to the next.
         """
         return self.rehearsed_seconds or self.corrected_seconds or self.simulated_seconds
 
 
 class StepParts(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of one step as the bottleneck stage spends them; together the whole step.
+    """Seconds of one step on the bottleneck stage by cause; their sum is the step time.
 
-    The bottleneck is the stage with the largest (m - fill) t + beta. overhead: the runtime's own,
-    once a step. bubble: what is left (not below 0, whatever rounding says), in which it waits for
-    the pipeline to fill and to drain.
+    The bottleneck is the stage with the largest (m - fill) t + beta. overhead: of the runtime, per
+    step. bubble: the remainder (at least 0), in which the stage waits while the pipeline fills and
+    flushes.
     """
 
     stage: int
@@ -214,7 +214,7 @@ class StepParts(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fie
     predictions: float = 0.0
 
     def named(self) -> dict[str, float]:
-        """The parts by their labels in reports, in order."""
+        """Return the parts by their labels in reports, in order."""
         return {
             "computation": self.compute,
             "collectives within stages": self.collectives,
@@ -230,20 +230,20 @@ class StepParts(_PredictionStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def pace(entry: RankPrediction, microbatches: int, fill: float) -> float:
-    """(m - fill) t + beta: the seconds by which a stage bounds the step."""
+    """Return (m - fill) t + beta: the time by which a stage bounds the step."""
     count = entry.taken(microbatches) - fill
     return count * entry.microbatch_seconds + entry.step_only_seconds
 
 
 def bottleneck(ranks: Sequence[RankPrediction], microbatches: int, fill: float) -> RankPrediction:
-    """The entry that sets the step's pace; of equal ones the first."""
+    """Return the prediction of the bottleneck stage; of equal ones the first."""
     return max(ranks, key=lambda entry: pace(entry, microbatches, fill))
 
 
 def step_parts(
     ranks: Sequence[RankPrediction], microbatches: int, fill: float, step: float
 ) -> StepParts:
-    """What a step of ``step`` seconds is made of; fill: of the schedule, see ``schedules.fill``."""
+    """Return the parts of a step of ``step`` seconds. fill: as of ``get_fill_fraction``."""
     entry = bottleneck(ranks, microbatches, fill)
     once = (
         entry.sync_seconds, entry.tie_seconds, entry.optimizer_seconds, entry.overhead_seconds,
@@ -273,7 +273,7 @@ def step_parts(
 
 
 def busy_by_rank(ranks: Sequence[RankPrediction], microbatches: int) -> dict[int, float]:
-    """The seconds that each rank computes in a step, collectives inside its stage included."""
+    """Return the seconds that each rank computes in a step, including collectives in its stage."""
     return {
         rank: entry.taken(microbatches) * entry.busy_seconds
         for entry in ranks
@@ -282,7 +282,7 @@ def busy_by_rank(ranks: Sequence[RankPrediction], microbatches: int) -> dict[int
 
 
 def idle_share(ranks: Sequence[RankPrediction], microbatches: int, step: float) -> float:
-    """The share of all ranks' time in a step in which they compute and sum nothing, 0 to 1."""
+    """Return the fraction of all ranks' time per step without computation and reduction, 0 to 1."""
     busy = fsum(
         len(e.ranks) * (e.taken(microbatches) * e.busy_seconds + e.step_only_seconds) for e in ranks
     )

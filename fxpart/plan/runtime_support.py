@@ -1,4 +1,4 @@
-"""What a plan may say that this version's runtime cannot do yet."""
+"""Reasons why this version's runtime cannot train by a plan."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
-    """Why the plan cannot be trained, in words; empty if it can."""
+    """Return why the plan cannot be trained, as sentences; empty if it can."""
     found = []
     spec = SCHEDULES.get(plan.schedule)
     if spec is None or not spec.trains:
         known = ", ".join(list_schedules(trains=True))
-        found.append(f"its schedule is {plan.schedule}; those that run are {known}")
+        found.append(f"the runtime does not support the schedule {plan.schedule}, only {known}")
     degrees = {(s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero) for s in plan.stages}
     if len(degrees) > 1:
-        found.append("its stages differ in data, tensor or expert parallelism or in ZeRO")
+        found.append("the stages differ in data, tensor or expert parallelism or in ZeRO level")
     if spec is not None and not spec.flushes and any(stage.zero for stage in plan.stages):
         found.append(
-            "its stages share optimizers (ZeRO), and asynchronous ones update by themselves"
+            "ZeRO shards optimizers, but ranks of asynchronous stages update independently"
         )
     if plan.sharding is None and any(len(s.ranks) > 1 for s in plan.stages):
-        found.append("it does not say how the ranks of a stage share its operations")
+        found.append("the plan does not specify how the ranks of a stage share its operations")
     return tuple(found)
 
 
@@ -38,6 +38,6 @@ def require(plan: Plan, where: str) -> None:
             "FXP306",
             where=where,
             why="\n".join(found),
-            fix=f"plan again within what runs: --constraint schedule={DEFAULT_SCHEDULE} and one\n"
+            fix=f"plan again with --constraint schedule={DEFAULT_SCHEDULE} and one\n"
             "mesh for all stages; explain, simulate and report work on any plan",
         )

@@ -135,12 +135,12 @@ def describe_results(plan: Plan) -> str:
     known = plan.equivalence
     if known is None:
         return ""
-    words = {
+    text = {
         "bitwise": "bitwise identical to single-process training",
         "rounding": "equal to single-process training up to rounding",
         "per microbatch": "computed per microbatch, not for the whole batch",
     }[known.promise]
-    return words + (f": {'; '.join(known.reasons)}" if known.reasons else "")
+    return text + (f": {'; '.join(known.reasons)}" if known.reasons else "")
 
 
 def used(entry: RankPrediction) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _INTEGERS = ("int64", "int32", "int16", "uint8")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-NO_FLOPS = "the plan file does not hold the model's FLOPs; `fxpart plan` and print(program) do"
+NO_FLOPS = "the plan file has no model FLOPs; `fxpart plan` and print(program) compute them"
 
 
 class ModelWork(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
-    """Return the throughput of a plan; ``work`` is what a plan file does not hold."""
+    """Return the throughput of a plan; ``work`` is not part of a plan file."""
     seconds = plan.prediction.expected_seconds
     if not seconds:
         return Throughput()
@@ -79,7 +79,7 @@ def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
 def _sequence_length(plan: Plan, sizes: Mapping[str, int], notes: list[str]) -> int | None:
     """Return the tokens of one sample; None for a model without tokens or of unknown length."""
     inputs = plan.model.inputs
-    if not inputs or not _holds_tokens(inputs[0]):
+    if not inputs or not _has_tokens(inputs[0]):
         return None
     first = inputs[0]
     dims = [d for i, d in enumerate(first.shape) if i != first.batch_dim]
@@ -92,8 +92,8 @@ def _sequence_length(plan: Plan, sizes: Mapping[str, int], notes: list[str]) -> 
     return prod(d for d in known if d is not None)
 
 
-def _holds_tokens(item: PlanInput) -> bool:
-    """Whether an input is an integer tensor of shape [batch, sequence]."""
+def _has_tokens(item: PlanInput) -> bool:
+    """Return whether an input is an integer tensor of shape [batch, sequence]."""
     return item.dtype in _INTEGERS and item.batch_dim is not None and len(item.shape) == 2
 
 

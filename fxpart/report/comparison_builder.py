@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 from fxpart.errors import error
 from fxpart.plan.model import Plan, RankPrediction
-from fxpart.plan.number_ranges import text_of
+from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.schedule import stage_of
 from fxpart.planner.prediction.plan_timeline import compute_tied_reduction_seconds, plan_timeline
 from fxpart.report.comparison import (
@@ -155,7 +155,7 @@ def _stage(
     each[TRANSFER] = TimeComparison(transfer, _transfer(recording, stage))
     return StageComparison(
         stage=stage,
-        ranks=text_of(ranks),
+        ranks=format_numbers(ranks),
         slowest=slowest,
         each=each,
         step={name: TimeComparison(predicted[name], made[slowest][name]) for name in predicted},

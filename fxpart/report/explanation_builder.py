@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fxpart.plan.contention import compute_mean_slowdown, get_assumed_slowdown
 from fxpart.plan.model import Alternative, Plan, RankPrediction
-from fxpart.plan.number_ranges import text_of
+from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.prediction import IDLE, HostLoad, bottleneck, pace, step_parts
 from fxpart.plan.summary import describe_source, used
 from fxpart.plan.throughput import ModelWork, compute_throughput
@@ -123,7 +123,7 @@ def _bottleneck(plan: Plan) -> StepBottleneck:
     return StepBottleneck(
         stage=first.stage,
         blocks=blocks(plan, first.stage),
-        ranks=text_of(first.ranks),
+        ranks=format_numbers(first.ranks),
         microbatch_seconds=first.microbatch_seconds,
         step_only_seconds=first.step_only_seconds,
         bound_seconds=pace(first, m, share),
@@ -140,7 +140,7 @@ def _fullest(plan: Plan) -> MemoryBottleneck:
     entry = max(plan.prediction.ranks, key=used)
     return MemoryBottleneck(
         stage=entry.stage,
-        ranks=text_of(entry.ranks),
+        ranks=format_numbers(entry.ranks),
         total=entry.memory.total,
         limit=entry.memory_limit,
         free=entry.memory_limit - entry.memory.total,
@@ -181,7 +181,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
     return StageFigures(
         stage=entry.stage,
         blocks=blocks(plan, entry.stage),
-        ranks=text_of(entry.ranks),
+        ranks=format_numbers(entry.ranks),
         devices=devices(plan, entry.ranks),
         memory=entry.memory,
         total=entry.memory.total,
@@ -239,7 +239,7 @@ def _asynchrony(plan: Plan) -> AsynchronyFigures | None:
 def _contention(load: HostLoad) -> ContentionFigures:
     """Return the contention on a host that ranks of the plan share."""
     return ContentionFigures(
-        ranks=text_of(load.ranks),
+        ranks=format_numbers(load.ranks),
         slowdown=tuple(compute_mean_slowdown(load, k) for k in range(1, len(load.ranks) + 1)),
         transfer=load.transfer,
         assumed=get_assumed_slowdown(load),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fxpart import units
 from fxpart.plan.model import Certificate, Plan, PlanInput
-from fxpart.plan.number_ranges import text_of
+from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.summary import (
     describe_check,
     describe_results,
@@ -49,6 +49,10 @@ def explain(plan: Plan, work: ModelWork | None = None) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
+def _order(plan: Plan) -> str:
+    return f"{shortened(format_numbers(plan.order), 100)} (blocks)"
+
+
 def _summary(plan: Plan, found: Explanation) -> list[str]:
     model, step = plan.model, found.step
     rows = [
@@ -61,7 +65,7 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
          f"{units.percent(step.bubble)}"),
         *throughput_rows(step.throughput),
         *([("verified", shortened(describe_check(plan.check), 240))] if plan.check else []),
-        *([("order", f"{shortened(text_of(plan.order), 100)} (blocks)")] if plan.order else []),
+        *([("order", _order(plan))] if plan.order else []),
         *([("results", describe_results(plan))] if plan.equivalence else []),
         *(("host", line) for line in contention_lines(found)),
         *([("sharding", sharding.headline(plan))] if plan.sharding is not None else []),

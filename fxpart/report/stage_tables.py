@@ -8,7 +8,7 @@ from math import fsum
 from fxpart import units
 from fxpart.errors import error
 from fxpart.plan.model import Plan
-from fxpart.plan.number_ranges import numbers_of, text_of
+from fxpart.plan.number_ranges import format_numbers, parse_numbers
 from fxpart.plan.summary import layout
 from fxpart.report.explanation import AsynchronyFigures, Explanation, StageFigures
 from fxpart.report.table import shortened, table
@@ -106,7 +106,7 @@ def asynchrony_rows(found: AsynchronyFigures) -> list[tuple[str, ...]]:
 
 def ranks(group: list[StageFigures]) -> str:
     """Return the ranks of consecutive stages as ranges."""
-    return text_of([rank for one in group for rank in _numbers(one.ranks)])
+    return format_numbers([rank for one in group for rank in _numbers(one.ranks)])
 
 
 def _groups(found: Explanation, cells: _Cells) -> list[tuple[list[StageFigures], tuple[str, ...]]]:
@@ -128,7 +128,7 @@ def _groups(found: Explanation, cells: _Cells) -> list[tuple[list[StageFigures],
 
 
 def _numbers(text: str) -> list[int]:
-    found = numbers_of(text)
+    found = parse_numbers(text)
     assert found, "a stage has blocks and ranks"
     return found
 

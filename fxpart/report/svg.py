@@ -7,7 +7,7 @@ from html import escape
 
 from fxpart import units
 from fxpart.plan.model import Plan
-from fxpart.plan.number_ranges import text_of
+from fxpart.plan.number_ranges import format_numbers
 from fxpart.report.table import shortened
 from fxpart.schedule.action import ActionKind
 from fxpart.schedule.timeline import Span, Timeline, UpdateSpan
@@ -144,7 +144,7 @@ def memory_svg(plan: Plan) -> str:
         y, x = position * row + 2, float(LEFT)
         if row >= 16 or position % 8 == 0:
             base = max(y + row / 2 + 2, 10)
-            label = shortened(text_of(entry.ranks), 9)
+            label = shortened(format_numbers(entry.ranks), 9)
             parts.append(f'<text class="axis" x="0" y="{base:.0f}">rank {label}</text>')
         for index, name in enumerate(PARTS):
             value = getattr(entry.memory, name)

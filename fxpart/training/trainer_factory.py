@@ -16,7 +16,7 @@ from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import busy_by_rank
-from fxpart.plan.schedule import as_given, recomputed, stage_of
+from fxpart.plan.schedule import parse_schedule, recomputed, stage_of
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
@@ -249,7 +249,7 @@ class _LocalPlacement:
             ranks=self.ranks,
             transport=transport,
             microbatches=self.plan.microbatches,
-            schedule=as_given(self.plan) if weight_mode is None else DEFAULT_SCHEDULE,
+            schedule=parse_schedule(self.plan) if weight_mode is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             mesh_ranks=mesh_ranks,

@@ -194,7 +194,7 @@ def test_what_does_not_fit_a_mesh_is_told_at_once(
     _, err = call(capsys, "plan", net, "-c", "local:4", *MESH, *constraints, status=2)
     assert "zero_axis='pp'" in err and "they need 12 devices" in err
     _, err = call(capsys, "plan", net, "--constraint", "zero_axis=dp", status=2)
-    assert "nothing without a mesh" in err
+    assert "requires `mesh`" in err
     _, err = call(capsys, "verify", net, *MESH, "--ranks", "6", status=2)
     assert "a multiple of 4" in err
 

@@ -187,7 +187,7 @@ def test_the_stages_of_a_plan(
     assert run([*profiling, "--no-rehearse", "--budget", "0.1s"]) == 0
     assert run(planning) == 0
     before = json.loads(Path(plan).read_text())
-    assert "sums of their ops" in before["provenance"]["choice"]
+    assert "estimated from its ops" in before["provenance"]["choice"]
     capsys.readouterr()
     assert run([*profiling, "--budget", "4s", "--for", plan]) == 0
     (found,) = json.loads(capsys.readouterr().out)

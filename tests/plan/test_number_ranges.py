@@ -15,7 +15,7 @@ from plan.test_plan import mutated_bytes
 
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
-from fxpart.plan.number_ranges import MOST, numbers_of, text_of
+from fxpart.plan.number_ranges import MOST, format_numbers, parse_numbers
 from fxpart.plan.runtime_support import require
 from fxpart.report.explanation_text import explain
 
@@ -24,9 +24,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 @given(st.lists(st.one_of(st.integers(0, 12), st.integers(0, 10**9 - 1)), max_size=12))
 def test_there_and_back(numbers: list[int]) -> None:
-    text = text_of(numbers)
-    assert numbers_of(text) == numbers
-    assert text_of(numbers_of(text) or []) == text
+    text = format_numbers(numbers)
+    assert parse_numbers(text) == numbers
+    assert format_numbers(parse_numbers(text) or []) == text
     assert not text.startswith(",") and " " not in text
 
 
@@ -43,7 +43,7 @@ def test_there_and_back(numbers: list[int]) -> None:
     ],
 )
 def test_the_one_text(numbers: list[int], text: str) -> None:
-    assert text_of(numbers) == text and numbers_of(text) == numbers
+    assert format_numbers(numbers) == text and parse_numbers(text) == numbers
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_one_text(numbers: list[int], text: str) -> None:
      "9999999999", "0-999999999", f"0-{MOST}"],
 )  # fmt: skip
 def test_other_texts_are_none(text: str) -> None:
-    assert numbers_of(text) is None
+    assert parse_numbers(text) is None
 
 
 def test_lists_are_read_and_texts_written() -> None:

@@ -268,32 +268,32 @@ def test_what_does_not_fit_names_a_mode_that_does() -> None:
     with pytest.raises(FxpartError) as caught:
         compiled(tight, width, mode="async", weights="stash", microbatches=1)
     assert caught.value.code == "FXP204"
-    assert "weights=naive fits" in str(caught.value) and "copies of weights" in str(caught.value)
+    assert "use weights=naive" in str(caught.value) and "copies of weights" in str(caught.value)
     plan = compiled(tight, width, mode="auto", weights="stash", microbatches=1).plan
-    assert plan.schedule == "1f1b" and "no asynchronous plan can be had" in plan.provenance["mode"]
+    assert plan.schedule == "1f1b" and "no asynchronous plan is possible" in plan.provenance["mode"]
     fits = compiled(tight, width, mode="async", weights="naive", microbatches=1).plan
     assert fits.schedule == "async"
 
 
 @pytest.mark.parametrize(
-    ("wishes", "word"),
+    ("constraints", "why"),
     [
-        ({"mode": "maybe"}, "not a choice"),
-        ({"mode": "async", "weights": "guess"}, "not a choice"),
-        ({"mode": "async", "weights": "flush"}, "drains the pipeline"),
-        ({"weights": "stash"}, "synchronous plan has none"),
-        ({"mode": "async", "schedule": "gpipe"}, "different things"),
-        ({"mode": "sync", "schedule": "async"}, "different things"),
-        ({"mode": "async", "mesh": "dp=2", "zero": 1, "stages": 1}, "updates at once"),
+        ({"mode": "maybe"}, "not one of the choices"),
+        ({"mode": "async", "weights": "guess"}, "not one of the choices"),
+        ({"mode": "async", "weights": "flush"}, "flushes the pipeline"),
+        ({"weights": "stash"}, "synchronous plan has no weight mode"),
+        ({"mode": "async", "schedule": "gpipe"}, "contradict each other"),
+        ({"mode": "sync", "schedule": "async"}, "contradict each other"),
+        ({"mode": "async", "mesh": "dp=2", "zero": 1, "stages": 1}, "each rank updates on its own"),
     ],
 )
-def test_wishes_that_do_not_go_together(wishes: dict[str, Any], word: str) -> None:
-    with pytest.raises(FxpartError, match=word) as caught:
-        compiled(**wishes)
+def test_contradicting_constraints_are_rejected(constraints: dict[str, Any], why: str) -> None:
+    with pytest.raises(FxpartError, match=why) as caught:
+        compiled(**constraints)
     assert caught.value.code == "FXP109"
 
 
-def test_the_schedule_is_a_wish_for_the_mode() -> None:
+def test_the_schedule_requests_the_mode() -> None:
     assert mode_of({}) == "sync" and mode_of({"schedule": "zb-v,gpipe"}) == "sync"
     assert mode_of({"schedule": "async"}) == "async"
     assert mode_of({"schedule": "1f1b, async"}) == "auto"

@@ -50,7 +50,7 @@ def test_each_stage_has_its_own_staleness() -> None:
     plan = mixed().plan
     assert plan.replicas and len(plan.firsts) == 2
     assert plan.staleness == (2, 2, 0) and plan.weights == "stash"
-    assert plan.provenance["mode"].startswith("queue, as asked")
+    assert plan.provenance["mode"].startswith("queue, as requested")
     assert Plan.loads(plan.dumps()) == plan and not plan.problems() and not plan.runnable
 
 
@@ -106,21 +106,21 @@ def test_an_applied_plan_minds_the_mode() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wishes", "why"),
+    ("constraints", "why"),
     [
         ({"staleness": "1,2,3"}, "the plan has 2 stages"),
-        ({"staleness": "x"}, "not a count of updates"),
-        ({"staleness": -1}, "not a count of updates"),
-        ({"staleness": True}, "not a count of updates"),
-        ({"weights": "pipemare"}, "has no queues"),
-        ({"mesh": "dp=2", "stages": 1}, "share their work"),
-        ({"schedule": "zb-h1"}, "what its copies would keep"),
-        ({"mode": "sync", "staleness": 1}, "none to choose"),
+        ({"staleness": "x"}, "neither one number of updates"),
+        ({"staleness": -1}, "neither one number of updates"),
+        ({"staleness": True}, "neither one number of updates"),
+        ({"weights": "pipemare"}, "do not support this weight mode"),
+        ({"mesh": "dp=2", "stages": 1}, "require stages of one rank"),
+        ({"schedule": "zb-h1"}, "no bound on the activations"),
+        ({"mode": "sync", "staleness": 1}, "requires the mode"),
     ],
 )
-def test_refusals(wishes: dict[str, Any], why: str) -> None:
+def test_refusals(constraints: dict[str, Any], why: str) -> None:
     with pytest.raises(FxpartError, match=why) as caught:
-        compiled(**wishes)
+        compiled(**constraints)
     assert {problem.code for problem in caught.value.problems} == {"FXP109"}
 
 
@@ -135,7 +135,7 @@ def test_a_rank_misses_no_more_than_its_stage_may() -> None:
 
 
 def test_what_is_only_planned_has_no_queues() -> None:
-    with pytest.raises(FxpartError, match="have one rank each"):
+    with pytest.raises(FxpartError, match="every stage has one rank"):
         fxpart.propose(
             model(), "local:2", example_inputs=batch(), loss=nn.functional.cross_entropy,
             mode="queue",

@@ -157,13 +157,13 @@ def test_an_unequal_plan_is_faster_where_a_rank_is_slow() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"replicas": ((0, 1), (1, 2))}, "stage 1 is in another group too"),
-        ({"replicas": ((0, 2),)}, "its stages hold different blocks"),
-        ({"replicas": ((1, 0),)}, "begins with the first"),
+        ({"replicas": ((0, 1), (1, 2))}, "stage 1 is in two groups"),
+        ({"replicas": ((0, 2),)}, "the replicas have different blocks"),
+        ({"replicas": ((1, 0),)}, "the first one in front"),
         ({"replicas": ((0, 9),)}, "there are only 3 stages"),
-        ({"schedule": "zb-h1"}, "not made for copies"),
-        ({"mesh": {"pipeline": 3}}, "how many groups follow each other"),
-        ({"replicas": ()}, "block 0 is on the stage before"),
+        ({"schedule": "zb-h1"}, "does not support replicated stages"),
+        ({"mesh": {"pipeline": 3}}, "the number of groups"),
+        ({"replicas": ()}, "block 0 is on the previous stage"),
     ],
 )
 def test_faults(change: dict[str, object], why: str) -> None:

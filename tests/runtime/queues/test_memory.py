@@ -115,7 +115,7 @@ def test_stages_leave_room_for_what_queues_keep() -> None:
         assert all(row.tensors <= row.memory_limit for row in plan.prediction.ranks)
         bound = planned(memory).certificate.lower_bound
         assert plan.certificate.lower_bound == pytest.approx(bound)
-        told = "free for what queues keep" in plan.provenance.get("queues", "")
+        told = "reserved for queues" in plan.provenance.get("queues", "")
         assert told == (plan != plans[0])
     assert plans[0].certificate.status == "optimal"
     # Without what may be missed fewer stages are enough.
