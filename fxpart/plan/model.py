@@ -286,7 +286,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return decode(Plan, data.encode() if isinstance(data, str) else data, where)
 
     def dumps(self) -> str:
-        """Return canonical JSON (sorted keys, two spaces, a final newline), equal for equal plans."""
+        """Return canonical JSON: sorted keys, two spaces, a final newline."""
         from fxpart.plan.files import encode
 
         return encode(self)

@@ -171,7 +171,7 @@ def test_a_plan_of_version_2_with_a_wrong_device_is_refused() -> None:
         ({"zero": 4}, "is not 0, 1, 2 or 3"),
         ({"zero_axis": "pp"}, "no axis 'pp'"),
         ({"zero": 0}, "an axis is specified, but zero is 0"),
-        ({"placed": (placed(kind="state", names=(), placements="dp:S(0)"),)}, "the list of names is empty"),
+        ({"placed": (placed(kind="state", names=(), placements="dp:S(0)"),)}, "names is empty"),
         ({"placed": (placed(kind="state", names=("a",), placements="dp:S"),)}, "S(dim)"),
         ({"placed": (placed(kind="state", names=("a",), placements="x:R"),)}, "the mesh has"),
         ({"placed": (placed(kind="state", names=("a",), strategy="dp:b"),)}, "only ops"),
