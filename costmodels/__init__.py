@@ -1,7 +1,7 @@
-"""Cost models, imported as ``fxpart.costmodels``: one model a file, one line each in the table.
+"""Cost models, imported as ``fxpart.costmodels``: one model per file, one entry each in the table.
 
-A cost model of another package joins through the entry point group "fxpart.costmodels" (the name of
-the entry is the name of the model, its object the class), one of a script through
+A cost model of another package is registered through the entry point group "fxpart.costmodels" (the
+name of the entry is the name of the model, its object the class), one of a script through
 :func:`register_cost_model`. Both are used like those of fxpart.
 """
 
@@ -96,9 +96,9 @@ def find(name: str | Path, cluster: Cluster | None = None, *, torch: str = "") -
     """Return the cost model of that name, or of the profile at that path, for a cluster.
 
     "auto" is the best that needs no measurement. A file that exists, or a name that ends in
-    ".profile" or ".db", is a profile; other names are those of `COST_MODELS`. torch: the version of
-    which a profile has to be; "" for any. Raises FXP109 for an unknown name, FXP405 and FXP406 for
-    a profile that cannot be used.
+    ".profile" or ".db", is a profile; other names are those of `COST_MODELS`. torch: the version
+    that a profile must have; "" for any. Raises FXP109 for an unknown name, FXP405 and FXP406 for a
+    profile that cannot be used.
     """
     path = Path(name)
     if path.suffix in SUFFIXES or path.is_file():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AlphaCosts:
-    """Seconds: a collective's start, a hop in a machine, one between machines, a switch."""
+    """Latencies in seconds: start of a collective, hop within a host, hop between hosts, switch."""
 
     base: float = 8.4e-6
     intra: float = 3.4e-6
@@ -33,7 +33,7 @@ RING = AlphaCosts()
 def ring_all_reduce(
     n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
-    """Seconds to sum ``size`` bytes over all ranks, the sum left on each, around a ring."""
+    """Return the seconds of a ring all-reduce of ``size`` bytes."""
     steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + 2 * (n - 1) / n * size * beta
 
@@ -41,7 +41,7 @@ def ring_all_reduce(
 def all_gather(
     n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
-    """Seconds until each rank has all ``size`` bytes, of which each had an n-th."""
+    """Return the seconds of an all-gather; ``size`` is the bytes of the result."""
     steps = (n - m) * alpha.intra + (m - 1) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + (n - 1) / n * size * beta
 
@@ -49,32 +49,32 @@ def all_gather(
 def reduce_scatter(
     n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
-    """Seconds until each rank has the sum of its n-th of ``size`` bytes."""
+    """Return the seconds of a reduce-scatter; ``size`` is the bytes of the input on each rank."""
     return all_gather(n, m, size, beta, alpha, hops)
 
 
 def all_to_all(
     n: int, m: int, size: float, beta: float, alpha: AlphaCosts = RING, hops: int = 0
 ) -> float:
-    """Seconds until each rank has given every other its part of its n-th of ``size``."""
+    """Return the seconds of an all-to-all; each rank has an n-th of ``size`` bytes."""
     return all_gather(n, m, size / n, beta, alpha, hops)
 
 
 def send(
     size: float, beta: float, alpha: AlphaCosts = RING, *, inter: bool, hops: int = 0
 ) -> float:
-    """Seconds to send ``size`` bytes from one rank to another, or to broadcast them."""
+    """Return the seconds to send ``size`` bytes from one rank to another, or to broadcast them."""
     hop = alpha.inter + hops * alpha.switch if inter else alpha.intra
     return alpha.base + hop + size * beta
 
 
 def transfer(size: float, link: Link) -> Cost:
-    """``size`` bytes over one link, whose latency already holds start and hop."""
+    """Return the cost of ``size`` bytes over one link, whose latency includes start and hop."""
     return Cost(link.latency + size / link.bandwidth, size, source="alpha-beta")
 
 
 def operation(source: str, target: str) -> str | None:
-    """The collective that a change of placement takes; None where it takes no communication."""
+    """Return the collective of a change of placement; None where it needs no communication."""
     if source == target or source == "replicate" or target == "partial":
         return None
     if source == "partial":
@@ -83,7 +83,7 @@ def operation(source: str, target: str) -> str | None:
 
 
 def machines(links: tuple[Link, ...]) -> int:
-    """How many machines a ring of links goes around: its links between hosts, or one."""
+    """Return the number of hosts of a ring of links: its links between hosts, or one."""
     return max(1, sum(link.kind == "net" for link in links))
 
 
@@ -91,19 +91,20 @@ _SHARD = re.compile(r"shard\((\d+)\)")
 
 
 def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-    """A change of placement of a tensor of ``size`` bytes in all over the ring of ``links``.
+    """Return the cost of a change of placement of a tensor over the ring of ``links``.
 
-    To shard or to add zeros takes no communication; partial to replicate is an all-reduce, partial
-    to shard a reduce-scatter, shard to replicate an all-gather, shard to another shard an
-    all-to-all. bytes: what each rank sends. Raises FXP109 for a placement that is not known.
+    size: bytes of the whole tensor. Slicing or adding zeros needs no communication; partial to
+    replicate is an all-reduce, partial to shard a reduce-scatter, shard to replicate an all-gather,
+    shard to another shard an all-to-all. Cost.bytes: what each rank sends. Raises FXP109 for an
+    unknown placement.
     """
     for placement in (source, target):
         if placement not in ("replicate", "partial") and not _SHARD.fullmatch(placement):
             raise error(
                 "FXP109",
                 where=f"placement {placement!r}",
-                why="it is not one of replicate, partial, shard(dim)",
-                fix='write for example "shard(0)"',
+                why="the placement is not one of replicate, partial, shard(dim)",
+                fix='use for example "shard(0)"',
             )
     n, kind = len(links), operation(source, target)
     if kind is None or n <= 1:
@@ -123,12 +124,11 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
 
 
 def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
-    """How many times as much crosses between hosts as around a ring, where CPUs share a card.
+    """Return the traffic between hosts relative to a ring, where CPUs share a network card.
 
-    Ranks of CPUs send each other their pieces directly
-    (:mod:`fxpart.collectives.group_communicator`): from a host with k = n / m of n ranks k (n - k)
-    pieces go out, around a ring n - 1. Where every rank has a card of its own it takes no longer
-    than the ring.
+    Ranks on CPUs send each other their pieces directly
+    (:mod:`fxpart.collectives.group_communicator`): a host with k = n / m of n ranks sends k (n - k)
+    pieces, in a ring n - 1. Where every rank has its own card it takes as long as the ring.
     """
     if m == 1 or not any(link.kind == "shm" for link in links):
         return 1.0
@@ -139,7 +139,7 @@ def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
 
 
 def _latencies(links: tuple[Link, ...]) -> AlphaCosts:
-    """The links' latencies as start plus hop: NCCL's start, or less where a link is faster."""
+    """Return the links' latencies split into start (at most NCCL's) and hop."""
     base = min(RING.base, *(link.latency for link in links))
     near = [link.latency - base for link in links if link.kind != "net"]
     far = [link.latency - base for link in links if link.kind == "net"]

@@ -1,9 +1,9 @@
-"""Transfers and changes of placement as measured where they were, by formula elsewhere.
+"""Transfers and changes of placement: measured curves where available, else formulas.
 
 A link's own curve replaces its latency and bandwidth. A :class:`fxpart.cluster.CollectiveCurve`
 replaces the formula of a collective: directly for a group of as many ranks, and scaled by the
-formula for others, which the cost's source says. Groups that cross hosts use curves of such groups
-alone.
+formula for others, which the cost's source records. Groups that span hosts only use curves of such
+groups.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Points = tuple[tuple[float, float], ...]
 
-# What costs say of themselves, beside the "measured" of ops.
+# Sources of costs, besides the "measured" of ops.
 TRANSFER, COLLECTIVE = "measured transfer", "measured collective"
 
 
 def transfer(size: float, link: Link) -> Cost:
-    """``size`` bytes over one link: by its curve, or by latency and bandwidth where it has none."""
+    """Return the cost of ``size`` bytes over one link: by its curve, else latency and bandwidth."""
     curve = link.curve
     if not isinstance(curve, tuple) or not curve:
         return alphabeta.transfer(size, link)
@@ -44,10 +44,9 @@ def reshard(
     links: tuple[Link, ...],
     curves: Sequence[CollectiveCurve] = (),
 ) -> Cost:
-    """A change of placement, as :func:`fxpart.costmodels.alphabeta.reshard` takes it.
+    """Return the cost of a change of placement, as :func:`fxpart.costmodels.alphabeta.reshard`.
 
-    curves: what was measured of collectives, of this cluster. Raises FXP109 for a placement that is
-    not known.
+    curves: measured collectives of this cluster. Raises FXP109 for an unknown placement.
     """
     cost = alphabeta.reshard(source, target, size, links)
     operation = alphabeta.operation(source, target)
@@ -68,9 +67,9 @@ def reshard(
 def closest(
     curves: Sequence[CollectiveCurve], operation: str, ranks: int, hosts: int
 ) -> CollectiveCurve | None:
-    """The curve of the operation whose group is most like one of ``ranks`` ranks on ``hosts``.
+    """Return the curve of the operation whose group is closest to ``ranks`` ranks on ``hosts``.
 
-    None where no group was measured that, like this one, stays on a host or crosses hosts.
+    None where no group was measured that, like this one, is on one host or on several.
     """
     able = [
         curve
@@ -86,11 +85,11 @@ def closest(
 
 @lru_cache(maxsize=512)
 def scaled(curve: CollectiveCurve, ranks: int, hosts: int) -> tuple[Points, float, float]:
-    """A curve's points, latency and seconds a byte, for a group of other size.
+    """Return a curve's points, latency and seconds per byte for a group of another size.
 
-    The latency grows with the number of steps and the rest with the bytes that a rank moves, both
-    as the ring's formulas count them. Each point keeps its distance from the fitted line. The
-    links' bandwidth has no part in it: what was measured already holds it.
+    The latency is scaled by the number of steps and the remainder by the bytes that a rank moves,
+    as in the ring's formulas. Each point keeps its distance from the fitted line. The links'
+    bandwidth is not used: the measurement includes it.
     """
     points = rising(curve.points)
     if (curve.ranks, curve.hosts) == (ranks, hosts):
@@ -110,10 +109,10 @@ def scaled(curve: CollectiveCurve, ranks: int, hosts: int) -> tuple[Points, floa
 
 @lru_cache(maxsize=4096)
 def rising(points: Points) -> Points:
-    """The points with seconds that never fall: where they would, all get their geometric mean.
+    """Return the points with non-decreasing seconds: violating points get their geometric mean.
 
-    That is isotonic regression of the logarithms (pool adjacent violators): the closest rising
-    points by relative error. Points that rise already stay as they are.
+    This is isotonic regression of the logarithms (pool adjacent violators): the closest monotone
+    points by relative error. Points that rise already are unchanged.
     """
     blocks: list[list[float]] = []
     for _, seconds in points:
@@ -122,7 +121,7 @@ def rising(points: Points) -> Points:
             last = blocks.pop()
             blocks[-1] += last
     level = [_mean(block) for block in blocks for _ in block]
-    # the last digit of a mean may fall behind that of the one before
+    # rounding may make a mean smaller than the one before
     level = list(accumulate(level, max))
     return tuple((size, seconds) for (size, _), seconds in zip(points, level, strict=True))
 
@@ -134,11 +133,11 @@ def _mean(block: Sequence[float]) -> float:
 
 
 def along(points: Points, size: float, latency: float, slope: float) -> tuple[float, bool]:
-    """Seconds for ``size`` bytes, and whether that lies between measured points.
+    """Return the seconds for ``size`` bytes, and whether that is between measured points.
 
-    Between points a line: it is exact where latency and bandwidth are all there is, and never
-    falls. Beyond the last the fitted slope goes on from it; before the first, a line from the
-    fitted latency (but no more than the first point's seconds).
+    Between points: linear interpolation, which is exact for a pure latency and bandwidth, and never
+    decreases. Beyond the last point: the fitted slope; before the first: a line from the fitted
+    latency (at most the first point's seconds).
     """
     first, last = points[0], points[-1]
     if size >= last[0]:
@@ -152,7 +151,7 @@ def along(points: Points, size: float, latency: float, slope: float) -> tuple[fl
 
 
 def _steps(operation: str, ranks: int, hosts: int) -> float:
-    """How often a latency is paid, a step between hosts counted as NCCL's latencies compare."""
+    """Return the latencies paid, in seconds; hops between hosts weighted by NCCL's latencies."""
     alpha = alphabeta.RING
     seconds = (ranks - hosts) * alpha.intra + (hosts - 1) * alpha.inter
     if operation == "broadcast":
@@ -161,7 +160,7 @@ def _steps(operation: str, ranks: int, hosts: int) -> float:
 
 
 def _share(operation: str, ranks: int) -> float:
-    """The part of the tensor's bytes that each rank moves, up to a factor that cancels out."""
+    """Return the fraction of the tensor that each rank moves, up to a factor that cancels out."""
     if operation == "broadcast":
         return 1.0
     return (ranks - 1) / ranks**2 if operation == "all_to_all" else (ranks - 1) / ranks

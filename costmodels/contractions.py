@@ -1,7 +1,7 @@
-"""FLOPs of the ops that multiply and add: two for each pair, as torch's FlopCounterMode counts.
+"""FLOPs of contractions: two per multiply-add, as torch's FlopCounterMode counts.
 
-Everything else is bound by memory and counts none. Each rule gives the forward's FLOPs and which
-inputs are factors: a backward does the forward's work once for each factor that needs a gradient.
+All other ops are memory-bound and have none. Each rule returns the forward's FLOPs and which inputs
+are factors: a backward repeats the forward's work once for each factor that needs a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rule = Callable[["OpSpec"], "Size"]
 
 
 def _matrices(left: int) -> Rule:
-    """Any product of matrices or vectors: 2 x outputs x the last dim of the left factor."""
+    """Return the rule of matrix and vector products: 2 x outputs x last dim of the left factor."""
 
     def rule(op: OpSpec) -> Size:
         return 2 * elements(op.outputs[0]) * op.inputs[left].shape[-1]
@@ -28,14 +28,14 @@ def _matrices(left: int) -> Rule:
 
 
 def _addbmm(op: OpSpec) -> Size:
-    """Batched products summed over the batch."""
+    """Return the FLOPs of batched products that are summed over the batch."""
     return 2 * elements(op.inputs[1]) * op.inputs[2].shape[-1]
 
 
 def _convolution(op: OpSpec) -> Size:
-    """2 x batch x places x elements of the filter, which already hold the division by groups.
+    """Return 2 x batch x positions x filter elements (the filter is already divided by groups).
 
-    The places are the output's, and the input's for a transposed convolution.
+    The positions are those of the output, or of the input for a transposed convolution.
     """
     data, weight = op.inputs[0], op.inputs[1]
     transposed = "transpose" in op.key or op.attribute("transposed", "6") is True
@@ -57,10 +57,10 @@ def _tensordot(op: OpSpec) -> Size:
 
 
 def _experts(op: OpSpec) -> Size:
-    """A mixture of experts: every token through the two products of its chosen ones.
+    """Return the FLOPs of a mixture of experts: two products per token and selected expert.
 
-    Of the forms that lie on several lanes: one that cuts the experts alone computes its share of
-    the choices, one that sends rows around as many as it has.
+    Of the forms on several mesh ranks: one that shards only the experts computes its share of the
+    selected ones, one that sends rows around as many as it has.
     """
     hidden, index, _, up, down = op.inputs[:5]
     each = product(up.shape[1:]) + product(down.shape[1:])
@@ -73,7 +73,7 @@ def _experts(op: OpSpec) -> Size:
 
 
 def _einsum(op: OpSpec, backward: bool) -> Size:
-    """Pairs contracted from the left, as torch.einsum does without an optimised path."""
+    """Return the FLOPs of contractions from left to right, torch.einsum's default path."""
     equation = str(op.attribute("equation", "0")).replace(" ", "")
     left, _, right = equation.partition("->")
     terms, sizes = _letters(left.split(","), [t.shape for t in op.inputs])
@@ -85,7 +85,7 @@ def _einsum(op: OpSpec, backward: bool) -> Size:
     current, trained = set(terms[0]), op.needs(0)
     for index, term in enumerate(terms[1:], start=1):
         later = kept.union(*terms[index + 1 :])
-        # what only one of the two has, and nobody wants, is summed before the product
+        # letters of one operand that are not needed later are summed before the product
         pair = (current | set(term)) & ((current & set(term)) | later)
         times = trained + op.needs(index) if backward else 1
         total = total + times * 2 * product(sizes[letter] for letter in sorted(pair))
@@ -94,7 +94,7 @@ def _einsum(op: OpSpec, backward: bool) -> Size:
 
 
 def _letters(terms: list[str], shapes: list[tuple[Size, ...]]) -> tuple[list[str], dict[str, Size]]:
-    """Terms with ``...`` written as digits counted from the right, and each letter's size."""
+    """Return terms with ``...`` as digits counted from the right, and each letter's size."""
     named = []
     sizes: dict[str, Size] = {}
     for term, shape in zip(terms, shapes, strict=True):
@@ -131,7 +131,7 @@ PRODUCTS: dict[str, tuple[Rule, tuple[int, ...]]] = {
 
 
 def _attention(op: OpSpec, backward: bool) -> Size:
-    """Fused attention: scores and values; backward recomputes the scores and then does four.
+    """Return the FLOPs of fused attention; the backward recomputes scores, then has four products.
 
     Causal masks are not counted as half, as in torch's FlopCounterMode.
     """
@@ -150,13 +150,13 @@ def _attention(op: OpSpec, backward: bool) -> Size:
     )
 
 
-# recurrent op -> how many state tensors stand between the input and the weights
+# recurrent op -> number of state tensors between the input and the weights
 _STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 _CELLS = {"lstm_cell": 3, "gru_cell": 2, "rnn_tanh_cell": 2, "rnn_relu_cell": 2}
 
 
 def _recurrent(op: OpSpec, backward: bool) -> Size:
-    """Every weight matrix meets every row of the input once: 2 x rows x elements."""
+    """Return 2 x rows x elements: every weight matrix multiplies every row of the input once."""
     first = _CELLS.get(op.key) or 1 + _STATES[op.key]
     weights = [(i, t) for i, t in enumerate(op.inputs) if i >= first and len(t.shape) == 2]
     rows = product(op.inputs[0].shape[:-1])
@@ -164,7 +164,7 @@ def _recurrent(op: OpSpec, backward: bool) -> Size:
         return 2 * rows * _sum(elements(t) for _, t in weights)
     trained = _sum(elements(t) for i, t in weights if op.needs(i))
     through = _sum(elements(t) for _, t in weights)
-    if not op.needs(0):  # the first layer's input (both directions') asks for nothing
+    if not op.needs(0):  # the first layer's input (of both directions) needs no gradient
         width = op.inputs[0].shape[-1]
         both = 2 if op.attribute("bidirectional", "7") is True else 1
         untouched = [t for _, t in weights[0 : 4 * both : 2] if t.shape[1] == width][:both]
@@ -190,7 +190,7 @@ SPECIAL: dict[str, Callable[[OpSpec, bool], Size]] = {
 
 
 def flops(op: OpSpec, backward: bool = False) -> Size:
-    """FLOPs of the op's forward, or of its backward for the inputs that need a gradient."""
+    """Return the FLOPs of the forward, or of the backward for inputs that need a gradient."""
     if backward and not op.gradients:
         return 0
     if op.key in SPECIAL:

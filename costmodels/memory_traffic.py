@@ -1,4 +1,4 @@
-"""Bytes that an op reads and writes: what it must touch once, with every tensor in main memory."""
+"""Bytes that an op reads and writes: each tensor once, all in main memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from fxpart.costs import OpSpec, Size, TensorSpec
 
-# Ops whose result is a view of their input: nothing moves. Their backward is a view as well, but
-# for those that cut a piece out (the rest is filled with zeros) or repeat (the gradient is summed).
+# Ops whose result is a view of their input: nothing is copied. Their backward is a view as well,
+# except for those that select a piece (the gradient is padded with zeros) or repeat (it is summed).
 _PURE_VIEWS = frozenset(
     """alias view view_as _unsafe_view reshape reshape_as flatten unflatten transpose t permute
     squeeze unsqueeze movedim moveaxis swapaxes swapdims numpy_T mT mH adjoint detach real imag
@@ -27,8 +27,8 @@ _PIECES = frozenset(
 _REPEATS = frozenset("expand expand_as broadcast_to".split())
 VIEWS = _PURE_VIEWS | _PIECES | _REPEATS
 
-# Ops that move only where the result is laid out anew or has another dtype; the op's attribute
-# "copies" says so where it is known.
+# Ops that copy only if the result has another memory layout or dtype; the op's attribute
+# "copies" has this where it is known.
 _MAYBE_COPIES = frozenset(
     "contiguous reshape reshape_as flatten to type_as _to_copy float half bfloat16".split()
 )
@@ -57,21 +57,21 @@ _LOSSES = frozenset("cross_entropy_loss nll_loss nll_loss_nd log_softmax".split(
 
 
 def traffic(op: OpSpec, backward: bool = False) -> Size:
-    """Bytes read and written by the op's forward, or by its backward (0 without gradients)."""
+    """Return the bytes of the op's forward, or of its backward (0 without gradients)."""
     if backward:
         return _backward(op) if op.gradients else 0
     return _forward(op)
 
 
 def is_free(op: OpSpec) -> bool:
-    """Whether the forward starts no work at all: a view, or a size."""
+    """Return whether the forward starts no work at all: a view, or a size."""
     if op.key in _MAYBE_COPIES and op.attribute("copies") is not None:
         return op.attribute("copies") is False
     return op.key in VIEWS or op.key in _NOTHING
 
 
 def is_known(op: OpSpec) -> bool:
-    """Whether the op is one of torch's own, for which the rules here are meant."""
+    """Return whether the op is one of torch's own, for which these rules are meant."""
     return op.name.startswith("aten.")
 
 
@@ -79,7 +79,7 @@ def _forward(op: OpSpec) -> Size:
     if is_free(op):
         return 0
     written = _total(op.outputs)
-    if is_part(op):  # numbers that are drawn for others: written, and read to be cut
+    if is_part(op):  # numbers generated for other ranks: written, and read to be sliced
         written = written + 2 * count_dropped(op) * item_bytes(op.outputs[0].dtype)
     if op.key in FILLS:
         return written
@@ -108,7 +108,7 @@ def _backward(op: OpSpec) -> Size:
     if is_free(op):
         return 0
     if op.key in _ADDITIONS:
-        # a gradient of the result's own shape and dtype is passed on as it is
+        # a gradient of the result's shape and dtype is passed on unchanged
         out = op.outputs[0]
         changed = [t for t in gradients if (t.shape, t.dtype) != (out.shape, out.dtype)]
         return _total(changed) + incoming if changed else 0
@@ -117,16 +117,16 @@ def _backward(op: OpSpec) -> Size:
         return written + 2 * incoming + rows
     if op.key in _SCATTERS:
         return written + incoming
-    kept = _total(t for t in op.inputs if is_floating(t.dtype))
-    return incoming + kept + written
+    saved = _total(t for t in op.inputs if is_floating(t.dtype))
+    return incoming + saved + written
 
 
 def _scatter(op: OpSpec) -> Size:
-    """The base is copied unless the op works in place; the source is read and written."""
-    base, *rest = op.inputs
+    """Return the bytes: the base is copied unless in place; the source is read and written."""
+    base, *others = op.inputs
     in_place = op.name.removeprefix("aten.").split(".")[0].endswith("_")
-    moved = 2 * _total(t for t in rest if is_floating(t.dtype) == is_floating(base.dtype))
-    indices = _total(t for t in rest if is_floating(t.dtype) != is_floating(base.dtype))
+    moved = 2 * _total(t for t in others if is_floating(t.dtype) == is_floating(base.dtype))
+    indices = _total(t for t in others if is_floating(t.dtype) != is_floating(base.dtype))
     return moved + indices + (0 if in_place else 2 * tensor_bytes(base))
 
 

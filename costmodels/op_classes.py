@@ -1,6 +1,6 @@
-"""What kind of work an op is: calibration says for each kind how far predictions are off.
+"""Classes of ops, each with its own calibration factor.
 
-Ops of one class are bound by the same thing (arithmetic, memory, a fixed cost) in the same way.
+Ops of one class are bound by the same resource (arithmetic, memory, a fixed cost) in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OpClass = Literal[
     "other",
 ]
 CLASSES: tuple[OpClass, ...] = get_args(OpClass)
-# Beside the classes: what a call takes longer within a stage than alone, however little it computes
+# Besides the classes: the overhead of a call within a stage, independent of its computation
 # (autograd's records, the interpreter). Counted as CALL seconds before calibration.
 CALLS = "calls"
 CALL = 3e-6
@@ -99,7 +99,7 @@ _NAMES: dict[OpClass, str] = {
 
 
 def _table() -> dict[str, OpClass]:
-    """Op -> class: by name first, then by the rule that counts its FLOPs, views last."""
+    """Return op -> class: by name, else by the rule that counts its FLOPs, views last."""
     found: dict[str, OpClass] = {}
     for key in (*VIEWS, *FILLS):
         found[key] = "copy"
@@ -115,21 +115,21 @@ _CLASS = _table()
 
 
 def op_class(spec: OpSpec) -> OpClass:
-    """The class of an op, by its name; "other" where the name says nothing.
+    """Return the class of an op by its name; "other" for an unknown name.
 
-    Recurrent layers and mixtures of experts are products of matrices. Views count as copies.
+    Recurrent layers and mixtures of experts are matrix products. Views count as copies.
     """
     key = spec.key
     found = _CLASS.get(key) or _CLASS.get(key.rpartition(".")[2])
     if found is None and "." in key:
-        # Another package's op that says by its name what it is, as its rules in this folder do.
-        for word, kind in _WORDS:
-            if word in key:
+        # An op of another package: its class is part of its name.
+        for part, kind in _NAME_PARTS:
+            if part in key:
                 return kind
     return found or "other"
 
 
-_WORDS: tuple[tuple[str, OpClass], ...] = (
+_NAME_PARTS: tuple[tuple[str, OpClass], ...] = (
     ("attention", "attention"),
     ("norm", "normalisation"),
     ("cross_entropy", "loss"),

@@ -1,4 +1,4 @@
-"""An op as text: the key of its measurements in a profile, and what ops differing in size share."""
+"""Ops as text: the key of measurements in a profile, and families of ops of different sizes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fractions import Fraction
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.files import from_json
 
-# Where the op runs is said by the profile's setting, not by its key.
+# The device of the op is part of the profile's setting, not of the key.
 _PLACE = frozenset({"device", "pin_memory", "layout"})
-# Ops whose arguments repeat the shape of their result, by position or name.
+# Ops with arguments that repeat the shape of their result, by position or name.
 _SIZED = {
     **dict.fromkeys("view reshape _unsafe_view expand broadcast_to resize".split(), ("1", "size")),
     **dict.fromkeys("new_zeros new_ones new_empty new_full".split(), ("1", "size")),
@@ -20,15 +20,15 @@ _SIZED = {
     "unflatten": ("2", "sizes"),
     "randint": ("2", "size"),
 }
-_CUT = frozenset({"0", "1"})  # of a form: over which axes, and the size of the whole
+_CUT = frozenset({"0", "1"})  # of a form: the axes, and the size of the whole
 
 
 def op_key(spec: OpSpec) -> str:
-    """The op in canonical JSON: name, inputs, outputs, attributes, inputs that take a gradient.
+    """Return the op as canonical JSON: name, inputs, outputs, attributes, inputs with gradient.
 
-    A tensor is [dtype, shape, layout], the layout left out where it is row-major. Shapes have to be
-    numbers. Attributes that say where the op runs, or repeat the shape of its result, are left out.
-    Equal for equal ops, whatever process made them.
+    A tensor is [dtype, shape, layout], the layout left out where it is row-major. Shapes must be
+    numbers. Attributes with the device, or that repeat the shape of the result, are left out. Equal
+    for equal ops in every process.
     """
     known = (*_PLACE, *_SIZED.get(spec.key, ()))
     attributes = [[n, _plain(v)] for n, v in spec.attributes if n not in known]
@@ -43,7 +43,7 @@ def op_key(spec: OpSpec) -> str:
 
 
 def is_form(spec: OpSpec) -> bool:
-    """Whether the op is a rank's part of an op that several share: (axes, size, its arguments...).
+    """Return whether the op is one rank's part of a sharded op: (axes, size, its arguments...).
 
     Axes are names, or names for each of several factors; the size is the whole's.
     """
@@ -53,7 +53,7 @@ def is_form(spec: OpSpec) -> bool:
 
 
 def parse_key(key: str) -> OpSpec:
-    """The op that a key describes; ValueError, TypeError or KeyError where it is none."""
+    """Parse a key; raises ValueError, TypeError or KeyError for an invalid one."""
     name, inputs, outputs, attributes, gradients = from_json(key)
     return OpSpec(
         name=str(name),
@@ -67,9 +67,9 @@ def parse_key(key: str) -> OpSpec:
 
 @dataclass(frozen=True)
 class OpSizeFamily:
-    """What ops have in common that differ in sizes alone; hashable.
+    """The common properties of ops that differ only in sizes; hashable.
 
-    Of forms it leaves out what is cut into how many parts: they compute on their own part.
+    Without the axes and sizes of forms: they compute on their own part.
     """
 
     name: str
@@ -79,7 +79,7 @@ class OpSizeFamily:
 
 
 def family(spec: OpSpec) -> tuple[OpSizeFamily, tuple[int, ...]]:
-    """The op's family, and all its sizes in one row."""
+    """Return the op's family, and all its sizes in one row."""
     both = (*spec.inputs, *spec.outputs)
     known = (*_PLACE, *_SIZED.get(spec.key, ()), *(_CUT if is_form(spec) else ()))
     attributes = [[n, _plain(v)] for n, v in spec.attributes if n not in known]
@@ -93,7 +93,7 @@ def family(spec: OpSpec) -> tuple[OpSizeFamily, tuple[int, ...]]:
 
 
 def scale(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[frozenset[int], Fraction] | None:
-    """Where two rows of sizes differ, and by which one factor: one = factor x other there.
+    """Return where two rows of sizes differ, and the factor there: one = factor x other.
 
     None where several factors are needed, or a size is 0.
     """
@@ -116,7 +116,7 @@ def _read(value: list[object]) -> TensorSpec:
 
 
 def _plain(value: object) -> object:
-    """An attribute as JSON knows it; sizes that are no numbers as text."""
+    """Return an attribute as JSON; symbolic sizes as text."""
     if isinstance(value, tuple | list):
         return [_plain(entry) for entry in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

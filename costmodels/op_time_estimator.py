@@ -1,4 +1,4 @@
-"""Ops that were not measured, from those that were: the same op at other sizes, or its class."""
+"""Estimate unmeasured ops from measured ones: the same op at other sizes, or its class."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _Sizes = tuple[int, ...]
 
 
 class OpTimeEstimator:
-    """Seconds alone of ops that a profile does not hold, for one setting."""
+    """Estimates the seconds of unmeasured ops that run alone, for one setting."""
 
     def __init__(self, timings: Mapping[str, TimeQuartiles]) -> None:
-        """timings: by op key and direction. Entries that no version wrote are passed over."""
+        """Index the timings by op key and direction; invalid entries are skipped."""
         self._families: dict[tuple[OpSizeFamily, bool], list[tuple[_Sizes, float]]] = defaultdict(
             list
         )
@@ -49,13 +49,13 @@ class OpTimeEstimator:
     def __call__(
         self, op: OpSpec, backward: bool, base: CostModel, device: Device
     ) -> tuple[float, str] | None:
-        """Seconds alone, and how they were found; None where nothing like it was measured.
+        """Return the seconds alone and their source; None where nothing similar was measured.
 
-        Between and beyond measured sizes that differ from the op's by one factor: along a line.
-        From a single one: as the formula of ``base`` grows, by no more than ops of its class take
-        for it, so that what a call costs whatever its size is not multiplied. A form on the same
-        local tensors that more or fewer ranks share takes as long. What keeps a part of random
-        numbers: as it takes on its part alone, and what the others' numbers take to draw.
+        With several measured sizes that differ from the op's by one factor: linear interpolation or
+        extrapolation. With a single one: the growth of the formula of ``base``, limited by the rate
+        of its class, so that a call's fixed cost is not multiplied. A form on the same local
+        tensors takes as long for any number of ranks. An op that keeps a part of random numbers:
+        the time on its part alone, plus the time to generate the numbers of others.
         """
         if is_part(op):
             return self._part(op, backward, base, device)
@@ -69,19 +69,19 @@ class OpTimeEstimator:
             return along(points, Fraction(1)), BETWEEN if low <= 1 <= high else BEYOND
         if one is not None:
             sizes, seconds = one
-            there = base.op(_resized(op, sizes), device, backward).seconds
-            if there <= 0:
+            base_seconds = base.op(_resized(op, sizes), device, backward).seconds
+            if base_seconds <= 0:
                 return seconds, BEYOND
             usual = self.rate(op, backward, base, device)
-            rate = seconds / there if usual is None else min(seconds / there, usual)
+            rate = seconds / base_seconds if usual is None else min(seconds / base_seconds, usual)
             here = base.op(op, device, backward).seconds
-            return seconds + rate * (here - there), BEYOND
+            return seconds + rate * (here - base_seconds), BEYOND
         return None
 
     def rate(self, op: OpSpec, backward: bool, base: CostModel, device: Device) -> float | None:
-        """How many times longer ops of the class took, all together, than ``base`` says.
+        """Return the measured over the formula's time of the op's class, all together.
 
-        None where none was measured, or the formula says that they are free.
+        None where no op of the class was measured, or the formula has zero for them.
         """
         kind = op_class(op)
         key = (kind, device.name, backward)
@@ -92,14 +92,16 @@ class OpTimeEstimator:
                 if back is backward and op_class(spec) == kind
             ]
             pairs = [pair for pair in pairs if pair[1] > 0]
-            below = fsum(formula for _, formula in pairs)
-            self._rates[key] = fsum(took for took, _ in pairs) / below if below else None
+            formula_seconds = fsum(formula for _, formula in pairs)
+            self._rates[key] = (
+                fsum(took for took, _ in pairs) / formula_seconds if formula_seconds else None
+            )
         return self._rates[key]
 
     def _part(
         self, op: OpSpec, backward: bool, base: CostModel, device: Device
     ) -> tuple[float, str] | None:
-        """An op that draws more random numbers than it gives; backward it is as any other."""
+        """Estimate an op that generates more random numbers than it returns, in its forward."""
         found = self(unshard_op(op), backward, base, device)
         if found is None or backward:
             return found
@@ -109,10 +111,10 @@ class OpTimeEstimator:
         return found[0] + each * int(count_dropped(op)), BEYOND
 
     def _draw(self, name: str, base: CostModel, device: Device) -> float | None:
-        """Seconds for each number that is drawn and not kept; None where nothing tells.
+        """Return the seconds per generated number that is dropped; None where it is not known.
 
-        By measured parts, those of the same op if there are any; else by random ops, which do
-        little else than draw.
+        From measured ops that keep a part, those of the same op if there are any; else from random
+        ops, which do little else than generate.
         """
         key = name, device.name
         if key not in self._draws:
@@ -137,26 +139,26 @@ class OpTimeEstimator:
     def _points(
         self, op: OpSpec, backward: bool
     ) -> tuple[list[tuple[Fraction, float]], tuple[_Sizes, float] | None]:
-        """Measured (factor to the op's sizes, seconds), by rising factor; where one only, which."""
+        """Return measured (factor to the op's sizes, seconds), and a single point's sizes."""
         kind, sizes = family(op)
         groups: dict[frozenset[int], dict[Fraction, list[tuple[float, _Sizes]]]] = {}
         for known, seconds in self._families.get((kind, backward), ()):
             found = scale(known, sizes)
             if found is not None:
-                there = groups.setdefault(found[0], {})
-                there.setdefault(found[1], []).append((seconds, known))
+                base_seconds = groups.setdefault(found[0], {})
+                base_seconds.setdefault(found[1], []).append((seconds, known))
         if not groups:
             return [], None
-        # Of equally many the one that changes the most sizes: the batch stands in all of them.
+        # With ties, use the group that changes the most sizes: the batch dim is in all of them.
         best = max(groups.values(), key=lambda g: (len(g), max(g)))
         points = [(factor, median(s for s, _ in best[factor])) for factor in sorted(best)]
         return points, (best[points[0][0]][0][1], points[0][1])
 
 
 def along(points: Iterable[tuple[Fraction, float]], at: Fraction) -> float:
-    """The line through the two points next to ``at``, never falling and never below 0.
+    """Return the value at ``at`` of the line through the two nearest points, >= 0, never falling.
 
-    points: at least two, by rising place.
+    points: at least two, by rising position.
     """
     row = list(points)
     above = next((i for i, (x, _) in enumerate(row) if x >= at), len(row) - 1)
@@ -167,7 +169,7 @@ def along(points: Iterable[tuple[Fraction, float]], at: Fraction) -> float:
 
 
 def _resized(op: OpSpec, sizes: _Sizes) -> OpSpec:
-    """The op at other sizes, given as one row."""
+    """Return the op at other sizes, given as one row."""
     from dataclasses import replace
 
     row = iter(sizes)

@@ -1,7 +1,7 @@
-"""What an op does, whatever the device: FLOPs and bytes, as numbers or sympy expressions.
+"""FLOPs and bytes of an op, independent of the device, as numbers or sympy expressions.
 
-Shapes may hold ints or sympy expressions in the graph's symbols (batch, sequence); the answers are
-then expressions in the same symbols, made with + and x alone.
+Shapes may contain ints or sympy expressions in the graph's symbols (batch, sequence); the results
+are then expressions in the same symbols, made with + and x alone.
 """
 
 from __future__ import annotations

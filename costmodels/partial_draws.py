@@ -1,4 +1,4 @@
-"""Random numbers of which a rank keeps a part: it draws the whole tensor's (collectives.draws)."""
+"""Ops that keep a rank's part of random numbers: the whole tensor's are generated."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .tensor_sizes import product
 if TYPE_CHECKING:
     from fxpart.costs import OpSpec, Size
 
-WHOLE = "random_shard"  # the attribute of an op that keeps a part: the shape of the whole result
+WHOLE = "random_shard"  # attribute of an op that keeps a part: the shape of the whole result
 
 
 def is_part(op: OpSpec) -> bool:
-    """Whether the op draws more than it gives."""
+    """Return whether the op generates more numbers than it returns."""
     return isinstance(op.attribute(WHOLE), tuple)
 
 
 def unshard_op(op: OpSpec) -> OpSpec:
-    """The same op on the same tensors where these are the whole."""
+    """Return the same op with its local tensors as the whole."""
     return replace(op, attributes=tuple(a for a in op.attributes if a[0] != WHOLE))
 
 
 def count_drawn(op: OpSpec) -> Size:
-    """How many numbers the op draws: all of the whole result's, or of an attention's weights."""
+    """Return how many numbers the op generates: those of the whole result or attention weights."""
     whole = op.attribute(WHOLE)
     return _numbers(op, whole if isinstance(whole, tuple) else op.outputs[0].shape)
 
 
 def count_dropped(op: OpSpec) -> Size:
-    """How many of them it draws for others: 0 unless it keeps a part."""
+    """Return how many of them it generates for other ranks: 0 unless it keeps a part."""
     return count_drawn(op) - _numbers(op, op.outputs[0].shape)
 
 

@@ -1,8 +1,8 @@
-"""Costs from a profile: what was measured on the devices at hand, and by formula what was not.
+"""Costs from a profile: measured on the same devices, and by formula where not measured.
 
-Seconds of an op are those measured alone x the calibration's factor of its class and direction,
-and what any call takes more within a stage, all x how much longer computations take while all ranks
-of the device's host compute. All of them come from the profile; nothing is known beside it.
+The seconds of an op are those measured alone times the calibration factor of its class and
+direction, plus the overhead of a call within a stage, all times the slowdown while all ranks of the
+device's host compute. All of these are from the profile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DeviceMeasurements:
-    """What a profile holds of one setting, by kind and key."""
+    """The measurements of one setting, by kind and key."""
 
     ops: Mapping[str, TimeQuartiles]
     stages: Mapping[str, StageMeasurement]
@@ -60,11 +60,11 @@ class DeviceMeasurements:
 
 @dataclass(frozen=True)
 class ProfileCostModel(CostModel):
-    """A profile bound to a cluster. base: what answers where nothing was measured, and for links.
+    """A profile bound to a cluster. base: the model for unmeasured costs, and for links.
 
     settings: by device model, one for each quota that it was measured under. model: the fingerprint
-    of the model whose calibration and contention count; see :meth:`for_model`. alone: seconds are
-    those of a processor while all others are idle, whatever quota there is.
+    of the model whose calibration and contention are used; see :meth:`for_model`. alone: seconds
+    are those with all other processors idle, whatever the quota.
     """
 
     name: ClassVar[str] = SOURCE
@@ -99,11 +99,11 @@ class ProfileCostModel(CostModel):
     def load(
         path: str | Path, cluster: Cluster | None, base: CostModel, torch: str = ""
     ) -> ProfileCostModel:
-        """The profile at ``path`` for a cluster; read once, whole.
+        """Return the profile at ``path`` for a cluster; it is read once, completely.
 
-        torch: the version that its numbers have to be of; "" for any. Raises FXP405 where it
-        cannot be read, FXP406 where it holds nothing of a device's model, threads, chip (of this
-        host's own devices) and torch. Without a cluster it answers for every setting's model.
+        torch: the version that its measurements must have; "" for any. Raises FXP405 where it
+        cannot be read, FXP406 where it has nothing for a device's model, threads, chip (of this
+        host's own devices) and torch. Without a cluster it is for every setting's model.
         """
         with Profile(path) as profile:
             chosen = matching(Path(path), profile.settings(), cluster, torch)
@@ -128,7 +128,7 @@ class ProfileCostModel(CostModel):
         return replace(self, cluster=cluster)
 
     def knowledge(self, device: Device) -> DeviceKnowledge:
-        """Return what the profile holds for the device. Raises FXP406 where it holds nothing."""
+        """Return the profile's data for the device. Raises FXP406 where there is none."""
         key = (device.name, device.host, device.model, device.share)
         if key not in self._knowledge:
             found = self.calibration_of(self.setting_of(device))
@@ -148,18 +148,18 @@ class ProfileCostModel(CostModel):
         return {"transfers": self.base.name, "profile": self.origin}
 
     def setting_of(self, device: Device) -> MeasurementEnvironment:
-        """Where the device's measurements were made. Raises FXP406 where there are none.
+        """Return where the device's measurements were made. Raises FXP406 where there are none.
 
-        Of several quotas the one that leaves most nearly what the device's own does.
+        Of several quotas, the one with the closest share of processor time.
         """
         return self._nearest(device)[0]
 
     def calibration_of(self, setting: MeasurementEnvironment) -> Calibration:
-        """Of the model, or else of any: the only other one there is."""
+        """Return the calibration of the model, or of any model if there is only one."""
         return _chosen(self.measurements[setting].calibrations, self.model) or Calibration()
 
     def _contention(self, host: str) -> ContentionProfile:
-        """How ranks slow each other down on a host: as measured for the model, or for the host."""
+        """Return the contention of ranks on a host: as measured for the model, or for the host."""
         devices = [d for d in self._devices() if d.host == host]
         for setting in sorted({s for d in devices for s in self._nearest(d)}, key=_whole_first):
             if (found := _chosen(self.measurements[setting].contention, self.model)) is not None:
@@ -172,10 +172,10 @@ class ProfileCostModel(CostModel):
         )
 
     def _slowdown(self, device: Device) -> float:
-        """How many times longer the device computes while all ranks of its host do.
+        """Return the device's slowdown while all ranks of its host compute.
 
-        Times are a processor's, so that a quota lengthens them; others see a rank under one as
-        often as it computes.
+        Times are processor times, so that a quota lengthens them; other ranks are slowed down by a
+        rank under a quota only while it computes.
         """
         if self.alone:
             return 1.0
@@ -191,7 +191,7 @@ class ProfileCostModel(CostModel):
     ) -> Mapping[str, StageMeasurement]:
         """Return the stages that were measured in these settings, the nearest setting first.
 
-        Stages of another setting than the first take as much longer as those measured in both.
+        Stages of another setting than the first are scaled by the ratio of stages measured in both.
         """
         if settings not in self._stage_tables:
             first, *others = settings
@@ -206,9 +206,9 @@ class ProfileCostModel(CostModel):
         return self._stage_tables[settings]
 
     def _trial_runs(self) -> Mapping[str, TrialRun]:
-        """Return the plans that were run whole, by plan key.
+        """Return the trial runs of plans, by plan key.
 
-        Plans run on one host and without quotas, so their times hold for no other cluster.
+        Plans run on one host and without quotas, so their times are valid for no other cluster.
         """
         if any(device.host != HERE or device.share != 1 for device in self._devices()):
             return {}
@@ -219,13 +219,13 @@ class ProfileCostModel(CostModel):
 
     @property
     def origin(self) -> str:
-        """Where the numbers come from, in words, for plans."""
+        """Describe the source of the measurements, for plans."""
         used = {self.setting_of(device) for device in self._devices()} or set(self._every())
-        return "; ".join(setting.words() for setting in sorted(used))
+        return "; ".join(setting.describe() for setting in sorted(used))
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
-        """The op, its shapes numbers, while all ranks of the device's host compute."""
-        # A group of devices has the name of its first and the pace of its slowest.
+        """Return the op's cost (with numeric shapes) while all ranks of its host compute."""
+        # A group of devices has the name of its first and the speed of its slowest device.
         key = (op, device.name, device.share, device.bandwidth, backward)
         if key not in self._known:
             self._known[key] = self._op(op, device, backward)
@@ -249,7 +249,7 @@ class ProfileCostModel(CostModel):
             found = estimates(op, backward, self.base, device)
             if found is None:
                 rate = estimates.rate(op, backward, self.base, device)
-                # The formula's rates are those of a device while all ranks compute.
+                # The formula's rates assume that all ranks compute.
                 times = calibrated if rate is None else calibrated * rate * full
                 return replace(formula, seconds=formula.seconds * times + call * full)
             alone, source = found
@@ -257,17 +257,17 @@ class ProfileCostModel(CostModel):
         return replace(formula, seconds=seconds, source=source)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """As the base, by what the cluster knows of its links, and what it takes to meet."""
+        """Return the base's cost by the cluster's links, plus the time for ranks to meet."""
         cost = self.base.reshard(source, target, size, links)
         if not cost.seconds or machines(links) > 1:
             return cost
         return replace(cost, seconds=cost.seconds + self._meeting(len(links)))
 
     def _meeting(self, ranks: int) -> float:
-        """Seconds that ranks of a host take longer to come together than in a row.
+        """Return the additional seconds until ranks that compute meet in a collective.
 
-        Ranks that quotas hold have a core each while they compute, so that more of them than cores
-        wait for nobody.
+        Ranks under quotas have a core each while they compute, so that even more of them than cores
+        do not wait for cores.
         """
         if ranks not in self._meetings:
             found = 0.0
@@ -280,20 +280,20 @@ class ProfileCostModel(CostModel):
         return self._meetings[ranks]
 
     def transfer(self, size: float, link: Link) -> Cost:
-        """As the base: by what the cluster knows of its links."""
+        """Return the base's cost by the cluster's links."""
         return self.base.transfer(size, link)
 
     def _timing(self, key: str, device: Device) -> TimeQuartiles | None:
-        """An op that was measured on such a device. key: with its direction."""
+        """Return the timing of an op measured on such a device. key: with its direction."""
         tables = [(s, self.measurements[s].ops) for s in self._nearest(device)]
         (first, mine), *_ = tables
         setting, table = next((pair for pair in tables if key in pair[1]), (first, mine))
         if table is mine:
             return mine.get(key)
-        way = first, setting, key.rpartition(" ")[2]
-        if way not in self._op_paces:
-            self._op_paces[way] = ops_pace(mine, table, way[2])
-        return scaled(table[key], self._op_paces[way])
+        pace_key = first, setting, key.rpartition(" ")[2]
+        if pace_key not in self._op_paces:
+            self._op_paces[pace_key] = ops_pace(mine, table, pace_key[2])
+        return scaled(table[key], self._op_paces[pace_key])
 
     def _estimate(self, setting: MeasurementEnvironment) -> OpTimeEstimator:
         if setting not in self._estimates:
@@ -326,11 +326,11 @@ def _read(profile: Profile, setting: MeasurementEnvironment) -> DeviceMeasuremen
 
 
 def _whole_first(setting: MeasurementEnvironment) -> tuple[float, MeasurementEnvironment]:
-    """How ranks slow each other down is seen best where nothing else holds them back."""
+    """Return a sort key: contention is measured best without a quota."""
     return -setting.share, setting
 
 
 def _chosen(table: Mapping[str, T], model: str) -> T | None:
-    """The model's own, that for any model, or the only one."""
+    """Return the model's own entry, that for any model, or the only one."""
     found = table.get(model) or table.get("")
     return next(iter(table.values())) if found is None and len(table) == 1 else found

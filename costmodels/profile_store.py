@@ -1,7 +1,7 @@
-"""A profile: what was measured of ops and stages on devices, in one SQLite file. No torch.
+"""Profiles: measurements of ops and stages on devices, in one SQLite file. No torch.
 
-Every measurement says where it was made (:class:`MeasurementEnvironment`); nothing that was
-measured elsewhere is used silently. :mod:`fxpart.profiling` fills profiles;
+Every measurement records where it was made (:class:`MeasurementEnvironment`); measurements of other
+devices are never used silently. :mod:`fxpart.profiling` writes profiles;
 :mod:`fxpart.costmodels.profile_cost_model` reads them.
 """
 
@@ -30,13 +30,12 @@ T = TypeVar("T")
 class MeasurementEnvironment(
     msgspec.Struct, frozen=True, kw_only=True, order=True, omit_defaults=True
 ):
-    """Where a measurement was made, and what it holds for.
+    """The environment of a measurement, for which it is valid.
 
-    device: the model as the cluster says it ("cpu", "h100-sxm"). chip: the hardware's own name,
-    with cores for a CPU ("AMD EPYC x 2"). threads: of computation (0 on a GPU). torch: its version.
-    quota: cores that a container left the process on average; 0 where it held back none of its
-    threads. Seconds are the processor's in any case, of which a process that is held back time and
-    again needs more.
+    device: the model as in the cluster ("cpu", "h100-sxm"). chip: the hardware's own name, with
+    cores for a CPU ("AMD EPYC x 2"). threads: of computation (0 on a GPU). torch: its version.
+    quota: average number of cores that a container's CPU quota allowed; 0 where it throttled no
+    thread. Seconds are processor time in any case, which increases with throttling.
     """
 
     device: str
@@ -47,18 +46,18 @@ class MeasurementEnvironment(
 
     @property
     def share(self) -> float:
-        """Of the time of its threads what the quota left, at most 1."""
+        """Return the fraction of its threads' time that the quota allows, at most 1."""
         return min(1.0, self.quota / self.threads) if self.quota > 0 and self.threads > 0 else 1.0
 
     @property
     def processor(self) -> str:
-        """The chip without the number of cores."""
+        """Return the chip without the number of cores."""
         return self.chip.rpartition(_CORES)[0] or self.chip
 
-    def words(self) -> str:
-        """The setting for people: ``cpu (AMD EPYC x 2, threads: 1, torch 2.13.0)``."""
+    def describe(self) -> str:
+        """Describe the setting: ``cpu (AMD EPYC x 2, threads: 1, torch 2.13.0)``."""
         threads = f", threads: {self.threads}" if self.threads else ""
-        quota = f", held to {self.quota:g} cores" if self.quota else ""
+        quota = f", limited to {self.quota:g} cores" if self.quota else ""
         return f"{self.device} ({self.chip}{threads}{quota}, torch {self.torch})"
 
 
@@ -66,13 +65,13 @@ _CORES = " x "  # between a processor's name and its cores
 
 
 def chip() -> str:
-    """This host's processor, with the cores that this process may use."""
+    """Return this host's processor, with the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return f"{processor()}{_CORES}{len(affinity(0)) if affinity else os.cpu_count() or 1}"
 
 
 def processor() -> str:
-    """This host's processor as Linux names it."""
+    """Return this host's processor as named by Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -82,7 +81,7 @@ def processor() -> str:
 
 
 class TimeQuartiles(msgspec.Struct, frozen=True):
-    """Seconds: the median of ``runs`` runs without outliers, and its lower and upper quartile."""
+    """Seconds: the median of ``runs`` runs without outliers, and the lower and upper quartile."""
 
     seconds: float
     low: float
@@ -90,13 +89,13 @@ class TimeQuartiles(msgspec.Struct, frozen=True):
     runs: int
 
 
-TIMED = 2  # microbatches before each update of a stage that is measured whole, if there are two
+TIMED = 2  # microbatches before each update of a stage that is measured whole, if available
 
 
 class StageMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage measured whole, alone on its device, per microbatch (optimizer: an update).
+    """One stage measured whole, alone on its device, per microbatch (optimizer: per update).
 
-    An update is after so many ``microbatches``, each with rows of its own. rows: of a microbatch.
+    An update follows ``microbatches`` microbatches, each with its own rows. rows: per microbatch.
     parts: predicted seconds of the stage by op class and direction ("matmul forward"), without
     calibration, so that factors can be fitted to the timings.
     """
@@ -111,12 +110,12 @@ class StageMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What measured stages say about predictions made op by op, in one setting.
+    """Corrections of predictions made op by op, from measured stages, in one setting.
 
-    factors: by op class and direction ("matmul forward", "pointwise backward", "optimizer"): how
-    many times longer it takes within a stage than alone. action: seconds that the runtime needs for
-    an action beside the computation itself; step: the same once a step. residuals: by stage label,
-    (predicted with these factors, measured) seconds of a microbatch.
+    factors: by op class and direction ("matmul forward", "pointwise backward", "optimizer"): time
+    within a stage over time alone. action: overhead of the runtime per action in seconds; step:
+    overhead per step. residuals: by stage label, (predicted with these factors, measured) seconds
+    per microbatch.
     """
 
     factors: dict[str, float] = {}
@@ -126,17 +125,16 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContentionProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """How ranks of one host slow each other down, in one setting, for one model.
+    """Contention between ranks of one host, in one setting, for one model.
 
-    slowdown: how many times longer forward and backward take while 1, 2, ... ranks compute.
-    transfer: how many computing ranks a transfer between two ranks of the host counts as, 0 to 2.
-    wake: seconds by which a rank goes on later, once something has come for it, while 1, 2, ...
-    ranks compute, itself included.
-    uneven: how long cores are not all used where ranks are more; none where they have several each.
-    meet: seconds by which a collective of 2, 3, ... ranks ends later where they come to it from
-    computing than where one follows the other.
-    baseline: bytes of a rank's process beside its tensors; overhead: the share of the tensors' own
-    bytes by which it is larger at its peak than both together (the allocator).
+    slowdown: factors on forward and backward while 1, 2, ... ranks compute. transfer: number of
+    computing ranks that a transfer between two ranks of the host counts as, 0 to 2. wake: delay in
+    seconds until a rank resumes after it has received something, while 1, 2, ... ranks compute,
+    including itself. uneven: imbalance of the cores with more ranks than cores; None where there
+    are several cores per rank. meet: additional seconds of a collective of 2, 3, ... ranks that
+    come from computing, over one that follows another collective. baseline: bytes of a rank's
+    process besides its tensors; overhead: fraction of the tensors' bytes that the allocator adds at
+    the peak.
     """
 
     slowdown: tuple[float, ...] = ()
@@ -149,14 +147,14 @@ class ContentionProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan that was run for some steps on the devices that it is for.
+    """A plan that was run for some steps on its devices.
 
-    seconds: of a step; turns: how often it was run, apart in time (what several say, says
-    :func:`fxpart.profiling.trial_rounds.summarize_rounds`). label: the plan in words; model: its
-    fingerprint. predicted: its simulated seconds, before. kind: what plans that are alike have in
-    common (:func:`fxpart.planner.prediction.trial_correction.kind_of`). peaks, baselines: by rank,
-    bytes of its process at its peak, and before it held the model. cpu: by rank, the processor's
-    seconds of a step.
+    seconds: per step; turns: number of runs, separated in time (combined by
+    :func:`fxpart.profiling.trial_rounds.summarize_rounds`). label: description of the plan; model:
+    its fingerprint. predicted: its simulated step time. kind: the properties of similar plans
+    (:func:`fxpart.planner.prediction.trial_correction.kind_of`). peaks, baselines: by rank, bytes
+    of its process at its peak, and before the model was loaded. cpu: by rank, processor seconds per
+    step.
     """
 
     seconds: TimeQuartiles
@@ -171,11 +169,11 @@ class TrialRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """That a model has been profiled: nothing is left to measure, or nothing for want of time.
+    """Record that a model's profile is complete, or as complete as the time allowed.
 
-    ops, stages, trial runs: how many of its own there are. plan: the best, in words; step_seconds:
-    of it. median_error, worst_error: of stages predicted from ops. left_out: what there was no time
-    for in a ``budget`` of so many seconds.
+    ops, stages, trial runs: number of its own measurements. plan: description of the best plan;
+    step_seconds: its step time. median_error, worst_error: of stages predicted from ops. left_out:
+    measurements that did not fit into a ``budget`` of so many seconds.
     """
 
     ops: int
@@ -188,14 +186,14 @@ class ProfileCompletion(msgspec.Struct, frozen=True, kw_only=True):
     budget: float = 0.0
     left_out: tuple[str, ...] = ()
 
-    def told(self) -> dict[str, object]:
-        """As a run that finds all of it says it."""
+    def as_report_fields(self) -> dict[str, object]:
+        """Return the fields of a report for a run that finds everything measured."""
         counts = {f"known_{name}": getattr(self, name) for name in ("ops", "stages", "trial_runs")}
-        rest = ("plan", "step_seconds", "median_error", "worst_error", "left_out")
-        return {**counts, **{name: getattr(self, name) for name in rest}}
+        names = ("plan", "step_seconds", "median_error", "worst_error", "left_out")
+        return {**counts, **{name: getattr(self, name) for name in names}}
 
 
-# Names of tables in profile files; they stay as they are, so that older profiles can be read.
+# Names of tables in profile files; fixed, so that older profiles can be read.
 _TABLES: dict[str, type[object]] = {
     "ops": TimeQuartiles,
     "stages": StageMeasurement,
@@ -211,15 +209,18 @@ class Profile:
 
     Kinds and their keys: "ops": :func:`fxpart.costmodels.profile_cost_model.op_key` + " forward"/"
     backward"; "stages": the digest of the stage's program and its microbatch's rows; "calibrations"
-    and "crowding": the model's fingerprint, or "" for any model; "rehearsals":
-    :func:`fxpart.planner.prediction.plan_digest.plan_key`; "settled": a digest of what was asked.
+    and `crowding` (contention): the model's fingerprint, or "" for any model; `rehearsals` (trial
+    runs): :func:`fxpart.planner.prediction.plan_digest.plan_key`; "settled" (completion): a digest
+    of the request.
     """
 
     def __init__(self, path: str | Path, *, create: bool = False) -> None:
-        """Open a profile; create: make it where there is none. Raises FXP405 otherwise."""
+        """Open a profile; create: make it where it does not exist. Raises FXP405 otherwise."""
         self.path = Path(path)
         if not self.path.is_file() and (self.path.exists() or not create):
-            why = "it is not a regular file" if self.path.exists() else "there is no such file"
+            why = (
+                "the path is not a regular file" if self.path.exists() else "there is no such file"
+            )
             raise _unreadable(self.path, why, "fxpart profile TARGET -o FILE")
         with self._safely():
             self._base = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
@@ -227,11 +228,11 @@ class Profile:
 
     @contextmanager
     def _safely(self) -> Iterator[None]:
-        """Whatever is wrong with the file is FXP405."""
+        """Raise FXP405 for any error of the file."""
         try:
             yield
         except (sqlite3.Error, msgspec.MsgspecError, RecursionError, ValueError, TypeError) as why:
-            fix = "give a file that fxpart profile wrote, or profile again"
+            fix = "use a file that fxpart profile wrote, or profile again"
             raise _unreadable(self.path, str(why), fix) from why
 
     def _prepare(self, create: bool) -> None:
@@ -240,17 +241,17 @@ class Profile:
         (version,) = self._base.execute("PRAGMA user_version").fetchone()
         known = dict(self._base.execute("SELECT name, sql FROM sqlite_master").fetchall())
         if version == FORMAT and set(_TABLES) <= set(known):
-            # A view or a trigger of that name could run queries of its own.
-            other = [name for name, sql in known.items() if sql != _made(name)]
+            # A view or a trigger of that name could run other queries.
+            other = [name for name, sql in known.items() if sql != _table_sql(name)]
             if not other:
                 return
-            why = f"it holds {str(other[0])[:40]!r}, which is not as fxpart profile makes it"
+            why = f"its table {str(other[0])[:40]!r} differs from those of fxpart profile"
             raise _unreadable(self.path, why, "profile again into another file")
         if version or known or not create:
-            why = f"it has the format {version}, and this version reads {FORMAT}"
+            why = f"the profile has format {version}, but this version reads format {FORMAT}"
             raise _unreadable(self.path, why, "profile again into another file")
         for kind in _TABLES:
-            self._base.execute(_made(kind))
+            self._base.execute(_table_sql(kind))
         self._base.execute(f"PRAGMA user_version = {FORMAT}")
 
     def put(
@@ -260,7 +261,7 @@ class Profile:
         values: Mapping[str, object],
         date: str = "",
     ) -> None:
-        """Keep measurements by key, over older ones, in one transaction. date: YYYY-MM-DD."""
+        """Store measurements by key, replacing older ones, in one transaction. date: YYYY-MM-DD."""
         rows = [
             (_text(setting), key, msgspec.json.encode(value).decode(), date)
             for key, value in values.items()
@@ -271,7 +272,7 @@ class Profile:
             self._base.executemany(f"INSERT OR REPLACE INTO {kind} VALUES (?, ?, ?, ?)", rows)
 
     def get(self, kind: str, setting: MeasurementEnvironment, of: type[T]) -> dict[str, T]:
-        """Everything of a kind in a setting, by key. ``of``: the kind's type."""
+        """Return all measurements of a kind in a setting, by key. ``of``: the kind's type."""
         assert _TABLES[kind] is of
         with self._safely():
             found = self._base.execute(
@@ -280,7 +281,7 @@ class Profile:
             return {str(key): from_json(value, of) for key, value in found}
 
     def settings(self) -> tuple[MeasurementEnvironment, ...]:
-        """Every setting that something was measured in, in order."""
+        """Return every setting with measurements, in order."""
         found: set[MeasurementEnvironment] = set()
         with self._safely():
             for kind in _TABLES:
@@ -289,7 +290,7 @@ class Profile:
         return tuple(sorted(found))
 
     def rows(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """Everything as text: kind, setting, key, value, date."""
+        """Yield all measurements as text: kind, setting, key, value, date."""
         with self._safely():
             rows = [
                 (kind, *row)
@@ -299,8 +300,8 @@ class Profile:
         yield from rows
 
     def merge(self, other: Profile) -> int:
-        """Take another profile's measurements, the later date where both have one; how many."""
-        taken = 0
+        """Merge another profile, later dates first; return the number of entries taken over."""
+        merged = 0
         with self._safely(), self._base:
             self._base.execute("BEGIN IMMEDIATE")
             for kind, setting, key, value, date in other.rows():
@@ -310,11 +311,11 @@ class Profile:
                     "WHERE excluded.date > date",
                     (setting, key, value, date),
                 )
-                taken += done.rowcount
-        return taken
+                merged += done.rowcount
+        return merged
 
     def __enter__(self) -> Profile:
-        """The profile itself."""
+        """Return the profile itself."""
         return self
 
     def __exit__(
@@ -332,8 +333,8 @@ class Profile:
             pass
 
 
-def _made(kind: str) -> str:
-    """How the table of a kind is made; SQLite keeps this text."""
+def _table_sql(kind: str) -> str:
+    """Return the SQL of the table of a kind; SQLite stores this text."""
     return (
         f"CREATE TABLE {kind} (setting TEXT, key TEXT, value TEXT, date TEXT, "
         "PRIMARY KEY (setting, key)) WITHOUT ROWID"
@@ -341,7 +342,7 @@ def _made(kind: str) -> str:
 
 
 def _text(setting: MeasurementEnvironment) -> str:
-    """Canonical, so that equal settings are one row."""
+    """Return canonical JSON, so that equal settings are one row."""
     return json.dumps(msgspec.to_builtins(setting), sort_keys=True)
 
 

@@ -1,8 +1,8 @@
-"""Measurements under one quota for a device under another: by what both took of the same work.
+"""Scale measurements between CPU quotas, by the times of work that was measured under both.
 
-Under a small quota a processor is told to stop often and finds its caches cold, so that the same
-work takes it longer. What was measured under another quota alone is lengthened as much as all that
-was measured under both.
+Under a small quota a processor is paused often and its caches are cold afterwards, so that the same
+work takes more processor time. Measurements that exist under another quota only are scaled by the
+median ratio of those that exist under both.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 
 from .profile_store import StageMeasurement, TimeQuartiles
 
-_LEAST = 3  # entries that both have
+_LEAST = 3  # least number of common entries
 
 
 def ops_pace(
     mine: Mapping[str, TimeQuartiles], other: Mapping[str, TimeQuartiles], direction: str
 ) -> float:
-    """How many times longer ops take here than there, in the direction; 1 where few are in both."""
+    """Return the ratio of op times here to there in a direction; 1 with few common ops."""
     both = (key for key in mine.keys() & other.keys() if key.endswith(f" {direction}"))
     return _typical((mine[key].seconds, other[key].seconds) for key in both)
 
@@ -28,7 +28,7 @@ def ops_pace(
 def stages_pace(
     mine: Mapping[str, StageMeasurement], other: Mapping[str, StageMeasurement]
 ) -> tuple[float, float, float]:
-    """The same of stages: forward, backward, update."""
+    """Return the ratios of stage times here to there: forward, backward, update."""
     both = sorted(mine.keys() & other.keys())
     return (
         _typical((mine[key].forward.seconds, other[key].forward.seconds) for key in both),
@@ -38,7 +38,7 @@ def stages_pace(
 
 
 def longer(timing: StageMeasurement, times: tuple[float, float, float]) -> StageMeasurement:
-    """A stage's timing with each of its parts so many times as long."""
+    """Return a stage's timing with each of its parts scaled."""
     forward, backward, optimizer = times
     return msgspec.structs.replace(
         timing,
@@ -49,7 +49,7 @@ def longer(timing: StageMeasurement, times: tuple[float, float, float]) -> Stage
 
 
 def scaled(timing: TimeQuartiles, times: float) -> TimeQuartiles:
-    """So many times as long."""
+    """Return the timing scaled by a factor."""
     return TimeQuartiles(
         timing.seconds * times, timing.low * times, timing.high * times, timing.runs
     )

@@ -1,4 +1,4 @@
-"""The roofline: an op takes as long as its arithmetic or its memory traffic, whichever is longer.
+"""Roofline cost model: an op takes as long as its arithmetic or its memory traffic.
 
 Williams, Waterman, Patterson: Roofline (CACM 2009), per op, at peak rates, plus a launch cost.
 """
@@ -28,9 +28,9 @@ SOURCE = "roofline"
 class Roofline(CostModel):
     """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links.
 
-    curves: collectives as measured on the cluster, which replace the formulas; so does a link's
-    own curve, see :mod:`fxpart.costmodels.communication`. Rates that were measured on the device
-    replace the nominal ones.
+    curves: measured collectives of the cluster, which replace the formulas; so does a link's own
+    curve, see :mod:`fxpart.costmodels.communication`. Rates measured on the device replace the
+    nominal ones.
     """
 
     name: ClassVar[str] = SOURCE
@@ -38,12 +38,12 @@ class Roofline(CostModel):
 
     @classmethod
     def from_cluster(cls, cluster: Cluster | None) -> Roofline:
-        """Return the model with the collectives that were measured on the cluster."""
+        """Return the model with the measured collectives of the cluster."""
         measured = UNSET if cluster is None else cluster.collectives
         return cls() if measured is UNSET else cls(measured)
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
-        """The op, its shapes numbers, on the device. Views, and backwards of none, are free."""
+        """Return the op's cost (with numeric shapes). Views are free, as are missing backwards."""
         moved = float(traffic(op, backward))
         if (backward and not op.gradients) or (is_free(op) and not moved):
             return Cost(0.0, source=SOURCE)
@@ -52,22 +52,22 @@ class Roofline(CostModel):
         launches = max(1, op.gradients) if backward and work else 1
         seconds = max(work / rate, moved / _bandwidth(device)) + launches * device.launch
         if not is_known(op):
-            note += f", bytes alone for {op.name}" if not work else ""
+            note += f", only bytes for {op.name}" if not work else ""
         return Cost(seconds, moved, work, SOURCE + note)
 
     def reshard(self, source: str, target: str, size: float, links: tuple[Link, ...]) -> Cost:
-        """A change of placement; see :func:`fxpart.costmodels.communication.reshard`."""
+        """Return a change of placement; see :func:`fxpart.costmodels.communication.reshard`."""
         return communication.reshard(source, target, size, links, self.curves)
 
     def transfer(self, size: float, link: Link) -> Cost:
-        """``size`` bytes over one link."""
+        """Return the cost of ``size`` bytes over one link."""
         return communication.transfer(size, link)
 
 
 def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
-    """FLOP/s for the op's dtype, and a note where the device gives none for it.
+    """Return the FLOP/s for the op's dtype, and a note where the device has no rate for it.
 
-    Without one the float32 rate stands in, or the slowest there is.
+    Without one the float32 rate is used, or the lowest rate.
     """
     used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
     dtype = "float8" if used.startswith("float8") else used
@@ -80,6 +80,6 @@ def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
 
 
 def _bandwidth(device: Device) -> float:
-    """Bytes/s of the device's memory, as measured where it was."""
+    """Return the bytes/s of the device's memory, measured if available."""
     measured = device.measured if isinstance(device.measured, dict) else {}
     return measured.get("bandwidth", device.bandwidth)

@@ -1,4 +1,4 @@
-"""Elements and bytes of tensors, as numbers or as sympy expressions alike."""
+"""Elements and bytes of tensors, as numbers or sympy expressions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ITEM_BYTES = {
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes, 1 for none."""
+    """Return the product of sizes, 1 for none."""
     result: Size = 1
     for size in sizes:
         result = result * size
@@ -44,12 +44,12 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def elements(tensor: TensorSpec) -> Size:
-    """How many elements the tensor has."""
+    """Return the number of elements of the tensor."""
     return product(tensor.shape)
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element; FXP108 for a dtype that is not known."""
+    """Return the bytes of one element; FXP108 for an unknown dtype."""
     size = ITEM_BYTES.get(dtype)
     if size is None:
         raise error(
@@ -62,10 +62,10 @@ def item_bytes(dtype: str) -> int:
 
 
 def tensor_bytes(tensor: TensorSpec) -> Size:
-    """The tensor's bytes without padding."""
+    """Return the tensor's bytes without padding."""
     return elements(tensor) * item_bytes(tensor.dtype)
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether gradients and multiply-add rates apply to the dtype."""
+    """Return whether gradients and multiply-add rates apply to the dtype."""
     return dtype.startswith(("float", "bfloat", "complex"))

@@ -353,7 +353,7 @@ def _in_best_order(
         problem,
         request.cluster,
         request.cost_model,
-        lanes=request.mesh.size,
+        group_size=request.mesh.size,
         time_limit=_limit(request) / 2,
     )
     if better is None:

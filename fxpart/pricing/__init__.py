@@ -1,1 +1,1 @@
-"""The parts of pricing: op specs from the graph, sizes, variants, memory, weights, devices."""
+"""Pricing: op specs from the graph, sizes, memory, weights, devices, and the solvers' problems."""

@@ -1,7 +1,7 @@
-"""What collectives of a block move: of a microbatch's forward and backward, with the copies around.
+"""Traffic of a block's collectives in a microbatch's forward and backward, with packing.
 
-A lane packs the pieces that it sends one after another, and puts together what came in pieces. Both
-are a copy each, but where the pieces lie so already: along the first dim.
+A mesh rank packs the pieces that it sends into one buffer, and unpacks received pieces. Both are
+copies, except where the pieces are contiguous already: along the first dim.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveTransfer:
-    """A collective: the change of placement, the bytes of the whole tensor, and its axes."""
+    """A collective: its change of placement, the bytes of the whole tensor, and its axes."""
 
     source: str
     target: str
@@ -36,13 +36,13 @@ class CollectiveTransfer:
 
 
 def is_plain(node: fx.Node) -> bool:
-    """Whether a collective node moves a tensor and computes nothing."""
+    """Return whether a collective node moves a tensor and computes nothing."""
     return getattr(node.target, "__name__", "") in _KINDS.keys() | {"leave", "first_only"}
 
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """What one node moves. copied: bytes read and written around that, by forward and backward."""
+    """Collectives of one node. copied: bytes read and written by packing, (forward, backward)."""
 
     forward: tuple[CollectiveTransfer, ...] = ()
     backward: tuple[CollectiveTransfer, ...] = ()
@@ -50,9 +50,9 @@ class NodeTraffic:
 
 
 def regathers(graph: fx.Graph, specs: Specs) -> Counter[fx.Node]:
-    """How often the backward makes a gathered parameter again: for each op that would keep it.
+    """Return how often the backward gathers a parameter again: for each op that would save it.
 
-    See :mod:`fxpart.collectives.parameter_regather`. One that is gathered over two axes counts for
+    See :mod:`fxpart.collectives.parameter_regather`. A parameter gathered over two axes counts for
     both nodes.
     """
     kept = Counter(s for node in graph.nodes for s in {s.source for s in annotation(node).saved})
@@ -71,12 +71,14 @@ def regathers(graph: fx.Graph, specs: Specs) -> Counter[fx.Node]:
     return found
 
 
-def compute_node_traffic(node: fx.Node, specs: Specs, mesh: Mesh, again: int = 0) -> NodeTraffic:
-    """What a collective node moves in its forward and, where it takes a gradient, in its backward.
+def compute_node_traffic(
+    node: fx.Node, specs: Specs, mesh: Mesh, regathered: int = 0
+) -> NodeTraffic:
+    """Return the traffic of a collective node in its forward and, with a gradient, its backward.
 
-    A local form of an op (an embedding whose rows are cut) that makes results without a cut dim
-    leaves sums to explicit nodes; where it sums inside, that is small (a loss, statistics) and
-    counted as the sum of its results over its axes. again: see :func:`regathers`.
+    A local form of an op (an embedding with sharded rows) whose results lack the sharded dim leaves
+    reductions to explicit nodes; where it reduces inside, that is small (a loss, statistics) and
+    counted as the all-reduce of its results over its axes. again: see :func:`regathers`.
     """
     name = _name(node)
     if name in _SILENT:
@@ -88,14 +90,14 @@ def compute_node_traffic(node: fx.Node, specs: Specs, mesh: Mesh, again: int = 0
     )
     if not specs.requires_grad(node):
         return NodeTraffic(found.forward, copied=(found.copied[0], 0))
-    back, copied = found.forward * again, found.copied[0] * again
+    back, copied = found.forward * regathered, found.copied[0] * regathered
     return NodeTraffic(
         found.forward, found.backward + back, (found.copied[0], found.copied[1] + copied)
     )
 
 
 def _plain(node: fx.Node, name: str, specs: Specs, mesh: Mesh) -> NodeTraffic:
-    """Of a change of placement along one axis, or along several as one."""
+    """Return the traffic of a change of placement along one axis, or along several as one."""
     given = _arguments(node)
     axes = (given["axis"],) if isinstance(given["axis"], str) else tuple(given["axis"])
     kind = given.get("gradient", "R")
@@ -110,37 +112,38 @@ def _plain(node: fx.Node, name: str, specs: Specs, mesh: Mesh) -> NodeTraffic:
     )
 
 
-def packs(kind: str, lanes: int, apart: int) -> tuple[int, int]:
-    """How often a collective packs or puts together, and of how many equal parts of the tensor one.
+def packs(kind: str, ranks: int, apart: int) -> tuple[int, int]:
+    """Return how often a collective packs or unpacks, and what fraction of the tensor each time.
 
-    Bytes are read and written, so twice for each of the ``apart`` cuts whose pieces do not lie one
-    after another. An exchange has a lane's part, the others the whole.
+    Bytes are read and written, so twice for each of the ``apart`` sharded dims whose pieces are not
+    contiguous. The second value is the divisor: an all-to-all packs one rank's part, the others the
+    whole tensor.
     """
     if kind not in ("all_gather", "reduce_scatter", "all_to_all"):
         return 0, 1
-    return 2 * apart, lanes if kind == "all_to_all" else 1
+    return 2 * apart, ranks if kind == "all_to_all" else 1
 
 
 def copies(
-    name: str, kind: str, given: Mapping[str, Any], shape: Sequence[Size], whole: Size, lanes: int
+    name: str, kind: str, given: Mapping[str, Any], shape: Sequence[Size], whole: Size, ranks: int
 ) -> tuple[Size, Size]:
-    """Bytes read and written to pack and to put together (fxpart.collectives.redistribution)."""
+    """Return bytes read and written by packing (:mod:`fxpart.collectives.redistribution`)."""
 
     def packed(collective: str, apart: int) -> Size:
-        times, parts = packs(collective, lanes, apart)
+        times, parts = packs(collective, ranks, apart)
         return times * _part(whole, parts)
 
-    piece = 2 * _part(whole, lanes)
+    piece = 2 * _part(whole, ranks)
     if name == "all_to_all":
         ways = ((given["source"], given["source_outer"]), (given["target"], given["target_outer"]))
-        if given["source"] == given["target"]:  # gathered and cut again
+        if given["source"] == given["target"]:  # gathered and sharded again
             return (packed("all_gather", 1) + piece,) * 2
         return (packed(name, sum(not leading(shape, *way) for way in ways)),) * 2
     if "dim" not in given:
         return 0, 0
     apart = int(not leading(shape, given["dim"], given["outer"]))
     cut, gather = apart * piece, packed("all_gather", apart)
-    if name == "slice_shard":  # its backward: all pieces, or zeros and the piece among them
+    if name == "slice_shard":  # its backward: all pieces, or zeros around the piece
         return cut, gather if kind == "R" else whole + piece
     scatter = packed("reduce_scatter", apart)
     if name == "reduce_scatter":
@@ -153,12 +156,12 @@ def _part(whole: Size, parts: int) -> Size:
 
 
 def leading(shape: Sequence[Size], dim: int, outer: int = 1) -> bool:
-    """Whether pieces along the dim lie one after another in the whole tensor."""
+    """Return whether pieces along the dim are contiguous in the whole tensor."""
     return outer == 1 and prod(shape[:dim]) == 1
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by name; the communicator is not among them."""
+    """Return the node's arguments by name, without the communicator."""
     bound = signature(node.target).bind(None, *node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     return bound.arguments
@@ -179,21 +182,23 @@ def _form(
     if not isinstance(axes, tuple | list) or not all(a in mesh.names for a in axes) or not axes:
         return (), ()
     name = getattr(node.target, "__name__", "")
-    if name == "experts_dispatched":  # rows of (axes, size, hidden, index, ...) travel, and back
+    if (
+        name == "experts_dispatched"
+    ):  # rows of (axes, size, hidden, index, ...) are sent and returned
         hidden, chosen = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
         rows = tensor_bytes(hidden) * chosen.shape[1] * _count(axes, mesh)
-        way = CollectiveTransfer(*_TURN, rows, tuple(map(str, axes)))
+        way = CollectiveTransfer(*_ALL_TO_ALL, rows, tuple(map(str, axes)))
         return (way, way), (way, way)
     if name in ("embedding_sent", "embedding_bag_sent"):  # (axes, size, table, indices, ...)
         table, ids = (specs.tensors(n)[0] for n in node.all_input_nodes[:2])
-        lanes, places = _count(axes, mesh), tuple(map(str, axes))
-        there = CollectiveTransfer(*_TURN, tensor_bytes(ids) * lanes, places)
-        rows = row_bytes(table, ids) * lanes
-        home = CollectiveTransfer(*_TURN, rows, places)
+        ranks, places = _count(axes, mesh), tuple(map(str, axes))
+        there = CollectiveTransfer(*_ALL_TO_ALL, tensor_bytes(ids) * ranks, places)
+        rows = row_bytes(table, ids) * ranks
+        home = CollectiveTransfer(*_ALL_TO_ALL, rows, places)
         return (there, home), (home,)
     ahead, back = _INSIDE.get(name, (0, 0))
     places = tuple(map(str, axes))
-    if name == "batch_norm_rows":  # every lane's means and squares, and two sums of gradients
+    if name == "batch_norm_rows":  # means and squares of every rank, and two gradient reductions
         channels = specs.tensors(node)[0].shape[1]
         given = 2 * 4 * channels
         gather = CollectiveTransfer(*_GATHER, given * _count(places, mesh), places)
@@ -203,7 +208,7 @@ def _form(
     return (move,) * ahead, (move,) * back
 
 
-# Sums that forms take inside, of the size of their results: in the forward and in the backward.
+# Reductions inside forms, of the size of their results: (forward, backward).
 _INSIDE = {
     "cross_entropy_classes": (2, 1),
     "cross_entropy_rows": (1, 0),
@@ -212,21 +217,21 @@ _INSIDE = {
     "softmax_cut": (2, 1),
 }
 _REDUCE, _GATHER = ("partial", "replicate"), ("shard(0)", "replicate")
-_SCATTER, _TURN = ("partial", "shard(0)"), ("shard(0)", "shard(1)")
-# name -> forward, and by what the users leave for gradients (R or P) the backward.
+_SCATTER, _ALL_TO_ALL = ("partial", "shard(0)"), ("shard(0)", "shard(1)")
+# name -> forward, and the backward by the gradient placement of the users (R or P).
 _KINDS: dict[str, tuple[tuple[str, str] | None, dict[str, tuple[str, str] | None]]] = {
     "slice_shard": (None, {"R": _GATHER, "P": None}),
     "all_gather": (_GATHER, {"R": None, "P": _SCATTER}),
     "all_reduce": (_REDUCE, {"R": None, "P": _REDUCE}),
     "reduce_scatter": (_SCATTER, {"R": _GATHER}),
-    "all_to_all": (_TURN, {"R": _TURN}),
+    "all_to_all": (_ALL_TO_ALL, {"R": _ALL_TO_ALL}),
     "enter": (None, {"R": _REDUCE}),
 }
 _SILENT = frozenset({"leave", "first_only", "random_shard"})
 
 
 def row_bytes(table: TensorSpec, ids: TensorSpec) -> Size:
-    """What the rows of a table take that are asked for, each as often as it is asked for."""
+    """Return the bytes of the table rows that are looked up, with repetitions."""
     rows: Size = 1
     for size in ids.shape:
         rows = rows * size
@@ -241,7 +246,7 @@ def _bytes(node: fx.Node, specs: Specs) -> Size:
 
 
 def _rank(size: Size) -> float:
-    """Sizes in symbols, compared as if every symbol were 64."""
+    """Return a number to compare sizes by; every symbol counts as 64."""
     return float(
         size if isinstance(size, int) else size.xreplace(dict.fromkeys(size.free_symbols, 64))
     )

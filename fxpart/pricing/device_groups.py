@@ -1,4 +1,4 @@
-"""Groups of devices: with a mesh, a stage runs on as many devices as the mesh has lanes."""
+"""Groups of devices: with a mesh, a stage runs on as many devices as the mesh has ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from fxpart.sharding import Mesh
 
 
-def group_devices(cluster: Cluster, lanes: int) -> Cluster:
-    """The cluster seen by stages of ``lanes`` consecutive devices: one device for each group.
+def group_devices(cluster: Cluster, group_size: int) -> Cluster:
+    """Return the cluster with one device per group of ``group_size`` consecutive devices.
 
-    A group computes like its slowest member and has the least memory among them; two groups are
-    linked like the worst pair of their devices. Devices that fill no group are left out. A cluster
-    of single lanes is returned as it is. Raises FXP403 where two devices have no link.
+    A group computes like its slowest member and has the smallest memory among them; two groups are
+    linked like the worst pair of their devices. Devices that fill no group are left out. With
+    groups of one the cluster is returned unchanged. Raises FXP403 where two devices have no link.
     """
-    if lanes == 1:
+    if group_size == 1:
         return cluster
     links = LinkIndex(cluster)
-    groups = _groups(cluster, lanes)
+    groups = _groups(cluster, group_size)
     devices = tuple(map(_slowest, groups))
     kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
     if all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
-        # Each group is on one host and no link names a device: any pair of two groups is the worst.
+        # Each group is on one host and no link names a device, so all pairs are equal.
         return msgspec.structs.replace(cluster, devices=devices)
     known: dict[tuple[frozenset[str], frozenset[str]], Link] = {}
     pairs = []
@@ -45,17 +45,17 @@ def group_devices(cluster: Cluster, lanes: int) -> Cluster:
 
 
 class Rings:
-    """The rings of links over which collectives go, in any group of devices of a cluster."""
+    """The rings of links that collectives use, in any group of devices of a cluster."""
 
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
-        """mesh: the ranks of every group."""
+        """Index the links. mesh: the ranks of every group."""
         self._links = LinkIndex(cluster)
         self._mesh = mesh
         self._groups = _groups(cluster, mesh.size)
         self._known: dict[tuple[str, ...], tuple[Link, ...]] = {}
 
     def __call__(self, *axes: str) -> tuple[Link, ...]:
-        """The slowest ring over these axes together, of all groups and all places in them.
+        """Return the slowest ring over these axes together, of all groups and mesh coordinates.
 
         A ring goes from each rank to the next and from the last to the first, so it has as many
         links as ranks; a single rank has none.
@@ -65,30 +65,35 @@ class Rings:
         return self._known[axes]
 
     def _rings(self, axes: tuple[str, ...]) -> Iterator[tuple[Link, ...]]:
-        ways = {self._way(lane, axes) for lane in range(self._mesh.size)}
+        rings = {self._ring(mesh_rank, axes) for mesh_rank in range(self._mesh.size)}
         seen = set()
         for group in self._groups:
-            for way in sorted(ways) if len(next(iter(ways))) > 1 else ():
-                pairs = list(zip(way, (*way[1:], way[0]), strict=True))
+            for ring in sorted(rings) if len(next(iter(rings))) > 1 else ():
+                pairs = list(zip(ring, (*ring[1:], ring[0]), strict=True))
                 ends = tuple(self._links.group(group[a].name) for a, _ in pairs)
                 if ends not in seen:
                     seen.add(ends)
                     yield tuple(self._links(group[a].name, group[b].name) for a, b in pairs)
 
-    def _way(self, lane: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The lanes that differ from this one on the axes alone, ascending."""
-        here, free = self._mesh.coordinate(lane), {self._mesh.index(axis) for axis in axes}
-        ranges = [range(n) if i in free else (here[i],) for i, n in enumerate(self._mesh.shape)]
+    def _ring(self, mesh_rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the mesh ranks that differ from this one on the axes only, ascending."""
+        coordinate, free = (
+            self._mesh.coordinate(mesh_rank),
+            {self._mesh.index(axis) for axis in axes},
+        )
+        ranges = [
+            range(n) if i in free else (coordinate[i],) for i, n in enumerate(self._mesh.shape)
+        ]
         return tuple(self._mesh.mesh_rank(place) for place in product(*ranges))
 
 
-def _groups(cluster: Cluster, lanes: int) -> list[tuple[Device, ...]]:
-    whole = len(cluster.devices) // lanes
-    return [tuple(cluster.devices[g * lanes : (g + 1) * lanes]) for g in range(whole)]
+def _groups(cluster: Cluster, group_size: int) -> list[tuple[Device, ...]]:
+    whole = len(cluster.devices) // group_size
+    return [tuple(cluster.devices[g * group_size : (g + 1) * group_size]) for g in range(whole)]
 
 
 def _slowest(group: Sequence[Device]) -> Device:
-    """One device as slow in every respect as the slowest of the group."""
+    """Return a device as slow in every respect as the slowest of the group."""
     return msgspec.structs.replace(
         group[0],
         memory=min(device.memory for device in group),
@@ -103,13 +108,13 @@ def _slowest(group: Sequence[Device]) -> Device:
 
 
 def _least(rates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each rate that all have, the lowest."""
+    """Return the lowest value of each rate that all devices have."""
     names = sorted(set.intersection(*(set(each) for each in rates)))
     return {name: min(each[name] for each in rates) for name in names}
 
 
 def _worst(links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device]) -> Link:
-    """The worst latency and bandwidth of any pair."""
+    """Return a link with the worst latency and bandwidth of any pair."""
     found = [links(a.name, b.name) for a, b in product(sources, targets)]
     slowest = max(found, key=lambda link: _slowness((link,)))
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Devices as the solver sees them: kinds, memory limits, and the links into each."""
+"""Devices in the solvers' problems: kinds, memory limits, and the links into each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
-RESERVE = 0.08  # of each device's memory, at least: runtime context, fragmentation, buffers
-# Peaks of equal runs differ by so much: a heap falls to pieces in another way each time.
+RESERVE = 0.08  # least fraction of memory for runtime context, fragmentation, buffers
+# Relative variation of the peak memory of equal runs, because heaps fragment differently.
 VARIES = 0.03
 _LARGE = float(1 << 30)
 
 
 def group_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]]:
-    """One device of each kind that costs can tell apart, and the kind of every device.
+    """Return one device of each kind with different costs, and the kind of every device.
 
-    Ranks of one host slow each other down, so hosts of CPUs with other curves, or with more or
-    fewer ranks, make other kinds.
+    Ranks of one host slow each other down, so hosts of CPUs with another contention curve or number
+    of ranks are other kinds.
     """
     ranks = Counter(device.host for device in cluster.devices)
     curves = {} if cluster.hosts is UNSET else {h.name: h.slowdown for h in cluster.hosts}
@@ -46,16 +46,16 @@ def group_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]
 
 
 def named(device: Device) -> str:
-    """What its kind is called: the model, and what a quota leaves of it."""
+    """Return the name of a device's kind: the model, with its CPU quota if there is one."""
     name = device.model or device.name
     return name if device.quota is UNSET else f"{name} of {device.quota:g} cores"
 
 
 def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> list[DeviceLimit]:
-    """Each device with its usable memory and the worst link from a device before it.
+    """Return each device with its usable memory and the worst link from an earlier device.
 
-    Raises FXP403 where two devices have no link. Devices of one host that no link names singly
-    have equal links, so one of them is looked up for all.
+    Raises FXP403 where two devices have no link. Devices of one host that no link names
+    individually have equal links, so one of them is looked up for all.
     """
     links = LinkIndex(cluster)
     types = group_by_kind(cluster)[1]
@@ -84,20 +84,20 @@ def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> l
 
 
 def get_usable_bytes(device: Device, model: CostModel, reserve: float = RESERVE) -> int:
-    """Bytes of a device that a plan's tensors may take together.
+    """Return the bytes of a device that a plan's tensors may use together.
 
-    On a CPU of a host where it was measured, what a rank's process takes beside them is left out.
+    On a CPU of a profiled host, the measured memory of a rank's process is subtracted.
     """
     most = int(device.memory * (1 - reserve))
     found = model.knowledge(device).contention if device.kind == "cpu" else None
     if found is None or not found.baseline:
         return most
-    kept = device.memory * (1 - VARIES) - found.baseline
-    return max(0, min(most, int(kept / (1 + found.overhead))))
+    available = device.memory * (1 - VARIES) - found.baseline
+    return max(0, min(most, int(available / (1 + found.overhead))))
 
 
 def line(model: CostModel, links: LinkIndex, source: str, target: str) -> tuple[float, float]:
-    """Seconds before the first byte, and for each byte, of the model's transfer over the link."""
+    """Return (latency, seconds per byte) of the model's transfer over the link."""
     link = links(source, target)
     start = model.transfer(0.0, link).seconds
     return start, (model.transfer(_LARGE, link).seconds - start) / _LARGE

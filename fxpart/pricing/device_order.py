@@ -1,4 +1,4 @@
-"""The order in which stages take unequal devices, or groups of them: edge of the order solver."""
+"""The order in which stages use heterogeneous devices: input and output of the order solver."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.solver.problem import PartitionProblem
 
-MOST = 64  # devices, or groups of them, whose order is looked at one by one
-WORK = 2e7  # of the exact search: a few seconds
-ROUNDS = 30  # of the local search
+MOST = 64  # devices, or groups of them, up to which the order is searched
+WORK = 2e7  # work limit of the exact search: a few seconds
+ROUNDS = 30  # round limit of the local search
 
 
 def device_links(cluster: Cluster, model: CostModel) -> DeviceLinks:
-    """The model's transfers between any two devices. Raises FXP403 where two have no link."""
+    """Return the model's transfers between any two devices; FXP403 where two have no link."""
     links = LinkIndex(cluster)
     names = [device.name for device in cluster.devices]
     known: dict[tuple[str, str, bool], tuple[float, float]] = {}
@@ -51,17 +51,17 @@ def best_order(
     cluster: Cluster,
     cost_model: str | CostModel,
     *,
-    lanes: int = 1,
+    group_size: int = 1,
     time_limit: float = 30.0,
 ) -> tuple[DeviceOrderSolution, tuple[int, ...], PartitionProblem] | None:
-    """A better order of the devices than the cluster's own, for a problem priced on that.
+    """Return a better order of the devices than the cluster's own, for a problem priced on that.
 
-    lanes: how many consecutive devices are one of the problem's. Returns what was proved, all
-    devices of the cluster in the new order, and the problem in that order; None where no order is
-    better, all devices are alike, or there are more than :data:`MOST`.
+    group_size: number of consecutive devices per device of the problem. Returns the certified
+    solution, all devices of the cluster in the new order, and the problem in that order; None where
+    no order is better, all devices are equal, or there are more than :data:`MOST`.
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    groups = group_devices(cluster, lanes)
+    groups = group_devices(cluster, group_size)
     if not 1 < len(problem.devices) <= MOST or len(groups.devices) != len(problem.devices):
         return None
     links = device_links(groups, model)
@@ -73,6 +73,6 @@ def best_order(
     order = (*found.order, *(k for k in every if k not in found.order))
     if found.choice is None or order == tuple(every):
         return None
-    devices = [k * lanes + lane for k in order for lane in range(lanes)]
+    devices = [k * group_size + mesh_rank for k in order for mesh_rank in range(group_size)]
     devices += range(len(devices), len(cluster.devices))
     return found, tuple(devices), reorder_devices(problem, links, order)

@@ -1,14 +1,14 @@
-"""Price an annotated graph on a cluster for every way to run a stage: the joint problem.
+"""Price an annotated graph on a cluster for every stage option: the joint problem.
 
-Blocks that cost the same are priced once. With one rank for each replica the numbers are those of
-:func:`fxpart.pricing.partition.price` at the same microbatch size; d replicas take ceil(batch / (m
-* d)) rows each. The gradients' sum over microbatches is counted wherever a replica's microbatch is
-not the whole batch, since a ``Work`` knows its rows and not m.
+Blocks with equal costs are priced once. With one rank per replica the costs are those of
+:func:`fxpart.pricing.partition.price` at the same microbatch size; d replicas compute ceil(batch /
+(m * d)) rows each. Gradient accumulation is counted wherever a replica's microbatch is not the
+whole batch, because a ``Work`` knows its rows and not m.
 
-What is left out because it cannot be better: ZeRO 1 where 2 may be chosen (the same seconds, less
-memory), levels above the least for one replica, modes of recomputation that free nothing, tensor
-degrees that cut nothing, options with which not even one block fits on a device, and microbatches
-of which one block alone overfills it (the smallest size is always there).
+Dominated choices are left out: ZeRO 1 where 2 is allowed (equal time, less memory), levels above
+the lowest for one replica, recompute modes that free nothing, tensor degrees that shard nothing,
+options with which not even one block fits on a device, and microbatches of which one block alone
+exceeds it (the smallest size is always kept).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def joint_problem(
     space: SearchSpace | None = None,
     transfer_dtype: str = "",
 ) -> tuple[JointProblem, dict[str, str]]:
-    """The joint problem of an annotated graph on a cluster, and where its numbers come from.
+    """Return the joint problem of an annotated graph on a cluster, and the sources of its costs.
 
-    graph: with blocks and what autograd saves (level ANNOTATED), of one process: not sharded.
-    batch_size: rows of one step. microbatches: a number, or None to let the solver choose.
-    optimizer: as :func:`fxpart.compat.optimizer_choice.choose` takes it. weights: the weight mode
-    of the schedule "async". space: what may be chosen. transfer_dtype: what float32 is sent as from
-    stage to stage, "" as it is. Raises FXP105 (the batch cannot be cut), FXP109 (an argument),
+    graph: with blocks and saved tensors (level ANNOTATED), of a single process: not sharded.
+    batch_size: rows per step. microbatches: a number, or None to let the solver choose. optimizer:
+    as for :func:`fxpart.compat.optimizer_choice.choose`. weights: weight mode of the schedule
+    "async". space: the allowed choices. transfer_dtype: dtype in which float32 is sent between
+    stages, "" for no conversion. Raises FXP105 (the batch cannot be split), FXP109 (an argument),
     FXP201 (no blocks) and FXP403 (no link).
     """
     costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
@@ -105,15 +105,17 @@ def joint_problem(
 
 
 def _schedules(names: Sequence[str]) -> tuple[str, ...]:
-    """The schedules; FXP109 for one that is not known and for none."""
+    """Return the schedules; raises FXP109 for an unknown one and for none."""
     known = list_closed_forms()
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise error(
             "FXP109",
             where=f"schedules={tuple(names)!r}",
-            why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
-            fix=f"some of {', '.join(known)}",
+            why=f"there is no schedule {wrong[0]!r} with a closed form"
+            if wrong
+            else "no schedule is given",
+            fix=f"use some of {', '.join(known)}",
         )
     return tuple(dict.fromkeys(names))
 
@@ -121,7 +123,7 @@ def _schedules(names: Sequence[str]) -> tuple[str, ...]:
 def _boundaries(
     model: ModelBlocks, rows: MicrobatchRows, transfer_dtype: str
 ) -> tuple[StageBoundary, ...]:
-    """Values between blocks, as lines in rows: exact where sizes are, else from above."""
+    """Return values between blocks with sizes linear in rows: exact, else an upper bound."""
     values, amounts = crossing(model.graph.graph, model.specs, transfer_dtype)
     low = rows.fixed or 1
     high = low if rows.fixed else max(rows.batch, 2)
@@ -144,22 +146,22 @@ def _boundaries(
 
 
 def _provenance(cluster: Cluster, layouts: ModelLayouts) -> dict[str, str]:
-    """Where each kind of number comes from, for the plan."""
+    """Return the source of each kind of cost, for the plan."""
     captured, name = layouts.model.captured, layouts.prices.model.name
     optimizer = layouts.model.optimizer.name
     batch = "symbolic batch" if captured.symbolic else f"batch fixed at {captured.batch_size}"
     result = {
         "activations": f"counted from the captured graph, {batch}",
         "compute": "; ".join(sorted(layouts.prices.sources)) or name,
-        "devices": "; ".join(sorted({d.source or "as given" for d in cluster.devices})),
-        "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
-        "memory": f"{RESERVE:.0%} of each device kept free",
-        "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
+        "devices": "; ".join(sorted({d.source or "as specified" for d in cluster.devices})),
+        "links": "; ".join(sorted({link.origin or "as specified" for link in cluster.links})),
+        "memory": f"{RESERVE:.0%} of each device reserved",
+        "optimizer": f"{optimizer}, one step on parameters of the same shapes",
         "transfers": f"{name}, over the worst link into each type of device",
-        "replicas": f"{name} on rings of neighbouring devices, 25 MiB at once",
+        "replicas": f"{name} on rings of neighboring devices, buckets of 25 MiB",
         "tensor": layouts.note,
     }
     if layouts.rows.unknown:
         names = ", ".join(sorted(layouts.rows.unknown))
-        result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
+        result["sizes"] = f"only known at run time, assumed to be the microbatch size: {names}"
     return result

@@ -1,4 +1,4 @@
-"""Blocks that cost the same, found once: what each makes, keeps, holds and hands on."""
+"""Blocks with equal costs, found once: outputs, saved tensors, parameters and inputs of each."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """A storage that autograd keeps. maker: the op of this block that makes it, None for an input.
+    """A storage that autograd saves. maker: the op of this block that makes it, None for an input.
 
-    savers: the ops that keep it, of any block. shared: later blocks use it, too.
+    savers: the ops that save it, of any block. shared: whether later blocks use it, too.
     """
 
     size: Size
@@ -35,7 +35,7 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """A value of this block that later blocks use: its bytes, and whether autograd keeps it."""
+    """A value of this block that later blocks use: its bytes, and whether autograd saves it."""
 
     node: fx.Node
     size: Size
@@ -44,11 +44,11 @@ class BlockOutput:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """One block of a kind, standing for all of it.
+    """One block of a kind, which represents all of its kind.
 
-    received: what it uses of other blocks and finds kept for its backward. inputs: the user's
-    inputs that it reads. own: parameters and buffers of this block alone; tied: those that other
-    blocks use, too; first: those of ``tied`` whose first block this is.
+    received: inputs from other blocks that are resident for its backward. inputs: the user's inputs
+    that it reads. own: parameters and buffers of this block alone; tied: those that other blocks
+    use, too; first: those of ``tied`` whose first block this is.
     """
 
     index: int
@@ -64,17 +64,17 @@ class BlockKind:
 
 @dataclass(frozen=True)
 class BlockKinds:
-    """of: the kind of every block; samples: by kind its first block."""
+    """of: the kind of every block; samples: the first block of each kind."""
 
     of: tuple[int, ...]
     samples: tuple[BlockKind, ...]
 
 
 def find_kinds(graph: fx.GraphModule, specs: Specs, weights: Sequence[Weight]) -> BlockKinds:
-    """Blocks of equal ops, arguments, shapes, dtypes, gradients, parameters and kept values.
+    """Group blocks by ops, arguments, shapes, dtypes, gradients, parameters and saved values.
 
-    Two blocks of one kind hand on values of equal sizes from equal ops, too, so that whatever is
-    priced for the one holds for the other at every microbatch size.
+    Two blocks of one kind also output values of equal sizes from equal ops, so that the costs of
+    one are those of the other at every microbatch size.
     """
     infos = graph.meta[BLOCKS_KEY]
     found: dict[object, int] = {}
@@ -97,13 +97,13 @@ def _blocks(
         block = annotation(node).block
         if block is not None:
             nodes[block].append(node)
-    made, received = _made(graph, specs, count), _received(graph, specs)
+    made, received = _find_outputs(graph, specs, count), _find_inputs(graph, specs)
     shared = {m.node.name for row in made for m in row}
     storages = _storages(graph, count, shared)
-    held: list[list[Weight]] = [[] for _ in range(count)]
+    weights_of: list[list[Weight]] = [[] for _ in range(count)]
     for weight in weights:
         for block in weight.blocks:
-            held[block].append(weight)
+            weights_of[block].append(weight)
     return [
         BlockKind(
             index=b,
@@ -117,16 +117,16 @@ def _blocks(
                     if i.op == "placeholder" and specs.tensors(i)
                 )
             ),
-            own=tuple(w for w in held[b] if len(w.blocks) == 1),
-            tied=tuple(w for w in held[b] if len(w.blocks) > 1),
-            first=tuple(w for w in held[b] if len(w.blocks) > 1 and w.blocks[0] == b),
+            own=tuple(w for w in weights_of[b] if len(w.blocks) == 1),
+            tied=tuple(w for w in weights_of[b] if len(w.blocks) > 1),
+            first=tuple(w for w in weights_of[b] if len(w.blocks) > 1 and w.blocks[0] == b),
         )
         for b in range(count)
     ]  # fmt: skip
 
 
-def _made(graph: fx.Graph, specs: Specs, count: int) -> list[list[BlockOutput]]:
-    """By block the storages that it makes and later blocks use, each once."""
+def _find_outputs(graph: fx.Graph, specs: Specs, count: int) -> list[list[BlockOutput]]:
+    """Return by block its storages that later blocks use, each once."""
     sources = {
         saved.source for node in find_needed_nodes(graph) for saved in annotation(node).saved
     }
@@ -145,8 +145,8 @@ def _made(graph: fx.Graph, specs: Specs, count: int) -> list[list[BlockOutput]]:
     return rows
 
 
-def _received(graph: fx.Graph, specs: Specs) -> defaultdict[int, list[fx.Node]]:
-    """By block the values of earlier blocks that are kept, because autograd keeps their memory."""
+def _find_inputs(graph: fx.Graph, specs: Specs) -> defaultdict[int, list[fx.Node]]:
+    """Return by block the values of earlier blocks that autograd keeps resident."""
     sources = {
         saved.source for node in find_needed_nodes(graph) for saved in annotation(node).saved
     }
@@ -159,7 +159,7 @@ def _received(graph: fx.Graph, specs: Specs) -> defaultdict[int, list[fx.Node]]:
 
 
 def _storages(graph: fx.Graph, count: int, shared: set[str]) -> list[list[SavedStorage]]:
-    """By block what it makes and autograd keeps, as ``memory.saved_storages`` counts it."""
+    """Return by block the storages that it makes and autograd saves (as ``saved_storages``)."""
     nodes = {node.name: node for node in graph.nodes}
     found: dict[int, tuple[Size, str, list[fx.Node]]] = {}
     alive = find_needed_nodes(graph)
@@ -176,7 +176,7 @@ def _storages(graph: fx.Graph, count: int, shared: set[str]) -> list[list[SavedS
             entry_ = SavedStorage(size, number, maker, tuple(savers), source in shared)
             rows[home].append(entry_)
             continue
-        private = savers[0] if not source else None  # a mask, a log-sum-exp: one op's own
+        private = savers[0] if not source else None  # internal to one op: a mask, a log-sum-exp
         block = min(map(_block, savers))
         own = tuple(saver for saver in savers if _block(saver) == block)
         rows[block].append(SavedStorage(size, number, private, own, False))
@@ -185,12 +185,12 @@ def _storages(graph: fx.Graph, count: int, shared: set[str]) -> list[list[SavedS
 
 def _block(node: fx.Node) -> int:
     block = annotation(node).block
-    assert block is not None, "it was collected by its block"
+    assert block is not None, "nodes are collected by block"
     return block
 
 
 def _signature(block: BlockKind) -> object:
-    """All but the ops themselves, with nodes as places in the block."""
+    """Return everything but the ops themselves, with nodes as positions in the block."""
     at = {node: i for i, node in enumerate(block.nodes)}
     return (
         tuple(

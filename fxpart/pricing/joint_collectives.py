@@ -1,4 +1,4 @@
-"""The collectives that chosen placements need, by kind of block, with sizes as expressions."""
+"""The collectives that selected placements need, by kind of block, with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpart.passes.rules.sharding_rule import factor_of
 from fxpart.pricing.joint_cost_sheet import BlockCollective
 from fxpart.pricing.joint_sample_graph import SampleGraph
 from fxpart.pricing.placement_builder import PlacementProblemBuilder
-from fxpart.pricing.placement_edges import Port, reached
+from fxpart.pricing.placement_edges import Port, resolve_partial
 from fxpart.pricing.placement_graph import TensorValue
 from fxpart.pricing.placement_mapping import SolverNode
 from fxpart.pricing.placement_options import OpOption
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def port_of(placed: SolverNode, index: int, choice: Sequence[int]) -> Port:
-    """How a node gives its result ``index`` under a choice."""
+    """Return the port of a node's result ``index`` under a choice."""
     option = placed.options[placed.at(choice[placed.root])]
     return option.gives[index] if isinstance(option, OpOption) else option
 
@@ -41,7 +41,7 @@ class PlacementCollectives:
     ports: Mapping[fx.Node, Port]
 
     def all(self) -> Iterator[BlockCollective]:
-        """Between ops, shared conversions once, and inside local forms."""
+        """Yield collectives between ops, shared conversions once, and inside local forms."""
         for value, users in self.builder.flow.users.items():
             yield from self._value(value, users)
         for node in self.chosen:
@@ -50,38 +50,38 @@ class PlacementCollectives:
     def _value(
         self, value: TensorValue, users: Sequence[tuple[fx.Node, int]]
     ) -> Iterator[BlockCollective]:
-        """What its conversion moves, if several users share one, and what each user's edge does."""
+        """Yield the collectives of a value's shared conversion, and of each user's edge."""
         made = self.chosen.get(value.node)
         port = made.gives[value.index] if made is not None else self.ports[value.node]
         tensor = self.builder.specs.tensors(value.node)[value.index]
         size = tensor_bytes(tensor)
         placed, index = self.builder.givers[value]
         found = port_of(placed, index, self.choice)
-        if found != port:  # a conversion that all users share
+        if found != port:  # all users share a conversion
             kind = self.samples.kind.get(value.node, self.samples.kind[users[0][0]])
             yield from self._edge(kind, port, found, size, True, value.node, None)
         for node, position in users:
             flows = annotation(node).requires_grad and self.builder.specs.requires_grad(value.node)
             kind = self.samples.kind[node]
-            taken = self.chosen[node].takes[position]
-            yield from self._edge(kind, found, taken, size, flows, value.node, node)
+            user_port = self.chosen[node].takes[position]
+            yield from self._edge(kind, found, user_port, size, flows, value.node, node)
 
     def _edge(
         self, kind: int, gives: Port, takes: Port, size: Size, flows: bool,
         giver: fx.Node, node: fx.Node | None,
     ) -> Iterator[BlockCollective]:  # fmt: skip
         back = self.samples.back
-        for source, target in self.builder.reshards.words(gives[0], takes[0]):
+        for source, target in self.builder.reshards.list_collectives(gives[0], takes[0]):
             user = back.get(node) if node is not None else None
             yield BlockCollective(kind, source, target, size, False, user, back.get(giver))
         if flows:
-            for source, target in self.builder.reshards.words(
-                takes[1], reached(takes[1], gives[1])
+            for source, target in self.builder.reshards.list_collectives(
+                takes[1], resolve_partial(takes[1], gives[1])
             ):
                 yield BlockCollective(kind, source, target, size, True)
 
     def _inside(self, node: fx.Node) -> Iterator[BlockCollective]:
-        """Sums inside a local form, as :class:`placement_options.Families` prices them."""
+        """Yield reductions inside a local form, as priced by ``placement_options.OpFamilies``."""
         rule, option = self.builder.families.rule(node), self.chosen[node]
         spec = self.builder.specs.op(node)
         if rule is None or spec is None or not rule.forms or not spec.inputs:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each kind of block at any microbatch size, under one tensor degree."""
+"""Time and memory of each kind of block at any microbatch size, under one tensor degree."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Axis = Literal["tensor", "expert"]
 class BlockCollective:
     """A collective of a block's ranks over ``size`` bytes in all. back: in the backward.
 
-    giver, node: the op whose result it moves, and the one that takes it. axis: the ranks among
-    which it goes.
+    giver, node: the op whose result it moves, and the op that uses it. axis: the mesh axis of its
+    ranks.
     """
 
     kind: int
@@ -47,38 +47,38 @@ class BlockCollective:
 
 
 class BlockLayout:
-    """How one rank holds each block: all of it. Tensor degrees above one override what they cut."""
+    """One rank's part of each block: all of it. Tensor degrees above one override the methods."""
 
     parts: int = 1
     messages: tuple[BlockCollective, ...] = ()
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
-        """The op on what the rank holds."""
+        """Return the op on the rank's part."""
         del node
         return spec
 
     def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The node's tensors as the rank holds them."""
+        """Return the rank's part of the node's tensors."""
         del node
         return whole
 
     def storage(self, storage: SavedStorage) -> Size:
-        """Bytes that the rank keeps of a storage."""
+        """Return the rank's bytes of a saved storage."""
         return storage.size
 
     def weight(self, weight: Weight) -> int:
-        """Into how many parts a parameter is cut."""
+        """Return the number of parts into which a parameter is sharded."""
         del weight
         return 1
 
     def waits(self, weight: Weight) -> bool:
-        """Whether its gradient is a sum over the ranks that is made once a step."""
+        """Return whether its gradient is reduced over the ranks per step."""
         del weight
         return False
 
 
 class _LocalSpecs(Specs):
-    """Specs of what one rank holds of each value."""
+    """Specs of one rank's part of each value."""
 
     def __init__(self, specs: Specs, cut: BlockLayout) -> None:
         super().__init__(())
@@ -93,7 +93,7 @@ class _LocalSpecs(Specs):
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """By kind: forward and backward of the ops, what is made again by mode, and collectives."""
+    """Forward and backward times of the ops by kind, recomputation by mode, and collectives."""
 
     forward: Row
     backward: Row
@@ -102,7 +102,7 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """By kind and mode: kept for the backward, and live while the block runs."""
+    """By kind and mode: bytes saved for the backward, and live while the block runs."""
 
     activation: Mapping[Recompute, tuple[int, ...]]
     workspace: Mapping[Recompute, tuple[int, ...]]
@@ -110,7 +110,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class SampleOps:
-    """The ops of one block of each kind, described once for all cuts: (kind, node, op)."""
+    """The ops of one block of each kind, described once for all layouts: (kind, node, op)."""
 
     kinds: BlockKinds
     specs: Specs
@@ -119,7 +119,7 @@ class SampleOps:
 
     @staticmethod
     def of(graph: fx.GraphModule, kinds: BlockKinds, specs: Specs) -> SampleOps:
-        """Those of a graph's kinds."""
+        """Return the ops of a graph's kinds."""
         scope = BlockScope.of(graph.graph, {block.index for block in kinds.samples})
         ops = [
             (kind, node, spec)
@@ -132,10 +132,10 @@ class SampleOps:
 
 @dataclass
 class BlockCostSheet:
-    """Kinds of blocks under one cut.
+    """Costs of kinds of blocks under one layout.
 
-    again: by kind what the selective mode makes again. The mode "full" makes those kinds again of
-    which autograd keeps something that is not kept anyway, and those with collectives.
+    again: by kind what the selective mode recomputes. The mode "full" recomputes kinds of which
+    autograd saves more than the inputs and outputs, and those with collectives.
     """
 
     samples: SampleOps
@@ -144,7 +144,7 @@ class BlockCostSheet:
     again: Sequence[BlockRecompute] = ()
 
     def __post_init__(self) -> None:
-        """Number every op of the samples, and bring together what is equal."""
+        """Number every op of the samples, and merge equal ones."""
         kinds, cut = self.samples.kinds, self.cut
         self._count = len(kinds.samples)
         self._kind = [kind for kind, _, _ in self.samples.ops]
@@ -171,10 +171,10 @@ class BlockCostSheet:
                 for b in kinds.samples
             ]
         )
-        self._sent = self._sums()
+        self._sent = self._count_collectives()
 
-    def _sums(self) -> dict[tuple[str, str, Size, Axis], Row]:
-        """How often each distinct collective is made: [forward, backward, selective][kind]."""
+    def _count_collectives(self) -> dict[tuple[str, str, Size, Axis], Row]:
+        """Count each distinct collective: [forward, backward, selective][kind]."""
         remade = {node for chosen in self.again for node in chosen.ops}
         found: dict[tuple[str, str, Size, Axis], Row] = {}
         for message in self.cut.messages:
@@ -186,9 +186,10 @@ class BlockCostSheet:
         return found
 
     def seconds(self, sizes: Sizes, device: Device, *, accumulate: bool) -> BlockTimes:
-        """On one device. accumulate: gradients are summed over microbatches (read, read, written).
+        """Return the times on one device. accumulate: gradients are added over microbatches.
 
-        Full recomputation runs the whole forward again, the selective one its ops.
+        Accumulation reads twice and writes once. Full recomputation repeats the whole forward, the
+        selective mode its ops.
         """
         ahead, back = self.prices.seconds(self._numbers, sizes, device)
         forward, backward = self._by_kind(ahead), self._by_kind(back)
@@ -207,7 +208,7 @@ class BlockCostSheet:
         )
 
     def messages(self, sizes: Sizes, rings: Mapping[Axis, tuple[Link, ...]]) -> BlockTimes:
-        """The collectives of tensor and expert parallelism over rings of ranks."""
+        """Return the times of collectives of tensor and expert parallelism over rings of ranks."""
         total = np.zeros((3, self._count))
         for (source, target, size, axis), times in self._sent.items():
             amount = float(sizes.number(size))
@@ -219,20 +220,20 @@ class BlockCostSheet:
         return BlockTimes(forward, backward, {"none": none, "selective": selective, "full": full})
 
     def forward_of(self, sizes: Sizes, device: Device) -> dict[fx.Node, float]:
-        """Forward seconds of every op of the samples."""
+        """Return the forward seconds of every op of the samples."""
         ahead, _ = self.prices.seconds(self._numbers, sizes, device)
         return {node: float(ahead[place]) for node, place in self._place.items()}
 
     def bytes(self, sizes: Sizes) -> BlockMemory:
-        """Memory at one microbatch size."""
+        """Return the memory at one microbatch size."""
         peaks = self._workspace.bytes(sizes)
         kept: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
         live: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
         for kind, block in enumerate(self.samples.kinds.samples):
-            whole, handed = self.kept(kind, sizes)
+            whole, handed = self.count_saved_bytes(kind, sizes)
             freed = _total(self._freed[kind], sizes)
             peak = peaks[block.index]
-            if not self.full[kind]:  # what others are made again from is kept, too
+            if not self.full[kind]:  # its outputs are inputs of recomputed blocks, so they stay
                 handed = whole + sum(sizes.number(m.size) for m in block.made if not m.saved)
             rows: tuple[tuple[Recompute, int, int], ...] = (
                 ("none", whole, peak),
@@ -247,7 +248,7 @@ class BlockCostSheet:
             {mode: tuple(row) for mode, row in live.items()},
         )
 
-    def kept(self, kind: int, sizes: Sizes) -> tuple[int, int]:
+    def count_saved_bytes(self, kind: int, sizes: Sizes) -> tuple[int, int]:
         """Bytes that a block keeps without recomputation, and with all of it made again."""
         block = self.samples.kinds.samples[kind]
         handed = sum(sizes.number(m.size) for m in block.made)
@@ -269,5 +270,5 @@ def _total(sizes: Mapping[Size, int], at: Sizes) -> int:
 
 
 def _freed(storage: SavedStorage) -> bool:
-    """Whether it is not kept where its block is made again: only this block uses it."""
+    """Return whether recomputation of its block frees it: only this block uses it."""
     return storage.maker is not None and not storage.shared

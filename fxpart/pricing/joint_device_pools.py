@@ -1,7 +1,7 @@
 """Pools of equal devices, and the worst links within and between their hosts.
 
-Devices on one host that no link names are linked alike, and so are hosts that only links of the
-same kind name: two of each such class stand for all, so that thousands of hosts cost a few looks.
+Devices of one host that no link names have equal links, and so have hosts that only links of the
+same kind name: two of each such class represent all, so that thousands of hosts need few lookups.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from fxpart.cluster.devices import Device, Link
     from fxpart.costs import CostModel
 
-BUCKET = 25 << 20  # bytes that a collective over data replicas moves at once
+BUCKET = 25 << 20  # bytes of a bucket of a collective over data replicas
 _LARGE = float(1 << 30)
 
 
 @dataclass(frozen=True)
 class DevicePool:
-    """Devices of one type. near, far: the worst link within one of its hosts, between two."""
+    """Devices of one type. near, far: the worst link within one of its hosts, and between two."""
 
     pool: Pool
     sample: Device
@@ -39,7 +39,7 @@ class DevicePool:
 
 @dataclass
 class ReplicaCollectiveTimes:
-    """Seconds of collectives over the replicas of a stage, as lines in bytes.
+    """Times of collectives over the replicas of a stage, linear in bytes.
 
     copying: seconds per byte that packing buckets reads or writes.
     """
@@ -50,9 +50,10 @@ class ReplicaCollectiveTimes:
     _rings: dict[tuple[int, int, int], tuple[Link, ...]] = field(default_factory=dict)
 
     def ring(self, pool: DevicePool, count: int, stride: int) -> tuple[Link, ...]:
-        """The ring of ``count`` ranks that stand ``stride`` devices apart; as many links as ranks.
+        """Return the ring of ``count`` ranks with ``stride`` devices between them.
 
-        Ranks fill one host after another. Where they are on several, as many links as hosts cross.
+        It has as many links as ranks. Ranks fill one host after another; on several hosts, as many
+        links as hosts are between hosts.
         """
         near, far = pool.near or pool.far, pool.far or pool.near
         if count == 1 or near is None or far is None:
@@ -66,10 +67,10 @@ class ReplicaCollectiveTimes:
         return self._rings[key]
 
     def line(self, source: str, target: str, ring: tuple[Link, ...]) -> LinearCost:
-        """A change of placement over the ring, in bytes of the whole tensor.
+        """Return the time of a change of placement over the ring, in bytes of the whole tensor.
 
-        Buckets of 25 MiB each pay the latency: it is in the slope, and once more by itself, so that
-        the line is above the sum over buckets by at most one latency.
+        Each bucket of 25 MiB pays the latency: it is in the slope, and once more in the constant,
+        so that the line is above the sum over buckets by at most one latency.
         """
         if not ring:
             return LinearCost()
@@ -83,7 +84,7 @@ class ReplicaCollectiveTimes:
 
 
 def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
-    """The cluster's devices by type and memory, in the order of their first device.
+    """Return the cluster's devices by type and memory, in the order of their first device.
 
     A pool's ``transfer`` is the worst latency and the worst bandwidth of any link from a device of
     the cluster into one of it. Raises FXP403 where two devices have no link.
@@ -93,7 +94,7 @@ def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
     for device, kind in zip(cluster.devices, types, strict=True):
         members[kind, device.memory].append(device)
     keys = list(members)
-    found = _found(cluster, keys, types)
+    found = _collect_links(cluster, keys, types)
     result = []
     for index, devices in enumerate(members.values()):
         own = Cluster(name="", devices=tuple(devices), links=())
@@ -117,14 +118,16 @@ def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
 
 @dataclass
 class _DevicePoolLinks:
-    """By pool the links into it, those within a host of it, and those between its hosts."""
+    """By pool the links into it, those within one of its hosts, and those between its hosts."""
 
     into: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
     near: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
     far: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _found(cluster: Cluster, keys: list[tuple[int, int]], types: Sequence[int]) -> _DevicePoolLinks:
+def _collect_links(
+    cluster: Cluster, keys: list[tuple[int, int]], types: Sequence[int]
+) -> _DevicePoolLinks:
     links = LinkIndex(cluster)
     pool_of = {
         device.name: keys.index((kind, device.memory))
@@ -145,7 +148,7 @@ def _found(cluster: Cluster, keys: list[tuple[int, int]], types: Sequence[int]) 
 def _representatives(
     cluster: Cluster, links: LinkIndex, pool_of: dict[str, int]
 ) -> tuple[Device, ...]:
-    """Two devices of two groups of each class of groups that links treat alike."""
+    """Return two devices of two groups of each class of groups with equal links."""
     touching: defaultdict[str, list[Link]] = defaultdict(list)
     for link in cluster.links:
         for end in sorted({link.source, link.target} - {ANY}):
@@ -166,7 +169,7 @@ def _representatives(
 
 
 def _signature(group: str, host: str, touching: dict[str, list[Link]]) -> object:
-    """What links say of a group; its own name where one names it together with another."""
+    """Return the links of a group; its own name where a link names it together with another."""
     rows = []
     for end in dict.fromkeys((group, host)):
         for link in touching.get(end, ()):
@@ -182,7 +185,7 @@ def _signature(group: str, host: str, touching: dict[str, list[Link]]) -> object
 
 
 def _name(keys: list[tuple[int, int]], index: int, samples: Sequence[Device]) -> str:
-    """The model, with the memory where the same model has several, with a number if need be."""
+    """Return the model; with the memory or a number where that is ambiguous."""
     kind, memory = keys[index]
     names = [samples[k].model or samples[k].kind for k, _ in keys]
     if names.count(names[index]) == 1:
@@ -193,7 +196,7 @@ def _name(keys: list[tuple[int, int]], index: int, samples: Sequence[Device]) ->
 
 
 def _transfer(model: CostModel, links: Iterable[Link]) -> LinearCost:
-    """The worst latency and the worst time for each byte; nothing where there are no links."""
+    """Return the worst latency and the worst time per byte; zero where there are no links."""
     latency = inverse = 0.0
     for link in dict.fromkeys(links):
         start = model.transfer(0.0, link).seconds

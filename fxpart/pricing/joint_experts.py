@@ -1,8 +1,8 @@
-"""Mixtures of experts whose experts are dealt out among data replicas (GShard's way).
+"""Mixtures of experts whose experts are distributed over data replicas (as in GShard).
 
-Each of ``degree`` replicas has an equal part of every mixture's experts and sends the rows of its
-tokens to the replicas of the chosen ones and back: two all-to-all forward, two backward. As many
-rows come as go, on average; that is what is priced.
+Each of ``degree`` replicas has an equal part of every mixture's experts, sends the rows of its
+tokens to the replicas of the selected experts, and receives the results: two all-to-all forward,
+two backward. On average as many rows are received as sent; that is what is priced.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from fxpart.solver.problem import Weight
 
 _NAME = "fxpart.experts.default"
-_LAYERS = range(3, 7)  # up, down and their biases among the op's arguments
+_LAYERS = range(3, 7)  # positions of up, down and their biases in the op's arguments
 
 
 @dataclass(frozen=True)
 class ExpertMixtures:
-    """nodes: by op of a mixture its kind of block. weights: its parameters by name. number: of
-    experts, the greatest common to all; 0 where there are no mixtures."""
+    """nodes: kind of block by op of a mixture. weights: its parameters by name.
+
+    numbers: the number of experts of each mixture; empty where there are no mixtures.
+    """
 
     nodes: Mapping[fx.Node, int]
     weights: frozenset[str]
@@ -39,7 +41,7 @@ class ExpertMixtures:
 
 
 def find_mixtures(kinds: BlockKinds) -> ExpertMixtures:
-    """The mixtures of all kinds of blocks; parameters are those that their ops take directly."""
+    """Return the mixtures of all kinds of blocks, with the parameters that their ops read."""
     nodes: dict[fx.Node, int] = {}
     names: set[str] = set()
     numbers = []
@@ -58,29 +60,29 @@ def find_mixtures(kinds: BlockKinds) -> ExpertMixtures:
 
 
 class ExpertParallelLayout(BlockLayout):
-    """What a cut leaves to each of ``degree`` replicas that share the experts."""
+    """The part of a layout on each of ``degree`` replicas that share the experts."""
 
     def __init__(
         self, inner: BlockLayout, degree: int, mixtures: ExpertMixtures, specs: Specs
     ) -> None:
-        """Two all-to-all each way for each mixture, of all rows that travel together."""
+        """Add two all-to-all per direction for each mixture, of all rows that are sent together."""
         self.parts, self._inner = inner.parts * degree, inner
         self._degree, self._mixtures = degree, mixtures
-        turns = []
+        exchanges = []
         for node, kind in mixtures.nodes.items():
             _, args, _ = unwrap_seeded_call(node)
             (hidden,), (index,) = (specs.tensors(a) for a in args[:2])
             size = tensor_bytes(hidden) * index.shape[1] * degree
             back = specs.op(node)
             ways = (False, False, True, True) if back is None or back.gradients else (False, False)
-            turns += [
+            exchanges += [
                 BlockCollective(kind, "shard(0)", "shard(1)", size, way, node, node, "expert")
                 for way in ways
             ]
-        self.messages = (*inner.messages, *turns)
+        self.messages = (*inner.messages, *exchanges)
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
-        """A mixture has its part of the experts, and as many rows as before."""
+        """Return the op; a mixture has its part of the experts, and as many rows as before."""
         found = self._inner.op(node, spec)
         if node not in self._mixtures.nodes:
             return found
@@ -91,26 +93,26 @@ class ExpertParallelLayout(BlockLayout):
         )  # fmt: skip
 
     def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The node's tensors as the rank holds them."""
+        """Return the rank's part of the node's tensors."""
         found = self._inner.tensors(node, whole)
         if node.op == "get_attr" and str(node.target) in self._mixtures.weights:
             return tuple(map(self._part, found))
         return found
 
     def storage(self, storage: SavedStorage) -> Size:
-        """Bytes that the rank keeps of a storage."""
+        """Return the rank's bytes of a saved storage."""
         return self._inner.storage(storage)
 
     def weight(self, weight: Weight) -> int:
-        """Into how many parts a parameter is cut."""
+        """Return the number of parts into which a parameter is sharded."""
         own = self._degree if weight.name in self._mixtures.weights else 1
         return own * self._inner.weight(weight)
 
     def waits(self, weight: Weight) -> bool:
-        """Whether its gradient is a sum over the tensor ranks that is made once a step."""
+        """Return whether its gradient is reduced over the tensor ranks per step."""
         return self._inner.waits(weight)
 
     def _part(self, tensor: TensorSpec) -> TensorSpec:
         number = tensor.shape[0]
-        assert isinstance(number, int), "mixtures have a number of experts"
+        assert isinstance(number, int), "the number of experts is not symbolic"
         return TensorSpec((-(-number // self._degree), *tensor.shape[1:]), tensor.dtype)

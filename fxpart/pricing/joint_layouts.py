@@ -1,4 +1,4 @@
-"""Every tensor and expert degree: what a rank holds of each kind of block under it."""
+"""Layouts for every tensor and expert degree: one rank's part of each kind of block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 
-_STEP = 32  # microbatches of a step, at most, for which placements are chosen
+_STEP = 32  # most microbatches per step for which placements are selected
 
 
 class ModelBlocks:
@@ -44,7 +44,7 @@ class ModelBlocks:
     def __init__(
         self, graph: fx.GraphModule, captured: CapturedModel, optimizer: OptimizerChoice
     ) -> None:
-        """Find kinds and ties."""
+        """Find kinds and tied parameters."""
         self.graph, self.captured, self.optimizer = graph, captured, optimizer
         self.trained = trained_names(captured) if captured.training else frozenset()
         self.specs = Specs(self.trained)
@@ -67,13 +67,13 @@ class ModelLayouts:
         rows: MicrobatchRows,
         space: SearchSpace,
     ) -> None:
-        """Choose placements for each tensor degree, deal experts out for each expert degree."""
+        """Select placements for each tensor degree, distribute experts for each expert degree."""
         self.model, self.pools, self.lines = model, pools, lines
         self.rows, self.space = rows, space
         self.kinds = model.kinds
         self.prices = OpPrices(costs)
         self._ops = SampleOps.of(model.graph, self.kinds, model.specs)
-        again = self._again()
+        recomputed = self._select_recomputed()
         cuts: dict[int, BlockLayout] = {1: BlockLayout()}
         for tensor in self._tensor_degrees():
             cut = self._cut(tensor)
@@ -84,7 +84,7 @@ class ModelLayouts:
                 cut
                 if expert == 1
                 else ExpertParallelLayout(cut, expert, model.mixtures, model.specs),
-                again,
+                recomputed,
             )
             for tensor, cut in cuts.items()
             for expert in self._expert_degrees()
@@ -92,50 +92,50 @@ class ModelLayouts:
 
     @cached_property
     def all(self) -> tuple[ParallelLayout, ...]:
-        """Bytes of parameters, by layout."""
+        """Return the parameter bytes of every layout."""
         return tuple(self._layout(*degrees) for degrees in sorted(self.sheets))
 
     def sheet(self, layout: int) -> BlockCostSheet:
-        """The costs of a layout."""
+        """Return the costs of a layout."""
         return self.sheets[self.all[layout].tensor, self.all[layout].expert]
 
     def _tensor_degrees(self) -> list[int]:
-        """Degrees above one, for which some pool has devices."""
-        wished = self.space.tensor
+        """Return the degrees above one for which some pool has devices."""
+        requested = self.space.tensor
         degrees = {
             t
             for place in self.pools
-            for t in (tensor_degrees(place.pool.host) if wished is None else wished)
+            for t in (tensor_degrees(place.pool.host) if requested is None else requested)
             if 1 < t <= place.pool.devices
         }
         return sorted(degrees)
 
     def _expert_degrees(self) -> tuple[int, ...]:
-        """Degrees that divide the experts of every mixture; 1 where there are none."""
+        """Return the degrees that divide the experts of every mixture; 1 where there are none."""
         number = gcd(*self.model.mixtures.numbers) if self.model.mixtures.numbers else 0
         devices = max(p.pool.devices for p in self.pools)
-        wished = self.space.expert
-        if wished is None or not number:
+        requested = self.space.expert
+        if requested is None or not number:
             return expert_degrees(number, devices)
-        found = tuple(e for e in sorted(set(wished)) if e <= devices and number % e == 0)
+        found = tuple(e for e in sorted(set(requested)) if e <= devices and number % e == 0)
         return found or (1,)
 
     @property
     def note(self) -> str:
-        """Where the costs of tensor parallelism come from."""
+        """Describe the source of the costs of tensor parallelism."""
         degrees = ", ".join(str(t) for t in sorted({t for t, _ in self.sheets}) if t > 1)
         return (
-            f"degrees {degrees}: placements of one block of each kind chosen by the solver, values "
-            "between blocks whole on every rank"
+            f"degrees {degrees}: placements of one block of each kind selected by the solver, "
+            "values between blocks replicated"
             if degrees
-            else "no degree above 1 cuts anything"
+            else "no degree above 1 shards anything"
         )
 
-    def _sheet(self, cut: BlockLayout, again: Sequence[BlockRecompute]) -> BlockCostSheet:
-        return BlockCostSheet(self._ops, self.prices, cut, again)
+    def _sheet(self, cut: BlockLayout, recomputed: Sequence[BlockRecompute]) -> BlockCostSheet:
+        return BlockCostSheet(self._ops, self.prices, cut, recomputed)
 
-    def _again(self) -> tuple[BlockRecompute, ...]:
-        """By kind what the selective mode makes again, decided for whole blocks."""
+    def _select_recomputed(self) -> tuple[BlockRecompute, ...]:
+        """Return by kind what the selective mode recomputes, for unsharded blocks."""
         if "selective" not in self.space.recompute:
             return ()
         sizes, device = self.rows.reference, self.pools[0].sample
@@ -143,7 +143,7 @@ class ModelLayouts:
         each = plain.forward_of(sizes, device)
         found: list[BlockRecompute] = []
         for kind, block in enumerate(self.kinds.samples):
-            whole, handed = plain.kept(kind, sizes)
+            whole, handed = plain.count_saved_bytes(kind, sizes)
             found.append(
                 select_recomputed_ops(
                     block,
@@ -156,11 +156,11 @@ class ModelLayouts:
         return tuple(found)
 
     def _cut(self, tensor: int) -> TensorParallelLayout:
-        """The placements on ``tensor`` ranks, chosen for the first pool that has them."""
+        """Return the placements on ``tensor`` ranks, selected for the first pool that has them."""
         place = next(p for p in self.pools if p.pool.devices >= tensor)
         rows = self._rows_of_cuts
         count = max(1, min(_STEP, self.rows.batch // rows))
-        situation = TensorLayoutContext(
+        context = TensorLayoutContext(
             self.prices.model, self.model.specs, self.rows.at(rows), place.sample,
             self.lines.ring(place, tensor, 1), count,
             state_costs(
@@ -168,13 +168,13 @@ class ModelLayouts:
                 self.model.graph.graph,
             ),
         )  # fmt: skip
-        return self._cutter(tensor, situation)
+        return self._cutter(tensor, context)
 
     @cached_property
     def _rows_of_cuts(self) -> int:
-        """The rows at which placements are chosen: the most of which any one block fits.
+        """Return the rows for which placements are selected: the most with which a block fits.
 
-        Large microbatches are what ranks share work for; on small ones latencies would rule.
+        Tensor parallelism is used for large microbatches; with small ones latencies would dominate.
         """
         sheet, limit = self._sheet(BlockLayout(), ()), self.pools[0].pool.memory
         for rows in reversed(self.rows.needed()):
@@ -189,9 +189,9 @@ class ModelLayouts:
         return TensorLayoutSolver(samples(self.kinds))
 
     def _layout(self, tensor: int, expert: int) -> ParallelLayout:
-        """Bytes on a rank; the experts' apart where they are dealt out."""
+        """Return the bytes on a rank; separately for experts where they are distributed."""
         cut = self.sheets[tensor, expert].cut
-        apart = self.model.mixtures.weights if expert > 1 else frozenset()
+        experts = self.model.mixtures.weights if expert > 1 else frozenset()
 
         def parts(weight: Weight, size: int) -> int:
             return -(-size // cut.weight(weight))
@@ -199,8 +199,8 @@ class ModelLayouts:
         return ParallelLayout(
             tensor=tensor,
             expert=expert,
-            dense=self._state(tensor, expert, lambda w: w.name not in apart),
-            experts=self._state(tensor, expert, lambda w: w.name in apart) if apart else None,
+            dense=self._state(tensor, expert, lambda w: w.name not in experts),
+            experts=self._state(tensor, expert, lambda w: w.name in experts) if experts else None,
             buffer=tuple(
                 sum(parts(w, w.weight) for w in b.own if w.buffer) for b in self.kinds.samples
             ),
@@ -210,16 +210,16 @@ class ModelLayouts:
         )
 
     def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> ParameterFootprint:
-        """Those parameters, by kind of block; tied ones in the step of their first block alone."""
+        """Return parameter bytes by kind of block; tied ones update with their first block."""
         cut = self.sheets[tensor, expert].cut
         rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
         unsent = []
         for block in self.kinds.samples:
-            held = self._local([w for w in block.own if of(w) and not w.buffer], cut)
+            local_weights = self._local([w for w in block.own if of(w) and not w.buffer], cut)
             for part, row in rows.items():
-                row.append(sum(getattr(w, part) for w in held))
-            # Rows are gathered, which moves half of what an all-reduce of as many bytes does.
-            unsent.append(sum(w.gradient - w.rows // 2 for w in held if w.sparse))
+                row.append(sum(getattr(w, part) for w in local_weights))
+            # Rows are all-gathered, which moves half of the bytes of an all-reduce.
+            unsent.append(sum(w.gradient - w.rows // 2 for w in local_weights if w.sparse))
         step = []
         for place in self.pools:
             ring = self.lines.ring(place, tensor, 1)
@@ -227,9 +227,9 @@ class ModelLayouts:
             own = NonOpCosts.of(self.prices.model, place.sample)
             seconds = []
             for block in self.kinds.samples:
-                held_ = [w for w in (*block.own, *block.first) if of(w)]
-                waiting = sum(w.gradient for w in held_ if cut.waits(w))
-                stepped = own.updates(self._local(held_, cut), 1)
+                updated = [w for w in (*block.own, *block.first) if of(w)]
+                waiting = sum(w.gradient for w in updated if cut.waits(w))
+                stepped = own.updates(self._local(updated, cut), 1)
                 seconds.append(sum(stepped) + line(waiting))
             step.append(tuple(seconds))
         return ParameterFootprint(
@@ -238,8 +238,8 @@ class ModelLayouts:
             unsent=tuple(unsent) if any(unsent) else (),
         )  # fmt: skip
 
-    def _local(self, held: Sequence[Weight], cut: BlockLayout) -> tuple[Weight, ...]:
-        """Parameters as one rank holds them, all in one block."""
+    def _local(self, local_weights: Sequence[Weight], cut: BlockLayout) -> tuple[Weight, ...]:
+        """Return one rank's part of the parameters, all in one block."""
         return tuple(
             type(w)(
                 name=w.name, blocks=(0,), weight=-(-w.weight // cut.weight(w)),
@@ -247,5 +247,5 @@ class ModelLayouts:
                 optimizer=-(-w.optimizer // cut.weight(w)), buffer=w.buffer,
                 sparse=w.sparse,
             )
-            for w in held
+            for w in local_weights
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What one microbatch costs under every option that may be chosen."""
+"""Costs of one microbatch under every allowed option."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class MicrobatchCosts:
-    """Seconds and bytes by pool, layout and rows, each found once for all modes."""
+    """Times and memory by pool, layout and rows, each computed once for all modes."""
 
     def __init__(self, layouts: ModelLayouts) -> None:
-        """Nothing is priced before it is asked for."""
+        """Create it; nothing is priced before it is needed."""
         self.layouts, self.rows, self.pools = layouts, layouts.rows, layouts.pools
         self._bytes: dict[tuple[int, int], BlockMemory] = {}
         self._timed: dict[tuple[int, int, int], tuple[BlockTimes, BlockTimes]] = {}
 
     def all(self, options: Sequence[ParallelOption]) -> tuple[MicrobatchCost, ...]:
-        """A work for each pool, layout, rows and mode that an option can need and that may fit."""
+        """Return the costs for each pool, layout, rows and mode that may be needed and fit."""
         needed: dict[tuple[int, int, Recompute], set[int]] = {}
         for option in options:
             wanted = {self.rows.of(m, option.data) for m in self.rows.counts} - {0}
@@ -56,7 +56,7 @@ class MicrobatchCosts:
         )
 
     def _seconds(self, pool: int, layout: int, rows: int) -> tuple[BlockTimes, BlockTimes]:
-        """Of the ops, and of the collectives."""
+        """Return the times of the ops, and of the collectives."""
         key = (pool, layout, rows)
         if key not in self._timed:
             found = self.layouts.all[layout]
@@ -72,7 +72,7 @@ class MicrobatchCosts:
         return self._timed[key]
 
     def memory(self, layout: int, rows: int) -> BlockMemory:
-        """Of a microbatch of so many rows."""
+        """Return the memory of a microbatch of ``rows`` rows."""
         if (layout, rows) not in self._bytes:
             self._bytes[layout, rows] = self.layouts.sheet(layout).bytes(self.rows.at(rows))
         return self._bytes[layout, rows]

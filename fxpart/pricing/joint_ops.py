@@ -1,4 +1,4 @@
-"""Seconds of distinct ops at each microbatch size on each device, asked of the cost model once."""
+"""Times of distinct ops at each microbatch size on each device, each priced once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Row = NDArray[np.float64]
 
 
 class OpPrices:
-    """Ops by number; sheets of different degrees share the ops that they have in common."""
+    """Ops by number; sheets of different degrees share common ops."""
 
     def __init__(self, model: CostModel) -> None:
-        """Nothing is priced before it is asked for."""
+        """Create it; nothing is priced before it is needed."""
         self.model = model
         self.sources: set[str] = set()
         self._ops: dict[OpSpec, int] = {}
@@ -28,14 +28,14 @@ class OpPrices:
         self._known: dict[Hashable, dict[int, tuple[float, float]]] = {}
 
     def number(self, op: OpSpec) -> int:
-        """The op's number, the same for equal ops."""
+        """Return the op's number, the same for equal ops."""
         if op not in self._ops:
             self._ops[op] = len(self._list)
             self._list.append(op)
         return self._ops[op]
 
     def seconds(self, numbers: Iterable[int], sizes: Sizes, device: Device) -> tuple[Row, Row]:
-        """Forward and backward seconds of these ops, in their order."""
+        """Return forward and backward seconds of these ops, in their order."""
         known = self._known.setdefault((id(sizes), device.name), {})
         found = []
         for number in numbers:

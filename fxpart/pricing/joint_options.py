@@ -1,4 +1,4 @@
-"""Every way to run a stage: pool, layout, data degree, ZeRO level, mode of recomputation."""
+"""Every option for a stage: pool, layout, data degree, ZeRO level, recompute mode."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fxpart.solver.joint.problem import LinearCost, ParallelLayout, ParallelOpti
 
 @dataclass
 class StageOptionEnumerator:
-    """The options that a space allows and that are not dominated by construction."""
+    """Enumerates the options that a space allows and that are not dominated by construction."""
 
     layouts: ModelLayouts
     works: MicrobatchCosts
     space: SearchSpace
 
     def __post_init__(self) -> None:
-        """Pools, rows and lines are those of the layouts."""
+        """Use pools, rows and collective times of the layouts."""
         self.pools, self.rows = self.layouts.pools, self.layouts.rows
         self.lines = self.layouts.lines
 
     def all(self) -> tuple[ParallelOption, ...]:
-        """Every way to run a stage, in the order of pools, layouts, data degrees, ZeRO, modes."""
+        """Return every option, in the order of pools, layouts, data degrees, ZeRO, modes."""
         found = [
             option
             for pool in range(len(self.pools))
@@ -34,7 +34,7 @@ class StageOptionEnumerator:
             for zero in self._zero(data)
             for option in self._option(pool, index, layout, data, zero)
         ]
-        found = [o for o in found if self._holds(o)] or found
+        found = [o for o in found if self._fits(o)] or found
         if len(found) > self.space.most_options:
             order = sorted({o.data for o in found}, key=lambda d: (odd(d), d))
             keep = set(order)
@@ -43,26 +43,26 @@ class StageOptionEnumerator:
                 found = [o for o in found if o.data in keep]
         return tuple(found)
 
-    def _holds(self, option: ParallelOption) -> bool:
-        """Whether some block alone fits with this option, at the smallest microbatch."""
+    def _fits(self, option: ParallelOption) -> bool:
+        """Return whether some block alone fits with this option, at the smallest microbatch."""
         rows = min({self.rows.of(m, option.data) for m in self.rows.counts} - {0})
         layout, memory = self.layouts.all[option.layout], self.works.memory(option.layout, rows)
         limit = self.pools[option.pool].pool.memory
         shares = ((layout.dense, option.data), (layout.experts, option.data // layout.expert))
         for kind in range(len(self.layouts.kinds.samples)):
-            held = memory.activation[option.recompute][kind]
-            held += memory.workspace[option.recompute][kind] + layout.buffer[kind]
+            needed = memory.activation[option.recompute][kind]
+            needed += memory.workspace[option.recompute][kind] + layout.buffer[kind]
             for state, replicas in shares:
                 if state is not None:
                     cut = [replicas if option.zero >= level else 1 for level in (3, 2, 1)]
-                    held += -(-state.weight[kind] // cut[0]) + -(-state.gradient[kind] // cut[1])
-                    held += -(-state.optimizer[kind] // cut[2])
-            if held <= limit:
+                    needed += -(-state.weight[kind] // cut[0]) + -(-state.gradient[kind] // cut[1])
+                    needed += -(-state.optimizer[kind] // cut[2])
+            if needed <= limit:
                 return True
         return False
 
     def _data(self, pool: int, layout: ParallelLayout) -> list[int]:
-        """Data degrees that the pool has devices and the batch has rows for."""
+        """Return the data degrees for which the pool has devices and the batch has rows."""
         most = self.pools[pool].pool.devices // layout.tensor
         degrees = self.space.data or data_degrees(self.pools[pool].pool.devices)
         fit = [d for d in sorted(set(degrees)) if d <= most and d % layout.expert == 0]
@@ -76,7 +76,7 @@ class StageOptionEnumerator:
 
     @cached_property
     def _modes(self) -> tuple[Recompute, ...]:
-        """The modes of recomputation that free something, or all of those allowed."""
+        """Return the recompute modes that free something, or all that are allowed."""
         useful: list[Recompute] = ["none"]
         if any(again.dropped for again in self.layouts.sheets[1, 1].again):
             useful.append("selective")
@@ -88,12 +88,12 @@ class StageOptionEnumerator:
     def _option(
         self, pool: int, index: int, layout: ParallelLayout, data: int, zero: int
     ) -> list[ParallelOption]:
-        """One option for each mode of recomputation."""
+        """Return one option for each recompute mode."""
         place, t, e = self.pools[pool], layout.tensor, layout.expert
         dense = self.lines.ring(place, data, t)
-        apart = self.lines.ring(place, data // e, t * e) if layout.experts is not None else ()
+        experts = self.lines.ring(place, data // e, t * e) if layout.experts is not None else ()
         to = "shard(0)" if zero else "replicate"
-        rings = (dense, apart)
+        rings = (dense, experts)
         reduce = [self.lines.line("partial", to, ring) for ring in rings]
         gather = [
             self.lines.line("shard(0)", "replicate", ring) if zero else LinearCost()

@@ -1,4 +1,4 @@
-"""One block of each kind as a graph of its own, its boundary values whole on every rank."""
+"""One block of each kind in a graph of its own, with replicated boundary values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WHOLE: Placements = (REPLICATE,)
 
 @dataclass
 class SampleGraph:
-    """The graph. of: node of the whole graph -> its copy; back: the other way round.
+    """The graph. of: node of the whole graph -> its copy; back: the inverse.
 
     kind: of every copy that belongs to a block. free: values between two blocks that are the only
-    ones of their kinds (a head's logits and the loss of them); they may stay cut. All else that
-    enters a block, and what it hands on to later blocks or as the loss, goes through an op that
-    takes and gives it whole.
+    ones of their kinds (a head's logits and their loss); they may stay sharded. All other values
+    that enter a block, and its outputs to later blocks or as the loss, pass an op that requires and
+    returns them replicated.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -36,7 +36,7 @@ class SampleGraph:
 
 
 def samples(kinds: BlockKinds) -> SampleGraph:
-    """Copy the first block of every kind; parameters and inputs are shared by the copies."""
+    """Copy the first block of every kind; copies share parameters and inputs."""
     found = SampleGraph()
     found.free.update(_free(kinds))
     for kind, block in enumerate(kinds.samples):
@@ -45,7 +45,7 @@ def samples(kinds: BlockKinds) -> SampleGraph:
 
 
 def _free(kinds: BlockKinds) -> Iterator[fx.Node]:
-    """Values that one block hands to one other, where no other blocks are like these."""
+    """Yield values between two blocks, where no other blocks are of the same kinds."""
     single = {kinds.samples[k].index for k, count in Counter(kinds.of).items() if count == 1}
     for block in kinds.samples:
         for node in block.nodes if block.index in single else ():
@@ -69,7 +69,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
     local: dict[fx.Node, fx.Node] = {}
 
     def copied(node: fx.Node) -> fx.Node:
-        """The copy that this block uses; made on demand for what lies outside."""
+        """Return the copy that this block uses; values from outside are copied on demand."""
         if node in inside or node in found.free:
             return found.of[node]
         if node.op in ("placeholder", "get_attr"):
@@ -80,7 +80,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
                 found.of[node], found.back[new] = new, node
             return found.of[node]
         if node not in local:
-            if next(tensors_of(node.meta.get("val")), None) is None:  # made of sizes
+            if next(tensors_of(node.meta.get("val")), None) is None:  # computed from sizes
                 local[node] = found.graph.node_copy(node, copied)
             else:
                 entry = found.graph.placeholder(f"{node.name}_given")
@@ -98,7 +98,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
 
 
 def _leaves(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    """Whether other blocks use a tensor, or it is the loss."""
+    """Return whether other blocks use a tensor, or it is the loss."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     users = [annotation(u).block for u in node.users if u not in inside]
@@ -106,7 +106,7 @@ def _leaves(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
 
 
 def _whole(found: SampleGraph, source: fx.Node, like: fx.Node, kind: int) -> fx.Node:
-    """An op that moves nothing and has its operand whole."""
+    """Add an op that moves nothing and requires its operand replicated."""
     new = found.graph.call_function(torch.ops.aten.alias.default, (source,))
     new.meta["val"] = like.meta.get("val")
     new.meta[KEY] = NodeAnnotation(requires_grad=annotation(like).requires_grad)
@@ -116,7 +116,7 @@ def _whole(found: SampleGraph, source: fx.Node, like: fx.Node, kind: int) -> fx.
 
 
 def _fix(new: fx.Node, like: fx.Node) -> None:
-    """Decide that a node has its value whole."""
+    """Fix the placement of a node as replicated."""
     known = annotation(like)
     new.meta = dict(new.meta)
     new.meta[KEY] = NodeAnnotation(

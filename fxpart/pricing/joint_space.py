@@ -1,4 +1,4 @@
-"""Which degrees, ZeRO levels and recompute modes the joint planner may choose among."""
+"""The search space of the joint planner: degrees, ZeRO levels and recompute modes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.solver.joint.problem import Recompute
 
-SMALL = 16  # devices up to which every data degree is tried
-MOST_COUNTS = 32  # microbatch counts of a large batch
+SMALL = 16  # number of devices up to which every data degree is tried
+MOST_COUNTS = 32  # most microbatch counts of a large batch
 ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen; None means the planner's default for the cluster and the model.
+    """The allowed choices; None means the planner's default for the cluster and the model.
 
-    tensor: ranks that share each block. data: replicas of a stage. expert: replicas among which the
-    experts of a mixture are dealt out. zero: levels 0 to 3; recompute: modes. uniform: every stage
-    has the same of all these. max_stages: None for as many as there are devices and blocks.
-    microbatches: counts. most_options: ways to run a stage, of all pools together; where there are
-    more, the data degrees farthest from powers of two go first.
+    tensor: ranks that share each block. data: replicas of a stage. expert: replicas over which the
+    experts of a mixture are distributed. zero: levels 0 to 3; recompute: modes. uniform: every
+    stage has equal degrees. max_stages: None for as many as there are devices and blocks.
+    microbatches: counts. most_options: options of a stage, of all pools together; where there are
+    more, the data degrees farthest from powers of two are removed first.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -41,7 +41,7 @@ class SearchSpace:
     most_options: int = 2048
 
     def __post_init__(self) -> None:
-        """FXP109 for what is not a degree, a level or a mode."""
+        """Raise FXP109 for an invalid degree, level or mode."""
         degrees = (self.tensor, self.data, self.expert, self.microbatches)
         numbers = [n for row in degrees for n in row or (1,)]
         wrong = [n for n in numbers if n < 1] + [z for z in self.zero if z not in range(4)]
@@ -51,19 +51,19 @@ class SearchSpace:
             raise error(
                 "FXP109",
                 where=f"{self}"[:200],
-                why="a degree is below 1, a ZeRO level or a recompute mode is not known, or a row "
+                why="a degree is below 1, a ZeRO level or a recompute mode is unknown, or a field "
                 "is empty",
-                fix="degrees from 1, zero from 0 to 3, recompute none, selective or full",
+                fix="use degrees from 1, zero from 0 to 3, recompute none, selective or full",
             )
 
 
 def tensor_degrees(host: int) -> tuple[int, ...]:
-    """Divisors of the devices on a host: groups that a host is full of."""
+    """Return the divisors of the number of devices on a host."""
     return tuple(t for t in range(1, host + 1) if host % t == 0)
 
 
 def data_degrees(devices: int) -> tuple[int, ...]:
-    """All up to ``SMALL`` devices; beyond, powers of two, three times those, and divisors."""
+    """Return all up to ``SMALL`` devices; beyond, 2^k, 3 * 2^k, and divisors."""
     if devices <= SMALL:
         return tuple(range(1, devices + 1))
     found = {d for d in range(1, int(devices**0.5) + 1) if devices % d == 0}
@@ -72,7 +72,7 @@ def data_degrees(devices: int) -> tuple[int, ...]:
 
 
 def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
-    """Powers of two that divide the number of experts, as far as devices go; 1 for none.
+    """Return the powers of two that divide the number of experts, up to ``devices``; 1 for none.
 
     On more than ``SMALL`` devices 1 and those from 8 on.
     """
@@ -82,19 +82,19 @@ def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
 
 
 def microbatch_counts(batch: int, stages: int) -> tuple[int, ...]:
-    """Counts of microbatches worth trying; for a small batch one of each size.
+    """Return the counts of microbatches to try; for a small batch one of each size.
 
-    For a large one powers of two, three times those, and divisors of the batch.
+    For a large one 2^k, 3 * 2^k, and divisors of the batch.
     """
     if batch <= 64:
         return tuple(sorted({split.microbatches for split in splits(batch, stages)}))
-    rest = {d for d in range(1, batch + 1) if batch % d == 0} if batch <= 1 << 20 else set()
-    found = list(dict.fromkeys([1, batch, *_smooth(batch), *sorted(rest)]))
+    divisors = {d for d in range(1, batch + 1) if batch % d == 0} if batch <= 1 << 20 else set()
+    found = list(dict.fromkeys([1, batch, *_smooth(batch), *sorted(divisors)]))
     return tuple(sorted(found[:MOST_COUNTS]))
 
 
 def host_size(cluster: Cluster) -> int:
-    """Devices on the size of host that most devices are on; of equal ones the larger."""
+    """Return the most common number of devices on a host, by devices; of equal ones the larger."""
     hosts = Counter(device.host for device in cluster.devices)
     sizes: Counter[int] = Counter()
     for count in hosts.values():
@@ -103,7 +103,7 @@ def host_size(cluster: Cluster) -> int:
 
 
 def odd(degree: int) -> int:
-    """What is left of a degree without its factors of two; degrees near powers of two are small."""
+    """Return the odd part of a degree; it is small for degrees near powers of two."""
     while degree % 2 == 0:
         degree //= 2
     return degree

@@ -1,10 +1,10 @@
-"""What a tensor degree does to each kind of block: placements chosen by the solver, and their cost.
+"""Placements of each kind of block under a tensor degree, selected by the solver, and their cost.
 
-For one block of each kind the machinery of placements (:mod:`fxpart.pricing.placement_builder`)
-chooses every op's strategy on a mesh of ``tensor`` ranks, at one microbatch size, with all values
-that enter or leave a block whole on every rank, and the rows of the batch never cut (that is what
-data replicas do). The choice minimises seconds of a step. At every size the chosen strategies are
-then priced op by op as for one rank, and each change of placement as a collective.
+For one block of each kind, :mod:`fxpart.pricing.placement_builder` selects every op's strategy on a
+mesh of ``tensor`` ranks, at one microbatch size, with all values that enter or leave a block
+replicated, and without sharding of batch rows (which is data parallelism). The choice minimizes the
+step time. At every size the selected strategies are then priced op by op as for one rank, and each
+change of placement as a collective.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from fxpart.pricing.variants import Sizes
     from fxpart.solver.problem import Weight
 
-_AMPLE = 1e18  # bytes: the cheapest choice in seconds is wanted, whatever it needs
+_AMPLE = 1e18  # bytes: no memory limit, so that the fastest choice is found
 
 
 @dataclass(frozen=True)
 class TensorLayoutContext:
-    """At what the placements are chosen: sizes, device, ring of the ranks, microbatches a step."""
+    """Conditions of the selection: sizes, device, ring of ranks, microbatches per step."""
 
     model: CostModel
     specs: Specs
@@ -56,7 +56,7 @@ class TensorLayoutContext:
 
 
 class TensorParallelLayout(BlockLayout):
-    """Blocks shared by ``parts`` ranks: by copy of an op its option, by state where it lies."""
+    """Blocks shared by ``parts`` ranks: the option of each op's copy, the port of each state."""
 
     def __init__(
         self,
@@ -64,34 +64,39 @@ class TensorParallelLayout(BlockLayout):
         samples: SampleGraph,
         flow: GraphDataflow,
         chosen: Mapping[fx.Node, OpOption],
-        lies: Mapping[str, Port],
+        state_ports: Mapping[str, Port],
         messages: tuple[BlockCollective, ...],
     ) -> None:
-        """Note by op and storage which of its tensors the storage is cut like."""
+        """Record for each saved storage of an op the tensor whose sharding it shares."""
         self.parts, self.messages = parts, messages
-        self._samples, self._flow, self._chosen, self._lies = samples, flow, chosen, lies
-        self._kept: dict[tuple[fx.Node, int], tuple[str, int]] = {}
+        self._samples, self._flow, self._chosen, self._state_ports = (
+            samples,
+            flow,
+            chosen,
+            state_ports,
+        )
+        self._tensor_of_storage: dict[tuple[fx.Node, int], tuple[str, int]] = {}
         self._stored: dict[int, Size] = {}
         for node, kept in flow.kept.items():
             numbers = dict.fromkeys(saved.storage for saved in annotation(node).saved)
             for number, each in zip(numbers, kept, strict=True):
-                self._kept[node, number] = each.tensor
+                self._tensor_of_storage[node, number] = each.tensor
 
     @property
     def cuts(self) -> bool:
-        """Whether anything is cut at all."""
+        """Return whether anything is sharded."""
         ports = [p for o in self._chosen.values() for p in (*o.takes, *o.gives)]
         return any(_is_cut(place) for place, _ in ports)
 
     @property
     def lean(self) -> bool:
-        """Whether some parameter is cut, and every table that is a large part of all state."""
-        held = {name: _is_cut(place) for name, (place, _) in self._lies.items()}
+        """Return whether some parameter is sharded, and every large embedding table."""
+        sharded = {name: _is_cut(place) for name, (place, _) in self._state_ports.items()}
         heavy = find_large_embedding_tables(self._samples.graph)
-        return any(held.values()) and all(held.get(name, True) for name in heavy)
+        return any(sharded.values()) and all(sharded.get(name, True) for name in heavy)
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
-        """The op on what the rank holds."""
+        """Return the op on the rank's part."""
         option = self._chosen.get(self._samples.of[node])
         if option is None:
             return spec
@@ -111,9 +116,9 @@ class TensorParallelLayout(BlockLayout):
         )  # fmt: skip
 
     def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The node's tensors as the rank holds them."""
-        if node.op == "get_attr" and str(node.target) in self._lies:
-            return tuple(self._local(t, self._lies[str(node.target)][0]) for t in whole)
+        """Return the rank's part of the node's tensors."""
+        if node.op == "get_attr" and str(node.target) in self._state_ports:
+            return tuple(self._local(t, self._state_ports[str(node.target)][0]) for t in whole)
         copy = self._samples.of.get(node)
         value = self._flow.value.get(copy) if copy is not None else None
         source = value.node if value is not None else copy
@@ -127,7 +132,7 @@ class TensorParallelLayout(BlockLayout):
         return tuple(self._local(t, port[0]) for t, port in zip(whole, ports, strict=True))
 
     def storage(self, storage: SavedStorage) -> Size:
-        """Bytes that the rank keeps: a part where every op that keeps it has it cut."""
+        """Return the rank's bytes: a part where every op that saves it has it sharded."""
         if id(storage) not in self._stored:
             self._stored[id(storage)] = self._storage(storage)
         return self._stored[id(storage)]
@@ -140,20 +145,20 @@ class TensorParallelLayout(BlockLayout):
         return _divided(storage.size, self.parts)
 
     def _part(self, node: fx.Node, number: int) -> bool:
-        found, option = self._kept.get((node, number)), self._chosen.get(node)
+        found, option = self._tensor_of_storage.get((node, number)), self._chosen.get(node)
         if found is None or option is None:
             return False
         ports = option.takes if found[0] == "operand" else option.gives
         return found[1] < len(ports) and _is_cut(ports[found[1]][0])
 
     def weight(self, weight: Weight) -> int:
-        """Into how many parts a parameter is cut."""
-        port = self._lies.get(weight.name)
+        """Return the number of parts into which a parameter is sharded."""
+        port = self._state_ports.get(weight.name)
         return self.parts if port is not None and _is_cut(port[0]) else 1
 
     def waits(self, weight: Weight) -> bool:
-        """Whether its gradient is a sum over the ranks that is made once a step."""
-        port = self._lies.get(weight.name)
+        """Return whether its gradient is reduced over the ranks per step."""
+        port = self._state_ports.get(weight.name)
         return bool(weight.gradient) and port is not None and port[1] == (PARTIAL,)
 
     def _local(self, tensor: TensorSpec, placements: Placements) -> TensorSpec:
@@ -169,10 +174,10 @@ class TensorParallelLayout(BlockLayout):
 
 
 class TensorLayoutSolver:
-    """Chooses placements for one graph of samples, for one tensor degree after another."""
+    """Selects placements for one graph of samples, for one tensor degree after another."""
 
     def __init__(self, samples: SampleGraph) -> None:
-        """What the degrees have in common is found with the first of them."""
+        """Create it; the common part of all degrees is computed with the first of them."""
         self._samples = samples
         self._families: OpFamilies | None = None
         self._flow: GraphDataflow | None = None
@@ -180,10 +185,10 @@ class TensorLayoutSolver:
     def __call__(
         self, tensor: int, at: TensorLayoutContext, time_limit: float = 10.0
     ) -> TensorParallelLayout:
-        """The cheapest placements of every kind of block on ``tensor`` ranks.
+        """Return the fastest placements of every kind of block on ``tensor`` ranks.
 
-        Where these leave all parameters whole on each rank (small blocks, slow links), the cheapest
-        that need at most about half of what that saves at best.
+        Where these replicate all parameters (small blocks, slow links), the fastest that need at
+        most about half of the memory that sharding can save.
         """
         builder = self._builder(tensor, at)
         return self._solved(tensor, builder.build(_AMPLE), builder, time_limit)
@@ -215,7 +220,7 @@ class TensorLayoutSolver:
     ) -> TensorParallelLayout:
         problem = built.problem
         choice = solve_placement(problem, time_limit=time_limit).choice
-        assert choice is not None, "without a budget there is a choice"
+        assert choice is not None, "without a budget some choice is feasible"
         found = self._cut(tensor, built, builder, choice)
         if found.lean:
             return found
@@ -237,9 +242,11 @@ class TensorLayoutSolver:
             assert isinstance(option, OpOption), "ops have options"
             chosen[node] = option
         ports = {n: port_of(p, 0, choice) for n, p in built.sources.items()}
-        lies = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
+        state_ports = {str(n.target): port for n, port in ports.items() if n.op == "get_attr"}
         messages = tuple(PlacementCollectives(self._samples, builder, choice, chosen, ports).all())
-        return TensorParallelLayout(tensor, self._samples, builder.flow, chosen, lies, messages)
+        return TensorParallelLayout(
+            tensor, self._samples, builder.flow, chosen, state_ports, messages
+        )
 
 
 def _is_cut(placements: Placements) -> bool:
@@ -247,7 +254,7 @@ def _is_cut(placements: Placements) -> bool:
 
 
 def _divided(size: Size, parts: int) -> Size:
-    """The largest of ``parts`` parts; an expression where the size is one."""
+    """Return the largest of ``parts`` parts; symbolic where the size is."""
     if isinstance(size, int):
         return -(-size // parts)
     return sympy.ceiling(size / parts)

@@ -1,7 +1,7 @@
-"""What lives at a rank's predicted peak: a step followed op by op, and its ten largest tensors.
+"""Live tensors at a rank's predicted peak: a step simulated op by op, and its ten largest tensors.
 
-Three moments are compared: a microbatch's forward and backward while the most microbatches are in
-flight, and the optimizer's step. Gradients of weights are there from the second backward on.
+Three moments are compared: a microbatch's forward and backward with the most microbatches in
+flight, and the optimizer step. Gradients of weights exist from the second backward on.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def with_live_tensors(
     captured: CapturedModel,
     sharing: StageParallelism | None,
 ) -> Plan:
-    """The plan with the peak and the largest tensors of each stage.
+    """Return the plan with the peak and the largest tensors of each stage.
 
-    problem, graph: of one lane. Stages must be runs of blocks in the graph's order, as in plans
-    without branches. sharing: where a stage is several ranks.
+    problem, graph: of one mesh rank. Stages must be runs of blocks in the graph's order, as in
+    plans without branches. sharing: where a stage is several ranks.
     """
     shared = sharing or StageParallelism(Mesh())
     rows = captured_rows(captured)
@@ -56,13 +56,13 @@ def with_live_tensors(
     found = []
     for entry in plan.prediction.ranks:
         stage = plan.stages[entry.stage]
-        held = [
+        weights_of_stage = [
             w for w in problem.weights if set(w.blocks) & set(range(stage.first, stage.last + 1))
         ]
         mine = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
-        peak = StagePeak(mine, held, specs, sizes)
+        peak = StagePeak(mine, weights_of_stage, specs, sizes)
         found.append(
-            peak.predicted(entry, plan.microbatches, plan.weights if plan.weights != FLUSH else "")
+            peak.with_peak(entry, plan.microbatches, plan.weights if plan.weights != FLUSH else "")
         )
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)
@@ -70,7 +70,7 @@ def with_live_tensors(
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A saved storage: its bytes, its first and last saver's place, its maker's place and name."""
+    """A saved storage: bytes, positions and names of its first saver and its maker."""
 
     size: int
     first: int
@@ -80,17 +80,21 @@ class _SavedTensor:
 
 
 class StagePeak:
-    """One stage's tensors over a microbatch."""
+    """One stage's tensors during a microbatch."""
 
     def __init__(
-        self, nodes: Sequence[fx.Node], held: Sequence[Weight], specs: Specs, sizes: Sizes
+        self,
+        nodes: Sequence[fx.Node],
+        weights_of_stage: Sequence[Weight],
+        specs: Specs,
+        sizes: Sizes,
     ) -> None:
-        """nodes: of the stage, in order. held: its parameters and buffers."""
-        self._nodes, self._held, self._sizes = nodes, held, sizes
+        """Find lifetimes. nodes: in order. weights_of_stage: its parameters and buffers."""
+        self._nodes, self._weights, self._sizes = nodes, weights_of_stage, sizes
         names = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
         self._space = Workspace(BlockScope(tuple(nodes), names), specs, 1, whole=True)
-        self._kept = list(self._storages())
-        self._saved = sum(kept.size for kept in self._kept)
+        self._saved_tensors = list(self._storages())
+        self._saved = sum(kept.size for kept in self._saved_tensors)
 
     def _storages(self) -> Iterator[_SavedTensor]:
         order = {node.name: index for index, node in enumerate(self._nodes)}
@@ -100,28 +104,30 @@ class StagePeak:
                 found.setdefault(saved.storage, (saved.size, saved.source, []))[2].append(index)
         for size, source, savers in found.values():
             if source and source not in order:
-                continue  # received, or the user's: counted as such
+                continue  # received or the user's input, which are counted separately
             saver = self._nodes[savers[0]].name
             made = order.get(source, savers[0])
             yield _SavedTensor(self._sizes.number(size), savers[0], made, source or saver, saver)
 
-    def predicted(
+    def with_peak(
         self, entry: RankPrediction, microbatches: int, weights: str = ""
     ) -> RankPrediction:
-        """The entry with its peak and what lives then. weights: the weight mode of a stream."""
-        flying, trained = entry.in_flight, [w for w in self._held if w.gradient]
+        """Return the entry with its peak and its live tensors. weights: weight mode of async."""
+        in_flight, trained = entry.in_flight, [w for w in self._weights if w.gradient]
         gradients = entry.memory.gradients
-        full = flying if microbatches > flying else flying - 1  # in flight beside all gradients
+        # In flight besides all gradients.
+        full = in_flight if microbatches > in_flight else in_flight - 1
         if weights and microbatches > 1:
-            full = flying  # the next minibatch's follow at once
+            full = in_flight  # the next minibatch follows immediately
         forward, backward = self._space.live(self._sizes)
-        ahead, back = forward + self._made(), backward + self._left()
+        ahead = forward + self._count_saved_in_forward()
+        back = backward + self._count_saved_in_backward()
         fixed = entry.memory.weights + entry.memory.buffers + entry.memory.optimizer
         fixed += entry.memory.copies
-        moved = entry.memory.transfers // max(1, flying)
-        grown, packed = self._grown(trained), entry.memory.sums
+        moved = entry.memory.transfers // max(1, in_flight)
+        grown, packed = self._count_gradients(trained), entry.memory.sums
         cases: list[tuple[int, str, int, int, bool]] = []
-        for count, whole in ((flying, False), (full, True)):
+        for count, whole in ((in_flight, False), (full, True)):
             if count < 1:
                 continue
             others = fixed + count * moved + (count - 1) * self._saved
@@ -133,28 +139,28 @@ class StagePeak:
                 most = int((live + extra)[at]) if len(live) else 0
                 cases.append((others + most, way, at, count, whole))
         temporary = max((w.temporary for w in trained), default=0)
-        still = flying - 1 if weights else 0  # others are in flight while a stream's stage updates
-        known = fixed + gradients + max(temporary, packed) + still * (moved + self._saved)
+        waiting = in_flight - 1 if weights else 0  # while an asynchronous stage updates
+        known = fixed + gradients + max(temporary, packed) + waiting * (moved + self._saved)
         most = known if weights else max(known, entry.update)
-        cases.append((most, "update", 0, still, True))
+        cases.append((most, "update", 0, waiting, True))
         peak, way, at, count, whole = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
         if entry.memory.copies:
             why = f"copies of weights, {weights}"
             rows.append(LiveTensor(name="weights", bytes=entry.memory.copies, why=why))
         if packed and way == "backward":
-            rows.append(LiveTensor(name="gradients", bytes=packed, why="packed to be summed"))
+            rows.append(LiveTensor(name="gradients", bytes=packed, why="packed for reduction"))
         if way != "update":
             rows += self._moment(way, at, count)
         else:
             rows += self._flying(count)
             if more := most - known:
-                rows.append(LiveTensor(name="gradients", bytes=more, why="packed to be summed"))
+                rows.append(LiveTensor(name="gradients", bytes=more, why="packed for reduction"))
         rows.sort(key=lambda row: (-row.bytes, row.name))
         return msgspec.structs.replace(entry, peak=peak, top=tuple(rows[:TOP]))
 
-    def _grown(self, trained: Sequence[Weight]) -> NDArray[np.int64]:
-        """By op, the gradients that a first backward has left before it: those of later ops."""
+    def _count_gradients(self, trained: Sequence[Weight]) -> NDArray[np.int64]:
+        """Return by op the gradient bytes that a first backward has made before it."""
         size = {w.name: w.gradient for w in trained}
         seen: set[str] = set()
         total, rows = 0, np.zeros(len(self._nodes), dtype=np.int64)
@@ -167,22 +173,22 @@ class StagePeak:
                     total += size[name]
         return rows
 
-    def _made(self) -> NDArray[np.int64]:
-        """By op, the saved tensors that a forward has made."""
+    def _count_saved_in_forward(self) -> NDArray[np.int64]:
+        """Return by op the bytes of saved tensors that a forward has made."""
         rows = np.zeros(len(self._nodes), dtype=np.int64)
-        for kept in self._kept:
+        for kept in self._saved_tensors:
             rows[kept.made :] += kept.size
         return rows
 
-    def _left(self) -> NDArray[np.int64]:
-        """By op, the saved tensors that a backward has not freed."""
+    def _count_saved_in_backward(self) -> NDArray[np.int64]:
+        """Return by op the bytes of saved tensors that a backward has not freed."""
         rows = np.zeros(len(self._nodes), dtype=np.int64)
-        for kept in self._kept:
+        for kept in self._saved_tensors:
             rows[kept.first :] += kept.size
         return rows
 
     def _fixed(self, way: str, whole: bool) -> Iterator[LiveTensor]:
-        for weight in self._held:
+        for weight in self._weights:
             kind = "buffer" if weight.buffer else "weight"
             yield LiveTensor(name=weight.name, bytes=weight.weight, why=kind)
             if weight.optimizer:
@@ -190,21 +196,21 @@ class StagePeak:
             if weight.gradient and whole:
                 yield LiveTensor(name=weight.name, bytes=weight.gradient, why="gradient")
         if way == "update":
-            largest = max((w for w in self._held if w.gradient), key=lambda w: w.temporary)
+            largest = max((w for w in self._weights if w.gradient), key=lambda w: w.temporary)
             why = "working memory, optimizer"
             yield LiveTensor(name=largest.name, bytes=largest.temporary, why=why)
 
     def _flying(self, count: int) -> Iterator[LiveTensor]:
-        """What so many microbatches have saved, and wait with."""
-        for kept in self._kept if count else ():
+        """Yield the saved tensors of ``count`` waiting microbatches."""
+        for kept in self._saved_tensors if count else ():
             times = f", {count} microbatches" if count > 1 else ""
             yield LiveTensor(
                 name=kept.name, bytes=count * kept.size, why=f"saved for {kept.saver}{times}"
             )
 
     def _moment(self, way: str, at: int, count: int) -> Iterator[LiveTensor]:
-        """What the microbatch in hand has at one op, and what the others in flight have."""
-        for kept in self._kept:
+        """Yield the tensors of the current microbatch at one op, and of the others in flight."""
+        for kept in self._saved_tensors:
             now = kept.made <= at if way == "forward" else kept.first <= at
             copies = count - 1 + now
             if copies:

@@ -1,4 +1,4 @@
-"""Bytes by block: what autograd keeps, what crosses, and what lives only for a while."""
+"""Memory of blocks: saved tensors, transfers between blocks, and temporary tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 
 def find_needed_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The nodes that a stage's program has: what the loss and writes to state need.
+    """Return the nodes that the loss and writes to state need; a stage's program has only these.
 
-    What only leads to other results is left out of programs that train. All nodes where the graph
-    returns no loss.
+    All nodes where the graph returns no loss.
     """
     (output,) = graph.find_nodes(op="output") or (None,)
     returned = output.args[0] if output is not None and output.args else None
@@ -48,11 +47,12 @@ def find_needed_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]:
-    """By block, the bytes of each storage that autograd keeps and that the block makes.
+    """Return by block the bytes of each storage that it makes and autograd saves.
 
-    Whichever blocks save it, its stage has it until the backward: as its own saved tensor, or as
-    the result that it sent. Stages that received it count it as such. An input counts once, in
-    the first block that saves it: all microbatches and stages of a process look at one batch.
+    Whichever blocks save a storage, the stage of its maker stores it until the backward: as its own
+    saved tensor, or as the result that it sent. Stages that received it count it as received. An
+    input counts once, in the first block that saves it: all microbatches and stages of a process
+    share one batch.
     """
     home = {node.name: annotation(node).block for node in graph.nodes}
     found: dict[int, tuple[Size, str, set[int]]] = {}
@@ -68,7 +68,7 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
         producer = home.get(source)
         if producer is not None:
             rows[producer].append(size)
-        else:  # an input, or an op's private result, which has one user
+        else:  # an input, or an internal result of one op
             rows[min(users)].append(size)
     return tuple(map(tuple, rows))
 
@@ -76,7 +76,7 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
 def crossing_nodes(
     graph: fx.Graph, specs: Specs
 ) -> Iterator[tuple[fx.Node, fx.Node, tuple[int, ...]]]:
-    """Nodes whose values later blocks use: the node, the node whose memory it is, those blocks."""
+    """Yield nodes whose values later blocks use: the node, the owner of its memory, the blocks."""
     roots: dict[fx.Node, fx.Node] = {}
     alive = find_needed_nodes(graph)
     for node in graph.nodes:
@@ -93,9 +93,10 @@ def crossing_nodes(
 def crossing(
     graph: fx.Graph, specs: Specs, transfer_dtype: str = ""
 ) -> tuple[tuple[BlockValue, ...], tuple[Size, ...]]:
-    """Values that later blocks use, and their bytes as they are sent.
+    """Return the values that later blocks use, and their bytes when sent.
 
-    transfer_dtype: what float32 travels as, "" as it is; it is kept as float32 all the same.
+    transfer_dtype: dtype in which float32 is sent, "" for no conversion; it is stored as float32
+    anyway.
     """
     sources = {
         saved.source for node in find_needed_nodes(graph) for saved in annotation(node).saved
@@ -104,7 +105,7 @@ def crossing(
     amounts: list[Size] = []
     for node, root, later in crossing_nodes(graph, specs):
         block, tensors = annotation(node).block, specs.tensors(node)
-        assert block is not None, "only ops of blocks cross"
+        assert block is not None, "crossing nodes are in blocks"
         gradient = annotation(node).requires_grad and any(is_floating(t.dtype) for t in tensors)
         saved = root.name in sources or root.op != "call_function"
         wire = [wire_dtype(t.dtype, transfer_dtype) for t in tensors]
@@ -120,7 +121,7 @@ def crossing(
 
 
 def _is_view(node: fx.Node, known: Container[fx.Node]) -> bool:
-    """Whether the node's value lies in the memory of its first argument's."""
+    """Return whether the node's value shares the memory of its first argument."""
     if node.op != "call_function":
         return False
     target, args, _ = unwrap_seeded_call(node)
@@ -137,14 +138,14 @@ def _sum(sizes: Iterable[Size]) -> Size:
 
 @dataclass(frozen=True)
 class BlockScope:
-    """Nodes of the blocks of interest, and the names of all nodes whose values autograd keeps."""
+    """Nodes of the blocks of interest, and the names of all nodes whose values autograd saves."""
 
     nodes: tuple[fx.Node, ...]
     kept: frozenset[str]
 
     @staticmethod
     def of(graph: fx.Graph, only: Container[int] | None = None) -> BlockScope:
-        """Those of a graph. only: blocks of interest, by default all."""
+        """Return the scope of a graph. only: blocks of interest, by default all."""
         nodes = [n for n in graph.nodes if annotation(n).block is not None]
         kept = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
         wanted = nodes if only is None else [n for n in nodes if annotation(n).block in only]
@@ -153,7 +154,7 @@ class BlockScope:
 
 @dataclass(frozen=True)
 class _StorageLifetime:
-    """A storage that lives from op ``start`` up to op ``end``, both included."""
+    """A storage that lives from op ``start`` to op ``end``, inclusive."""
 
     start: int
     end: int
@@ -162,21 +163,21 @@ class _StorageLifetime:
 
 
 class Workspace:
-    """Bytes that live only while a block runs: the larger of its forward's and its backward's peak.
+    """Temporary bytes while a block runs: the larger of the peaks of its forward and its backward.
 
-    Forward: results that autograd does not keep, from the op that makes them to the last one in
-    the block that uses them, and what ops take inside. Backward: the gradient of a result, from its
-    last user (or the block's end, if a later block uses it) to its own op, and what each op takes
-    for the gradients that it makes, less what its block kept and has freed by then. Views hold
-    their base's memory, and so does a gradient that an op hands on as it is.
+    Forward: results that autograd does not save, from the op that makes them to the last op of the
+    block that uses them, and ops' internal memory. Backward: the gradient of a result, from its
+    last user (or the block's end, if a later block uses it) to its own op, and what each op
+    allocates for the gradients that it makes, less the saved tensors of the block that are freed by
+    then. Views share their base's memory, and so does a gradient that an op passes on unchanged.
     """
 
     def __init__(
         self, graph: fx.Graph | BlockScope, specs: Specs, blocks: int, *, whole: bool = False
     ) -> None:
-        """Find each storage's span of life; sizes stay expressions.
+        """Find each storage's lifetime; sizes stay symbolic.
 
-        whole: the scope is one stretch, as if it were one block.
+        whole: treat the scope as one block.
         """
         scope = graph if isinstance(graph, BlockScope) else BlockScope.of(graph)
         self._blocks, self._nodes = blocks, scope.nodes
@@ -191,25 +192,25 @@ class Workspace:
         self._inside = [_inside(node, specs) for node in self._nodes]
 
     def _results(self, kept: frozenset[str], specs: Specs) -> list[_StorageLifetime]:
-        """The storages that ops make and autograd does not keep."""
+        """Return the storages that ops make and autograd does not save."""
         order, base, last = self._order, dict[fx.Node, fx.Node](), dict[fx.Node, int]()
-        held: set[fx.Node] = set()
+        saved_roots: set[fx.Node] = set()
         for node in self._nodes:
             root = base[node] = self._base(node, base)
             inside = [order[u] for u in node.users if self._same(u, root)]
             last[root] = max([last.get(root, order[root]), *inside])
             if node.name in kept:
-                held.add(root)
+                saved_roots.add(root)
         return [
             _StorageLifetime(order[node], last[node], _amount(node, specs), node)
             for node in self._nodes
-            if base[node] is node and node not in held
+            if base[node] is node and node not in saved_roots
         ]
 
     def _gradients(self, specs: Specs) -> list[_StorageLifetime]:
-        """The gradients that wait for the backward of the op whose result they belong to.
+        """Return the gradients that wait for the backward of the op whose result they belong to.
 
-        While the last user runs, they are among what it takes.
+        While the last user runs, they are part of that op's internal memory.
         """
         order, found = self._order, dict[fx.Node, tuple[int, int]]()
         root: dict[fx.Node, fx.Node] = {}
@@ -222,9 +223,11 @@ class Workspace:
             mine = [order[u] for u in users if self._same(u, node)]
             outside = len(mine) < len(users)
             first = self._ends[block] + 1 if outside else max(mine, default=order[node])
-            giver = self._nodes[first] if first < len(self._nodes) and not outside else None
-            shares = giver is not None and node.name in annotation(giver).working.through
-            top = root[node] = root.get(giver, node) if shares and giver is not None else node
+            last_user = self._nodes[first] if first < len(self._nodes) and not outside else None
+            shares = last_user is not None and node.name in annotation(last_user).working.through
+            top = root[node] = (
+                root.get(last_user, node) if shares and last_user is not None else node
+            )
             start, end = found.get(top, (order[node], first))
             found[top] = min(start, order[node]), max(end, first)
             size.setdefault(top, _amount(node, specs))
@@ -233,7 +236,7 @@ class Workspace:
         ]
 
     def _dropped(self, specs: Specs) -> list[_StorageLifetime]:
-        """What a block makes and keeps for itself alone, where its backward has freed it."""
+        """Return the lifetimes, after its backward, of saved tensors that only one block uses."""
         order, found = self._order, dict[int, tuple[int, SavedTensor, set[int | None]]]()
         start: dict[int | None, int] = {}
         for node, index in order.items():
@@ -247,21 +250,21 @@ class Workspace:
         for first, saved, blocks in found.values():
             maker, saver = home.get(saved.source), self._nodes[first]
             block = self._of[saver]
-            handed = maker is None or not all(self._same(u, maker) for u in maker.users)
+            used_later = maker is None or not all(self._same(u, maker) for u in maker.users)
             if len(blocks) > 1 or (
-                saved.source and (handed or self._of[home[saved.source]] != block)
+                saved.source and (used_later or self._of[home[saved.source]] != block)
             ):
                 continue
-            # freed once the first op that keeps it has run its backward
+            # freed once the first op that saves it has run its backward
             spans.append(
                 _StorageLifetime(start[block], first - 1, saved.size * _part(saver, specs))
             )
         return spans
 
     def bytes(self, sizes: Sizes) -> tuple[int, ...]:
-        """The peak of each block at one microbatch size."""
+        """Return the peak of each block at one microbatch size."""
         forward, backward = self.live(sizes)
-        # An op's own saved tensors are freed when it is done: the gradients come on top of them.
+        # An op's own saved tensors are freed after it, so its gradients add to them.
         backward = backward - self._live(self._freed, sizes)
         peak = np.zeros(self._blocks, dtype=np.int64)
         where = np.array([self._of[n] for n in self._nodes], dtype=np.int64)
@@ -269,7 +272,7 @@ class Workspace:
         return tuple(int(p) for p in peak)
 
     def live(self, sizes: Sizes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Bytes beside saved tensors while each op's forward and backward runs."""
+        """Return the bytes besides saved tensors while each op's forward and backward runs."""
         inside = np.array(
             [[sizes.number(size) for size in pair] for pair in self._inside], dtype=np.int64
         ).reshape(len(self._nodes), 2)
@@ -277,27 +280,27 @@ class Workspace:
         return forward, self._live(self._backward, sizes) + inside[:, 1]
 
     def alive_at(self, sizes: Sizes, at: int, forward: bool) -> Iterator[tuple[fx.Node, int]]:
-        """The nodes whose result, or its gradient, lives while op ``at`` runs, and its bytes."""
+        """Yield the nodes whose result or gradient is live while op ``at`` runs, with its bytes."""
         for span in self._forward if forward else self._backward:
             if span.start <= at <= span.end and span.node is not None:
                 yield span.node, sizes.number(span.size)
 
     def inside(self, sizes: Sizes, at: int, forward: bool) -> int:
-        """What op ``at`` takes for itself."""
+        """Return the internal memory of op ``at``."""
         return sizes.number(self._inside[at][0 if forward else 1])
 
     def _same(self, user: fx.Node, node: fx.Node) -> bool:
         return user in self._of and node in self._of and self._of[user] == self._of[node]
 
     def _base(self, node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The node of the same block whose memory this one's value is."""
+        """Return the node of the same block that owns this value's memory."""
         if _is_view(node, base):
             root = base[unwrap_seeded_call(node)[1][0]]
             return root if self._same(root, node) else node
         return node
 
     def _live(self, spans: Iterable[_StorageLifetime], sizes: Sizes) -> NDArray[np.int64]:
-        """Bytes alive at each op."""
+        """Return the bytes alive at each op."""
         change = np.zeros(len(self._nodes) + 1, dtype=np.int64)
         for span in spans:
             if span.start <= span.end:
@@ -312,16 +315,16 @@ def _amount(node: fx.Node, specs: Specs) -> Size:
 
 
 def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
-    """What an op takes in its forward and in its backward."""
-    taken = annotation(node).working
-    if taken.forward == 0 and taken.backward == 0:
+    """Return an op's internal memory in its forward and in its backward."""
+    working = annotation(node).working
+    if working.forward == 0 and working.backward == 0:
         return 0, 0
     part = _part(node, specs)
-    return taken.forward * part, taken.backward * part
+    return working.forward * part, working.backward * part
 
 
 def _part(node: fx.Node, specs: Specs) -> sympy.Expr | int:
-    """How much of an op's operands and results a rank has, 1 where nothing is cut."""
+    """Return the fraction of an op's operands and results on a rank, 1 where nothing is sharded."""
     values = (node, *node.all_input_nodes)
     cut = _sum(_amount(value, specs) for value in values)
     whole = _sum(

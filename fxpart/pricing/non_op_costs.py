@@ -1,7 +1,7 @@
-"""What a calibrated cost model knows beside ops: updates, sums of gradients, the runtime itself.
+"""Calibrated costs besides ops: optimizer step, gradient accumulation, runtime overhead.
 
-Each is counted in bytes and calls first, at one rate for every device; stages measured whole say
-how many times longer it takes there. A model without calibration goes by the device's bandwidth.
+Each is counted in bytes and calls, at one rate for every device; measurements of whole stages
+provide the factor of a class. Without calibration the device's bandwidth is used.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 
-# Classes of work beside ops, as calibrations name them, of a microbatch's gradients.
+# Classes of work on a microbatch's gradients, as named by calibrations.
 FRESH, ADDED = "fresh backward", "accumulate backward"
 
 
 def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
-    """Seconds of a microbatch's gradients, by class, before factors.
+    """Return the seconds of a microbatch's gradients, by class, before factors.
 
-    later: they are added to those of an earlier microbatch (read, read, written). Sparse gradients
-    cost nothing here: each microbatch's are kept as they are, and put together once a step.
+    later: they are added to those of an earlier microbatch (two reads, one write). Sparse gradients
+    cost nothing here: those of each microbatch are kept and merged per step.
     """
     dense = sum(weight.gradient for weight in weights if not weight.sparse)
     return {ADDED: 3 * dense / RATE} if later else {FRESH: dense / RATE}
@@ -45,11 +45,11 @@ def gradient_parts(weights: Sequence[Weight], later: bool) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class NonOpCosts:
-    """Seconds beside ops on one device while all ranks of its host compute.
+    """Seconds besides ops on one device while all ranks of its host compute.
 
-    factors: by class; empty where the model has none. full: how many times longer everything takes
-    while all ranks of the host compute.
-    action: for each forward and backward of a microbatch; step: once a step.
+    factors: by class; empty where the model has none. full: factor on all times while all ranks of
+    the host compute. action: seconds for each forward and backward of a microbatch; step: seconds
+    per step.
     """
 
     device: Device
@@ -60,69 +60,69 @@ class NonOpCosts:
 
     @classmethod
     def of(cls, model: CostModel, device: Device) -> NonOpCosts:
-        """Return the costs beside ops that the model knows for the device."""
+        """Return the costs besides ops that the model has for the device."""
         known = model.knowledge(device)
         full = known.slowdown
         return cls(device, known.factors, full, full * known.action, full * known.step)
 
     def updates(self, weights: Sequence[Weight], blocks: int) -> tuple[float, ...]:
-        """The optimizer's seconds by block; a tied weight counts for its first."""
+        """Return the optimizer's seconds by block; a tied weight counts for its first."""
         if UPDATE not in self.factors:
             return step_seconds(tuple(weights), blocks, self.device)
         seconds = [0.0] * blocks
         for weight in weights:
-            seconds[weight.blocks[0]] += self._taken(update_parts([weight]))
+            seconds[weight.blocks[0]] += self._seconds_of(update_parts([weight]))
         return tuple(seconds)
 
     def of_timed(self, weights: Sequence[Weight], share: float, microbatches: int) -> float:
-        """How many times longer an update takes than one that was timed, without what merges take.
+        """Return the time of an update over that of a measured one, without merging rows.
 
-        That had ``share`` of a batch's rows in so many microbatches. 1 where no gradient is sparse:
-        dense ones do not depend on rows.
+        The measured one had ``share`` of a batch's rows in ``microbatches``. 1 where no gradient is
+        sparse: dense updates do not depend on rows.
         """
         if not any(weight.sparse and weight.gradient for weight in weights):
             return 1.0
-        timed = self._taken(update_parts(weights, share, microbatches))
-        return self._taken(update_parts(weights)) / timed
+        timed = self._seconds_of(update_parts(weights, share, microbatches))
+        return self._seconds_of(update_parts(weights)) / timed
 
     def merging(self, weights: Sequence[Weight], microbatches: int) -> float:
-        """Seconds for each microbatch that putting rows of tables together adds to an update.
+        """Return the seconds per microbatch that merging table rows adds to an update.
 
-        That is once a step: bytes, and for each table the calls that each microbatch takes.
+        Merging happens per step: bytes, and for each embedding table the calls of each microbatch.
         """
         tables = [weight for weight in weights if weight.sparse and weight.gradient]
         seconds = merge_seconds(sum(weight.rows for weight in tables), microbatches)
         if ROWS not in self.factors:
             return seconds * RATE / self.device.bandwidth
-        return self._taken({ROWS: seconds, TABLES: join_seconds(len(tables))})
+        return self._seconds_of({ROWS: seconds, TABLES: join_seconds(len(tables))})
 
     @property
     def copying(self) -> float:
-        """Seconds per byte that is read or written by a copy."""
+        """Return the seconds per byte that a copy reads or writes."""
         if UPDATE not in self.factors:
             return 1 / self.device.bandwidth
-        return self._taken({UPDATE: 1 / RATE})
+        return self._seconds_of({UPDATE: 1 / RATE})
 
     def gradient(self, later: bool) -> float:
-        """Seconds of a backward for each byte of a gradient that it makes; later: that it adds."""
+        """Return the seconds of a backward per byte of a gradient. later: it is accumulated."""
         if ADDED not in self.factors:
             return 3 / self.device.bandwidth if later else 0.0
-        return self._taken({ADDED: 3 / RATE} if later else {FRESH: 1 / RATE})
+        return self._seconds_of({ADDED: 3 / RATE} if later else {FRESH: 1 / RATE})
 
-    def sums(
+    def accumulation(
         self, weights: Sequence[Weight], blocks: int, microbatches: int
     ) -> NDArray[np.float64]:
-        """Seconds of a microbatch's backward, by block, that gradients take beside the ops.
+        """Return by block the seconds of a microbatch's backward for gradients besides the ops.
 
-        On average over a step's microbatches: the first makes them, the others add to them.
+        Averaged over a step's microbatches: the first writes gradients, the others accumulate.
         """
         seconds = np.zeros(blocks)
         for weight in weights:
             for block in weight.blocks:
-                seconds[block] += self._sum(weight, microbatches)
+                seconds[block] += self._accumulate(weight, microbatches)
         return seconds
 
-    def _sum(self, weight: Weight, microbatches: int) -> float:
+    def _accumulate(self, weight: Weight, microbatches: int) -> float:
         later, share = microbatches > 1, (microbatches - 1) / microbatches
         if weight.sparse:
             return self.merging([weight], microbatches)
@@ -131,7 +131,7 @@ class NonOpCosts:
         each = share * self.gradient(later=True) + (1 - share) * self.gradient(later=False)
         return weight.gradient * each
 
-    def _taken(self, parts: Mapping[str, float]) -> float:
+    def _seconds_of(self, parts: Mapping[str, float]) -> float:
         return self.full * sum(
             seconds * self.factors.get(name, 1.0) for name, seconds in parts.items()
         )

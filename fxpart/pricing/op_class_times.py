@@ -1,4 +1,4 @@
-"""What stages are predicted to take by class of op: what calibration is fitted to."""
+"""Predicted times of stages by class of op, to which calibration is fitted."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Op:
 
 
 class OpClassTimes:
-    """Seconds by class and direction of stages of one graph, as a cost model says them.
+    """Seconds by class and direction of stages of one graph, by a cost model.
 
-    The names are those of :class:`fxpart.profile.Calibration`: "matmul forward".
+    The names are those of calibrations: "matmul forward".
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OpClassTimes:
         device: Device,
         optimizer: object,
     ) -> None:
-        """graph: with blocks. model: without factors, for a device of which all else is idle."""
+        """Describe the ops. graph: with blocks. model: without factors, for an idle device."""
         self._captured, self._model, self._device = captured, model, device
         trained = trained_names(captured) if captured.training else frozenset[str]()
         specs = Specs(trained)
@@ -64,19 +64,19 @@ class OpClassTimes:
     def __call__(
         self, first: int, last: int, rows: int, *, later: bool, microbatches: int
     ) -> dict[str, float]:
-        """Of blocks first to last for a microbatch of ``rows`` rows.
+        """Return the seconds of blocks first to last for a microbatch of ``rows`` rows.
 
-        later: the microbatch adds to the gradients of earlier ones. The optimizer's step is after
-        so many ``microbatches`` of these rows.
+        later: the microbatch accumulates to the gradients of earlier ones. The optimizer step is
+        after ``microbatches`` of these rows.
         """
         total: defaultdict[str, float] = defaultdict(float)
         for row in self._by_block(rows)[first : last + 1]:
             for name, seconds in row.items():
                 total[name] += seconds
-        held = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
+        weights_of_stage = [w for w in self._weights if any(first <= b <= last for b in w.blocks)]
         share = rows / max(1, self._captured.batch_size)
-        update = update_parts(held, microbatches * share, microbatches)
-        return {**total, **gradient_parts(held, later), **update}
+        update = update_parts(weights_of_stage, microbatches * share, microbatches)
+        return {**total, **gradient_parts(weights_of_stage, later), **update}
 
     def _by_block(self, rows: int) -> list[dict[str, float]]:
         if rows not in self._tables:

@@ -1,4 +1,4 @@
-"""What an optimizer's step reads, writes and calls: counts by class at one rate, before factors."""
+"""Bytes and calls of an optimizer step by class, at one rate, before calibration factors."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Sequence
 
 from fxpart.solver.problem import Weight
 
-RATE = 15e9  # bytes/s, and
-CALL = 3e-6  # seconds: of memory and of one tensor, before any factor
-# Classes of work, as calibrations name them: of dense tensors, and of tables with sparse gradients.
+RATE = 15e9  # bytes/s of memory, before any factor
+CALL = 3e-6  # seconds per tensor, before any factor
+# Classes of work, as named by calibrations: dense tensors, and tables with sparse gradients.
 UPDATE, TENSORS = "bytes optimizer", "tensors optimizer"
 TOUCHED, ROWS, TABLES = "touched optimizer", "rows optimizer", "tables optimizer"
-# A dense tensor is updated by some eight calls (AdamW has those), a table by some twenty small
-# ones. Rows that came in any order are sorted and summed; those of one microbatch were merged with
-# those before it one row after the other (ATen's sum of sparse tensors). Rows of a table lie apart,
-# so that reading and writing them takes about four times what their bytes take in a row.
+# A dense tensor is updated by about eight calls (as AdamW does), a table by about twenty small
+# ones. Unordered rows are sorted and summed; those of one microbatch were merged with
+# earlier ones row by row (ATen's sum of sparse tensors). Rows of a table are not contiguous,
+# so that reading and writing them takes about four times as long as contiguous bytes.
 _DENSE_CALLS, _CALLS, _SORTED, _MERGED, _APART = 8, 20, 16, 7, 4
-# To keep what a microbatch adds to a table apart, and to join it to what others added, takes about
-# what sixteen small calls do.
+# Storing the rows that a microbatch adds to a table and joining them to other rows takes about
+# as long as sixteen small calls.
 _JOINED = 16
 
 
 def update_parts(
     weights: Sequence[Weight], share: float = 1.0, microbatches: int = 1
 ) -> dict[str, float]:
-    """Seconds of the optimizer's step, by class, before factors.
+    """Return the seconds of the optimizer step, by class, before factors.
 
     Weight, gradient and state are read, weight and state written; of a table with a sparse gradient
-    the rows that a step asks for. share: of a batch's rows the part that the step has, in
-    ``microbatches`` equal ones.
+    only the rows of the step. share: fraction of a batch's rows in the step, in ``microbatches``
+    equal parts.
     """
-    held = [w for w in weights if w.gradient]
-    tables = [w for w in held if w.sparse]
-    dense = [w for w in held if not w.sparse]
+    trained = [w for w in weights if w.gradient]
+    tables = [w for w in trained if w.sparse]
+    dense = [w for w in trained if not w.sparse]
     found = {
         UPDATE: sum(compute_update_bytes(w) for w in dense) / RATE,
         TENSORS: _DENSE_CALLS * len(dense) * CALL,
@@ -50,7 +50,7 @@ def update_parts(
 
 
 def merge_seconds(rows: float, microbatches: int) -> float:
-    """Seconds for each of so many equal microbatches that their rows take to be put together.
+    """Return the seconds per microbatch to merge the table rows of equal microbatches.
 
     rows: bytes of all. Those of the i-th are merged with the i - 1 before it, i/m of all, i = 2 to
     m: (m + 1)/2 - 1/m times all of them.
@@ -60,15 +60,15 @@ def merge_seconds(rows: float, microbatches: int) -> float:
 
 
 def join_seconds(tables: int) -> float:
-    """Seconds for each microbatch of the calls by which rows of so many tables are joined."""
+    """Return the seconds per microbatch of the calls that join rows of ``tables`` tables."""
     return _JOINED * tables * CALL
 
 
 def compute_update_bytes(weight: Weight, share: float = 1.0) -> float:
-    """Bytes that the optimizer reads and writes of a parameter that has a gradient.
+    """Return the bytes that the optimizer reads and writes of a parameter with a gradient.
 
-    Of a table with a sparse gradient those of the rows that so much of a batch asks for, each once
-    however often: of n that are asked for at random N (1 - exp(-n / N)) of N are different.
+    For a table with a sparse gradient: the bytes of the rows that ``share`` of a batch looks up,
+    each once. Of N rows, n random lookups reach N (1 - exp(-n / N)) different ones.
     """
     whole = 2 * weight.weight + 2 * weight.optimizer
     if not weight.sparse:

@@ -1,9 +1,9 @@
-"""What an optimizer holds for a moment beside its state: measured on its real class.
+"""Temporary memory of an optimizer step, measured on the optimizer's real class.
 
-torch's optimizers go through their weights in a loop (on CPUs; on GPUs they take lists of them at
-once, whose temporaries are not counted here). Each turn makes tensors of the weight's size, and
-the names of the loop still hold some of the turn before: AdamW makes a root and its quotient, and
-keeps the quotient of the weight before, so that two weights of a size need three times that size.
+torch's optimizers loop over their weights (on CPUs; on GPUs they process lists of them at once,
+whose temporaries are not counted here). Each iteration makes tensors of the weight's size, and
+local names keep some of the previous iteration alive: AdamW makes a root and its quotient, and
+keeps the quotient of the previous weight, so that two weights of a size need three times that size.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import torch
 from fxpart.compat import TorchDispatchMode
 from fxpart.compat.optimizer_choice import OptimizerChoice
 
-_SIDE = 64  # of the weights that are stepped
-_LEAST = 0.5  # of a weight; what is smaller (rows and columns of it, numbers) is nothing
+_SIDE = 64  # rows and columns of the test weights
+_LEAST = 0.5  # of a weight's size; smaller tensors (rows, columns, scalars) are ignored
 
 
 @dataclass(frozen=True)
 class OptimizerTemporaries:
-    """In sizes of a weight: own while it is updated, carried of the one that was updated before."""
+    """In sizes of a weight: own while it is updated, carried over from the previous weight."""
 
     own: float
     carried: float
 
     def of(self, weight: int, before: int) -> int:
-        """Bytes while a weight of so many is updated, after another."""
+        """Return the bytes while a weight is updated after another of size ``before``."""
         return round(self.own * weight + self.carried * before)
 
 
-UNKNOWN = OptimizerTemporaries(2.0, 1.0)  # AdamW's, where a class cannot be stepped alone
+UNKNOWN = OptimizerTemporaries(2.0, 1.0)  # AdamW's, for classes that cannot be measured
 
 
 def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
-    """Of an optimizer's class, from steps of one and of two small weights.
+    """Return the temporaries of an optimizer's class, from steps of one and of two small weights.
 
-    What is stepped is the optimizer as ``choice`` makes it, with real values. A choice of several
-    has the largest of theirs.
+    The optimizer is constructed by ``choice``, with real values. A choice of several optimizers has
+    the largest of theirs.
     """
     if choice.parts:
         found = [temporaries(part) for _, part in choice.parts]
@@ -52,19 +52,19 @@ def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
 def _measured(make: Callable[..., torch.optim.Optimizer]) -> OptimizerTemporaries:
     try:
         one, two = (_most(make, count) for count in (1, 2))
-    except Exception:  # a class of the user's may raise anything; its state is asked for elsewhere
+    except Exception:  # a user's class may raise anything
         return UNKNOWN
     return OptimizerTemporaries(one, max(0.0, two - one))
 
 
 def _most(make: Callable[..., torch.optim.Optimizer], count: int) -> float:
-    """The most that a step of so many equal weights holds at once, in sizes of one."""
+    """Return the peak bytes of a step of ``count`` equal weights, in sizes of one."""
     with torch.random.fork_rng(devices=[]):
         weights = [torch.nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(count)]
         optimizer = make(weights)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
-        optimizer.step()  # its state is there from here on
+        optimizer.step()  # creates the optimizer state
         with _LiveBytesMode() as live:
             optimizer.step()
     size = weights[0].nbytes
@@ -72,7 +72,7 @@ def _most(make: Callable[..., torch.optim.Optimizer], count: int) -> float:
 
 
 class _LiveBytesMode(TorchDispatchMode):
-    """Bytes of the tensors that were made within and are still held; ``most`` at once."""
+    """Counts the bytes of live tensors that were made within; ``most`` is the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,8 +87,8 @@ class _LiveBytesMode(TorchDispatchMode):
             size = out.untyped_storage().nbytes()
             self.now += size
             self.most = max(self.most, self.now)
-            weakref.finalize(out, self._gone, size)
+            weakref.finalize(out, self._release, size)
         return out
 
-    def _gone(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self.now -= size

@@ -1,4 +1,4 @@
-"""Price an annotated graph on a cluster: the torch edge of planning, from graph to numbers."""
+"""Price an annotated graph on a cluster: the partition problem from a torch graph."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel, OpSpec
 
-FIRST = 1 << 20  # of the first one
+FIRST = 1 << 20  # bytes of the first bucket
 
 
 def price(
@@ -58,15 +58,15 @@ def price(
     sharing: StageParallelism | None = None,
     transfer_dtype: str = "",
 ) -> tuple[PartitionProblem, dict[str, str]]:
-    """The partition problem of an annotated graph on a cluster, and where its numbers come from.
+    """Return the partition problem of a graph on a cluster, and the sources of its costs.
 
-    graph: with blocks and what autograd saves (level ANNOTATED). batch_size: rows of one step.
-    microbatches: a number, or None to let the solver choose. optimizer: as
-    :func:`fxpart.compat.optimizer_choice.choose` takes it. max_stages: None for as many as there
-    are devices. sharing: where a stage is several ranks; then the graph is that of one of them, and
-    the devices of the problem are groups of consecutive devices of the cluster. transfer_dtype:
-    what float32 is sent as from stage to stage, "" as it is. Raises FXP105 (the batch cannot be
-    cut), FXP109 (an argument) and FXP403 (no link).
+    graph: with blocks and saved tensors (level ANNOTATED). batch_size: rows per step. microbatches:
+    a number, or None to let the solver choose. optimizer: as for
+    :func:`fxpart.compat.optimizer_choice.choose`. max_stages: None for as many as there are
+    devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
+    devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
+    in which float32 is sent between stages, "" for no conversion. Raises FXP105 (the batch cannot
+    be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = graph.meta.get(BLOCKS_KEY)
@@ -77,7 +77,6 @@ def price(
             why="the graph has no blocks, so there is nothing to cut",
             fix="run the passes of fxpart.passes.PREPARE on it first",
         )
-    choice = choose(optimizer)
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
     shared = sharing or StageParallelism(Mesh())
@@ -87,12 +86,13 @@ def price(
     own = [NonOpCosts.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
     cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
-    whole = weights(graph.graph, captured, trained, choice)
+    whole = weights(graph.graph, captured, trained, choose(optimizer))
     state = tuple(map(shared.divided, whole))
     pricer = _Pricer(
         graph.graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype
     )
-    sums = shared.sums(whole, len(blocks), model, rings, max(each.copying for each in own))
+    copying = max(each.copying for each in own)
+    times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
         devices=tuple(limits(places, model)),
@@ -102,9 +102,9 @@ def price(
             pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
         ),
         step=tuple(
-            tuple(map(add, each.updates(state, len(blocks)), sums.by_block)) for each in own
+            tuple(map(add, each.updates(state, len(blocks)), times.by_block)) for each in own
         ),
-        once=sums.once + max(each.step for each in own),
+        once=times.once + max(each.step for each in own),
         action=max(each.action for each in own),
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         schedules=_schedules(schedules),
@@ -112,7 +112,7 @@ def price(
         max_stages=max(most, 1),
         packed=pricer.packed,
     )
-    return problem, _provenance(model, cluster, choice.name, captured, pricer)
+    return problem, _provenance(model, cluster, choose(optimizer).name, captured, pricer)
 
 
 def compute_reduction_times(
@@ -122,7 +122,7 @@ def compute_reduction_times(
     cost_model: str | CostModel,
     sharing: StageParallelism,
 ) -> GradientReductionTimes:
-    """The seconds a step that ranks take to sum gradients and for ZeRO's collectives.
+    """Return the times per step of gradient reduction and of ZeRO's collectives, in seconds.
 
     They are part of the problem's ``step`` and ``once``; arguments as for :func:`price`.
     """
@@ -132,18 +132,22 @@ def compute_reduction_times(
     count = len(graph.meta[BLOCKS_KEY])
     devices, _ = group_by_kind(group_devices(cluster, sharing.mesh.size))
     copying = max(NonOpCosts.of(model, device).copying for device in devices)
-    return sharing.sums(whole, count, model, Rings(cluster, sharing.mesh), copying)
+    return sharing.compute_reduction_times(
+        whole, count, model, Rings(cluster, sharing.mesh), copying
+    )
 
 
-def copying_of(cluster: Cluster, cost_model: str | CostModel, lanes: int = 1) -> tuple[float, ...]:
-    """Seconds to read or write a byte, by the device types of :func:`price`'s problem."""
+def copying_of(
+    cluster: Cluster, cost_model: str | CostModel, group_size: int = 1
+) -> tuple[float, ...]:
+    """Return the seconds to read or write a byte, by the problem's device types."""
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    devices, _ = group_by_kind(group_devices(cluster, lanes))
+    devices, _ = group_by_kind(group_devices(cluster, group_size))
     return tuple(NonOpCosts.of(model, device).copying for device in devices)
 
 
 def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int:
-    """Rows of a step that one rank has; FXP105 where the ranks cannot share them evenly.
+    """Return the rows per step on one rank; FXP105 where the ranks cannot share them evenly.
 
     A graph with a fixed batch keeps all: its sizes are one rank's already.
     """
@@ -151,22 +155,22 @@ def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int
         raise error(
             "FXP105",
             where=f"batch of {batch}, mesh {sharing.mesh}",
-            why=f"{sharing.multiple} ranks take equal parts of every microbatch",
-            fix=f"give a batch that {sharing.multiple} divides, or another mesh",
+            why=f"{sharing.multiple} ranks require equal parts of every microbatch",
+            fix=f"use a batch that {sharing.multiple} divides, or another mesh",
         )
     return batch // sharing.rows if captured.symbolic else batch
 
 
 def _schedules(names: Sequence[str]) -> tuple[str, ...]:
-    """The schedules of these names, in their order; FXP109 for others and for none."""
+    """Return the schedules of these names; raises FXP109 for unknown ones and for none."""
     known = list_schedules(chooses_cuts=True)
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         raise error(
             "FXP109",
             where=f"schedules={tuple(names)!r}",
-            why=f"{wrong[0]!r} is not a schedule that plans know" if wrong else "there is none",
-            fix=f"some of {', '.join(known)}",
+            why=f"there is no schedule {wrong[0]!r} for cuts" if wrong else "no schedule is given",
+            fix=f"use some of {', '.join(known)}",
         )
     return tuple(names)
 
@@ -195,12 +199,12 @@ class _Pricer:
         self._node_block: list[int] = []
         self._rings = rings
         self._moves: list[tuple[int, NodeTraffic]] = []
-        again = regathers(graph, specs)
+        regathered = regathers(graph, specs)
         for node in graph.nodes:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
                 self._moves.append(
-                    (block, compute_node_traffic(node, specs, shared.mesh, again[node]))
+                    (block, compute_node_traffic(node, specs, shared.mesh, regathered[node]))
                 )
                 if is_plain(node):
                     continue
@@ -214,7 +218,7 @@ class _Pricer:
         self._state = tuple(state)
 
     def variant(self, split: BatchSplit, sizes: Sizes) -> Variant:
-        """All costs at one microbatch size; workspaces have room for gradients that are packed."""
+        """Return all costs at one microbatch size; workspaces include packed gradients."""
         rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
         variant = Variant(
             microbatch_size=split.size,
@@ -224,7 +228,7 @@ class _Pricer:
             activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
             workspace=tuple(self.packed + size for size in self._workspace.bytes(sizes)),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
-            collective=self._talking(sizes),
+            collective=self._collective_seconds(sizes),
         )
         self.unknown |= sizes.unknown
         return variant
@@ -232,7 +236,7 @@ class _Pricer:
     def _seconds(
         self, sizes: Sizes, own: NonOpCosts, microbatches: int
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Forward and backward seconds by block on one device; each distinct op is priced once."""
+        """Return forward and backward seconds by block on one device; equal ops are priced once."""
         costs = [
             [self.model.op(sizes.op(op), own.device, backward) for op in self._ops]
             for backward in (False, True)
@@ -243,11 +247,11 @@ class _Pricer:
             ahead, back = (own.copying * float(sizes.number(size)) for size in moved.copied)
             forward[block] += ahead + sum(self._move(move, sizes) for move in moved.forward)
             backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
-        backward = backward + own.sums(self._state, self.blocks, microbatches)
+        backward = backward + own.accumulation(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
 
-    def _talking(self, sizes: Sizes) -> tuple[float, ...]:
-        """Seconds of collectives by block; they are the same on every kind of device."""
+    def _collective_seconds(self, sizes: Sizes) -> tuple[float, ...]:
+        """Return the seconds of collectives by block, equal for all kinds of devices."""
         found = [0.0] * self.blocks if self._moves else []
         for block, moved in self._moves:
             all_ = (*moved.forward, *moved.backward)
@@ -270,30 +274,30 @@ class _Pricer:
 def _provenance(
     model: CostModel, cluster: Cluster, optimizer: str, captured: CapturedModel, pricer: _Pricer
 ) -> dict[str, str]:
-    """Where each kind of number comes from, for the plan."""
+    """Return the source of each kind of cost, for the plan."""
     batch = "symbolic batch" if captured.symbolic else f"batch fixed at {captured.batch_size}"
     result = {
         "activations": f"counted from the captured graph, {batch}",
         "compute": "; ".join(sorted(pricer.sources)) or model.name,
-        "devices": "; ".join(sorted({d.source or "as given" for d in cluster.devices})),
-        "links": "; ".join(sorted({link.origin or "as given" for link in cluster.links})),
-        "memory": f"{RESERVE:.0%} of each device kept free",
-        "optimizer": f"{optimizer}, stepped once on parameters of the same shapes",
+        "devices": "; ".join(sorted({d.source or "as specified" for d in cluster.devices})),
+        "links": "; ".join(sorted({link.origin or "as specified" for link in cluster.links})),
+        "memory": f"{RESERVE:.0%} of each device reserved",
+        "optimizer": f"{optimizer}, one step on parameters of the same shapes",
         **model.provenance(),
     }
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
-        result["sizes"] = f"only known at run time, taken as the microbatch size: {names}"
+        result["sizes"] = f"only known at run time, assumed to be the microbatch size: {names}"
     return result
 
 
 def largest_bucket(weights: Sequence[Weight], sharing: StageParallelism) -> int:
-    """Bytes of the largest bucket that is a copy of gradients; 0 where none are summed.
+    """Return the bytes of the largest gradient bucket; 0 where no gradients are reduced.
 
-    weights: as they are without ZeRO, in the order of their blocks, which is that of their use. A
-    stage packs its own gradients alone; none of its buckets is larger than 25 MiB or a gradient.
-    The runtime packs gradients into buckets (:mod:`fxpart.runtime.gradients.buckets`): those of a
-    bucket and the bucket itself are resident together until it is full. A gradient that travels
+    weights: as without ZeRO, in the order of their blocks, which is that of their use. A stage
+    packs only its own gradients; none of its buckets is larger than 25 MiB or one gradient. The
+    runtime packs gradients into buckets (:mod:`fxpart.runtime.gradients.buckets`): those of a
+    bucket and the bucket itself are resident together until it is full. A gradient that is reduced
     alone is not copied.
     """
     kinds: dict[tuple[str, ...], list[int]] = {}
@@ -306,14 +310,14 @@ def largest_bucket(weights: Sequence[Weight], sharing: StageParallelism) -> int:
 
 
 def _largest(sizes: Sequence[int]) -> int:
-    """Of buckets of neighbours; one of a single gradient is the gradient itself.
+    """Return the largest bucket of adjacent gradients; a bucket of one gradient is not a copy.
 
-    But for the last one: it carries flags behind its gradients, up to 25 MiB.
+    Except the last one: it has flags behind its gradients, up to 25 MiB.
     """
-    found, held, count, limit = 0, 0, 0, FIRST
+    found, filled, count, limit = 0, 0, 0, FIRST
     for size in sizes:
-        if count and held + size > limit:
-            found, limit = max(found, held if count > 1 else 0), BUCKET
-            held = count = 0
-        held, count = held + size, count + 1
-    return max(found, held if count > 1 or held <= BUCKET else 0)
+        if count and filled + size > limit:
+            found, limit = max(found, filled if count > 1 else 0), BUCKET
+            filled = count = 0
+        filled, count = filled + size, count + 1
+    return max(found, filled if count > 1 or filled <= BUCKET else 0)

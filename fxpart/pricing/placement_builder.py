@@ -1,4 +1,4 @@
-"""From a graph to the placement problem: nodes, strategies, edges, each distinct one made once."""
+"""Build the placement problem of a graph: nodes, strategies and edges, without duplicates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _PlacementNodeCosts:
 
 @dataclass
 class PlacementProblemBuilder:
-    """Makes one problem. state: costs by the name of the state."""
+    """Builds one problem. state: costs by the name of the state."""
 
     mesh: Mesh
     flow: GraphDataflow
@@ -55,10 +55,10 @@ class PlacementProblemBuilder:
     _maps: dict[bytes, int] = field(default_factory=dict)
     _gathered: dict[object, Matrix] = field(default_factory=dict)
     _ports: dict[tuple[int, int, str], int] = field(default_factory=dict)
-    _held: list[object] = field(default_factory=list)
+    _referenced_options: list[object] = field(default_factory=list)
 
     def build(self, budget: float) -> PlacementMapping:
-        """Every op in order, its parameters just before it."""
+        """Build every op in order, its parameters just before it."""
         self._users = {value: len(users) for value, users in self.flow.users.items()}
         families = {op: self._family(op) for op in self.flow.ops}
         self._refuse([op for op in self.flow.ops if not families[op].options])
@@ -76,13 +76,13 @@ class PlacementProblemBuilder:
         )  # fmt: skip
 
     def _refuse(self, ops: Sequence[fx.Node]) -> None:
-        """FXP105 where annotations leave ops no way: their sizes cannot be shared at all."""
+        """Raise FXP105 for ops whose annotations leave no feasible strategy."""
         if ops:
             raise error(
                 "FXP105",
                 where=f"{len(ops)} ops from {ops[0].name} on, mesh {self.mesh}",
-                why="what they are cut along has fewer rows in a microbatch than ranks to share it",
-                fix="give fewer microbatches, a larger batch or another mesh",
+                why="the sharded dim has fewer rows in a microbatch than the mesh has ranks",
+                fix="use fewer microbatches, a larger batch or another mesh",
             )
 
     def _unruled(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class PlacementProblemBuilder:
                     self._convert(value)
 
     def _follow(self, op: fx.Node, family: OpFamily, position: int) -> SolverNode | None:
-        """The op as a follower: for each of its leader's strategies its own cheapest free one.
+        """Merge the op into its leader's node: for each leader strategy its cheapest free one.
 
         Free: nothing is moved between them. None where some strategy of the leader has none.
         """
@@ -152,7 +152,7 @@ class PlacementProblemBuilder:
         return self._maps.setdefault(chosen.tobytes(), len(self._maps) + 1)
 
     def _convert(self, value: TensorValue) -> None:
-        """A node for the conversion that several users share: what it gives, they start from."""
+        """Add a node for the conversion that several users share: users start from its result."""
         giver, index = self.givers[value]
         ports = self._domains.of_conversion(value, self._given(giver, index))
         root = self._add(f"{value.node.name} shared", [0.0] * len(ports), [0.0] * len(ports))
@@ -161,7 +161,7 @@ class PlacementProblemBuilder:
         self.givers[value] = (placed, 0)
 
     def _source(self, value: TensorValue) -> None:
-        """An input, a parameter or a buffer, with every placement that a user may want."""
+        """Add an input, a parameter or a buffer, with every placement that a user may need."""
         node = value.node
         decided = annotation(node).sharding
         fixed = decided.results[0] if decided is not None and decided.results else None
@@ -171,13 +171,13 @@ class PlacementProblemBuilder:
         size = self._domains.bytes(value)
         standing, seconds = [], []
         for place, gradient in ports:
-            held = size / self._parts(place)
-            time, memory = 0.0, held
+            local_bytes = size / self._parts(place)
+            time, memory = 0.0, local_bytes
             if state is None:
-                time = held / self.bandwidth * self.microbatches  # an input is read once
+                time = local_bytes / self.bandwidth * self.microbatches  # an input is read once
             else:
-                memory = held * state.memory
-                time = held * state.moved / self.bandwidth + state.launches * self.launch
+                memory = local_bytes * state.memory
+                time = local_bytes * state.moved / self.bandwidth + state.launches * self.launch
             if trained:
                 waits = tuple(place[i] if g != PARTIAL else PARTIAL for i, g in enumerate(gradient))
                 time += self.reshards.seconds(waits, place, size)
@@ -190,11 +190,11 @@ class PlacementProblemBuilder:
     # -- edges ---------------------------------------------------------------------------------
 
     def _flows(self, op: fx.Node, value: TensorValue) -> bool:
-        """Whether a gradient comes back from the op to the value."""
+        """Return whether a gradient flows from the op to the value."""
         return annotation(op).requires_grad and self.specs.requires_grad(value.node)
 
     def _kept(self, op: fx.Node, value: TensorValue) -> bool:
-        """Whether the op's backward needs the parameter, a factor of what takes a gradient."""
+        """Return whether the op's backward needs the parameter for another operand's gradient."""
         if value.node.op != "get_attr" or not self._flows(op, value) or not is_heavy(op):
             return False
         others = [o for o in operands(op) if o.op != "get_attr"]
@@ -207,10 +207,12 @@ class PlacementProblemBuilder:
         return list(found)
 
     def _numbered(self, placed: SolverNode, position: int, what: str) -> int:
-        """The number of the ports, by option, at one position of a node."""
+        """Return the number of the ports, by option, at one position of a node."""
         key = (id(placed.options), position, what)
         if key not in self._ports:
-            self._held.append(placed.options)  # its id stays its own
+            self._referenced_options.append(
+                placed.options
+            )  # a reference, so that its id stays unique
             ports = [
                 o if not isinstance(o, OpOption)
                 else o.gives[position] if what == "gives" else o.takes[position]
@@ -227,17 +229,17 @@ class PlacementProblemBuilder:
         taker: SolverNode,
         position: int,
         flows: bool,
-        again: bool = False,
+        regathered: bool = False,
     ) -> Matrix:
-        """Seconds of a step by the solver's strategies of both."""
+        """Return the seconds per step by the solver's strategies of both nodes."""
         rows, columns = (
             self._numbered(giver, index, "gives"),
             self._numbered(taker, position, "takes"),
         )
         size = self._domains.bytes(value)
-        key = (rows, columns, size, flows, again, giver.number, taker.number)
+        key = (rows, columns, size, flows, regathered, giver.number, taker.number)
         if key not in self._gathered:
-            found = self.microbatches * self.reshards.matrix(rows, columns, size, flows, again)
+            found = self.microbatches * self.reshards.matrix(rows, columns, size, flows, regathered)
             if giver.map is not None:
                 found = found[giver.map]
             if taker.map is not None:
@@ -246,10 +248,15 @@ class PlacementProblemBuilder:
         return self._gathered[key]
 
     def _edge(
-        self, value: TensorValue, taker: SolverNode, position: int, flows: bool, again: bool = False
+        self,
+        value: TensorValue,
+        taker: SolverNode,
+        position: int,
+        flows: bool,
+        regathered: bool = False,
     ) -> None:
         giver, index = self.givers[value]
-        matrix = self._matrix(value, giver, index, taker, position, flows, again)
+        matrix = self._matrix(value, giver, index, taker, position, flows, regathered)
         if giver.root == taker.root:
             node = self.nodes[giver.root]
             node.seconds = node.seconds + matrix.diagonal()
@@ -257,7 +264,7 @@ class PlacementProblemBuilder:
             self._pairs.setdefault((giver.root, taker.root), []).append((id(matrix), matrix))
 
     def _whole(self, value: TensorValue) -> None:
-        """The loss is whole on every lane."""
+        """Require that the loss is replicated on every rank."""
         whole: Placements = (REPLICATE,) * len(self.mesh.axes)
         giver, index = self.givers[value]
         end = SolverNode(0, ((whole, whole),))
@@ -268,9 +275,9 @@ class PlacementProblemBuilder:
     # -- the problem ---------------------------------------------------------------------------
 
     def _live(self) -> tuple[dict[int, NDArray[np.float64]], tuple[tuple[int, ...], ...]]:
-        """Temporary bytes by strategy of the nodes that points list, and the points.
+        """Return temporary bytes by strategy of the nodes alive at memory peaks, and the peaks.
 
-        Of several tensors of one node those count that live together.
+        Of several tensors of one node those that are alive together count.
         """
         most: dict[int, NDArray[np.float64]] = {}
         found: dict[tuple[int, ...], None] = {}
@@ -283,15 +290,15 @@ class PlacementProblemBuilder:
                     size / self._parts(o.gives[value.index][0])
                     for o in placed.options if isinstance(o, OpOption)
                 ])  # fmt: skip
-                held = own if placed.map is None else own[placed.map]
-                here[placed.root] = here.get(placed.root, 0.0) + held
-            for root, held in here.items():
-                most[root] = np.maximum(most[root], held) if root in most else held
+                local_bytes = own if placed.map is None else own[placed.map]
+                here[placed.root] = here.get(placed.root, 0.0) + local_bytes
+            for root, local_bytes in here.items():
+                most[root] = np.maximum(most[root], local_bytes) if root in most else local_bytes
             found[tuple(sorted(here))] = None
         return most, tuple(found)
 
     def _parts(self, placements: Placements) -> int:
-        """Into how many pieces the lanes cut a tensor."""
+        """Return the number of parts into which the mesh shards a tensor."""
         cut = zip(placements, self.mesh.shape, strict=True)
         return prod(parts for p, parts in cut if isinstance(p, Shard))
 

@@ -1,4 +1,4 @@
-"""The ports that a parameter, an input or a shared conversion may have."""
+"""The possible ports of a parameter, an input or a shared conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Side = tuple[Placement, Placement]  # a value and its gradient along one axis
 
 @dataclass(frozen=True)
 class PortDomains:
-    """Made of what givers give and users take, axis by axis. families: of every op."""
+    """Ports made of the placements that ops return and require, by axis. families: of every op."""
 
     mesh: Mesh
     flow: GraphDataflow
@@ -31,8 +31,8 @@ class PortDomains:
     _known: dict[tuple[Port, ...], tuple[Port, ...]] = field(default_factory=dict)
 
     def of_conversion(self, value: TensorValue, given: Sequence[Port]) -> tuple[Port, ...]:
-        """Of what several users share: as it is given, or as one of them takes it."""
-        takes = self._taken(value)
+        """Return the ports of a shared conversion: as returned, or as one user requires it."""
+        takes = self._list_user_ports(value)
         columns = [
             dict.fromkeys(_side(port, axis) for port in (*given, *takes))
             for axis in range(len(self.mesh.axes))
@@ -42,11 +42,14 @@ class PortDomains:
     def of_source(
         self, value: TensorValue, fixed: Placements | None, *, trained: bool
     ) -> tuple[Port, ...]:
-        """Of an input or state: whole, cut as a user takes it, or cut evenly along any dim.
+        """Return the ports of an input or state: replicated, or sharded.
 
-        fixed: what is decided. trained: its gradient may be a sum that waits for the step's end.
+        Sharded as a user requires, or evenly along any dim.
+
+        fixed: the decided placements. trained: its gradient may be a partial sum until the end of
+        the step.
         """
-        takes = self._taken(value)
+        takes = self._list_user_ports(value)
         columns = []
         for axis, parts in enumerate(self.mesh.shape):
             found: dict[Side, None] = {(REPLICATE, REPLICATE): None}
@@ -66,19 +69,19 @@ class PortDomains:
         return self._product(value, columns)
 
     def shape(self, value: TensorValue) -> tuple[int, ...]:
-        """The whole value's dims."""
+        """Return the shape of the unsharded value."""
         tensor = self.specs.tensors(value.node)[value.index]
         return tuple(self.sizes.number(d) for d in tensor.shape)
 
     def bytes(self, value: TensorValue) -> float:
-        """The whole value's bytes."""
+        """Return the bytes of the unsharded value."""
         tensor = self.specs.tensors(value.node)[value.index]
         return float(self.sizes.number(tensor_bytes(tensor)))
 
     def _product(
         self, value: TensorValue, columns: Sequence[Mapping[Side, None]]
     ) -> tuple[Port, ...]:
-        """Every combination that the value's dims allow; equal results are one object."""
+        """Return all combinations that the value's dims allow; equal results are one object."""
         ports = tuple(
             (tuple(place for place, _ in each), tuple(back for _, back in each))
             for each in product(*columns)
@@ -86,21 +89,21 @@ class PortDomains:
         found = tuple(port for port in ports if self._fits(value, port[0])) or ports
         return self._known.setdefault(found, found)
 
-    def _taken(self, value: TensorValue) -> list[Port]:
-        """Every port in which a user may take the value."""
+    def _list_user_ports(self, value: TensorValue) -> list[Port]:
+        """Return every port that a user may require of the value."""
         found: dict[Port, None] = {}
-        seen: set[tuple[int, int]] = set()
+        visited: set[tuple[int, int]] = set()
         for op, position in self.flow.users[value]:
             family = self.families[op]
-            if (id(family), position) not in seen:
-                seen.add((id(family), position))
+            if (id(family), position) not in visited:
+                visited.add((id(family), position))
                 found.update(dict.fromkeys(o.takes[position] for o in family.options))
         return list(found)
 
     def _fits(self, value: TensorValue, placements: Placements) -> bool:
-        """Whether the dims that are cut have as many equal pieces as all axes ask for.
+        """Return whether the sharded dims have as many equal parts as all axes require.
 
-        One axis alone may cut unevenly, if there is something for each place.
+        A single axis may shard unevenly if every rank gets something.
         """
         shape = self.shape(value)
         cuts: dict[int, int] = {}
@@ -114,5 +117,5 @@ class PortDomains:
 
 def _side(port: Port, axis: int) -> Side:
     place, back = port[0][axis], port[1][axis]
-    assert place is not None and back is not None, "ports are decided"
+    assert place is not None and back is not None, "ports have no undecided axis"
     return place, back

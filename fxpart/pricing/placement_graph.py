@@ -1,4 +1,4 @@
-"""A graph's values and what flows between its ops, as the placement problem needs them."""
+"""A graph's tensors and their users, for the placement problem."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fxpart.pricing.specs import Specs, annotation, tensors_of
 from fxpart.pricing.variants import Sizes
 from fxpart.sharding import Mesh, Shard
 
-MANY = 8  # users of a value without gradient from which on it is kept replicated
-MOST_PARTS = 8  # equal parts of a fused dim that are looked for
+MANY = 8  # a value without gradient and with at least so many users stays replicated
+MOST_PARTS = 8  # most equal parts of a fused dim
 
 
 @dataclass(frozen=True)
 class TensorValue:
-    """One tensor: the node that gives it and which of its results it is."""
+    """One tensor: the node that makes it, and the index among the node's results."""
 
     node: fx.Node
     index: int = 0
@@ -37,8 +37,8 @@ class GraphDataflow:
 
     ops: calls that compute tensors, in order. sources: inputs and state with users. value: of each
     node that is one tensor. users: per value the (op, operand position) pairs. constant: ops that
-    compute from state alone. shared: ops whose result many use and no gradient flows through.
-    kept: per op what autograd keeps for it. parts: per op the strategies that cut a fused dim.
+    compute from state alone. shared: ops with many users of their result and no gradient. kept: per
+    op the tensors that autograd saves. parts: per op the strategies that shard a fused dim.
     """
 
     ops: list[fx.Node] = field(default_factory=list)
@@ -53,7 +53,7 @@ class GraphDataflow:
 
 
 def read_dataflow(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> GraphDataflow:
-    """Who makes and who uses which tensor. in_flight: microbatches kept for their backward."""
+    """Return which op makes and uses which tensor. in_flight: microbatches with saved tensors."""
     flow = GraphDataflow()
     users: defaultdict[TensorValue, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node in graph.nodes:
@@ -107,32 +107,34 @@ def _call(
 
 
 def _keep(flow: GraphDataflow, specs: Specs, sizes: Sizes, in_flight: int) -> None:
-    """What autograd keeps, shared out among the ops that keep one storage."""
+    """Divide the bytes that autograd saves among the ops that save one storage."""
     savers: defaultdict[int, int] = defaultdict(int)
     for node in flow.ops:
         for number in {saved.storage for saved in annotation(node).saved}:
             savers[number] += 1
     for node in flow.ops:
-        seen: dict[int, SavedBytes] = {}
+        found_by_storage: dict[int, SavedBytes] = {}
         for saved in annotation(node).saved:
             size = in_flight * float(sizes.number(saved.size)) / savers[saved.storage]
-            where = _alike(node, saved.source, sizes.number(saved.size), specs, sizes)
-            seen.setdefault(saved.storage, SavedBytes(size, where))
-        if seen:
-            flow.kept[node] = tuple(seen.values())
+            where = _match_tensor(node, saved.source, sizes.number(saved.size), specs, sizes)
+            found_by_storage.setdefault(saved.storage, SavedBytes(size, where))
+        if found_by_storage:
+            flow.kept[node] = tuple(found_by_storage.values())
 
 
-def _alike(node: fx.Node, source: str, size: int, specs: Specs, sizes: Sizes) -> tuple[str, int]:
-    """The tensor of an op that a saved storage is cut like: by name, else by its size."""
+def _match_tensor(
+    node: fx.Node, source: str, size: int, specs: Specs, sizes: Sizes
+) -> tuple[str, int]:
+    """Return the tensor of an op whose sharding a saved storage shares: by name, else by size."""
     given = operands(node)
     for position, operand in enumerate(given):
         if operand.name == source:
             return "operand", position
     results = list(enumerate(specs.tensors(node)))
-    taken = [(i, t) for i, o in enumerate(given) for t in specs.tensors(o)]
-    order = (("operand", taken), ("result", results)) if source and source != node.name else (
-        ("result", results), ("operand", taken)
-    )  # fmt: skip
+    operand_tensors = [(i, t) for i, o in enumerate(given) for t in specs.tensors(o)]
+    order = [("result", results), ("operand", operand_tensors)]
+    if source and source != node.name:
+        order.reverse()
     for what, tensors in order:
         for position, tensor in tensors:
             whole = sizes.number(tensor_bytes(tensor))
@@ -142,9 +144,10 @@ def _alike(node: fx.Node, source: str, size: int, specs: Specs, sizes: Sizes) ->
 
 
 def find_fused_strategies(flow: GraphDataflow, families: OpFamilies) -> None:
-    """Find the strategies that cut a fused dim: ``"n/3"`` where a later op cuts each of 3 parts.
+    """Find the strategies that shard a fused dim.
 
-    From users to producers, through ops that pass the cut on.
+    ``"n/3"`` means that a later op shards each of 3 equal parts. From users to producers, through
+    ops that preserve the sharding.
     """
     mesh = Mesh((("x", 2),))
     wanted: defaultdict[TensorValue, set[Shard]] = defaultdict(set)
@@ -155,14 +158,14 @@ def find_fused_strategies(flow: GraphDataflow, families: OpFamilies) -> None:
         if rule is None:
             continue
         rules[id(rule)] = rule
-        asked = frozenset(
+        requested = frozenset(
             (value.index, shard)
             for value in (TensorValue(node, i) for i in range(len(rule.results)))
             for shard in wanted.get(value, ())
         )
-        if (id(rule), asked) not in known:
-            known[id(rule), asked] = _fused(rule, asked, mesh)
-        found = known[id(rule), asked]
+        if (id(rule), requested) not in known:
+            known[id(rule), requested] = _fused(rule, requested, mesh)
+        found = known[id(rule), requested]
         if found.names:
             flow.parts[node] = found.names
         given = operands(node)
@@ -173,15 +176,17 @@ def find_fused_strategies(flow: GraphDataflow, families: OpFamilies) -> None:
 
 @dataclass(frozen=True)
 class _FusedStrategies:
-    """Strategies that give the wished results, and what operands they and the plain ones need."""
+    """Strategies with the requested results, and the operands of these and the plain strategies."""
 
     names: tuple[str, ...]
     operands: tuple[tuple[int, Shard], ...]
 
 
-def _fused(rule: ShardingRule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) -> _FusedStrategies:
+def _fused(
+    rule: ShardingRule, requested: frozenset[tuple[int, Shard]], mesh: Mesh
+) -> _FusedStrategies:
     names: list[str] = []
-    for index, shard in sorted(asked, key=lambda a: (a[0], a[1].dim, a[1].outer)):
+    for index, shard in sorted(requested, key=lambda a: (a[0], a[1].dim, a[1].outer)):
         if shard.dim >= len(rule.results[index]):
             continue
         for factor in rule.results[index][shard.dim]:
@@ -194,20 +199,20 @@ def _fused(rule: ShardingRule, asked: frozenset[tuple[int, Shard]], mesh: Mesh) 
     found: dict[tuple[int, Shard], None] = {}
     for name in (*plain, *names):
         made = layout(rule, (name,), mesh)
-        for position, held in enumerate(made.operands if made is not None else ()):
-            place = held[0]
+        for position, operand in enumerate(made.operands if made is not None else ()):
+            place = operand[0]
             if isinstance(place, Shard) and 1 < place.outer <= MOST_PARTS:
                 found[position, place] = None
     return _FusedStrategies(tuple(names), tuple(found))
 
 
 def find_followed_operand(
-    node: fx.Node, flow: GraphDataflow, carried: Mapping[TensorValue, int]
+    node: fx.Node, flow: GraphDataflow, user_counts: Mapping[TensorValue, int]
 ) -> int | None:
-    """The operand that a light op follows: its only one that comes from another op.
+    """Return the operand whose strategy a light op follows: the only one from another op.
 
-    carried: per value how many ops use it; one that several use is no leader. None where the op has
-    a choice of its own.
+    carried: per value the number of ops that use it; one with several users is no leader. None
+    where the op has its own strategy.
     """
     if is_heavy(node):
         return None
@@ -218,6 +223,6 @@ def find_followed_operand(
             return None
         if value.node.op == "call_function" and value.node not in flow.shared:
             found.append((position, value))
-    if len(found) != 1 or carried[found[0][1]] != 1 or found[0][1].node in flow.constant:
+    if len(found) != 1 or user_counts[found[0][1]] != 1 or found[0][1].node in flow.constant:
         return None
     return found[0][0]

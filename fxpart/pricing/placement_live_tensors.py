@@ -1,4 +1,4 @@
-"""Tensors that live only for a while in the forward, which autograd does not keep: by points."""
+"""Memory peaks of the forward: tensors that autograd does not save, by moment."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxpart.pricing.placement_graph import GraphDataflow, TensorValue
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 
-POINTS = 8  # points that count: those with the most bytes on one lane alone
+POINTS = 8  # number of moments that count: those with the most bytes on an unsharded rank
 
 
 def find_memory_peaks(
     flow: GraphDataflow, specs: Specs, sizes: Sizes
 ) -> tuple[tuple[TensorValue, ...], ...]:
-    """The values alive at the fullest moments of the forward, beside what stays for the backward.
+    """Return the values alive at the memory peaks of the forward, besides saved tensors.
 
-    A value lives from the op that makes it to the last that uses it or a view of it. Of moments
-    whose values are all alive at another one, only that other one counts.
+    A value lives from the op that makes it to the last that uses it or a view of it. A moment whose
+    values are all alive at another one does not count.
     """
     bases = _bases(flow)
     kept = {saved.source for op in flow.ops for saved in annotation(op).saved}
@@ -56,7 +56,7 @@ def find_memory_peaks(
 
 
 def _bases(flow: GraphDataflow) -> Mapping[TensorValue, TensorValue]:
-    """Of each view the value in whose memory it lies."""
+    """Return for each view the value that owns its memory."""
     found: dict[TensorValue, TensorValue] = {}
     for op in flow.ops:
         if not _is_view(op):
@@ -77,7 +77,7 @@ def _is_view(op: fx.Node) -> bool:
 def _fullest(
     moments: list[tuple[int, int, tuple[TensorValue, ...]]],
 ) -> tuple[tuple[TensorValue, ...], ...]:
-    """The first POINTS of the sorted moments, without those that another one holds."""
+    """Return the first POINTS of the sorted moments, without subsets of others."""
     chosen: list[tuple[TensorValue, ...]] = []
     for _, _, alive in sorted(moments, key=lambda m: m[:2]):
         if len(chosen) == POINTS:

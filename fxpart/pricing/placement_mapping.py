@@ -1,4 +1,4 @@
-"""What a placement problem made of a graph means: the solver's numbers back as placements."""
+"""Map a solution of the placement problem back to placements of the graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Map = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StateCosts:
-    """What a parameter costs beside its use, for each byte of it.
+    """Costs of a parameter besides its use, per byte of it.
 
-    memory: bytes held, itself included. step: bytes moved by the optimizer, and launches. gradient:
-    whether it is trained.
+    memory: bytes resident, including itself. moved: bytes moved by the optimizer. launches: of the
+    optimizer's kernels. gradient: whether it is trained.
     """
 
     memory: float
@@ -33,10 +33,10 @@ class StateCosts:
 
 @dataclass
 class SolverNode:
-    """Where a graph node stands in the problem: at the solver's node ``root``.
+    """The node of the problem that represents a graph node: the solver's node ``root``.
 
-    map: the node's own option for each of that node's strategies, None for the same number.
-    number: of the map, equal for equal maps.
+    map: the graph node's option for each strategy of that node, None for the same number. number:
+    of the map, equal for equal maps.
     """
 
     root: int
@@ -45,13 +45,13 @@ class SolverNode:
     number: int = 0
 
     def at(self, strategy: int) -> int:
-        """The node's own option where the solver's node has ``strategy``."""
+        """Return the graph node's option if the solver's node has ``strategy``."""
         return strategy if self.map is None else int(self.map[strategy])
 
 
 @dataclass
 class PlacementMapping:
-    """The problem and what its nodes mean."""
+    """The problem, and the graph nodes of its nodes."""
 
     problem: PlacementProblem
     mesh: Mesh
@@ -60,12 +60,12 @@ class PlacementMapping:
     unruled: tuple[str, ...]
     symbols: dict[fx.Node, dict[str, frozenset[str]]]
 
-    def settled(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice with every open input cut along each axis that cuts its rows somewhere.
+    def shard_inputs(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Shard every undecided input along each axis that shards its rows somewhere.
 
-        An op may cut a dim whose size is only known at run time. The runtime sees to it that such a
-        size can be cut if the input that it is read from is cut so; inputs are small, and what
-        needs them whole gathers them. The first dim of an input that fits is cut.
+        An op may shard a dim whose size is only known at run time. The runtime ensures that such a
+        size is divisible if the input that it is read from is sharded so; inputs are small, and ops
+        that need them whole gather them. The first dim of an input that fits is sharded.
         """
         found = list(choice)
         cut: list[set[str]] = [set() for _ in self.mesh.axes]
@@ -87,7 +87,7 @@ class PlacementMapping:
         return tuple(found)
 
     def _cut(self, node: fx.Node, placement: Placement | None, cut: set[str]) -> Placement | None:
-        """The placement of an input on an axis that cuts these symbols."""
+        """Return the placement of an input on an axis that shards these symbols."""
         if placement != REPLICATE:
             return placement
         return next(
@@ -96,7 +96,7 @@ class PlacementMapping:
         )
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
-        """The strategy of every op, by node name."""
+        """Return the strategy of every op, by node name."""
         found = {}
         for node, placed in self.ops.items():
             option = placed.options[placed.at(choice[placed.root])]
@@ -105,7 +105,7 @@ class PlacementMapping:
         return found
 
     def placements(self, choice: Sequence[int]) -> dict[str, Placements]:
-        """The placements of every input and of all state, by node name."""
+        """Return the placements of every input and of all state, by node name."""
         found = {}
         for node, placed in self.sources.items():
             port = placed.options[choice[placed.root]]
@@ -115,5 +115,5 @@ class PlacementMapping:
 
 
 def _placements(option: object) -> object:
-    """Those of a source's port."""
+    """Return the placements of a source's port."""
     return option[0] if isinstance(option, tuple) else None

@@ -1,4 +1,4 @@
-"""The strategies of one op and what each costs: placements, seconds, bytes for the backward."""
+"""The strategies of one op and their costs: placements, seconds, bytes saved for the backward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OpOption:
 
 @dataclass(frozen=True)
 class OpFamily:
-    """All options of equal ops. seconds: of a step; standing: bytes, by option."""
+    """All options of equal ops. seconds: per step; standing: resident bytes, by option."""
 
     options: tuple[OpOption, ...]
     seconds: tuple[float, ...]
@@ -50,7 +50,7 @@ class OpFamily:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes that autograd keeps for an op: how many, and the tensor whose cuts they share.
+    """Bytes that autograd saves for an op, and the tensor whose sharding they share.
 
     tensor: ("operand" | "result", position).
     """
@@ -60,13 +60,13 @@ class SavedBytes:
 
 
 def local(shape: Sequence[int], placements: Placements, mesh: Mesh) -> Shape:
-    """The largest shape that a lane holds."""
-    held = list(shape)
+    """Return the largest shape of a shard."""
+    sizes = list(shape)
     for placement, parts in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
-            rest = held[placement.dim] // placement.outer
-            held[placement.dim] = placement.outer * -(-rest // parts)
-    return tuple(held)
+            part = sizes[placement.dim] // placement.outer
+            sizes[placement.dim] = placement.outer * -(-part // parts)
+    return tuple(sizes)
 
 
 class OpFamilies:
@@ -84,31 +84,30 @@ class OpFamilies:
         rows: frozenset[str] | None = None,
         like: OpFamilies | None = None,
     ) -> None:
-        """microbatches: of a step; seconds are those of a step. rows: the symbols of batch dims.
+        """Create it. microbatches: per step; seconds are per step. rows: symbols of batch dims.
 
-        like: families of the same graph on another mesh, whose rules are looked up already.
-
-        Factors of other symbolic sizes are cut by annotation only: nothing says that two of them
-        that are equal at run time (the lengths of two inputs) fall into the same parts.
+        like: families of the same graph on another mesh, whose sharding rules are reused. Factors
+        of other symbolic sizes are sharded by annotation only: two that are equal at run time (the
+        lengths of two inputs) need not divide into the same parts.
         """
         self.mesh, self._model, self._device = mesh, model, device
         self._reshards, self._sizes, self._specs = reshards, sizes, specs
         self._microbatches, self._rows = microbatches, rows
         self._rules: dict[object, ShardingRule | None] = {} if like is None else like._rules
-        self._alike: OpSignatures = OpSignatures() if like is None else like._alike
+        self._signatures: OpSignatures = OpSignatures() if like is None else like._signatures
         self._symbols: dict[int, dict[str, frozenset[str]]] = {} if like is None else like._symbols
         self._known: dict[object, OpFamily] = {}
         self._costs: dict[OpSpec, float] = {}
 
     def rule(self, node: fx.Node) -> ShardingRule | None:
-        """The rule of the node's op, looked up once for equal ops."""
-        key = self._alike(node)
+        """Return the sharding rule of the node's op, looked up once for equal ops."""
+        key = self._signatures(node)
         if key not in self._rules:
             self._rules[key] = rule_of(node)
         return self._rules[key]
 
     def symbols(self, node: fx.Node) -> dict[str, frozenset[str]]:
-        """Per strategy of the node's op the symbols in the size of the factors that it cuts."""
+        """Return by strategy the symbols in the sizes of the factors that it shards."""
         rule = self.rule(node)
         if rule is None:
             return {}
@@ -132,31 +131,31 @@ class OpFamilies:
         only: Strategy | None = None,
         waiting: bool = False,
     ) -> OpFamily:
-        """The node's family.
+        """Return the node's family.
 
-        more: strategies beside those of the rule's choices (fused weights). only: the one strategy
-        left to it. waiting: whether its results' gradients may be sums still to be made, because it
-        computes from parameters alone.
+        more: strategies besides those of the rule (fused weights). only: the only allowed strategy.
+        waiting: whether its results' gradients may be partial sums, because it computes from
+        parameters alone.
         """
         fixed = self._fixed(node)
-        carried = tuple(map(self._specs.requires_grad, operands(node)))
+        gradients = tuple(map(self._specs.requires_grad, operands(node)))
         flows = annotation(node).requires_grad
-        key = (self._alike(node), flows, carried, kept, fixed, more, only, waiting)
+        key = (self._signatures(node), flows, gradients, kept, fixed, more, only, waiting)
         if key not in self._known:
             rule, spec = self.rule(node), self._specs.op(node)
-            found = self._made(node, rule, fixed, more, only, waiting)
+            found = self._list_options(node, rule, fixed, more, only, waiting)
             rows = [self._price(node, rule, spec, kept, option) for option in found]
             self._known[key] = OpFamily(found, tuple(s for s, _ in rows), tuple(b for _, b in rows))
         return self._known[key]
 
     def _fixed(self, node: fx.Node) -> tuple[tuple[str | None, ...], tuple[Placements, ...]]:
-        """What is decided: the strategy by axis, and the results' placements."""
+        """Return what is decided: the strategy by axis, and the results' placements."""
         sharding = annotation(node).sharding
         if sharding is None:
             return (None,) * len(self.mesh.axes), ()
         return sharding.strategy, sharding.results
 
-    def _made(
+    def _list_options(
         self,
         node: fx.Node,
         rule: ShardingRule | None,
@@ -165,7 +164,7 @@ class OpFamilies:
         only: Strategy | None,
         waiting: bool,
     ) -> tuple[OpOption, ...]:
-        """Every strategy that is possible and agrees with what is decided."""
+        """Return every possible strategy that agrees with what is decided."""
         given = len(operands(node))
         results = len(list(tensors_of(node.meta.get("val"))))
         if rule is None:
@@ -194,7 +193,7 @@ class OpFamilies:
         return tuple(agreeing or found.values())
 
     def _option(self, rule: ShardingRule, strategy: Strategy) -> OpOption | None:
-        """The option of a strategy; None where it cuts what cannot be cut so."""
+        """Return the option of a strategy; None where a size is not divisible."""
         parts: dict[str, int] = {}
         for name, count in zip(strategy, self.mesh.shape, strict=True):
             base = factor_of(name)[0]
@@ -216,7 +215,7 @@ class OpFamilies:
         )
 
     def _waiting(self, option: OpOption) -> tuple[OpOption, ...]:
-        """The option, and those where sums wait on axes that it does not cut."""
+        """Return the option, and those with deferred reductions on axes that it does not shard."""
         free = [i for i, name in enumerate(option.strategy) if name == REPLICATED]
         found = [option]
         for chosen in product((False, True), repeat=len(free)):
@@ -235,7 +234,7 @@ class OpFamilies:
         kept: Iterable[SavedBytes],
         option: OpOption,
     ) -> tuple[float, float]:
-        """Seconds of a step, and bytes that stay for the backward."""
+        """Return the seconds per step, and the bytes saved for the backward."""
         seconds = 0.0
         if spec is not None:
             numbers = self._sizes.op(spec)
@@ -288,11 +287,13 @@ class OpFamilies:
         outputs: Sequence[TensorSpec],
         gradient: bool,
     ) -> float:
-        """Collectives of local forms: a sum over what is left where the cut factor is gone.
+        """Return the seconds of reductions inside local forms.
 
-        Where the result still has the factor (a softmax's) its largest statistic is counted, the
-        operand without that factor: twice forward (largest and sum), once backward. A form whose
-        result is Partial pays for its sum on the edge.
+        A form reduces over the dims without the sharded factor.
+
+        Where the result still has the factor (softmax), its largest statistic counts, the operand
+        without that factor: twice forward (maximum and sum), once backward. A form whose result is
+        Partial pays for its reduction on the edge.
         """
         seconds = 0.0
         for axis, name in enumerate(option.strategy):
@@ -316,7 +317,7 @@ class OpFamilies:
 
 
 def positions(node: fx.Node) -> list[int | None]:
-    """For each tensor of the op's spec its position among the operands; None inside tuples."""
+    """Return the operand position of each tensor of the op's spec; None inside tuples."""
     found: list[int | None] = []
     count = 0
 
@@ -342,7 +343,7 @@ def positions(node: fx.Node) -> list[int | None]:
 
 
 def _wait(port: Port, axes: Sequence[int]) -> Port:
-    """The port with a gradient that is still to be summed on axes where the value is whole."""
+    """Return the port with a gradient that is not yet reduced on axes with a replicated value."""
     value, gradient = port
     return value, tuple(
         PARTIAL if i in axes and value[i] == REPLICATE else g for i, g in enumerate(gradient)
@@ -350,7 +351,7 @@ def _wait(port: Port, axes: Sequence[int]) -> Port:
 
 
 def _agrees(option: OpOption, results: Sequence[Placements]) -> bool:
-    """Whether the option's results are the decided ones, where they are."""
+    """Return whether the option's results match the decided ones."""
     return all(
         wanted is None or wanted == have
         for given, decided in zip(option.gives, results, strict=False)

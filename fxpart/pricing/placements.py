@@ -1,8 +1,8 @@
-"""Placements of what annotations and propagation left open, chosen by the solver.
+"""Select the placements that annotations and propagation leave undecided.
 
-As in Alpa: one strategy for each op, its cost on the shapes that one lane holds, the cost of
-reshards on edges, memory against a budget. See :mod:`fxpart.pricing.placement_builder` for the
-problem and :mod:`fxpart.solver.placement.portfolio` for how it is solved.
+As in Alpa: one strategy per op, its cost on the shapes of one rank, the cost of resharding on
+edges, memory against a budget. See :mod:`fxpart.pricing.placement_builder` for the problem and
+:mod:`fxpart.solver.placement.portfolio` for its solution.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlacementCertificate:
-    """What is proven of a choice, over these strategies and this cost model.
+    """The certificate of a choice, over its strategies and this cost model.
 
-    seconds: of a step on one stage that holds the whole graph. bound: no choice takes less. memory:
-    bytes on a lane, against ``budget``. unruled: ops without a rule, replicated. built, solved: CPU
-    seconds that making the problem and solving it took.
+    seconds: of a step on one stage with the whole graph. bound: lower bound of all choices. memory:
+    bytes on a rank, against ``budget``. unruled: ops without a sharding rule, replicated. built,
+    solved: CPU seconds to build and to solve the problem.
     """
 
     status: str
@@ -74,7 +74,7 @@ class StrategyAssignment:
     placements: Mapping[str, Placements]
 
     def text(self) -> str:
-        """The form that the pass ``place`` reads: ``"addmm=b|n;input_ids=dp:S(0),tp:R"``."""
+        """Return the form that the pass ``place`` reads: ``"addmm=b|n;input_ids=dp:S(0),tp:R"``."""
         ops = [f"{name}={'|'.join(strategy)}" for name, strategy in self.strategies.items()]
         held = [
             f"{name}={format_placements(placements, self.mesh)}"
@@ -100,14 +100,14 @@ def choose_placements(
     solver: str = "auto",
     only: Mapping[str, Strategy] | None = None,
 ) -> tuple[StrategyAssignment, PlacementCertificate]:
-    """Choose a placement along every axis that is still open in a graph; decided ones stay.
+    """Select a placement along every undecided axis of a graph.
 
-    graph: annotated and propagated (its blocks play no part). mesh: that of the graph by default.
-    batch_size: rows of a step, by default those of the capture, in ``microbatches``; in_flight: how
-    many of them are kept for their backward at once. stages: into how many equal stages the graph
-    will be cut: each has ``stages`` times the budget. budget: bytes of a device, by default the
-    least memory of the cluster's, less a reserve. only: strategies of single ops, by node name.
-    Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
+    graph: annotated and propagated (its blocks do not matter). mesh: that of the graph by default.
+    batch_size: rows per step, by default those of the capture, in ``microbatches``; in_flight:
+    number of them that are stored for their backward at once. stages: number of equal stages of the
+    graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
+    in the cluster, less a reserve. only: strategies of single ops, by node name. Raises FXP204
+    where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
     """
     started = time.process_time()
     budget_ = _budget(cluster, budget) * stages
@@ -121,14 +121,14 @@ def choose_placements(
     solved = time.process_time()
     if solution.choice is None:
         raise _nothing(solution, budget_, time_limit)
-    choice = built.settled(solution.choice)
-    judged = evaluate(built.problem, choice)
+    choice = built.shard_inputs(solution.choice)
+    evaluation = evaluate(built.problem, choice)
     certificate = PlacementCertificate(
-        status=status_of(judged.seconds, solution.bound),
-        seconds=judged.seconds,
+        status=status_of(evaluation.seconds, solution.bound),
+        seconds=evaluation.seconds,
         bound=solution.bound,
-        gap=max(0.0, 1 - solution.bound / judged.seconds) if judged.seconds > 0 else 0.0,
-        memory=judged.bytes,
+        gap=max(0.0, 1 - solution.bound / evaluation.seconds) if evaluation.seconds > 0 else 0.0,
+        memory=evaluation.bytes,
         budget=budget_,
         solver=solution.solver,
         unruled=built.unruled,
@@ -156,7 +156,7 @@ def build(
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
 ) -> PlacementMapping:
-    """The placement problem of a graph, as :func:`choose_placements` solves it."""
+    """Return the placement problem of a graph, as :func:`choose_placements` solves it."""
     mesh_: Mesh = mesh if mesh is not None else graph.meta[MESH_KEY]
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     device = group_devices(cluster, mesh_.size).devices[0]
@@ -196,9 +196,9 @@ def build(
 
 
 def _row_symbols(graph: fx.Graph, captured: CapturedModel) -> frozenset[str]:
-    """The symbols of batch dims; none where an axis cuts the rows of an input already.
+    """Return the symbols of batch dims; none where an axis shards the rows of an input already.
 
-    Then a batch has to fall into that axis's parts, and no choice asks it for more.
+    The batch then has to be divisible by that axis, and no choice requires more.
     """
     dims = {spec.name: spec.batch_dim for spec in captured.inputs}
     for node in graph.find_nodes(op="placeholder"):
@@ -222,11 +222,11 @@ def state_costs(
     microbatches: int,
     graph: fx.Graph,
 ) -> dict[str, StateCosts]:
-    """Per parameter and buffer its memory and the optimizer's traffic, for each of its bytes.
+    """Return the memory and optimizer traffic of parameters and buffers, per byte.
 
     The optimizer reads and writes weight and state and reads the gradient; with several
-    microbatches gradients are read twice and written once for each of them. Of a table with a
-    sparse gradient that is the rows of a step. graph: whole, or a lane's.
+    microbatches gradients are read twice and written once for each of them. For a table with a
+    sparse gradient these are the rows of a step. graph: whole, or one rank's.
     """
     touched = touched_bytes(graph)
     names = [name for name in captured.state if name in trained]
@@ -247,19 +247,19 @@ def state_costs(
 
 
 def _nothing(solution: PlacementSolution, budget: float, time_limit: float) -> Exception:
-    """Why there is no choice."""
+    """Return the error for a problem without a solution."""
     if solution.status == "infeasible":
         gib = 2.0**30
         return error(
             "FXP204",
             where="placements over the mesh",
-            why=f"the smallest placement needs {solution.least / gib:.2f} GiB on a device, and "
-            f"there are {budget / gib:.2f} GiB",
-            fix="a larger mesh, more stages, more microbatches or fewer annotations",
+            why=f"the smallest placement needs {solution.least / gib:.2f} GiB on a device, but "
+            f"{budget / gib:.2f} GiB are available",
+            fix="use a larger mesh, more stages, more microbatches or fewer annotations",
         )
     return error(
         "FXP205",
         where="placements over the mesh",
-        why=f"nothing that fits was found in {time_limit:g} s",
-        fix="a longer time_limit",
+        why=f"no placement that fits was found in {time_limit:g} s",
+        fix="use a longer time_limit",
     )

@@ -1,4 +1,4 @@
-"""The problem of copies from the costs of stages of one rank: devices that are alike as kinds."""
+"""The problem of replicated stages, from the costs of stages of one rank and device kinds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 Line = tuple[float, float]
 
 
-def mixed_problem(
+def make_replicated_problem(
     problem: PartitionProblem, cluster: Cluster, model: CostModel, ranks: int | None = None
 ) -> tuple[ReplicatedChainProblem, tuple[tuple[int, ...], ...]]:
-    """The problem, and by kind its devices as indices of the cluster.
+    """Return the problem, and by kind its devices as indices of the cluster.
 
-    problem: of stages of one rank, priced on this cluster in its own order. Devices are of one kind
-    where costs, usable memory and the worst link into them are equal. ranks: of the whole program.
+    problem: with stages of one rank, priced on this cluster in its own order. Devices are of one
+    kind if costs, usable memory and the worst link into them are equal. ranks: of the whole
+    program.
     """
     worst = _worst_links(cluster, model)
     found: dict[tuple[int, int, Line], list[int]] = {}
@@ -49,13 +50,13 @@ def mixed_problem(
 
 
 def is_heterogeneous(cluster: Cluster) -> bool:
-    """Whether the cluster has devices of more than one kind: of other costs or memory."""
+    """Return whether the cluster has devices of different costs or memory."""
     types = group_by_kind(cluster)[1]
     return len({(t, d.memory) for t, d in zip(types, cluster.devices, strict=True)}) > 1
 
 
 def _worst_links(cluster: Cluster, model: CostModel) -> list[Line]:
-    """Into each device, over the worst link from any other: seconds, and seconds a byte."""
+    """Return the worst link into each device: seconds, and seconds per byte."""
     links = LinkIndex(cluster)
     members: dict[str, list[str]] = {}
     for device in cluster.devices:

@@ -1,4 +1,4 @@
-"""How much of a graph has a sharding rule: ops by count and by FLOPs."""
+"""Coverage of a graph by sharding rules: ops by count and by FLOPs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fxpart.plan.model import Plan
 from fxpart.plan.throughput import ModelWork
 from fxpart.pricing.specs import Specs
 
-CUTS, WHOLE, NONE = "cuts", "whole", "none"  # what an op's rule can do
+CUTS, WHOLE, NONE = "cuts", "whole", "none"  # whether an op's rule can shard
 
 
 @dataclass(frozen=True)
 class OpCoverage:
-    """The calls of one op: how many, their forward FLOPs at the example sizes, and their rules.
+    """The calls of one op: count, forward FLOPs at the example sizes, and rules.
 
-    cuts, whole: calls whose rule has a factor that may be cut, and those whose rule has none. The
-    others have no rule. flops_cut: FLOPs of the calls that can be cut.
+    cuts, whole: calls whose rule has a factor that can be sharded, and calls whose rule has none.
+    The other calls have no rule. flops_cut: FLOPs of the calls that can be sharded.
     """
 
     op: str
@@ -45,32 +45,32 @@ class Coverage:
 
     @property
     def calls(self) -> int:
-        """All calls of ops that give tensors."""
+        """Return the number of calls that return tensors."""
         return sum(op.calls for op in self.ops)
 
     @property
     def ruled(self) -> int:
-        """Those with a rule."""
+        """Return the number of calls with a rule."""
         return sum(op.cuts + op.whole for op in self.ops)
 
     @property
     def cut(self) -> int:
-        """Those with a rule that can cut something."""
+        """Return the number of calls with a rule that can shard something."""
         return sum(op.cuts for op in self.ops)
 
     @property
     def flops(self) -> int:
-        """FLOPs of all forwards."""
+        """Return the FLOPs of all forwards."""
         return sum(op.flops for op in self.ops)
 
     @property
     def flops_cut(self) -> int:
-        """FLOPs of the forwards that can be cut."""
+        """Return the FLOPs of the forwards that can be sharded."""
         return sum(op.flops_cut for op in self.ops)
 
 
 def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
-    """The coverage of prepared graphs, at the sizes of their examples."""
+    """Return the coverage of prepared graphs, at the sizes of their examples."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for graph in graphs:
         specs = Specs(())
@@ -106,14 +106,14 @@ def count_model_work(captured: CapturedModel, graph: fx.Graph, plan: Plan) -> Mo
 
 
 def kind_of(rule: ShardingRule | None) -> str:
-    """Whether a rule can cut, only says that all stays whole, or is missing."""
+    """Return whether a rule can shard, only replicates, or is missing."""
     if rule is None:
         return NONE
     return CUTS if any(f not in rule.whole for f in rule.factors) else WHOLE
 
 
 def _numbers(spec: OpSpec, graph: fx.Graph) -> OpSpec:
-    """The op at the sizes of the example."""
+    """Return the op at the sizes of the example."""
     known = _hints(graph)
 
     def numbers(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -128,7 +128,7 @@ def _numbers(spec: OpSpec, graph: fx.Graph) -> OpSpec:
 
 
 def _hints(graph: fx.Graph) -> dict[object, int]:
-    """Each symbol's size in the example, read from the inputs."""
+    """Return each symbol's size in the example, read from the inputs."""
     found: dict[object, int] = {}
     for node in graph.nodes:
         if node.op != "placeholder":

@@ -1,4 +1,4 @@
-"""What sparse gradients of tables take: the rows that a step asks for, and their places."""
+"""Memory of sparse gradients of embedding tables: the rows of a step, and their indices."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fxpart.compiler.graph_edit import value
 from fxpart.compiler.sparse_lookups import sparse_tables
 from fxpart.solver.problem import SPARSE_COPIES
 
-_PLACE = 8  # bytes of a row's number
+_PLACE = 8  # bytes of a row index
 
 
 def touched_bytes(graph: fx.Graph) -> dict[str, int]:
-    """Bytes of the gradients of tables that are looked up with ``sparse=True``, by name.
+    """Return the gradient bytes of tables that are looked up with ``sparse=True``, by name.
 
-    That is for the rows of the example batch, every id counted as often as it is there: torch keeps
-    what microbatches add one behind the other. They do not depend on the table's own rows.
+    For the rows of the example batch, with repeated ids: torch concatenates the rows of
+    microbatches. They do not depend on the table's number of rows.
     """
     found: dict[str, int] = {}
     tables = sparse_tables(graph)
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) in tables:
-            held = value(node)
-            row = prod(map(int, held.shape[1:])) * held.element_size() + _PLACE
+            table = value(node)
+            row = prod(map(int, table.shape[1:])) * table.element_size() + _PLACE
             count = sum(
                 prod(size_hint(size) for size in value(ids).shape)
                 for ids in tables[str(node.target)]
@@ -35,9 +35,9 @@ def touched_bytes(graph: fx.Graph) -> dict[str, int]:
 
 
 def find_large_embedding_tables(graph: fx.Graph) -> list[str]:
-    """Tables with sparse gradients that hold more than an eighth of all state's bytes.
+    """Return tables with sparse gradients that are more than an eighth of all state.
 
-    Whole tables cost a rank no time, only memory.
+    Replicated tables cost a rank no time, only memory.
     """
     tables = sparse_tables(graph)
     sizes = {

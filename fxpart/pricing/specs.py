@@ -1,4 +1,4 @@
-"""Nodes of an annotated graph as op specs: what a cost model is asked about."""
+"""Op specs of an annotated graph's nodes: the input of cost models."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _NOTHING = NodeAnnotation()
 
 
 def annotation(node: fx.Node) -> NodeAnnotation:
-    """What fxpart knows of the node; the empty annotation where nothing was written."""
+    """Return fxpart's annotation of the node; an empty one where there is none."""
     found: NodeAnnotation = node.meta.get(KEY, _NOTHING)
     return found
 
 
 def expression(size: int | torch.SymInt) -> Size:
-    """A size as an int or a sympy expression."""
+    """Return a size as an int or a sympy expression."""
     if isinstance(size, int):
         return size
     found = size.node.expr
@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a node's value: itself, or those of a tuple or list."""
+    """Yield the tensors in a node's value: itself, or those of a tuple or list."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -61,18 +61,18 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 class Specs:
     """Op specs of one graph; tensors are described once, equal specs are one object.
 
-    trained: names of the state that takes a gradient.
+    trained: names of the state with a gradient.
     """
 
     def __init__(self, trained: Iterable[str]) -> None:
-        """Nothing is described before it is asked for."""
+        """Create it; nothing is described before it is needed."""
         self._trained = frozenset(trained)
         self._tensors: dict[fx.Node, tuple[TensorSpec, ...]] = {}
         self._known: dict[OpSpec, OpSpec] = {}
         self._layouts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], str] = {}
 
     def tensors(self, node: fx.Node) -> tuple[TensorSpec, ...]:
-        """The tensors that the node's value consists of."""
+        """Return the tensors of the node's value."""
         if node not in self._tensors:
             self._tensors[node] = tuple(map(self._tensor, tensors_of(node.meta.get("val"))))
         return self._tensors[node]
@@ -86,13 +86,13 @@ class Specs:
         return TensorSpec(shape, dtype_name(tensor.dtype), self._layouts[shape, strides])
 
     def requires_grad(self, node: fx.Node) -> bool:
-        """Whether the node's value, or the parameter it names, takes a gradient."""
+        """Return whether the node's value, or the parameter that it names, takes a gradient."""
         if node.op == "get_attr":
             return node.target in self._trained
         return annotation(node).requires_grad
 
     def op(self, node: fx.Node) -> OpSpec | None:
-        """The node's op; None where it is no op of its own (state, inputs, sizes, getitem)."""
+        """Return the node's op; None for state, inputs, sizes and getitem."""
         if node.op != "call_function":
             return None
         target, args, kwargs = unwrap_seeded_call(node)
@@ -102,10 +102,10 @@ class Specs:
         nodes = list(_nodes((args, kwargs)))
         specs: list[TensorSpec] = []
         wanted: list[int] = []
-        carries = annotation(node).requires_grad
+        requires_grad = annotation(node).requires_grad
         for entry in nodes:
             for tensor in self.tensors(entry):
-                if carries and self.requires_grad(entry) and _floats(tensor):
+                if requires_grad and self.requires_grad(entry) and _floats(tensor):
                     wanted.append(len(specs))
                 specs.append(tensor)
         spec = OpSpec(
@@ -125,7 +125,7 @@ class Specs:
     def _copies(
         self, target: object, nodes: list[fx.Node], node: fx.Node
     ) -> tuple[tuple[str, object], ...]:
-        """Whether an op that may return a view makes a copy, where the fake tensors tell."""
+        """Return whether an op that may return a view copies, where fake tensors determine it."""
         key = op_name(target).removeprefix("aten.").split(".")[0]
         if key not in _LAYOUT and key not in CASTS:
             return ()
@@ -138,7 +138,7 @@ class Specs:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of a row-major tensor, told from the expressions alone."""
+    """Return whether the strides are row-major, from the expressions alone."""
     return _row_major(map(expression, tensor.shape), map(_stride, tensor.stride()))
 
 
@@ -152,7 +152,7 @@ def _row_major(shape: Iterable[Size], strides: Iterable[Size]) -> bool:
 
 
 def _stride(stride: int | torch.SymInt) -> Size:
-    """A stride as an expression; Min(32, 32*s0), as torch writes some, is 32: sizes are >= 1."""
+    """Return a stride as an expression; torch's Min(32, 32*s0) becomes 32, as sizes are >= 1."""
     found = expression(stride)
     if isinstance(found, int) or not any(map(_is_least, sympy.preorder_traversal(found))):
         return found
@@ -165,7 +165,7 @@ def _is_least(part: sympy.Basic) -> bool:
 
 
 def _least(numbers: Sequence[sympy.Expr]) -> sympy.Expr:
-    """The one that is never more than another whatever the sizes, or their minimum."""
+    """Return the number that is at most every other for all sizes, or their minimum."""
     for one in numbers:
         if all(_never_more(one, other) for other in numbers):
             return one
@@ -178,7 +178,7 @@ def _never_more(one: sympy.Expr, other: sympy.Expr) -> bool:
 
 
 def layout(shape: tuple[Size, ...], strides: tuple[Size, ...], hints: tuple[int, ...]) -> str:
-    """How a tensor lies in memory, as :class:`fxpart.costs.TensorSpec` writes it.
+    """Return the memory layout of a tensor, as :class:`fxpart.costs.TensorSpec` encodes it.
 
     hints: the strides as numbers, to order dims by; empty where they are not known, and then the
     tensor counts as row-major.
@@ -199,7 +199,7 @@ def layout(shape: tuple[Size, ...], strides: tuple[Size, ...], hints: tuple[int,
 
 
 def _hinted(tensor: torch.Tensor) -> bool:
-    """Whether every stride has a number behind it: sizes that data decide have none."""
+    """Return whether every stride has a hint: data-dependent sizes have none."""
     return not has_unbacked_symbols(tensor)
 
 
@@ -208,7 +208,7 @@ def _floats(tensor: TensorSpec) -> bool:
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
-    """The nodes among arguments, in order, as often as they stand there."""
+    """Yield the nodes among arguments, in order, with repetitions."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, tuple | list):
@@ -220,7 +220,7 @@ def _nodes(value: object) -> Iterator[fx.Node]:
 
 
 def _attributes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, object], ...]:
-    """The arguments that hold no tensor, by position or name."""
+    """Return the arguments without tensors, by position or name."""
     named = [*((str(i), a) for i, a in enumerate(args)), *sorted(kwargs.items())]
     found = []
     for name, argument in named:
@@ -231,7 +231,7 @@ def _attributes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[st
 
 
 def _drawn(node: fx.Node) -> tuple[tuple[str, object], ...]:
-    """For a lane's part of random numbers the shape of the whole, all of which is drawn."""
+    """Return the whole shape for a rank's part of random numbers, because all are generated."""
     if not is_random_shard(node.target):
         return ()
     return ((WHOLE, _plain(node.args[0])),)
@@ -241,7 +241,7 @@ _TENSOR = object()
 
 
 def _plain(value: object) -> object:
-    """An argument as a hashable value; the mark _TENSOR where it is or holds a tensor."""
+    """Return an argument as a hashable value; the mark _TENSOR where it is or contains a tensor."""
     if isinstance(value, fx.Node):
         inner = value.meta.get("val")
         if isinstance(inner, int | torch.SymInt) and not isinstance(inner, bool):
@@ -258,16 +258,16 @@ def _plain(value: object) -> object:
 
 
 class OpSignatures:
-    """A signature for each op of one graph; alike ops have equal ones."""
+    """A signature for each op of one graph; equal ops have equal ones."""
 
     def __init__(self) -> None:
-        """Nothing is read before it is asked for."""
+        """Create it; nothing is read before it is needed."""
         self._tensors: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._known: dict[fx.Node, int] = {}
 
     def __call__(self, node: fx.Node) -> int:
-        """A number, equal for ops that are alike."""
+        """Return a number, the same for equal ops."""
         if node not in self._known:
             key = (
                 node.target,
@@ -295,7 +295,7 @@ class OpSignatures:
         return type(value).__name__, str(value)
 
     def _shape(self, tensor: torch.Tensor) -> Hashable:
-        """Shape and dtype; reading those of a fake tensor takes a while, so each is read once."""
+        """Return shape and dtype, cached because reading those of a fake tensor is slow."""
         if id(tensor) not in self._tensors:
             sizes = tuple(s if isinstance(s, int) else expression(s) for s in tensor.shape)
             self._tensors[id(tensor)] = (tensor, (tensor.dtype, sizes))

@@ -1,4 +1,4 @@
-"""What several ranks of a stage pay once a step for sharing its work: sums, and ZeRO's gathers."""
+"""Costs per step of sharing a stage's work: gradient reduction, and ZeRO's all-gathers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.pricing.device_groups import Rings
 
-_BUCKET = 25 << 20  # bytes of gradients that are summed at once
+_BUCKET = 25 << 20  # bytes of a gradient bucket
 # Bytes read and written for each byte that is packed into a bucket, and for each unpacked.
 _PACKED = {
-    ("partial", "replicate"): 2,  # in; the sums stay where they are, and are used there
-    ("partial", "shard(0)"): 2,  # in; a piece of the bucket is what is wanted
-    ("shard(0)", "replicate"): 2,  # out; what goes in is a lane's part
+    ("partial", "replicate"): 2,  # pack; the optimizer reads the results in the bucket
+    ("partial", "shard(0)"): 2,  # pack; the result is a piece of the bucket
+    ("shard(0)", "replicate"): 2,  # unpack; the input is one rank's part
 }
-# Bytes read and written for each byte of a table's rows, where ZeRO cuts the table: every lane sums
-# the rows of all, takes its range of the flat table, and updates that number by number.
+# Bytes read and written per byte of a table's rows, where ZeRO shards the table: every rank sums
+# the rows of all, selects its range of the flat table, and updates that element by element.
 _SETTLED = 38
 
 
@@ -34,10 +34,10 @@ _SETTLED = 38
 class StageParallelism:
     """How the ranks of every stage share its work.
 
-    rows: into how many parts each microbatch is cut; multiple: what its rows have to be a multiple
-    of (of some inputs more parts may be made). parts: symbol -> into how many parts the dim
-    that it is read from is cut. partial: per parameter the axes over which its gradient is summed
-    at the end of a step. zero: 1 cuts optimizer state over ``zero_axis``, 2 gradients too.
+    rows: number of parts of each microbatch; multiple: the divisor of its rows (some inputs may
+    have more parts). parts: by symbol the number of parts of the dim that it is read from. partial:
+    per parameter the axes over which its gradient is reduced at the end of a step. zero: 1 shards
+    optimizer state over ``zero_axis``, 2 gradients too.
     """
 
     mesh: Mesh
@@ -47,7 +47,7 @@ class StageParallelism:
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero: int = 0
     zero_axis: str = ""
-    cut: frozenset[str] = frozenset()  # state that lies in parts over zero_axis already
+    cut: frozenset[str] = frozenset()  # state that is already sharded over zero_axis
 
     @classmethod
     def of(cls, graph: ShardedGraph) -> StageParallelism:
@@ -70,11 +70,11 @@ class StageParallelism:
         )
 
     def divided(self, weight: Weight) -> Weight:
-        """A parameter's bytes on one rank under ZeRO: state, and from 2 on the gradient, in parts.
+        """Return a parameter's bytes on one rank under ZeRO: sharded state, from 2 on gradient.
 
-        The weight's gradient stays whole while a block's backward makes it; with 2 it is kept only
-        until the step's sums, which is what is counted here as divided. Of a table every lane is
-        given the rows of all.
+        The gradient stays whole while a block's backward makes it; with 2 it is kept only until the
+        step's reduction, which is counted here as sharded. For an embedding table every rank
+        receives the rows of all.
         """
         if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
             return weight
@@ -87,7 +87,7 @@ class StageParallelism:
             gradient=weight.gradient if whole else -(-weight.gradient // parts),
         )
 
-    def sums(
+    def compute_reduction_times(
         self,
         weights: Sequence[Weight],
         blocks: int,
@@ -95,12 +95,12 @@ class StageParallelism:
         rings: Rings,
         copying: float = 0.0,
     ) -> GradientReductionTimes:
-        """Seconds a step that sums of gradients and ZeRO's collectives take, and what it settles.
+        """Return the times per step of gradient reduction and ZeRO's collectives, in seconds.
 
-        A stage's tensors travel together in buckets, so that a block pays for its bytes alone and
-        the stage once for what a first bucket takes however small. A tied weight counts for its
-        first block. weights: as they are without ZeRO. copying: seconds per byte that packing a
-        bucket, and unpacking it, reads or writes.
+        A stage's tensors are communicated together in buckets, so that a block pays for its bytes
+        only and the stage once for the latency of a first bucket. A tied weight counts for its
+        first block. weights: as without ZeRO. copying: seconds per byte that packing or unpacking a
+        bucket reads or writes.
         """
         bytes_of: defaultdict[tuple[int, str, str, tuple[str, ...]], int] = defaultdict(int)
         settled: defaultdict[int, int] = defaultdict(int)
@@ -108,7 +108,7 @@ class StageParallelism:
             if not weight.gradient:
                 continue
             block, axes = weight.blocks[0], self.partial.get(weight.name, ())
-            if weight.sparse:  # every lane is given the rows of all, and ZeRO takes its own of them
+            if weight.sparse:  # every rank receives the rows of all; with ZeRO it selects its own
                 for axis in axes:
                     bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
                 axes = ()
@@ -133,13 +133,13 @@ class StageParallelism:
 
 
 def packing(source: str, target: str) -> int:
-    """Bytes that are read and written for each byte that goes through a bucket."""
+    """Return the bytes that are read and written for each byte in a bucket."""
     return _PACKED[source, target]
 
 
 @dataclass(frozen=True)
 class GradientReductionTimes:
-    """Seconds a step for sums of gradients: by block, and for each stage whatever its blocks."""
+    """Seconds per step of gradient reduction: by block, and per stage whatever its blocks."""
 
     by_block: tuple[float, ...] = ()
     once: float = 0.0

@@ -1,4 +1,4 @@
-"""From a cluster to the placement problem, and from its answer back to devices."""
+"""Make the device assignment problem of a cluster, and map its solution to devices."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What stages move: see :class:`~fxpart.solver.assignment.problem.AssignmentProblem`.
+    """The communication of stages.
 
-    By stage: seconds for each microbatch and once a step that do not depend on the placement,
-    tensor shards' collectives of a microbatch, replicas' collectives of a step. All of these may be
-    left empty: then only flows count.
+    See :class:`~fxpart.solver.assignment.problem.AssignmentProblem`. By stage: seconds per
+    microbatch and per step that do not depend on the placement, collectives of tensor shards per
+    microbatch, collectives of replicas per step. All of these may be empty: then only flows count.
     """
 
     flows: tuple[StageFlow, ...] = ()
@@ -50,9 +50,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StageDevicePlacement:
-    """Devices (indices into the cluster's) by stage and lane; the step's seconds and its bound.
+    """Devices (indices into the cluster's) by stage and mesh rank; step time and its bound.
 
-    straddling: replicas whose tensor shards lie on several hosts.
+    straddling: number of replicas whose tensor shards are on several hosts.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -69,11 +69,11 @@ def place_stages(
     *,
     pools: Sequence[int] | None = None,
 ) -> StageDevicePlacement:
-    """Which devices each stage takes. widths: (pool, data, tensor) of each stage.
+    """Assign devices to each stage. widths: (pool, data, tensor) of each stage.
 
-    pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`). Devices
-    are taken as they stand where that is as good: stage after stage from the first on.
-    Raises FXP204 where a pool has too few devices, FXP403 where two devices have no link.
+    pools: the pool of each device of the cluster, by default its kind (:func:`pools_of`). The
+    cluster's order is kept where it is as good: stage after stage from the first device on. Raises
+    FXP204 where a pool has too few devices, FXP403 where two devices have no link.
     """
     topology, members = topology_of(cluster, widths, traffic, pools=pools)
     found = solve_device_assignment(topology)
@@ -84,18 +84,18 @@ def place_stages(
         raise error(
             "FXP204",
             where=f"stages on {cluster.name}",
-            why=f"they take {need} devices of its pools, which have too few",
-            fix="fewer or narrower stages, or more devices",
+            why=f"the stages need {need} devices of the cluster's pools, which have too few",
+            fix="use fewer or narrower stages, or more devices",
         )
     straight = _in_order(topology, members)
     plain, best = evaluate(topology, straight), evaluate(topology, found.seats)
     cut = (has_whole_replicas(topology, found.seats), has_whole_replicas(topology, straight))
     if plain.seconds <= best.seconds * (1 + 1e-12) and cut != (True, False):
         found, best = msgspec.structs.replace(found, seats=straight), plain
-    left = [[iter(m) for m in by_pool] for by_pool in members]
+    remaining = [[iter(m) for m in by_pool] for by_pool in members]
     ranks = tuple(
-        tuple(next(left[place][pool]) for place in lanes)
-        for (pool, _, _), lanes in zip(widths, found.seats, strict=True)
+        tuple(next(remaining[place][pool]) for place in places)
+        for (pool, _, _), places in zip(widths, found.seats, strict=True)
     )
     return StageDevicePlacement(
         ranks=ranks,
@@ -107,7 +107,7 @@ def place_stages(
 
 
 def _in_order(topology: AssignmentProblem, members: Sequence[Sequence[Sequence[int]]]) -> Seats:
-    """The placement that takes the devices of each pool as they stand, stage after stage."""
+    """Return the placement with the devices of each pool in order, stage after stage."""
     pools = range(len(topology.places[0].devices))
     place_of = [
         iter([place for _, place in sorted((d, k) for k, m in enumerate(members) for d in m[pool])])
@@ -117,10 +117,10 @@ def _in_order(topology: AssignmentProblem, members: Sequence[Sequence[Sequence[i
 
 
 def pools_of(cluster: Cluster) -> tuple[int, ...]:
-    """The pool of each device: those that compute alike and have equal memory, by first one."""
-    _, alike = group_by_kind(cluster)
+    """Return the pool of each device: equal costs and equal memory, numbered by first device."""
+    _, kinds = group_by_kind(cluster)
     found: dict[tuple[int, int], int] = {}
-    keys = zip(alike, (device.memory for device in cluster.devices), strict=True)
+    keys = zip(kinds, (device.memory for device in cluster.devices), strict=True)
     return tuple(found.setdefault(key, len(found)) for key in keys)
 
 
@@ -131,7 +131,7 @@ def topology_of(
     *,
     pools: Sequence[int] | None = None,
 ) -> tuple[AssignmentProblem, list[list[list[int]]]]:
-    """The problem, and the devices of each of its places by pool, ascending."""
+    """Return the problem, and the devices of each of its places by pool, ascending."""
     pool_of = pools_of(cluster) if pools is None else pools
     links = LinkIndex(cluster)
     count = 1 + max((*pool_of, *(pool for pool, _, _ in widths)))
@@ -186,7 +186,7 @@ def _groups(
 
 
 class _Classes:
-    """Places whose links are equal: ``group_by_kind`` of the places, and the links by kind."""
+    """Kinds of places with equal links, and the links between kinds."""
 
     def __init__(self, cluster: Cluster, links: LinkIndex, firsts: Sequence[int]) -> None:
         """firsts: the first device of each place."""
@@ -204,7 +204,7 @@ class _Classes:
         for place, first in enumerate(firsts):
             device = cluster.devices[first]
             own = links.group(device.name)
-            # a host whose devices links name singly is near to those of its own
+            # places of one host whose devices are named individually are equal to each other
             hidden = own if own not in singled else ""
             signature = [
                 tuple("" if end == hidden else end for end in line[:2]) + line[2:]
@@ -222,7 +222,7 @@ class _Classes:
                 self._places[kind].append(place)
 
     def inside(self, members: Sequence[Sequence[Sequence[int]]]) -> tuple[LinearCost, ...]:
-        """The link of two devices of one place; nothing where every place is one device."""
+        """Return the link of two devices of one place; zero where every place is one device."""
         lines = [LinearCost()] * len(self._places)
         found: set[int] = set()
         for place, kind in enumerate(self.kinds):
@@ -233,14 +233,14 @@ class _Classes:
         return tuple(lines)
 
     def between(self) -> tuple[tuple[LinearCost, ...], ...]:
-        """The link from a place of one kind to another of the same or another."""
+        """Return the link from a place of one kind to another of the same or another kind."""
         every = range(len(self._places))
         return tuple(tuple(self._pair(a, b) for b in every) for a in every)
 
     def uplinks(self, hosts: Sequence[int], count: int) -> tuple[float, ...]:
-        """Seconds a byte of each host's card, the fastest shared link from or to it; else 0.
+        """Return the seconds per byte of each host's network card; 0 where none is shared.
 
-        hosts: of each place.
+        A card is the fastest shared link from or to the host. hosts: of each place.
         """
         cards: dict[int, float] = {}
         for a in range(len(self._places)):
@@ -258,7 +258,7 @@ class _Classes:
         return tuple(0.0 if card == inf else card for card in found)
 
     def _ends(self, a: int, b: int) -> tuple[int, int] | None:
-        """Two places of these kinds; None where there is but one."""
+        """Return two places of these kinds; None where there is only one."""
         if a == b and len(self._places[a]) < 2:
             return None
         return self._places[a][0], self._places[b][1 if a == b else 0]

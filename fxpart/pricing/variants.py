@@ -1,4 +1,4 @@
-"""Which microbatch sizes are tried, and what the graph's symbols are worth at each."""
+"""The candidate microbatch sizes, and the values of the graph's symbols at each."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MAX_VARIANTS = 16
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """A batch cut into ``microbatches`` of at most ``size`` rows (as torch.tensor_split)."""
+    """A batch in ``microbatches`` of at most ``size`` rows (as by torch.tensor_split)."""
 
     size: int
     microbatches: int
 
 
 def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[BatchSplit, ...]:
-    """The cuts worth trying, by falling size; of equal size the one with fewest microbatches.
+    """Return the splits to try, by falling size; of equal size the one with fewest microbatches.
 
     Where there are more than ``limit``: first divisors and multiples of ``stages`` that are powers
-    of two apart, then other divisors, then the rest; one microbatch and single rows always.
+    of two apart, then other divisors, then all others; one microbatch and single rows always.
     """
     best: dict[int, int] = {}
     for count in range(1, batch + 1) if batch <= 4096 else _counts(batch, stages):
@@ -48,7 +48,7 @@ def splits(batch: int, stages: int, *, limit: int = MAX_VARIANTS) -> tuple[Batch
 
 
 def _counts(batch: int, stages: int) -> list[int]:
-    """Candidates for a large batch: powers of two, their stage multiples, divisors."""
+    """Return candidates for a large batch: powers of two, their stage multiples, divisors."""
     powers = [1 << k for k in range(batch.bit_length())]
     divisors = [d for d in range(1, int(batch**0.5) + 1) if batch % d == 0]
     counts = {*powers, *(p * stages for p in powers), *divisors, *(batch // d for d in divisors)}
@@ -62,16 +62,16 @@ def _power(number: int) -> bool:
 def variants(
     captured: CapturedModel, batch: int, microbatches: int | None, stages: int
 ) -> tuple[BatchSplit, ...]:
-    """The cuts to price: all, the one with ``microbatches``, or the one that the capture fixed.
+    """Return the splits to price: all, the one with ``microbatches``, or that of the capture.
 
-    Raises FXP105 where the batch cannot be cut so.
+    Raises FXP105 where the batch cannot be split so.
     """
     if batch < 1 or (microbatches is not None and not 1 <= microbatches <= batch):
         raise error(
             "FXP105",
             where=f"batch of {batch}, {microbatches or 'any number of'} microbatches",
             why="every microbatch needs at least one row",
-            fix="give a larger batch or fewer microbatches",
+            fix="use a larger batch or fewer microbatches",
         )
     if captured.symbolic:
         if microbatches is None:
@@ -79,18 +79,18 @@ def variants(
         return (BatchSplit(-(-batch // microbatches), microbatches),)
     size = captured_rows(captured)
     if batch % size or (microbatches is not None and batch // size != microbatches):
-        asked = "" if microbatches is None else f" in {microbatches} microbatches"
+        requested = "" if microbatches is None else f" in {microbatches} microbatches"
         raise error(
             "FXP105",
-            where=f"batch of {batch}{asked}",
+            where=f"batch of {batch}{requested}",
             why=f"the model could only be captured with a fixed batch, here of {size} rows",
-            fix=f"capture at the microbatch size you want, or give a batch that {size} divides",
+            fix=f"capture at the desired microbatch size, or use a batch that {size} divides",
         )
     return (BatchSplit(size, batch // size),)
 
 
 def captured_rows(captured: CapturedModel) -> int:
-    """Rows of the batch that a graph with a fixed batch was captured with."""
+    """Return the rows of the batch of a graph that was captured with a fixed batch."""
     rows = (s.shape[s.batch_dim] for s in captured.inputs if s.batch_dim is not None)
     return next((size for size in rows if isinstance(size, int)), captured.batch_size)
 
@@ -101,9 +101,9 @@ class Sizes:
     def __init__(
         self, captured: CapturedModel, split: BatchSplit, parts: Mapping[str, int] | None = None
     ) -> None:
-        """Batch symbols take the microbatch size, others their size at capture.
+        """Set batch symbols to the microbatch size, others to their size at capture.
 
-        parts: symbol -> into how many parts several ranks cut the dim that it is read from.
+        parts: by symbol the number of parts into which ranks shard the dim that it is read from.
         """
         dims = {spec.name: spec.batch_dim for spec in captured.inputs}
         given = parts or {}
@@ -119,7 +119,7 @@ class Sizes:
         self.unknown: set[str] = set()
 
     def number(self, size: Size) -> int:
-        """A size as a number; symbols that only the run can tell count as the microbatch size."""
+        """Return a size as a number; symbols only known at run time count as microbatch size."""
         if isinstance(size, int):
             return size
         if size not in self._numbers:
@@ -127,7 +127,7 @@ class Sizes:
         return self._numbers[size]
 
     def op(self, op: OpSpec) -> OpSpec:
-        """The op on numbers."""
+        """Return the op with sizes as numbers."""
         if op not in self._ops:
             self._ops[op] = OpSpec(
                 op.name,
@@ -145,7 +145,7 @@ class Sizes:
         )
 
     def _plain(self, value: object) -> object:
-        """An attribute with its sizes as numbers."""
+        """Return an attribute with its sizes as numbers."""
         if isinstance(value, tuple):
             return tuple(map(self._plain, value))
         return self.number(value) if isinstance(value, sympy.Expr) else value

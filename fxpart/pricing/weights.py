@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 def weights(
     graph: fx.Graph, captured: CapturedModel, trained: frozenset[str], optimizer: OptimizerChoice
 ) -> tuple[Weight, ...]:
-    """Every parameter, buffer and constant that a block uses, with the blocks that use it.
+    """Return every parameter, buffer and constant that a block uses, with these blocks.
 
-    Frozen parameters and those that no gradient reaches have neither gradient nor optimizer bytes;
-    a sparse gradient takes what a step's rows take (:mod:`fxpart.pricing.sparse_gradients`).
+    Frozen parameters and those without a gradient have neither gradient nor optimizer bytes; a
+    sparse gradient has the bytes of a step's rows (:mod:`fxpart.pricing.sparse_gradients`).
     """
     touched = touched_bytes(graph)
     users: dict[str, set[int]] = {}
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
             users.setdefault(str(node.target), set()).update(_blocks(node))
-            held[str(node.target)] = _held(node, captured)
+            tensors[str(node.target)] = _get_tensor(node, captured)
     used = [name for name, blocks in users.items() if blocks]
-    learnt = [name for name in used if name in trained]
-    shapes = [(tuple(held[n].shape), held[n].dtype) for n in learnt]
-    state = dict(zip(learnt, state_bytes(optimizer, shapes, learnt), strict=True))
+    trained_here = [name for name in used if name in trained]
+    shapes = [(tuple(tensors[n].shape), tensors[n].dtype) for n in trained_here]
+    state = dict(zip(trained_here, state_bytes(optimizer, shapes, trained_here), strict=True))
     parameters = frozenset(captured.parameters)
     takes, before = temporaries(optimizer), 0
     result = []
     for name in used:
-        tensor = held[name]
+        tensor = tensors[name]
         size = tensor.numel() * tensor.element_size()
         gradient = touched.get(name, size) if name in state else 0
-        if name in touched:  # in tensors of the gradient's size, by other ways
+        if name in touched:  # sparse updates allocate tensors of the gradient's size
             temporary = UNKNOWN.of(min(size, gradient), 0)
         elif gradient:
             temporary, before = takes.of(size, before), size
@@ -67,18 +67,18 @@ def weights(
 
 
 def _numbered(sparse: bool, table: torch.Tensor, state: int | None) -> int:
-    """What an optimizer with state takes beside it: ``sparse_mask`` numbers a table's rows."""
+    """Return the bytes of the row numbers that an optimizer's ``sparse_mask`` makes for a table."""
     return 8 * table.shape[0] if sparse and state else 0
 
 
-def _held(node: fx.Node, captured: CapturedModel) -> torch.Tensor:
-    """What the graph holds under a name: the model's tensor, or a rank's part of it."""
+def _get_tensor(node: fx.Node, captured: CapturedModel) -> torch.Tensor:
+    """Return the graph's tensor of a name: the model's tensor, or a rank's part of it."""
     found = node.meta.get("val")
     return found if isinstance(found, torch.Tensor) else captured.state[str(node.target)]
 
 
 def _blocks(node: fx.Node) -> set[int]:
-    """The blocks that use the node, through nodes that are in none."""
+    """Return the blocks that use the node, also through nodes outside of blocks."""
     found: set[int] = set()
     waiting = list(node.users)
     seen = set(waiting)
@@ -94,12 +94,12 @@ def _blocks(node: fx.Node) -> set[int]:
 
 
 def trained_names(captured: CapturedModel) -> frozenset[str]:
-    """Parameters that take a gradient."""
+    """Return the parameters that take a gradient."""
     return frozenset(n for n in captured.parameters if captured.state[n].requires_grad)
 
 
 def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tuple[float, ...]:
-    """The optimizer's seconds by block: weight, gradient and state read, weight and state written.
+    """Return the optimizer's seconds by block: read weight, gradient, state; write weight, state.
 
     A tied weight counts for the first block that uses it.
     """

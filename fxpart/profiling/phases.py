@@ -57,7 +57,7 @@ class Phases(StagePhases):
         if kept is None or (kept.left_out and self.budget > kept.budget):
             found = self._run_all()
         else:
-            found = self._report(**kept.told())
+            found = self._report(**kept.as_report_fields())
         return msgspec.structs.replace(
             found,
             stages=found.stages + made,

@@ -53,7 +53,7 @@ def describe_profile(profile: Profile) -> list[str]:
     for setting in profile.settings():
         ops = profile.get("ops", setting, TimeQuartiles)
         stages = profile.get("stages", setting, StageMeasurement)
-        lines += [setting.words(), f"  {plural(len(ops), 'op timing')}"]
+        lines += [setting.describe(), f"  {plural(len(ops), 'op timing')}"]
         lines += [f"    {line}" for line in _ops(ops)]
         if stages:
             lines += [f"  {plural(len(stages), 'stage timing')}"]

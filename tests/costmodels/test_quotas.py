@@ -55,7 +55,7 @@ def test_a_quota_is_priced_by_what_was_measured_under_the_nearest() -> None:
         assert known.stages["s"].forward.seconds == known.action == seconds
         cost = found.op(linear(8), device, False)
         assert cost.seconds == pytest.approx(seconds / quota)
-    assert "held to 0.4 cores" in found.origin and "held to 0.8 cores" in found.origin
+    assert "limited to 0.4 cores" in found.origin and "limited to 0.8 cores" in found.origin
     whole = changed(cluster(), devices=devices[:1])
     assert "held" not in of_settings(taken, whole).origin
 

@@ -298,7 +298,7 @@ def test_another_cluster_is_refused() -> None:
     problem, solution, _, _ = case(next(s for s in SEEDS if len(case(s)[0].pools) == 1))
     more = (*problem.pools, msgspec.structs.replace(problem.pools[0], name="more"))
     cluster = joint_plans.cluster_of(msgspec.structs.replace(problem, pools=more))
-    with pytest.raises(FxpartError, match="2 types of devices, the costed problem 1"):
+    with pytest.raises(FxpartError, match="2 device types, but the costed problem has 1"):
         make_joint_plan(
             joint_plans.model_of(problem), cluster, problem, solution,
             batch_size=problem.batch, optimizer="adamw", seed=0, provenance={}, constraints={},

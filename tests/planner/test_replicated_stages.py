@@ -92,7 +92,7 @@ def test_slow_ones_with_memory_feed_a_fast_one() -> None:
     assert plan.replicas == ((0, 1, 2),)
     assert [stage.device for stage in plan.stages] == ["cpu", "cpu", "cpu", "gpu"]
     assert plan.stages[0].first == 0 and plan.stages[3].first > 0  # the table is not on the GPU
-    assert plan.provenance["kinds"].startswith("3 + 1 copies: ")
+    assert plan.provenance["kinds"].startswith("3 + 1 replicas: ")
     assert " / 3 cpu = " in plan.provenance["copies"]
     assert plan.certificate.status == "optimal"
     alone = plan.provenance["kinds"]

@@ -122,7 +122,7 @@ def test_pieces_are_predicted_with_what_the_schedule_keeps() -> None:
 def test_more_pieces_than_blocks_is_one_clear_error() -> None:
     with pytest.raises(FxpartError) as caught:
         compiled("interleaved", virtual=40)
-    assert caught.value.code == "FXP202" and "pieces" in str(caught.value)
+    assert caught.value.code == "FXP202" and "virtual stages" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             {"uneven": CpuLoadImbalance(cores=2, seconds=0.01, fallen=0.5, risen=2.0)},
-            "2.0 is no part",
+            "2.0 is not a fraction",
         ),
     ],
 )

@@ -31,7 +31,7 @@ def test_one_run_corrects_its_like_by_almost_all_and_others_by_less() -> None:
     runs = [run(PIPE, 1.3)]
     times = [estimate_correction(kind, runs).times for kind in (PIPE, NEAR, FAR)]
     assert 1.3 > times[0] > times[1] > times[2] > 1.05
-    alike = trial_correction._alike(PIPE, PIPE)
+    alike = trial_correction._covariance(PIPE, PIPE)
     assert times[0] == pytest.approx(1.3 ** (alike / (alike + trial_correction._NOISE**2)))
     spreads = [estimate_correction(kind, runs).spread for kind in (PIPE, NEAR, FAR)]
     assert spreads[0] < spreads[1] < spreads[2] < estimate_correction(FAR, []).spread
@@ -42,7 +42,7 @@ def test_it_is_the_conditional_mean_of_the_joint_normal_distribution() -> None:
     ratios = (1.2, 0.9, 1.1, 1.4, 0.8)
     runs = [run(kind, ratio) for kind, ratio in zip(KINDS[1:], ratios, strict=False)]
     kinds = [PIPE, *(one.kind for one in runs)]
-    joint = np.array([[trial_correction._alike(a, b) for b in kinds] for a in kinds])
+    joint = np.array([[trial_correction._covariance(a, b) for b in kinds] for a in kinds])
     joint += np.diag([0.0] + [trial_correction._NOISE**2] * len(runs))
     precision = np.linalg.inv(joint)
     mean = -precision[0, 1:] @ np.log(ratios) / precision[0, 0]
@@ -52,7 +52,7 @@ def test_it_is_the_conditional_mean_of_the_joint_normal_distribution() -> None:
 
 
 def test_covariances_are_those_of_errors() -> None:
-    every = np.array([[trial_correction._alike(a, b) for b in KINDS] for a in KINDS])
+    every = np.array([[trial_correction._covariance(a, b) for b in KINDS] for a in KINDS])
     assert np.allclose(every, every.T) and np.linalg.eigvalsh(every).min() > 0
     assert (np.diag(every)[:, None] >= every).all()
 

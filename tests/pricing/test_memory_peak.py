@@ -37,7 +37,7 @@ def test_the_peak_of_a_microbatch(name: str) -> None:
     follow = StagePeak(
         nodes, problem.weights, Specs(trained_names(model)), Sizes(model, BatchSplit(rows, 1))
     )
-    found = follow.predicted(entry, microbatches=2)
+    found = follow.with_peak(entry, microbatches=2)
     memory = entry.memory
     fixed = memory.weights + memory.gradients + memory.optimizer + memory.buffers
     assert len(found.top) == 10

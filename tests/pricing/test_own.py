@@ -44,10 +44,10 @@ def test_rows_of_microbatches_are_merged_one_by_one(m: int, rows: int) -> None:
     merges = sum(7 * i * rows / RATE for i in range(2, m + 1))
     held = [table(SPARSE_COPIES * m * rows)]
     own = NonOpCosts(DEVICE, {ADDED: 1.0, FRESH: 1.0, ROWS: 1.0, TABLES: 2.0})
-    found = own.sums(held, 1, m)[0] * m
+    found = own.accumulation(held, 1, m)[0] * m
     assert found == pytest.approx(merges + 2 * 16 * 3e-6 * m)
     assert found == pytest.approx(own.merging(held, m) * m)
-    both = own.sums([*held, dense(1000)], 1, m)[0] * m - found
+    both = own.accumulation([*held, dense(1000)], 1, m)[0] * m - found
     assert both == pytest.approx((3 * (m - 1) + 1) * 1000 / RATE)
     timed = update_parts(held, 1.0, m)[ROWS] - update_parts(held)[ROWS]
     assert timed == pytest.approx(merges)

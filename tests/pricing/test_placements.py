@@ -94,7 +94,7 @@ def test_what_is_chosen_runs_like_one_piece(name: str, mesh: str) -> None:
     inputs = [torch.randn(4, 6, 8, dtype=torch.float64)]
     wanted = run_whole(graph, captured.state, inputs, 7)
     for choice in dict.fromkeys([free.choice, tight.choice, *others]):
-        choice = built.settled(choice)
+        choice = built.shard_inputs(choice)
         chosen = StrategyAssignment(
             Mesh.parse(mesh), built.strategies(choice), built.placements(choice)
         )
@@ -287,7 +287,7 @@ def test_certificates_hold_for_the_settled_choice() -> None:
     built = build(whole, captured, CLUSTER, budget=1e12)
     found = solve_placement(built.problem)
     assert found.choice is not None
-    settled = built.settled(found.choice)
+    settled = built.shard_inputs(found.choice)
     assert evaluate(built.problem, settled).seconds >= found.bound * (1 - 1e-9)
     strategies = built.strategies(settled)
     symbols = {n.name: built.symbols[n] for n in built.ops}

@@ -85,17 +85,19 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
         """Its share of a full bucket."""
         return size / (25 << 20) * seconds(source, target, 25 << 20, axis)
 
-    plain = StageParallelism(mesh, partial=partial).sums(WEIGHTS, 3, model, rings)
+    plain = StageParallelism(mesh, partial=partial).compute_reduction_times(
+        WEIGHTS, 3, model, rings
+    )
     total = ("partial", "replicate")
     a = share(*total, 1000, "dp") + share(*total, 1000, "tp")
     assert plain.by_block == pytest.approx((a, share(*total, 500, "dp"), 0.0))
     assert plain.once == pytest.approx(seconds(*total, 1, "dp") + seconds(*total, 1, "tp"))
-    zero = StageParallelism(mesh, partial=partial, zero=1, zero_axis="dp").sums(
+    zero = StageParallelism(mesh, partial=partial, zero=1, zero_axis="dp").compute_reduction_times(
         WEIGHTS, 3, model, rings
     )
     b = share("partial", "shard(0)", 500, "dp") + share("shard(0)", "replicate", 500, "dp")
     assert zero.by_block[1] == pytest.approx(b)
-    nothing = StageParallelism(Mesh.parse("dp=2")).sums(WEIGHTS, 3, model, rings)
+    nothing = StageParallelism(Mesh.parse("dp=2")).compute_reduction_times(WEIGHTS, 3, model, rings)
     assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
 
 
@@ -113,9 +115,11 @@ def test_rows_of_tables_are_gathered_whatever_zero_does() -> None:
         return size / (25 << 20) * bucket
 
     rows = share(400, "dp") + share(400, "tp")
-    plain = StageParallelism(mesh, partial=partial).sums((table,), 3, model, rings)
+    plain = StageParallelism(mesh, partial=partial).compute_reduction_times(
+        (table,), 3, model, rings
+    )
     assert plain.by_block == pytest.approx((0.0, rows, 0.0))
-    zero = StageParallelism(mesh, partial=partial, zero=2, zero_axis="dp").sums(
+    zero = StageParallelism(mesh, partial=partial, zero=2, zero_axis="dp").compute_reduction_times(
         (table,), 3, model, rings
     )
     assert zero.by_block == pytest.approx((0.0, rows + share(9000, "dp"), 0.0))
@@ -129,8 +133,8 @@ def test_packing_buckets_is_paid_by_the_byte() -> None:
 
     def more(**options: object) -> tuple[float, ...]:
         sharing = StageParallelism(mesh, partial=partial, **options)  # type: ignore[arg-type]
-        free = sharing.sums(WEIGHTS, 3, model, rings).by_block
-        paid = sharing.sums(WEIGHTS, 3, model, rings, 1e-3).by_block
+        free = sharing.compute_reduction_times(WEIGHTS, 3, model, rings).by_block
+        paid = sharing.compute_reduction_times(WEIGHTS, 3, model, rings, 1e-3).by_block
         return tuple(b - a for a, b in zip(free, paid, strict=True))
 
     assert more() == pytest.approx((2.0, 1.0, 0.0))
@@ -175,7 +179,9 @@ def test_a_table_that_zero_cuts_is_updated_by_the_rows_of_all(zero: int) -> None
     plain = StageParallelism(mesh, partial={"t": ("dp",)})
 
     def more(one: StageParallelism) -> float:
-        paid, free = (one.sums((table,), 3, model, rings, rate) for rate in (1e-3, 0.0))
+        paid, free = (
+            one.compute_reduction_times((table,), 3, model, rings, rate) for rate in (1e-3, 0.0)
+        )
         return paid.by_block[1] - free.by_block[1]
 
     packed = 2 * 9000  # the table's parts come back

@@ -240,7 +240,7 @@ def test_a_quota_counts_where_it_holds_threads_back(
     finally:
         torch.set_num_threads(before)
     assert found.quota == kept and found.share == (kept or 1.0)
-    assert ("held to" in found.words()) == bool(kept)
+    assert ("limited to" in found.describe()) == bool(kept)
 
 
 @pytest.mark.slow

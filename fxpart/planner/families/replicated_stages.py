@@ -33,7 +33,7 @@ from fxpart.planner.refinement import describe_measured_stages, is_measured, key
 from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
-from fxpart.pricing.replicated_problem import is_heterogeneous, mixed_problem
+from fxpart.pricing.replicated_problem import is_heterogeneous, make_replicated_problem
 from fxpart.program.replicas import get_replica_rounds
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.parse import parse_constraints
@@ -116,7 +116,9 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
         transfer_dtype=request.transfer_dtype,
     )
     base = apply_constraints(problem, request, None)
-    given, places = mixed_problem(base, request.cluster, request.cost_model, request.ranks)
+    given, places = make_replicated_problem(
+        base, request.cluster, request.cost_model, request.ranks
+    )
     if size_of(given) > _MOST:
         return None
     limit = float(request.constraints.get("time_limit", 30.0)) / 2
