@@ -76,11 +76,11 @@ class StrategyAssignment:
     def text(self) -> str:
         """Return the form that the pass ``place`` reads: ``"addmm=b|n;input_ids=dp:S(0),tp:R"``."""
         ops = [f"{name}={'|'.join(strategy)}" for name, strategy in self.strategies.items()]
-        held = [
+        values = [
             f"{name}={format_placements(placements, self.mesh)}"
             for name, placements in self.placements.items()
         ]
-        return ";".join([*ops, *held])
+        return ";".join([*ops, *values])
 
 
 def choose_placements(
@@ -235,12 +235,12 @@ def state_costs(
     found = {}
     for name, tensor in captured.state.items():
         size = max(1, tensor.numel() * tensor.element_size())
-        held = sums.get(name, 0) / size
+        state_per_byte = sums.get(name, 0) / size
         if name in trained:
             part = touched.get(name, size) / size
             accumulated = 3.0 * microbatches if microbatches > 1 else 0.0
-            moved = min(1.0, part) * (2 + 2 * held) + part * (1 + accumulated)
-            found[name] = StateCosts(1 + part + held, moved, 1.0, True)
+            moved = min(1.0, part) * (2 + 2 * state_per_byte) + part * (1 + accumulated)
+            found[name] = StateCosts(1 + part + state_per_byte, moved, 1.0, True)
         else:
             found[name] = StateCosts(1.0, 0.0, 0.0, False)
     return found

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fxpart.solver.objective import PartitionEvaluation
 
 _SIMULATED = 6  # candidates that are compared by simulation
-_TIE = 0.01  # of a minibatch's time: smaller differences do not justify more staleness
+_TOLERANCE = 0.01  # of a minibatch's time: smaller differences do not justify more staleness
 
 
 class SynchronousPlanFactory(Protocol):
@@ -88,7 +88,7 @@ class AsynchronousPlanner:
         scorer = AsyncPipelineScorer(async_problem)
         candidates = answer.candidates[:_SIMULATED]
         if not is_measured(self.request.cost_model, self.request.cluster):
-            most = scorer.evaluate(answer.choice).seconds * (1 + _TIE)
+            most = scorer.evaluate(answer.choice).seconds * (1 + _TOLERANCE)
             candidates = tuple(c for c in candidates if scorer.evaluate(c).seconds <= most)
         made = [self._plan(scorer, answer, choice) for choice in candidates or (answer.choice,)]
         return _least_stale([one for one in made if not find_overfull_ranks(one[0])] or made)
@@ -201,7 +201,7 @@ class AsynchronousPlanner:
 
 def _least_stale(made: list[tuple[Plan, GeneratedProgram]]) -> tuple[Plan, GeneratedProgram]:
     """Return the plan with the least staleness among those about as fast as the fastest."""
-    most = min(plan.prediction.expected_seconds for plan, _ in made) * (1 + _TIE)
+    most = min(plan.prediction.expected_seconds for plan, _ in made) * (1 + _TOLERANCE)
     near = [one for one in made if one[0].prediction.expected_seconds <= most]
 
     def rank(one: tuple[Plan, GeneratedProgram]) -> tuple[int, float]:

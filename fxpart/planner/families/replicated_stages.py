@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
 
 _EQUAL_STAGES = "equal stages"
-_KEPT = ("microbatches", "schedule")  # constraints that replicated plans can satisfy
+_SATISFIABLE = ("microbatches", "schedule")  # constraints that replicated plans can satisfy
 _SIMULATED = 8  # candidates that are simulated
 _MOST = 40_000_000  # states of the dynamic program; larger problems get equal stages only
 
@@ -84,7 +84,7 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
         return f"the mode is {request.mode}"
     if not free:
         return "a stage has several ranks"
-    if not all(one.kind == "fix" and one.key in (*_KEPT, *stages) for one in constraints):
+    if not all(one.kind == "fix" and one.key in (*_SATISFIABLE, *stages) for one in constraints):
         return "constraints fix degrees or cuts"
     return (
         None
