@@ -99,7 +99,7 @@ def test_what_cannot_be_elastic(
     with pytest.raises(FxpartError, match="weights 'spectrain', but 'flush' is requested"):
         planning.plan(1)
     _, err = call(capsys, "plan", target, "--nproc", "2:4", status=2)
-    assert "give --run DIR too" in err
+    assert "pass --run DIR, too" in err
     _, err = call(capsys, "plan", target, "--nproc", "4:2", "--run", str(run.path), status=2)
     assert "the minimum, 4, is above the maximum, 2" in err
 

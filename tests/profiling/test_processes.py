@@ -102,7 +102,7 @@ def test_the_rank_that_failed_first_is_named(how: str, code: str, text: str) -> 
 @pytest.mark.slow
 def test_a_hanging_rank_is_killed_at_the_timeout(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
-    with pytest.raises(FxpartError, match="no answer within 6 s"):
+    with pytest.raises(FxpartError, match="no result within 6 s"):
         run_on_processes(2, f"{HERE}:failing", {"how": "hang", "pids": str(pids)}, 6.0)
     assert not pids.exists() or not alive(int(pids.read_text()))
 
