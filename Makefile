@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test tests long quick search lint format typecheck demo bench chaos pages docs clean
+.PHONY: help test tests long quick search lint format typecheck demo bench gpu chaos pages docs clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -84,6 +84,9 @@ BENCHMARKS := module_check overhead recording pipelining gloo_threads asynchrono
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
+
+gpu:  ## check numbers, times and memory on the GPU of this machine, with the Python that is active
+	$${GPU_PYTHON:-python3} tests/gpu/check.py
 
 chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules, fuzzed files
 	for name in transfers soak equality kills restarts saving_killed schedules_checked fuzz; do echo "== $$name"; \

@@ -1,6 +1,6 @@
 """Check fxpart on one GPU: numbers, kernels, times, memory; one JSON with all results.
 
-    python tests/gpu/check.py [--output FILE] [--seconds N] [--quick]
+    python tests/gpu/check.py [--output FILE] [--seconds N] [--only KIND[:NAME,...]]
 
 Exits with 1 if training differs from plain PyTorch on the device. Checks of numbers share the
 device; measurements run alone. FXPART_CHECK_DEVICE=cpu tries the command without a GPU.
@@ -28,7 +28,8 @@ Rows = list[dict[str, Any]]
 
 def environment(threads: int) -> dict[str, str]:
     """Return the environment of a child process."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = [str(ROOT), str(HERE), str(ROOT / "tests" / "support")]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
@@ -130,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--output", default="gpu.json")
+    parser.add_argument("--output", default=str(ROOT / "tests/benchmarks/results/gpu.json"))
     parser.add_argument("--seconds", type=float, default=480.0, help="time limit of all checks")
     parser.add_argument(
         "--only", default="", help="numbers, commands or times; names after a colon"

@@ -1,6 +1,6 @@
 """Training on the device beside plain PyTorch there: losses and final weights.
 
-    python tests/gpu/equality.py NAME ...     (--list prints all names)
+    python tests/gpu/check.py --only numbers:NAME,...
 
 Prints one JSON line per check: name, differences, tolerance, passed, error.
 """
@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
 import torch
 from torch import nn
@@ -65,7 +63,7 @@ def compared(
         "weights": state_difference(state, weights),
         "tolerance": tolerance,
         "devices": sorted(devices),
-        "layout": f"{len(plan.stages)} stages, world {plan.world}, {plan.microbatches} microbatches",
+        "layout": f"{len(plan.stages)} stages, {plan.world} ranks, m={plan.microbatches}",
     }
 
 
@@ -165,13 +163,15 @@ STAGES2 = {"mesh": "none", "stages": 2}
 STAGES4 = {"mesh": "none", "stages": 4}
 ZOO = (
     "mlp", "shared_mlp", "recommender", "transformer", "lstm", "graph_net", "side_mask", "frozen",
-    "regions", "in_place", "many_ways", "resnet50", "unet", "gpt2", "llama", "mixtral", "mamba",
-    "bert", "t5", "bart", "vit", "whisper", "clip",
+    "in_place", "many_ways", "resnet50", "unet", "gpt2", "llama", "mixtral", "mamba", "bert", "t5",
+    "vit", "clip",
 )  # fmt: skip
 
 
 def zoo_check(name: str) -> dict[str, Any]:
-    return compared(zoo(name), microbatches=1, tolerance=2e-4)
+    # Adam turns rounding into a full step where a gradient is zero but for rounding.
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+    return compared(zoo(name), microbatches=1, tolerance=2e-4, stepper=sgd)
 
 
 def layout(make: Callable[[], Job], ranks: int, constraints: dict[str, Any], microbatches: int = 4,
@@ -255,6 +255,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    torch.backends.cudnn.allow_tf32 = False
     if sys.argv[1:] == ["--list"]:
         print(*CHECKS, sep="\n")
     for each in [a for a in sys.argv[1:] if a != "--list"]:

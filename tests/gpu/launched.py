@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
 import torch.distributed as dist
 from training import Job, compiled, llama, tokens, train

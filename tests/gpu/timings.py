@@ -1,6 +1,6 @@
 """Times, kernels and memory on the device: fxpart beside eager, torch.compile and FSDP2.
 
-    python tests/gpu/timings.py NAME ...     (--list prints all names)
+    python tests/gpu/check.py --only times:NAME,...
 
 Prints one JSON line per measurement.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "support")]
 
 import torch
 from training import (
@@ -25,6 +25,7 @@ from training import (
     HAS_GPU,
     Job,
     adamw,
+    cluster,
     compiled,
     gpt2,
     llama,
@@ -256,7 +257,8 @@ def products() -> dict[str, Any]:
         grad = torch.randn_like(out)
         timed(
             f"attention backward b{batch} h{heads}/{groups} s{length} d{dim}",
-            lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), 2.5 * work, "flop/s",
+            lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
+            2.5 * work, "flop/s",
         )  # fmt: skip
     for mib in (1, 16, 256):
         a = torch.empty(mib << 18, device="cuda")
@@ -335,9 +337,33 @@ def transfers() -> dict[str, Any]:
     }
 
 
+def profiled() -> dict[str, Any]:
+    """Profile GPT-2 with the command, and compare its predicted with its measured step time."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "gpu.profile"
+        begin = time.perf_counter()
+        target = f"{Path(__file__).with_name('target.py')}:workload"
+        done = subprocess.run(
+            [sys.executable, "-m", "fxpart", "profile", target, "-c", str(cluster()),
+             "-o", str(file), "--budget", "20s"],
+            capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+        found: dict[str, Any] = {"profile_s": round(time.perf_counter() - begin, 1)}
+        if done.returncode:
+            return {**found, "error": (done.stdout + done.stderr)[-1500:]}
+        job = gpt2_job()
+        program = compiled(job, 1, microbatches=1, check="off", cost_model=str(file))
+        trainer = program.trainer(adamw)
+        measured_s = median_seconds(lambda: trainer.step(job.batch), 10)
+    predicted = program.plan.prediction.step_seconds
+    return {
+        **found, "predicted_ms": predicted * 1e3, "measured_ms": measured_s * 1e3,
+        "ratio": predicted / measured_s,
+    }  # fmt: skip
+
+
 WAYS = ("eager", "fxpart", "fxpart device batch", "fxpart compiled", "torch.compile", "fsdp2")
 MEASUREMENTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "products": products,
     "kernels llama eager": lambda: kernels("llama", "eager"),
     "kernels llama fxpart": lambda: kernels("llama", "fxpart"),
     "kernels gpt2 eager": lambda: kernels("gpt2", "eager"),
@@ -345,10 +371,12 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "kernels small eager": lambda: kernels("small", "eager"),
     "kernels small fxpart": lambda: kernels("small", "fxpart"),
     "transfers": transfers,
+    "profiled gpt2": profiled,
     **{
         f"{job} {way}": lambda job=job, way=way: speed(job, way)  # type: ignore[misc]
-        for job in JOBS for way in WAYS
+        for job in ("small", "gpt2", "llama") for way in WAYS
     },
+    "products": products,
 }  # fmt: skip
 
 

@@ -193,4 +193,15 @@ def zoo(name: str) -> Job:
     from zoo import ZOO
 
     built = ZOO[name].build()
+    without_dropout(built.model)
     return Job(built.model, built.batch, built.loss, built.batch_dims)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Switch dropout off: plain PyTorch draws other random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
