@@ -24,13 +24,17 @@ waiting = RankWaitState()  # of this process
 
 
 class TransferTimeoutError(Exception):
-    """Raised when a wait exceeds its limit of ``seconds``."""
+    """Raised when a wait exceeds its limit of ``seconds``.
 
-    def __init__(self, seconds: float, detail: str = "") -> None:
-        """Store the limit and the message of the transport's library."""
+    explained: ``detail`` says in fxpart's words who did not do what.
+    """
+
+    def __init__(self, seconds: float, detail: str = "", *, explained: bool = False) -> None:
+        """Store the limit and the message, by default of the transport's library."""
         super().__init__(detail)
         self.seconds = seconds
         self.detail = detail
+        self.explained = explained
 
 
 class PeerLostError(Exception):

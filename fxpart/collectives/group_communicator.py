@@ -305,6 +305,20 @@ def make_groups(
     return found
 
 
+def connect_groups(groups: Groups, device: torch.device) -> None:
+    """Create the communicators of groups on a device, in the order of their creation.
+
+    NCCL creates a communicator at its first collective and blocks the host until all its ranks do
+    so. Ranks that meet first at a transfer or at a collective of another group would then hang.
+    """
+    if device.type == "cpu":
+        return
+    for stage in sorted(groups):
+        for group in groups[stage].values():
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda.synchronize(device)
+
+
 def _new_group(ranks: list[int], limit: timedelta) -> Any:
     """Return torch's group of these ranks in this order; torch sorts ranks by default."""
     if ranks == sorted(ranks):

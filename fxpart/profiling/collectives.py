@@ -27,7 +27,7 @@ from fxpart.collectives.group_communicator import GroupCommunicator
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
 from fxpart.runtime.host.gpus import local_device
-from fxpart.runtime.transport.interface import BACKWARD, FORWARD
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Route
 from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.sharding import Mesh
@@ -122,6 +122,11 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     transport = connect(world, device=payload["device"])
     assert isinstance(transport, ProcessGroupTransport)
     todo = tasks(payload, world)
+    pairs = [task.ranks for task in todo if _is_transfer(task)]
+    transport.open(
+        [route for a, b in pairs for route in (Route(a, b, FORWARD), Route(b, a, BACKWARD))],
+        device,
+    )
     communicators = {tuple(group): _communicator(group, world) for group in payload["groups"]}
     bench = _CommunicationBenchmark(rank, device, transport, communicators)
     samples: list[list[float]] = [[] for _ in todo]

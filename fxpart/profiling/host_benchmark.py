@@ -20,7 +20,7 @@ from fxpart.cluster.host_detection import cores
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
 from fxpart.runtime.host.gpus import local_device
-from fxpart.runtime.transport.interface import FORWARD
+from fxpart.runtime.transport.interface import FORWARD, Route
 from fxpart.runtime.transport.process_group import connect
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 
@@ -89,6 +89,7 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
     hosts = payload["hosts"]
     mine = [r for r in range(world) if hosts[r] == hosts[rank]]
     place, most = mine.index(rank), max(hosts.count(host) for host in hosts)
+    transport.open(_find_routes(hosts), device)
     mixture = SyntheticBlock(device)
     rates = _rates(payload["dtypes"], device, transport, rank < payload["devices"])
     busy: list[list[float | None]] = [[] for _ in range(most)]
@@ -203,6 +204,16 @@ def _rounds(transport: ProcessGroupTransport, payload: Mapping[str, Any]) -> Ite
         if transport.exchange([int(stop)])[0][0]:
             return
         yield number
+
+
+def _find_routes(hosts: Sequence[str]) -> list[Route]:
+    """Return the routes of the measured transfers: between the first two ranks of each host."""
+    found = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, of in enumerate(hosts) if of == host]
+        if len(ranks) > 2:
+            found.append(Route(ranks[0], ranks[1], FORWARD))
+    return found
 
 
 def _time_beside_transfers(

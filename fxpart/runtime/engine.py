@@ -18,11 +18,13 @@ from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
+    convert_transport_errors,
     encode_problems,
     make_lost_peer_error,
     merge_problems,
@@ -66,13 +68,16 @@ class PipelineEngine:
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
-        """mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank.
+        """Open the routes of the program; every rank must create the engine at the same time.
 
-        meshes: communicators of the mesh ranks. threads: their threads. hooks: returns per mesh
-        rank the hooks around backwards. recompute: by stage, the recompute mode. events: the
-        recorder of actions.
+        mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank. meshes:
+        communicators of the mesh ranks. threads: their threads. hooks: returns per mesh rank the
+        hooks around backwards. recompute: by stage, the recompute mode. events: the recorder of
+        actions.
         """
         self.spec = mesh_ranks[0].spec
+        with convert_transport_errors(transport, "connecting the ranks"):
+            transport.open(find_routes(self.spec, ranks), devices[transport.local[0]])
         self._mesh_ranks = tuple(mesh_ranks)
         self._ranks = ranks
         self._transport = transport

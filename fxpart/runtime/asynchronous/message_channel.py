@@ -20,6 +20,7 @@ END = -1  # replaces the microbatch number when the sender has flushed
 # (shape, dtype on the wire, dtype to return) of each tensor
 Form = list[tuple[tuple[int, ...], torch.dtype, torch.dtype]]
 _LENGTH = 3
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class StageMessageHeader:
     version: int
     halted: bool
 
-    def tensor(self, device: torch.device) -> torch.Tensor:
-        """Return the header as a tensor."""
-        return torch.tensor([self.microbatch, self.version, int(self.halted)], device=device)
+    def tensor(self) -> torch.Tensor:
+        """Return the header as a tensor on the CPU: the receiver's host reads it."""
+        return torch.tensor([self.microbatch, self.version, int(self.halted)])
 
 
 class ReceiveChannel:
@@ -111,7 +112,7 @@ class ReceiveChannel:
         post = self._transport.post
         while self._posted < count:
             form = self._form(self._posted)
-            header = post(*self._ends, (_LENGTH,), torch.int64, self._device)
+            header = post(*self._ends, (_LENGTH,), torch.int64, _CPU)
             handles = [post(*self._ends, shape, sent, self._device) for shape, sent, _ in form]
             self._handles.append((header, handles, form))
             self._posted += 1
@@ -145,7 +146,7 @@ class SendChannel:
         """Send the next message; afterwards at most ``window`` messages are in transit."""
         while len(self._sending) >= self._window:
             self._finish()
-        whole = [header.tensor(self._device), *tensors]
+        whole = [header.tensor(), *tensors]
         self._sending.append(self._transport.send_all(*self._ends, whole))
         self.sent += 1
 

@@ -175,14 +175,21 @@ class StageChannels:
             spec, forward = specs[self._stage, peer], channel == FORWARD
             ends = (placement.rank, placement.ranks[peer], channel)
             form = self._make_form(spec, self._stage if forward else None)
-            window = max(1, self._posts(peer, self._stage, backward=not forward))
+            window = max(1, self._count_lead(peer, self._stage, backward=not forward))
             found.append(
                 (peer, spec, SendChannel(placement.transport, ends, placement.device, form, window))
             )
         return found
 
     def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:
-        """Return the number of receives to post ahead; none within one process."""
+        """Return the number of receives to post; on devices the next one only, as each occupies the
+        device until its message comes.
+        """
+        lead = self._count_lead(receiver, sender, backward=backward)
+        return lead if self._placement.transport.receives_ahead else min(lead, 1)
+
+    def _count_lead(self, receiver: int, sender: int, *, backward: bool) -> int:
+        """Return the messages that the sender may be ahead; none within one process."""
         if self._placement.alone:
             return 0
         ahead = self._layout.ahead

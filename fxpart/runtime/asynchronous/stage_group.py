@@ -18,11 +18,18 @@ from fxpart.runtime.engine import find_used_inputs
 from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.executor.transfer_routes import place_routes
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
 from fxpart.runtime.state.model_state import Place
-from fxpart.runtime.transport.agreement import make_lost_peer_error
-from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.transport.agreement import convert_transport_errors, make_lost_peer_error
+from fxpart.runtime.transport.interface import (
+    BACKWARD,
+    FORWARD,
+    PeerLostError,
+    TransferTimeoutError,
+    Transport,
+)
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.versions import WeightVersionCounters
 
@@ -51,7 +58,14 @@ class AsyncStageGroup:
         recompute: Mapping[int, Mode],
         events: FlightRecorder,
     ) -> None:
-        """Create the runners; arguments as for :class:`fxpart.runtime.engine.PipelineEngine`."""
+        """Open the routes and create the runners.
+
+        Arguments as for :class:`fxpart.runtime.engine.PipelineEngine`.
+        """
+        pairs = [(*pair, FORWARD) for pair in layout.forward]
+        pairs += [(*pair, BACKWARD) for pair in layout.backward]
+        with convert_transport_errors(transport, "connecting the ranks"):
+            transport.open(place_routes(pairs, ranks), devices[transport.local[0]])
         self._mesh_ranks = tuple(mesh_ranks)
         self._devices = devices
         self._transport = transport

@@ -388,7 +388,7 @@ class RankInstructions:
         if known is not None:
             return [pack_to_order(value, known)]
         order = new_orders[channel, link] = get_dim_order(value)
-        head = torch.tensor(order, dtype=torch.int64, device=self._device)
+        head = torch.tensor(order, dtype=torch.int64)
         return [head, pack_to_order(value, order)]
 
 

@@ -12,11 +12,11 @@ from fxpart.program.edges import ValueEdge
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.dim_order import Order, has_several_orders, unpack_from_order
-from fxpart.runtime.transport.interface import Transport
+from fxpart.runtime.transport.interface import AHEAD, Transport
 
-# Receives posted beyond the next one needed. Two hide the handshake of a transfer behind a
-# computation; each costs one boundary tensor of memory.
-AHEAD = 2
+__all__ = ["AHEAD", "ReceiveQueue", "StageMessage"]
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class ReceiveQueue:
         self.source = source
         self.channel = channel
         self._transport = transport
+        self._ahead = transport.receives_ahead
         self._route = (source, target, channel)
         self._device = device
         self._plan: list[tuple[int, list[tuple[Callable[[Sizes], tuple[int, ...]], torch.dtype]]]]
@@ -79,7 +80,7 @@ class ReceiveQueue:
         """Start a step and post the first receives. sizes: symbol sizes per microbatch."""
         self._sizes = sizes
         self._handles, self._pending_orders = [], {}
-        self.ensure(AHEAD)
+        self.ensure(self._ahead)
 
     def ensure(self, count: int) -> None:
         """Post receives until the first ``count`` messages (or all) are posted."""
@@ -96,11 +97,14 @@ class ReceiveQueue:
             handles.append(posted)
 
     def _post_order(self, index: int, link: ValueEdge) -> None:
-        """Post the receive of a link's dim order, which precedes its first tensor."""
+        """Post the receive of a link's dim order, which precedes its first tensor.
+
+        It is sent on the CPU, as the host reads it.
+        """
         if link not in self._announced and has_several_orders(link.shape):
             self._announced.add(link)
             shape = (len(link.shape),)
-            handle = self._transport.post(*self._route, shape, torch.int64, self._device)
+            handle = self._transport.post(*self._route, shape, torch.int64, _CPU)
             self._pending_orders.setdefault(index, []).append((link, handle))
 
     def ready(self, index: int) -> bool:
@@ -128,7 +132,7 @@ class ReceiveQueue:
                 for tensor, link in zip(tensors, self._links[index], strict=True)
             ]
         self._handles[index] = None
-        self.ensure(index + 1 + AHEAD)
+        self.ensure(index + 1 + self._ahead)
         wanted = self._original_dtypes[index]
         if wanted is not None:
             tensors = [t.to(dtype) for t, dtype in zip(tensors, wanted, strict=True)]
@@ -149,7 +153,7 @@ class ReceiveQueue:
         self._read_orders(index)
         for handle in self._handles[index] or ():
             self._transport.wait(handle)
-        self.ensure(index + 1 + AHEAD)
+        self.ensure(index + 1 + self._ahead)
 
     def drop(self, index: int) -> None:
         """Wait for message ``index`` if it was not taken, and discard it."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
 from fxpart.collectives.communicator import Start
-from fxpart.collectives.group_communicator import make_groups
+from fxpart.collectives.group_communicator import connect_groups, make_groups
 from fxpart.errors import error
 from fxpart.program.spec import ShardingSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
@@ -29,10 +30,12 @@ class MeshCommunicators:
         ranks: Ranks,
         transport: Transport,
         sums: Collection[tuple[str, ...]] = (),
+        device: torch.device | None = None,
     ) -> None:
         """Create the communicators; every rank must call it.
 
         ranks: of each stage and mesh rank. sums: mesh axes over which gradients are reduced.
+        device: of this process's tensors, by default the CPU.
         """
         if {rank for stage in ranks for rank in stage} != set(range(transport.ranks)):
             raise error(
@@ -53,10 +56,11 @@ class MeshCommunicators:
             if sums:
                 self._reduction_hubs, self._reduction_communicators = _hubs(mesh, len(ranks))
         else:
-            self._communicators = _make_group_communicators(mesh, ranks, transport)
+            device = torch.device("cpu") if device is None else device
+            self._communicators = _make_group_communicators(mesh, ranks, transport, device)
             if sums:
                 self._reduction_communicators = _make_group_communicators(
-                    mesh, ranks, transport, sums
+                    mesh, ranks, transport, device, sums
                 )
         for place, end in self._reduction_communicators.items():
             end.counts = self._communicators[place].counts
@@ -131,11 +135,13 @@ def _make_group_communicators(
     mesh: Mesh,
     ranks: Ranks,
     transport: Transport,
+    device: torch.device,
     axes: Collection[tuple[str, ...]] | None = None,
 ) -> CommunicatorTable:
     """Create communicators of this process's rank; stages on the same ranks share one."""
     rows = list(dict.fromkeys(ranks))
     made = make_groups(mesh, rows, transport.timeout, axes)
+    connect_groups(made, device)
     (here,) = transport.local
     ends = {
         row: GroupCommunicator(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,13 @@ import torch
 
 from fxpart.runtime.queues.frames import ExchangeContribution, ExchangeResult, TensorFrame
 from fxpart.runtime.queues.socket_messenger import SocketMessenger, Tensors
-from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.transport.interface import (
+    AHEAD,
+    PeerLostError,
+    Route,
+    TransferTimeoutError,
+    Transport,
+)
 
 _SPREAD, _SUM = 101, 102  # channels of broadcast and total
 _Box = tuple[int, int]  # rank, channel
@@ -36,6 +42,7 @@ class FaultTolerantTransport:
         """
         (self._own_rank,) = inner.local
         self.ranks, self.local, self.timeout = inner.ranks, inner.local, inner.timeout
+        self.receives_ahead = AHEAD
         self._inner = inner
         self._original_ranks = list(range(inner.ranks))
         self._condition = threading.Condition()
@@ -82,6 +89,9 @@ class FaultTolerantTransport:
         """Return a function that returns the currently numbered ranks that have been lost since."""
         peers = [self.wire.peers.get(rank) for rank in self._original_ranks]
         return lambda: {n for n, peer in enumerate(peers) if peer is not None and peer.gone}
+
+    def open(self, routes: Iterable[Route], device: torch.device) -> None:
+        """Do nothing: tensors are sent over sockets."""
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> None:
         """Start a send."""

@@ -154,7 +154,9 @@ def make_lost_peer_error(
         return error(
             "FXP503",
             where=where,
-            why=f"no data was transferred for {cause.seconds:g} seconds",
+            why=cause.detail
+            if cause.explained
+            else f"no data was transferred for {cause.seconds:g} seconds",
             fix="see the messages of the other ranks; use a larger timeout if a step is that slow",
         )
     return error(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from fxpart.runtime.transport.interface import AHEAD, Route
 
 _Box = tuple[int, int, int]
 
@@ -28,9 +30,13 @@ class InProcess:
         self.ranks = ranks
         self.local = tuple(range(ranks))
         self.timeout = float("inf")
+        self.receives_ahead = AHEAD
         self._arrived: dict[tuple[_Box, int], torch.Tensor] = {}
         self._sent: defaultdict[_Box, int] = defaultdict(int)
         self._posted: defaultdict[_Box, int] = defaultdict(int)
+
+    def open(self, routes: Iterable[Route], device: torch.device) -> None:
+        """Do nothing: mailboxes need no preparation."""
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> torch.Tensor:
         """Put the tensor into the mailbox; complete at once."""

@@ -7,31 +7,61 @@ ranks; collectives are between processes, which have to agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fxpart.collectives.failures import PeerLostError, TransferTimeoutError
 
-__all__ = ["BACKWARD", "FORWARD", "STATE", "PeerLostError", "TransferTimeoutError", "Transport"]
+__all__ = [
+    "AHEAD",
+    "BACKWARD",
+    "FORWARD",
+    "STATE",
+    "PeerLostError",
+    "Route",
+    "TransferTimeoutError",
+    "Transport",
+]
 
 # Transfers of one channel between two ranks arrive in the order of the sends.
 FORWARD = 1
 BACKWARD = 2
 STATE = 3
 
+# Receives posted beyond the next one needed, where early receives cost nothing. Two hide the
+# handshake of a transfer behind a computation; each costs one boundary tensor of memory.
+AHEAD = 2
+
+
+class Route(NamedTuple):
+    """One direction of transfers: the sending rank, the receiving rank, and the channel."""
+
+    source: int
+    target: int
+    channel: int
+
 
 class Transport(Protocol):
     """Transfers tensors between ranks and small messages between processes.
 
     ranks: number of ranks. local: ranks of this process, ascending. timeout: maximum seconds of any
-    wait. A handle is the result of ``send`` or ``post``.
+    wait. receives_ahead: receives that a rank may post beyond the next one of a route; 0 where
+    receives must be posted in the order of the schedule. A handle is the result of ``send`` or
+    ``post``.
     """
 
     ranks: int
     local: tuple[int, ...]
     timeout: float
+    receives_ahead: int
+
+    def open(self, routes: Iterable[Route], device: torch.device) -> None:
+        """Prepare routes before their first transfer; every rank calls it with the same routes.
+
+        device: of this rank's tensors, of the same type on every rank.
+        """
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> Any:
         """Start sending a contiguous tensor; it must not change until ``wait`` has returned."""

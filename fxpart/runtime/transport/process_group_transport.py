@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,11 +15,11 @@ from fxpart.collectives.failures import ALL, NO_RANK, waiting
 from fxpart.compat import share_cores
 from fxpart.runtime.transport.control_channel import ControlChannel, connect_control_channel
 from fxpart.runtime.transport.deadline import Deadline
+from fxpart.runtime.transport.device_channels import DeviceChannels
 from fxpart.runtime.transport.interface import (
-    BACKWARD,
-    FORWARD,
-    STATE,
+    AHEAD,
     PeerLostError,
+    Route,
     TransferTimeoutError,
 )
 from fxpart.runtime.transport.shared_memory import (
@@ -28,8 +28,9 @@ from fxpart.runtime.transport.shared_memory import (
     SharedMemorySend,
 )
 from fxpart.runtime.transport.shared_memory import connect_shared_memory as connect_memory
+from fxpart.runtime.transport.transfer_watchdog import TransferWatchdog
 
-_CONTROL = 4  # The tag of control messages.
+_CONTROL = 4  # The tag of control messages; those of transfers are their channels.
 _DIRECT = 15  # Maximum number of other ranks for direct sends.
 _LONGEST = 1 << 30  # Maximum bytes of a message.
 _TIMED_OUT = ("timed out", "timeout")
@@ -37,20 +38,37 @@ _TIMED_OUT = ("timed out", "timeout")
 
 @dataclass(slots=True)
 class _DistributedTransfer:
-    """A transfer in flight: torch's work object, its tensor, and the other rank."""
+    """A transfer over gloo: torch's work object, its tensor on the CPU, and the other rank.
+
+    device: of the tensor for the user.
+    """
 
     work: Any
     tensor: torch.Tensor
     rank: int = NO_RANK
+    device: torch.device | None = None
+
+
+@dataclass(slots=True)
+class _DeviceTransfer:
+    """A transfer between devices: torch's work object, its tensor, and its route."""
+
+    work: Any
+    tensor: torch.Tensor
+    route: Route
+
+
+_Transfer = _DistributedTransfer | _DeviceTransfer | SharedMemorySend | SharedMemoryReceive
 
 
 class ProcessGroupTransport:
     """A transport over the default process group.
 
-    Each direction has its own channel. gloo separates channels by tag. nccl ignores tags and runs
-    the transfers of one group in order, so each channel is a separate group: a receive that was
-    posted early never blocks a send. Control messages always use the CPU. Between CPUs of one host,
-    transfers use shared memory; if any pair cannot share memory, all use gloo.
+    Tensors on the CPU use gloo, which separates channels by tag, or shared memory between ranks of
+    one host; if any pair cannot share memory, all use gloo. Tensors on devices use a communicator
+    per open route (:mod:`fxpart.runtime.transport.device_channels`), whose waits only order
+    streams. Over a route that is not open, which no step uses, they are copied to the CPU.
+    Control messages always use the CPU.
     """
 
     def __init__(
@@ -71,11 +89,15 @@ class ProcessGroupTransport:
         self._deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
         self.timeout = timeout = self._deadline.seconds
         self._limit = timedelta(seconds=timeout)
-        self._groups: dict[int, Any] = dict.fromkeys((FORWARD, BACKWARD, STATE))
+        self.receives_ahead = AHEAD
+        self._channels: DeviceChannels | None = None
+        self._watchdog = TransferWatchdog(
+            self.local[0], lambda: self._deadline.seconds, self._abort_device_transfers
+        )
         backend = dist.get_backend_config()
         self._control: Any = None
         if "nccl" in backend:
-            self._groups = {channel: dist.new_group() for channel in self._groups}
+            self._channels = DeviceChannels(self.local[0])
             if "gloo" not in backend:
                 self._control = dist.new_group(backend="gloo")
         share_cores()
@@ -93,20 +115,34 @@ class ProcessGroupTransport:
         """Whether transfers between CPUs use shared memory."""
         return self._memory is not None
 
-    def send(
-        self, source: int, target: int, channel: int, tensor: torch.Tensor
-    ) -> _DistributedTransfer | SharedMemorySend:
+    def open(self, routes: Iterable[Route], device: torch.device) -> None:
+        """Create the communicators of the routes that are not open yet; on devices only."""
+        if self._channels is None or device.type != self._channels.device_type:
+            return
+        self.receives_ahead = 0  # A posted receive occupies the device until its message comes.
+        try:
+            self._channels.open(routes)
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+
+    def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> _Transfer:
         """Start sending; the handle keeps the tensor if it is needed."""
         if tensor.numel() == 0:
             return _DistributedTransfer(None, tensor)
+        if self._channels is not None:
+            route, channels = Route(source, target, channel), self._channels
+            if channels.carries(route, tensor.device):
+                return self._begin_on_device(lambda: channels.send(route, tensor), tensor, route)
+            tensor = tensor.cpu()
         if self._memory is not None and tensor.device.type == "cpu":
             return self._memory.send(target, channel, tensor)
-        group = self._groups[channel]
-        return self._begin(lambda: dist.isend(tensor, target, group, channel), tensor, target)
+        return self._begin(
+            lambda: dist.isend(tensor, target, self._control, channel), tensor, target
+        )
 
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
-    ) -> list[_DistributedTransfer | SharedMemorySend]:
+    ) -> Sequence[_Transfer]:
         """Start sending several tensors in order; shared memory announces all at once."""
         if self._memory is not None and all(t.device.type == "cpu" and t.numel() for t in tensors):
             return [*self._memory.send_all(target, channel, tensors)]
@@ -120,34 +156,42 @@ class ProcessGroupTransport:
         shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-    ) -> _DistributedTransfer | SharedMemoryReceive:
+    ) -> _Transfer:
         """Start receiving: into a new buffer, or in place in shared memory."""
         if self._memory is not None and device.type == "cpu" and 0 not in shape:
             return self._memory.post(source, channel, shape, dtype)
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        route, channels = Route(source, target, channel), self._channels
+        if channels is not None and channels.carries(route, device) and 0 not in shape:
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            return self._begin_on_device(lambda: channels.receive(route, buffer), buffer, route)
+        tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel() == 0:
-            return _DistributedTransfer(None, tensor)
-        group = self._groups[channel]
-        return self._begin(lambda: dist.irecv(tensor, source, group, channel), tensor, source)
+            return _DistributedTransfer(None, tensor, device=device)
+        return self._begin(
+            lambda: dist.irecv(tensor, source, self._control, channel), tensor, source, device
+        )
 
-    def ready(self, handle: _DistributedTransfer | SharedMemorySend | SharedMemoryReceive) -> bool:
+    def ready(self, handle: _Transfer) -> bool:
         """Return True: the other rank runs in another process."""
         return True
 
-    def wait(
-        self, handle: _DistributedTransfer | SharedMemorySend | SharedMemoryReceive
-    ) -> torch.Tensor:
-        """Wait for a transfer, at most ``timeout`` seconds."""
+    def wait(self, handle: _Transfer) -> torch.Tensor:
+        """Wait for a transfer, at most ``timeout`` seconds; on a device only its stream waits."""
+        if isinstance(handle, _DeviceTransfer):
+            return self._wait_on_device(handle)
         if not isinstance(handle, _DistributedTransfer):
             assert self._memory is not None
             return self._memory.wait(handle)
         if handle.work is not None:
             self._finish(handle.work, handle.rank)
             handle.work = None
+        if handle.device is not None and handle.device != handle.tensor.device:
+            handle.tensor = handle.tensor.to(handle.device)
         return handle.tensor
 
     def begin_exchange(self, row: Sequence[int]) -> Any:
         """Start an exchange: direct sends between few ranks, as gloo's all-gather is slow."""
+        self._watchdog.check()
         if self._deadline.lap():
             self._set_limit(self._deadline.seconds)
         if self._memory is not None:
@@ -171,7 +215,11 @@ class ProcessGroupTransport:
     def end_exchange(self, handle: Any) -> list[list[int]]:
         """Wait for all others, with a timeout."""
         if self._control_channel is not None:
-            return self._control_channel.end(handle)
+            try:
+                return self._control_channel.end(handle)
+            except TransferTimeoutError:
+                self._watchdog.check()  # It names the transfer that the others wait for.
+                raise
         works, parts = handle
         for work in works:
             self._finish(work)
@@ -204,9 +252,10 @@ class ProcessGroupTransport:
         ]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """Run torch's broadcast with a timeout."""
+        """Run torch's broadcast, with a timeout on the CPU; on a device only its stream waits."""
         if tensor.numel():
-            self._finish(dist.broadcast(tensor, root, async_op=True))
+            work = dist.broadcast(tensor, root, async_op=True)
+            self._finish(work, limited=tensor.device.type == "cpu")
         return tensor
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,9 +269,13 @@ class ProcessGroupTransport:
             self._control_channel.wake()
         if self._memory is not None:
             self._memory.wake()
+        self._abort_device_transfers()
 
     def close(self) -> None:
         """Close own connections; the process group belongs to its creator."""
+        self._watchdog.close()
+        if self._channels is not None:
+            self._channels.close()
         if self._control_channel is not None:
             self._control_channel.close()
         if self._memory is not None:
@@ -235,18 +288,47 @@ class ProcessGroupTransport:
         if self._memory is not None:
             self._memory.timeout = seconds
 
-    def _begin(self, begin: Any, tensor: torch.Tensor, rank: int) -> _DistributedTransfer:
+    def _begin(
+        self, begin: Any, tensor: torch.Tensor, rank: int, device: torch.device | None = None
+    ) -> _DistributedTransfer:
         try:
-            return _DistributedTransfer(begin(), tensor, rank)
+            return _DistributedTransfer(begin(), tensor, rank, device)
         except (RuntimeError, ValueError) as cause:
             raise PeerLostError(str(cause)) from cause
 
-    def _finish(self, work: Any, rank: int = ALL) -> None:
+    def _begin_on_device(self, begin: Any, tensor: torch.Tensor, route: Route) -> _DeviceTransfer:
+        self._watchdog.check()
+        try:
+            return _DeviceTransfer(begin(), tensor, route)
+        except (RuntimeError, ValueError) as cause:
+            raise PeerLostError(str(cause)) from cause
+
+    def _wait_on_device(self, handle: _DeviceTransfer) -> torch.Tensor:
+        """Let the current stream wait: a limit would make the host wait, too."""
+        self._watchdog.check()
+        if handle.work is not None:
+            work, handle.work = handle.work, None
+            self._watchdog.watch(work, handle.route)
+            try:
+                work.wait()
+            except (RuntimeError, ValueError) as cause:
+                raise PeerLostError(str(cause)) from cause
+        return handle.tensor
+
+    def _abort_device_transfers(self) -> None:
+        if self._channels is not None:
+            self._channels.abort()
+
+    def _finish(self, work: Any, rank: int = ALL, *, limited: bool = True) -> None:
         waiting.rank, waiting.since = rank, time.monotonic()
         try:
-            work.wait(self._limit)
+            if limited:
+                work.wait(self._limit)
+            else:
+                work.wait()
             waiting.rank = NO_RANK
         except (RuntimeError, ValueError) as cause:
+            self._watchdog.check()
             text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
             if any(mark in text.lower() for mark in _TIMED_OUT):
                 raise TransferTimeoutError(self.timeout, text) from cause
