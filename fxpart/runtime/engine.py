@@ -19,6 +19,7 @@ from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.transfer_routes import find_routes
+from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
 from fxpart.runtime.monitor.recorder import Recorder
@@ -363,8 +364,9 @@ def resolve_schedule(
         )
     given = remap_ranks(name, ranks, world) if isinstance(name, Schedule) else name
     return make(
-        given, ranks, microbatches, find_stage_edges(spec), world=world, replicas=spec.replicas
-    )
+        given, ranks, microbatches, find_stage_edges(spec), world=world, replicas=spec.replicas,
+        tied=find_tied_transfers(spec),
+    )  # fmt: skip
 
 
 def remap_ranks(

@@ -152,11 +152,10 @@ class TrainerBase(EntryPoints):
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
         self._meshes: MeshCommunicators | None = None
         if spec.sharding is not None:
-            sums = find_reduction_axes(spec.sharding)
+            sums, own = find_reduction_axes(spec.sharding), self._devices[transport.local[0]]
             self._meshes = MeshCommunicators(
-                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums,
-                self._devices[transport.local[0]],
-            )  # fmt: skip
+                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums, own
+            )
         leave = _ignore_end if self._meshes is None else self._meshes.leave
         self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fxpart.errors import error
 from fxpart.schedule.action import Action, Schedule, StageEdge
 from fxpart.schedule.builders.protocol import Groups
+from fxpart.schedule.channels import TiedTransfer
 from fxpart.schedule.lower import lower
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.verify import verify
@@ -23,6 +24,7 @@ def make(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
     world: int | None = None,
+    tied: Iterable[TiedTransfer] = (),
 ) -> Schedule:
     """The schedule for a stage graph on its ranks, with transfers, verified.
 
@@ -31,7 +33,8 @@ def make(
     share one. forward, backward: seconds of each stage, if known, for an order that waits less;
     every process of a run must give the same. replicas: groups of stages that are copies of one
     another (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing;
-    by default every rank from 0 on has one. Raises FXP109 for an unknown name, sizes below 1, ranks
+    by default every rank from 0 on has one. tied: the gradients of tied parameters that stages send
+    to each other, which the proof includes. Raises FXP109 for an unknown name, sizes below 1, ranks
     left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
     or the computations are not safe.
     """
@@ -39,7 +42,7 @@ def make(
         schedule, stage_rank, microbatches, edges := tuple(edges), forward=forward,
         backward=backward, replicas=replicas, world=world,
     )  # fmt: skip
-    verify(made, edges)
+    verify(made, edges, tied=tied)
     return made
 
 

@@ -2,7 +2,8 @@
 
 What is proved: every computation happens exactly once, after all that it needs, and in the order
 that makes sums equal those of one process; every value that changes rank is sent and received
-exactly once; with sends that block until they are received, all ranks reach their end; no stage
+exactly once; with sends that block until they are received, all ranks reach their end, and both
+ends of every channel of transfers have the same order (:mod:`fxpart.schedule.channels`); no stage
 holds more microbatches than it may; and each computation names the weights that it reads.
 """
 
@@ -14,6 +15,7 @@ from typing import TypeAlias
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
+from fxpart.schedule.channels import TiedTransfer, find_channel_problems
 from fxpart.schedule.consistency import (
     describe_position,
     find_shape_problems,
@@ -36,9 +38,10 @@ def verify(
     memory: Sequence[int] | None = None,
     weights: Weights = FLUSH,
     every: int | None = None,
+    tied: Iterable[TiedTransfer] = (),
 ) -> None:
     """Raise FXP901 with every problem that :func:`check` finds; return if there is none."""
-    problems = check(schedule, edges, memory=memory, weights=weights, every=every)
+    problems = check(schedule, edges, memory=memory, weights=weights, every=every, tied=tied)
     if problems:
         raise FxpartError(problems)
 
@@ -50,6 +53,7 @@ def check(
     memory: Sequence[int] | None = None,
     weights: Weights = FLUSH,
     every: int | None = None,
+    tied: Iterable[TiedTransfer] = (),
 ) -> tuple[Problem, ...]:
     """All that is wrong with a lowered schedule, or an empty tuple.
 
@@ -58,7 +62,8 @@ def check(
     name; "flush" knows no weight versions, in a mode that does not flush every computation names
     the one that the order of actions implies. every: microbatches to an update; where it is not
     given only what any number implies is proved: that a backward names its forward's version, if it
-    reads that. Raises FXP109 if memory has not one entry per stage, and for an unknown mode.
+    reads that. tied: the gradients of tied parameters that stages send to each other. Raises FXP109
+    if memory has not one entry per stage, and for an unknown mode.
     """
     wanted = tuple(edges)
     if memory is not None and len(memory) != schedule.stages:
@@ -72,7 +77,7 @@ def check(
     if shape:  # nothing below is defined for such a schedule
         return tuple(shape)
     dependence = Dependence.of(schedule, wanted)
-    return (
+    found = (
         *_complete(schedule, dependence),
         *_transfers(schedule, dependence),
         *_ordered(schedule, dependence),
@@ -80,6 +85,8 @@ def check(
         *_bounded(schedule, memory),
         *find_version_problems(schedule, weight_mode(weights), every),
     )
+    # The order on channels is defined only where each transfer has its two ends.
+    return found or tuple(find_channel_problems(schedule, dependence, tied=tied))
 
 
 def incomplete(schedule: Schedule, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:

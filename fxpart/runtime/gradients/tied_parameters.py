@@ -27,6 +27,7 @@ from fxpart.program.spec import ProgramSpec, has_backward
 from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
 from fxpart.runtime.transport.interface import STATE, Transport
 from fxpart.schedule.action import ActionKind, Schedule
+from fxpart.schedule.channels import TiedTransfer
 from fxpart.schedule.rendezvous import execute
 
 Arrival = tuple[ReceiveQueue, int, tuple[ValueEdge, ...]]
@@ -75,6 +76,18 @@ def find_tied_parameters(
                 }
                 found[state.name] = TiedParameterRoutes(link, state.owner, routes, attributes)
     return tuple(found[name] for name in sorted(found))
+
+
+def find_tied_transfers(spec: ProgramSpec) -> tuple[TiedTransfer, ...]:
+    """Return the gradients that stages send to each other after each backward, in that order."""
+    predecessors = find_backward_predecessors(spec)
+    pairs = {
+        pair for item in find_tied_parameters(spec, sparse=False) for pair in item.routes.items()
+    }
+    return tuple(
+        TiedTransfer(source, target, late=source not in predecessors[target])
+        for source, target in sorted(pairs)
+    )
 
 
 def find_backward_predecessors(spec: ProgramSpec) -> dict[int, set[int]]:

@@ -10,10 +10,10 @@ host until the other rank creates it, too. So:
   schedule (:mod:`fxpart.schedule.channels` proves it);
 - all groups are created, and a first tensor is sent over each, in one order on all ranks, before
   the first step;
-- no call here waits on the host. torch gives each communicator a stream of its own. An operation
-  starts after the work that the current stream has at the call, and :meth:`wait` makes the
-  current stream wait for it, so kernels are launched ahead. A tensor that is sent or received is
-  reused in the order of the streams: its memory is bounded by the schedule, not by host waits.
+- no call here waits on the host. torch gives each communicator a CUDA stream of its own. An
+  operation starts after the work that the current CUDA stream has at the call. ``work.wait()``
+  makes the current CUDA stream wait for it, so kernels are launched ahead. The memory of a tensor
+  is reused in the order of the device's work, so the schedule bounds it, not waits of the host.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DeviceChannels:
         return dist.irecv(tensor, route.source, self._groups[route])
 
     def abort(self) -> None:
-        """End the operations in flight, so that no stream waits for them; any thread."""
+        """End the operations in flight, so that the device does not wait for them; any thread."""
         self._aborted = True
         for group in tuple(self._groups.values()):
             group.abort()

@@ -66,8 +66,8 @@ class ProcessGroupTransport:
 
     Tensors on the CPU use gloo, which separates channels by tag, or shared memory between ranks of
     one host; if any pair cannot share memory, all use gloo. Tensors on devices use a communicator
-    per open route (:mod:`fxpart.runtime.transport.device_channels`), whose waits only order
-    streams. Over a route that is not open, which no step uses, they are copied to the CPU.
+    per open route (:mod:`fxpart.runtime.transport.device_channels`), whose waits only order the
+    device's work. Over a route that is not open, which no step uses, they are copied to the CPU.
     Control messages always use the CPU.
     """
 
@@ -176,7 +176,7 @@ class ProcessGroupTransport:
         return True
 
     def wait(self, handle: _Transfer) -> torch.Tensor:
-        """Wait for a transfer, at most ``timeout`` seconds; on a device only its stream waits."""
+        """Wait for a transfer, at most ``timeout`` seconds; the host never waits for a device."""
         if isinstance(handle, _DeviceTransfer):
             return self._wait_on_device(handle)
         if not isinstance(handle, _DistributedTransfer):
@@ -252,7 +252,7 @@ class ProcessGroupTransport:
         ]
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
-        """Run torch's broadcast, with a timeout on the CPU; on a device only its stream waits."""
+        """Run torch's broadcast, with a timeout on the CPU; the host never waits for a device."""
         if tensor.numel():
             work = dist.broadcast(tensor, root, async_op=True)
             self._finish(work, limited=tensor.device.type == "cpu")
@@ -304,7 +304,7 @@ class ProcessGroupTransport:
             raise PeerLostError(str(cause)) from cause
 
     def _wait_on_device(self, handle: _DeviceTransfer) -> torch.Tensor:
-        """Let the current stream wait: a limit would make the host wait, too."""
+        """Let the current CUDA stream wait: a limit would make the host wait, too."""
         self._watchdog.check()
         if handle.work is not None:
             work, handle.work = handle.work, None

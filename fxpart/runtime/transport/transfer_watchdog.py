@@ -1,9 +1,9 @@
 """Watchdog of device transfers: names a hang without a wait on the hot path.
 
-A wait for a device transfer only orders streams, so it cannot time out. The watchdog is a thread
-that follows the transfers that a stream waits for, oldest first. If one does not complete in time,
-it records an error that names the other rank and ends the operations in flight, so that the host
-returns from the device and raises the error at its next use of the transport.
+A wait for a device transfer only orders the device's work, so it cannot time out. The watchdog is a
+thread that follows the transfers that the device waits for, oldest first. If one does not complete
+in time, it records an error that names the other rank and ends the operations in flight. The host
+then returns from the device and raises the error at its next use of the transport.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("fxpart")
 
 
 class _WatchedTransfer(NamedTuple):
-    """A transfer that a stream waits for. began: when the host made it wait."""
+    """A transfer that the device waits for. began: when the host made it wait."""
 
     work: Any
     route: Route
@@ -33,7 +33,7 @@ class _WatchedTransfer(NamedTuple):
 
 
 class TransferWatchdog:
-    """Follows transfers in the order in which the stream waits for them.
+    """Follows transfers in the order in which the device waits for them.
 
     fault: the error of the first transfer that did not complete in time.
     """
@@ -52,7 +52,7 @@ class TransferWatchdog:
         self._marked = NO_RANK  # The rank that this thread has written as waited for.
 
     def watch(self, work: Any, route: Route) -> None:
-        """Follow a transfer that the current stream waits for from now on."""
+        """Follow a transfer that the current CUDA stream waits for from now on."""
         self._watched.append(_WatchedTransfer(work, route, time.monotonic()))
         if self._thread is None:
             self._thread = threading.Thread(
