@@ -199,12 +199,12 @@ def add_transfers(
 ) -> Schedule:
     """Return the schedule with transfers, added if needed; FXP901 if it cannot be executed."""
     from fxpart.schedule.lower import lower
-    from fxpart.schedule.verify import incomplete
+    from fxpart.schedule.verify import find_incomplete
 
     check_schedule_shape(schedule, edges)
     if schedule.is_lowered:
         return schedule
-    problems = incomplete(schedule, edges)
+    problems = find_incomplete(schedule, edges)
     if problems:  # Report all of them, as `lower` would stop at the first one.
         raise FxpartError(problems)
     return lower(schedule, edges, forward=forward, backward=backward, split=split)

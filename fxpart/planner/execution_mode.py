@@ -17,7 +17,7 @@ from fxpart.schedule.weight_modes import (
     SPECTRAIN,
     STASH,
     list_queue_modes,
-    list_stream_modes,
+    list_unflushed_modes,
 )
 
 if TYPE_CHECKING:
@@ -116,9 +116,9 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
         yield Problem(
             "FXP109", f"weights={weights!r}", "a synchronous plan has no weight mode", fix
         )
-    elif weights is not None and weights not in list_stream_modes():
+    elif weights is not None and weights not in list_unflushed_modes():
         why = "this weight mode flushes the pipeline before each update, so it is synchronous"
-        fix = f'use mode="sync", or weights from {", ".join(list_stream_modes())}'
+        fix = f'use mode="sync", or weights from {", ".join(list_unflushed_modes())}'
         yield Problem("FXP109", f"mode={mode!r}, weights={weights!r}", why, fix)
     requested = _schedules(constraints)
     if (mode == ASYNC and names) or (mode == "sync" and ASYNC in requested):

@@ -33,10 +33,10 @@ from fxpart.schedule.measured_timeline import (
     AGREE,
     CLIP,
     END,
+    GRADIENT_REDUCTION,
     OPTIMIZER,
-    SPREAD,
-    SUMS,
-    TIES,
+    PARAMETER_GATHER,
+    TIED_REDUCTION,
     MeasuredSpan,
     MeasuredTimeline,
 )
@@ -74,7 +74,12 @@ def compare(plan: Plan, recording: MeasuredTimeline) -> RecordingComparison:
     stages = tuple(_stage(plan, kept, stage.index, timeline, ties) for stage in plan.stages)
     slowest = max(stages, key=lambda s: _busy(s.step.values(), s.step[WAITING]))
     busy = [
-        fsum((*kept.each(rank, "compute"), *_phases(kept, rank, (SUMS, TIES, CLIP, OPTIMIZER))))
+        fsum(
+            (
+                *kept.each(rank, "compute"),
+                *_phases(kept, rank, (GRADIENT_REDUCTION, TIED_REDUCTION, CLIP, OPTIMIZER)),
+            )
+        )
         for rank in kept.ranks
     ]
     spent = fsum(whole.values()) * len(kept.ranks)
@@ -175,12 +180,12 @@ def _predicted(
         BACKWARD: plan.microbatches * (entry.backward_seconds + half),
     }
     once = {
-        SUMS: entry.sync_seconds, TIES: entry.tie_seconds,
+        GRADIENT_REDUCTION: entry.sync_seconds, TIED_REDUCTION: entry.tie_seconds,
         OPTIMIZER: entry.optimizer_seconds, RUNTIME: entry.overhead_seconds,
     }  # fmt: skip
     if timeline is not None:  # ranks that wait leave the others their share of the host
         spans = [
-            span for span in timeline.spans if span.lane == "compute" and span.rank == entry.stage
+            span for span in timeline.spans if span.track == "compute" and span.rank == entry.stage
         ]
         forward = [s.end - s.start for s in spans if s.action.kind is ActionKind.F]
         backward = [s.end - s.start for s in spans if s.action.kind is not ActionKind.F]
@@ -197,7 +202,7 @@ def _after(entry: RankPrediction, timeline: Timeline, ties: float) -> dict[str, 
     alone = entry.optimizer_seconds + entry.overhead_seconds
     share = computed / alone if alone else 0.0
     return {
-        TIES: ties, OPTIMIZER: entry.optimizer_seconds * share,
+        TIED_REDUCTION: ties, OPTIMIZER: entry.optimizer_seconds * share,
         RUNTIME: entry.overhead_seconds * share,
     }  # fmt: skip
 
@@ -224,8 +229,10 @@ def _spent(recording: MeasuredTimeline, rank: int) -> dict[str, float]:
     parts = {
         FORWARD: of((ActionKind.F,)),
         BACKWARD: of((ActionKind.B, ActionKind.I, ActionKind.W)),
-        SUMS: median(_phases(recording, rank, (SUMS, SPREAD))),
-        TIES: median(_phases(recording, rank, (TIES,))),
+        GRADIENT_REDUCTION: median(
+            _phases(recording, rank, (GRADIENT_REDUCTION, PARAMETER_GATHER))
+        ),
+        TIED_REDUCTION: median(_phases(recording, rank, (TIED_REDUCTION,))),
         OPTIMIZER: median(_phases(recording, rank, (CLIP, OPTIMIZER))),
     }
     rest = median(recording.whole_seconds()) - fsum(parts.values()) - median(waits)
@@ -289,8 +296,8 @@ def _source(plan: Plan, name: str) -> str:
     keys: dict[str, tuple[str, ...]] = {
         FORWARD: ("compute",),
         BACKWARD: ("compute",),
-        SUMS: ("transfers", "links"),
-        TIES: ("transfers", "links"),
+        GRADIENT_REDUCTION: ("transfers", "links"),
+        TIED_REDUCTION: ("transfers", "links"),
         OPTIMIZER: ("optimizer", "compute"),
         WAITING: ("transfers", "links"),
         RUNTIME: ("overhead",),
@@ -342,7 +349,7 @@ def spans_of(
     """Return the recorded spans of a step, relative to the start of its first rank."""
     begin = min(span.start for span in recording.of("whole", step=step))
     return [
-        MeasuredSpan(s.rank, s.step, s.lane, s.name, s.start - begin, s.end - begin, s.exact)
+        MeasuredSpan(s.rank, s.step, s.track, s.name, s.start - begin, s.end - begin, s.exact)
         for s in recording.spans
         if s.step == step and keep(s)
     ]

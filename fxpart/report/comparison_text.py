@@ -14,15 +14,15 @@ from fxpart.report.comparison import (
     TimeComparison,
 )
 from fxpart.report.table import shortened, table
-from fxpart.schedule.measured_timeline import CLIP, OPTIMIZER, SUMS, TIES
+from fxpart.schedule.measured_timeline import CLIP, GRADIENT_REDUCTION, OPTIMIZER, TIED_REDUCTION
 
 _LISTED = 4  # differences that are listed
 _SMALL = 0.005  # share of the whole difference below which a part is not listed
 _NONE = 1e-9  # seconds that count as zero
 _WIDTH = 100
 _LABELS = {
-    SUMS: "gradient reduction",
-    TIES: "tied-parameter gradient reduction",
+    GRADIENT_REDUCTION: "gradient reduction",
+    TIED_REDUCTION: "tied-parameter gradient reduction",
     CLIP: "gradient clipping",
     OPTIMIZER: "optimizer step",
 }

@@ -75,13 +75,13 @@ def drawn(recording: MeasuredTimeline) -> list[int]:
 
 def _measured(spans: Iterable[MeasuredSpan], rank: int, row: int) -> Iterable[_Bar]:
     for span in spans:
-        if span.rank != rank or span.lane in ("wait", "receive", "whole", "collective"):
+        if span.rank != rank or span.track in ("wait", "receive", "whole", "collective"):
             continue
         title = f"measured {span.name}: {units.seconds(span.seconds)}"
-        if span.lane == "compute":
+        if span.track == "compute":
             style = _style(span.action.kind, span.action.microbatch)
             yield _Bar(row, style, title, span.start, span.end)
-        elif span.lane == "send":
+        elif span.track == "send":
             title += "" if span.exact else " at most"
             yield _Bar(row, "t", title, span.start, span.end, strip=True)
         elif span.name not in (AGREE, END):  # in these it waits
@@ -90,10 +90,10 @@ def _measured(spans: Iterable[MeasuredSpan], rank: int, row: int) -> Iterable[_B
 
 def _predicted(timeline: Timeline, stage: int, row: int) -> Iterable[_Bar]:
     for span in timeline.spans:
-        if span.action.stage != stage or span.lane == "receive":
+        if span.action.stage != stage or span.track == "receive":
             continue
         title = f"predicted {span.action}: {units.seconds(span.end - span.start)}"
-        strip = span.lane == "send"
+        strip = span.track == "send"
         style = "t" if strip else _style(span.action.kind, span.action.microbatch)
         yield _Bar(row, style, title, span.start, span.end, strip)
     for update in timeline.updates:

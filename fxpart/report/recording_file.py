@@ -15,12 +15,12 @@ from fxpart.planner.prediction.plan_digest import decisions
 from fxpart.schedule.measured_timeline import (
     FORMAT,
     VERSION,
-    Lane,
     MeasuredSpan,
     MeasuredTimeline,
+    Track,
 )
 
-_LANES = get_args(Lane)
+_TRACKS = get_args(Track)
 _LARGEST = 1 << 28  # bytes: long recordings are large
 
 
@@ -75,15 +75,15 @@ def decode(data: bytes, where: str) -> MeasuredTimeline:
 def _span(event: _TraceEvent, where: str) -> MeasuredSpan:
     step, exact = event.args.get("step"), event.args.get("exact", True)
     times = (event.ts, event.dur)
-    good = event.cat in _LANES and isinstance(step, int) and isinstance(exact, bool)
+    good = event.cat in _TRACKS and isinstance(step, int) and isinstance(exact, bool)
     if not good or not all(map(math.isfinite, times)) or event.dur < 0:
         raise _wrong(where, f"the event {event.name[:40]!r} does not belong to a recording")
     assert isinstance(step, int)
     name = "" if event.cat == "whole" else event.name
     start, end = event.ts / 1e6, (event.ts + event.dur) / 1e6
-    lane: Lane = event.cat  # type: ignore[assignment]  # looked up above
-    span = MeasuredSpan(event.pid, step, lane, name, start, end, bool(exact))
-    if lane not in ("step", "whole", "collective"):
+    track: Track = event.cat  # type: ignore[assignment]  # looked up above
+    span = MeasuredSpan(event.pid, step, track, name, start, end, bool(exact))
+    if track not in ("step", "whole", "collective"):
         try:
             _ = span.action
         except FxpartError as why:
@@ -102,7 +102,7 @@ def _check(recording: MeasuredTimeline, where: str) -> None:
     for span in recording.spans:
         if span.rank not in ranks:
             raise _wrong(where, f"there is no rank {span.rank}")
-        if span.lane in ("compute", "send", "receive", "wait"):
+        if span.track in ("compute", "send", "receive", "wait"):
             action = span.action
             known = action.stage < len(recording.stage_ranks)
             mine = known and span.rank in recording.stage_ranks[action.stage]

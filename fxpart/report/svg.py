@@ -67,7 +67,7 @@ def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
             f'<rect class="{_class(span)}" x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
             f'height="{tall}"><title>{escape(title)}</title></rect>'
         )
-        if span.lane == "compute" and width >= 14 and tall >= 12:
+        if span.track == "compute" and width >= 14 and tall >= 12:
             middle, base = x + width / 2, y + tall / 2 + 4
             number = span.action.microbatch
             parts.append(f'<text class="in" x="{middle:.1f}" y="{base:.0f}">{number}</text>')
@@ -92,7 +92,7 @@ def _merged(spans: Sequence[Span], row: int, scale: float) -> list[str]:
     """Draw one path for each kind of span."""
     paths: dict[str, list[str]] = {}
     for span in spans:
-        if span.lane == "receive":
+        if span.track == "receive":
             continue
         x, width = LEFT + span.start * scale, max((span.end - span.start) * scale, 0.3)
         y, tall = _row(span, row)
@@ -105,13 +105,13 @@ def _row(span: Span, row: int) -> tuple[int, int]:
     """Top and height of a span: computations above, a strip for transfers at the bottom."""
     strip = 5 if row >= 30 else 3 if row >= 16 else 0
     top = span.rank * row + 1
-    if span.lane == "compute":
+    if span.track == "compute":
         return top, row - 2 - strip
     return top + row - 2 - strip, max(strip - 1, 1)
 
 
 def _class(span: Span) -> str:
-    if span.lane != "compute":
+    if span.track != "compute":
         return "t"
     kind = "f" if span.action.kind is ActionKind.F else "b"
     return f"{kind}{span.action.microbatch % 2}"

@@ -23,7 +23,14 @@ from fxpart.runtime.gradients.stage_replicas import reduce_replica_gradients
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.runtime.transport.agreement import convert_transport_errors
-from fxpart.schedule.measured_timeline import CLIP, OPTIMIZER, READ, SPREAD, SUMS, TIES
+from fxpart.schedule.measured_timeline import (
+    CLIP,
+    GRADIENT_REDUCTION,
+    OPTIMIZER,
+    PARAMETER_GATHER,
+    READ,
+    TIED_REDUCTION,
+)
 
 Phase = tuple[str, Callable[[], None]]
 
@@ -252,11 +259,14 @@ class Trainer(Inference):
 
     def _update_phases(self) -> tuple[Phase, ...]:
         phases: tuple[Phase, ...] = (
-            (SUMS, lambda: self._gradients(lambda: self._run_on_mesh_ranks(self._shards.finish))),
-            (TIES, lambda: self._gradients(self._send_gradients)),
+            (
+                GRADIENT_REDUCTION,
+                lambda: self._gradients(lambda: self._run_on_mesh_ranks(self._shards.finish)),
+            ),
+            (TIED_REDUCTION, lambda: self._gradients(self._send_gradients)),
             (CLIP, self._clip),
             (OPTIMIZER, self._optimize),
-            (SPREAD, self._gather_parameters),
+            (PARAMETER_GATHER, self._gather_parameters),
         )
         return tuple((name, self._record_start(name, do)) for name, do in phases)
 

@@ -1,8 +1,9 @@
-"""Schedules: which rank does what, in which order. Plain Python, no torch.
+"""Pipeline schedules: which rank runs which action, in which order. Plain Python without torch.
 
-A name becomes a schedule that may be run by ``make.make``: builders (which stage computes what),
-place (stages onto ranks), lower (transfers), verify (proof). dependence says what needs what, for
-all of them and for the executor; simulate, steps and draw show a schedule in time (crowd: ranks
-that share a host; sharing: the engine for them; window: the runtime's limits); text and torch_csv
-write it down, files reads either.
+``make.make`` turns a schedule name into a runnable schedule: build the order of computations
+(`builders`), merge stages onto ranks (`rank_merge`), insert transfers (`lower`), and verify the
+result (`verify`). `dependence` defines what each action requires; the verifier, the simulator and
+the executor all use it. `simulate` and `multi_step` predict times, with CPU contention from
+`host_contention` and `contention_times` and the runtime's transfer limits from `transfer_window`.
+`text` and `torch_csv` serialize a schedule; `files` reads both formats.
 """

@@ -1,8 +1,8 @@
-"""Actions: what one rank does at one moment, in torch's own text grammar.
+"""Actions: one operation of one rank, in the text grammar of torch.distributed.pipelining.
 
-``0F3`` is stage 0's forward of microbatch 3, ``2SEND_B1`` sends stage 2's input gradients of
-microbatch 1. Where a transfer does not go to the neighbouring stage (a skip connection) the peer
-stage follows: ``0SEND_F1>3``. ``@2`` names the weight version that is read.
+``0F3`` is the forward of microbatch 3 on stage 0. ``2SEND_B1`` sends the input gradients of stage 2
+for microbatch 1. If a transfer does not go to the adjacent stage (a skip connection), the peer
+stage follows: ``0SEND_F1>3``. ``@2`` names the weight version that the computation reads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from enum import Enum
 
 from fxpart.errors import FxpartError, error
 
-FORWARD = "forward"  # the name of schedules that only evaluate
+FORWARD = "forward"  # name of the evaluation schedule, which has no backwards
 
 
 class ActionKind(Enum):
-    """What an action does; I and W split a backward into its input and weight halves."""
+    """Kind of an action; I and W are the input-gradient and weight-gradient halves of a B."""
 
     F = "F"
     B = "B"
@@ -30,11 +30,11 @@ class ActionKind(Enum):
     RECV_B = "RECV_B"
 
     is_compute: bool
-    # Members are single objects: by identity is right, and five times faster than by name.
+    # Members are singletons, so hashing by identity is correct, and five times faster than by name.
     __hash__ = object.__hash__
 
     def __init__(self, text: str) -> None:
-        """Whether the kind runs a stage (one letter) or moves data (a word)."""
+        """Store whether the kind computes (one letter) or transfers data (several letters)."""
         self.is_compute = len(text) == 1
 
 
@@ -42,8 +42,8 @@ class ActionKind(Enum):
 class Action:
     """One action of a rank.
 
-    stage: the rank's own stage (0-based). microbatch: 0-based. peer: for transfers the other
-    stage, otherwise None. version: the weight version read, None where it is the latest.
+    stage: the stage on this rank (0-based). microbatch: 0-based. peer: the other stage of a
+    transfer, None for a computation. version: the weight version that is read, None for the latest.
     """
 
     stage: int
@@ -53,12 +53,12 @@ class Action:
     version: int | None = None
 
     def __post_init__(self) -> None:
-        """A transfer has a peer, a computation has none."""
+        """Check that exactly the transfers have a peer."""
         assert (self.peer is None) == self.kind.is_compute, "exactly the transfers have a peer"
 
     @property
     def plain(self) -> Action:
-        """The same action without the weight version: what dependence speaks of."""
+        """Return the action without its weight version, as used in dependence queries."""
         if self.version is None:
             return self
         return Action(self.stage, self.kind, self.microbatch, self.peer)
@@ -71,7 +71,7 @@ class Action:
 
 
 def default_peer(stage: int, kind: ActionKind) -> int | None:
-    """The peer that the text leaves out: the neighbour in a chain of stages."""
+    """Return the peer that the text omits: the adjacent stage of a chain."""
     if kind in (ActionKind.SEND_F, ActionKind.RECV_B):
         return stage + 1
     if kind in (ActionKind.RECV_F, ActionKind.SEND_B):
@@ -79,7 +79,7 @@ def default_peer(stage: int, kind: ActionKind) -> int | None:
     return None
 
 
-# At most nine digits, and ASCII ones: no text may make a reader build a huge number.
+# At most nine ASCII digits, so that no input can make a parser build a huge number.
 _NUMBER = "([0-9]{1,9})"
 _TEXT = re.compile(
     rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W){_NUMBER}(?:>{_NUMBER})?(?:@{_NUMBER})?"
@@ -87,45 +87,47 @@ _TEXT = re.compile(
 
 
 def parse(text: str) -> Action:
-    """The action that ``str(action)`` wrote; raises FXP303 on any other text."""
+    """Return the action whose ``str`` is the text; raise FXP303 on any other text."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
-        raise _unreadable(text, "it is not of the form <stage><kind><microbatch>[>peer][@version]")
+        raise _make_error(
+            text, "The text is not of the form <stage><kind><microbatch>[>peer][@version]."
+        )
     stage, kind, microbatch, peer, version = match.groups()
     what = ActionKind(kind)
     other = int(peer) if peer is not None else default_peer(int(stage), what)
     if what.is_compute and other is not None:
-        raise _unreadable(text, "only a transfer has a peer stage")
+        raise _make_error(text, "Only a transfer has a peer stage.")
     if other is not None and (other < 0 or other == int(stage)):
-        raise _unreadable(text, "its peer is no other stage")
+        raise _make_error(text, "The peer of a transfer must be another stage.")
     return Action(
         int(stage), what, int(microbatch), other, int(version) if version is not None else None
     )
 
 
-def _unreadable(text: str, why: str) -> FxpartError:
+def _make_error(text: str, why: str) -> FxpartError:
     return error(
         "FXP303",
         where=f"action {text[:60]!r}",
         why=why,
-        fix="write for example 0F3, 2SEND_B1, 0SEND_F1>3 or 0F3@2",
+        fix="Valid examples: 0F3, 2SEND_B1, 0SEND_F1>3, 0F3@2.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRobinSlots:
-    """The places that a stage has in a round of ``size`` microbatches."""
+    """The positions of one replica in a round-robin cycle of ``size`` microbatches."""
 
     places: tuple[int, ...]
     size: int
 
     def has(self, microbatch: int) -> bool:
-        """Whether the microbatch is the stage's to do."""
+        """Return whether the microbatch is routed to this replica."""
         return microbatch % self.size in self.places
 
 
 def list_group_stages(group: Sequence[int]) -> tuple[int, ...]:
-    """The stages of a round of turns, each once."""
+    """Return the distinct stages of a round-robin cycle."""
     return tuple(dict.fromkeys(group))
 
 
@@ -133,12 +135,11 @@ def list_group_stages(group: Sequence[int]) -> tuple[int, ...]:
 class Schedule:
     """Action lists, one per rank.
 
-    name: "gpipe", "1f1b", "forward" (evaluation: no backward) or any other; stages: number of
-    stages; microbatches: number of them; ranks: per rank its actions in order; stage_rank: the
-    rank that holds each stage. replicas: groups of stages that are copies of one another (two ranks
-    that feed three), each as a round of turns: microbatch m is done by the stage that stands at m
-    modulo the round's length, by no other. A copy that is faster may stand there several times:
-    (0, 0, 1) gives stage 0 two microbatches of three.
+    name: "gpipe", "1f1b", "forward" (evaluation, no backwards) or another schedule name. stages,
+    microbatches: their numbers. ranks: the ordered actions of each rank. stage_rank: the rank of
+    each stage. replicas: groups of replicated stages, each as a round-robin cycle: the group's
+    stage at position m modulo the cycle length runs microbatch m. A faster replica may occur
+    several times in the cycle: (0, 0, 1) gives stage 0 two of three microbatches.
     """
 
     name: str
@@ -148,39 +149,39 @@ class Schedule:
     stage_rank: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...] = ()
 
-    def takes(self, stage: int, microbatch: int) -> bool:
-        """Whether the stage does that microbatch: all do, but for copies, which take turns."""
-        return self.turn(stage).has(microbatch)
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Return whether the stage runs the microbatch; replicas share microbatches round-robin."""
+        return self.get_slots(stage).has(microbatch)
 
-    def turn(self, stage: int) -> RoundRobinSlots:
-        """When the stage's turn is; always where it has no copies."""
+    def get_slots(self, stage: int) -> RoundRobinSlots:
+        """Return the round-robin slots of the stage; all microbatches if it has no replicas."""
         for group in self.replicas:
             if stage in group:
                 places = tuple(place for place, other in enumerate(group) if other == stage)
                 return RoundRobinSlots(places, len(group))
         return RoundRobinSlots((0,), 1)
 
-    def taken(self, stage: int) -> tuple[int, ...]:
-        """The microbatches that the stage does, rising."""
-        turn = self.turn(stage)
-        return tuple(m for m in range(self.microbatches) if turn.has(m))
+    def list_microbatches(self, stage: int) -> tuple[int, ...]:
+        """Return the microbatches of the stage in ascending order."""
+        slots = self.get_slots(stage)
+        return tuple(m for m in range(self.microbatches) if slots.has(m))
 
     @property
     def trains(self) -> bool:
-        """Whether each microbatch is also taken backward; all but "forward" do."""
+        """Return whether each microbatch has a backward; only "forward" has none."""
         return self.name != FORWARD
 
     @property
     def is_lowered(self) -> bool:
-        """Whether there is a transfer among the actions."""
+        """Return whether the actions contain transfers."""
         return any(not action.kind.is_compute for actions in self.ranks for action in actions)
 
 
 @dataclass(frozen=True)
 class StageEdge:
-    """Values go from stage ``source`` to stage ``target`` (source < target) for each microbatch.
+    """Dependency of stage ``target`` on stage ``source`` (source < target) for each microbatch.
 
-    backward: whether gradients come back over the edge.
+    backward: whether a gradient is sent back along the edge.
     """
 
     source: int

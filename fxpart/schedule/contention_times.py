@@ -1,10 +1,11 @@
-"""Earliest times of events that slow each other down: processor sharing, event by event.
+"""Earliest times of events that slow each other down: event-driven processor sharing.
 
-The engine under the simulator where ranks share a host's cores, or links a card's bandwidth.
-Events that always go at one pace form a pool: a clock of its own, which runs slower while more is
-under way. On that clock an event ends at a moment that is known when it starts, so that only the
-clocks change speed when something starts or ends, and the first end of each pool is the head of a
-heap. A step costs the number of pools and the logarithm of what is under way.
+The engine of the simulator for ranks that share the cores of a host, and for links that share the
+bandwidth of a network adapter. Events that always run at one speed form a pool. A pool has its own
+clock, which runs more slowly the more events are active. The end of an event on that clock is known
+when it starts. So only the clocks change speed when an event starts or ends, and the first end of
+each pool is the head of a heap. A simulation step costs the number of pools plus the logarithm of
+the number of active events.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from fxpart.schedule.core_imbalance import CoreImbalanceLike, compute_lost_core_
 from fxpart.schedule.core_imbalance import compute_effective_ranks as as_seen
 from fxpart.schedule.event_times import E, EventDependencies
 
-_MOMENT = 1e-9  # seconds; what lasts no longer is a number that was rounded
+_MOMENT = 1e-9  # seconds; shorter intervals are rounding errors
 
 
 @dataclass(frozen=True)
 class EventTask:
-    """An event's work: seconds alone, the pool whose pace it goes at, the counters it raises.
+    """Work of an event: its duration alone, the pool that sets its speed, the counters it
+    increments.
 
-    more: from all counters' values, with what starts at the same moment, seconds beside those.
-    weight: by how much it raises each, a multiple of a power of two, so that sums are exact.
-    worker: who does it, one thing after the other; -1 where that is of no interest.
+    seconds: duration without contention. more: extra seconds as a function of all counters,
+    including events that start at the same time. weight: increment of each counter, a multiple of a
+    power of two, so that sums are exact. worker: runs one task after another; -1 if irrelevant.
     """
 
     seconds: float
@@ -41,9 +43,9 @@ class EventTask:
 
 @dataclass(frozen=True)
 class PoolSlowdown:
-    """How many times longer work of a pool takes, by how much is under way.
+    """Slowdown of a pool's work as a function of the active events.
 
-    counters: those that the pace depends on. slowdown: from all counters' values, positive.
+    counters: those that the slowdown depends on. slowdown: function of all counters, positive.
     """
 
     counters: frozenset[int] = frozenset()
@@ -52,7 +54,7 @@ class PoolSlowdown:
 
 @dataclass
 class _LaggedCount:
-    """A host's counter: how many ranks compute, and until when which part of a core is lost."""
+    """Number of computing ranks on a host, and the core share lost until a given time."""
 
     count: float = 0.0
     until: float = math.inf
@@ -61,7 +63,8 @@ class _LaggedCount:
     def changed(
         self, uneven: CoreImbalanceLike, count: float, now: float, ran: float
     ) -> _LaggedCount:
-        """It has another count now; who stopped had computed for ``ran`` seconds."""
+        """Return the state after a change of the count; the stopped rank had computed ``ran``
+        seconds."""
         if not 2 <= count <= uneven.cores:
             return _LaggedCount(count)
         part = compute_lost_core_share(uneven, self.count, count, ran)
@@ -71,9 +74,10 @@ class _LaggedCount:
 
 
 class _ObservedCounters:
-    """Counters as paces see them.
+    """Counters as observed by the pools.
 
-    What begins and ends at one moment has not been: a change is one from the moment before.
+    An event that starts and ends at one time is not observed: a change is relative to the time
+    before.
     """
 
     def __init__(self, counts: Sequence[float], lags: Mapping[int, CoreImbalanceLike]) -> None:
@@ -82,15 +86,16 @@ class _ObservedCounters:
         self._now = {index: _LaggedCount() for index in lags}
         self._before = {index: (-math.inf, state) for index, state in self._now.items()}
         self._ran = dict.fromkeys(lags, (-math.inf, 0.0))
-        self._spells: dict[int, tuple[float, float]] = {}  # of workers: from when to when
+        # by worker, its uninterrupted interval of work: start and end
+        self._spells: dict[int, tuple[float, float]] = {}
 
     def began(self, worker: int, now: float) -> None:
-        """The worker does something, after a pause or at once after the last."""
+        """Record that the worker starts a task, after a pause or directly after its last task."""
         first, last = self._spells.get(worker, (now, -math.inf))
         self._spells[worker] = (first if now - last <= _MOMENT else now, math.inf)
 
     def ended(self, task: EventTask, now: float) -> None:
-        """The worker has done it; how long it had worked without a pause is noted."""
+        """Record that the worker ends a task, and how long it had worked without a pause."""
         first, _ = self._spells[task.worker]
         self._spells[task.worker] = first, now
         for index in task.counters:
@@ -100,11 +105,11 @@ class _ObservedCounters:
                 self._ran[index] = (moment if same else now, max(ran if same else 0.0, now - first))
 
     def next(self) -> float:
-        """When something is seen next as it is."""
+        """Return the next time at which an observed value reaches the actual value."""
         return min((state.until for state in self._now.values()), default=math.inf)
 
     def look(self, changed: set[int], now: float) -> None:
-        """Take over what has changed, and what is over, which is added to ``changed``."""
+        """Observe changed counters and expired lags, and add the latter to ``changed``."""
         for index, state in self._now.items():
             if state.until <= now:
                 self._now[index] = _LaggedCount(state.count)
@@ -114,7 +119,7 @@ class _ObservedCounters:
             self.values[index] = self._late(index, count, now) if index in self._lags else count
 
     def _late(self, index: int, count: float, now: float) -> float:
-        """What is seen of a counter with a lag."""
+        """Return the observed value of a counter with a lag."""
         lag, (moment, before) = self._lags[index], self._before[index]
         if now - moment > _MOMENT:
             before = self._now[index]
@@ -127,7 +132,7 @@ class _ObservedCounters:
 
 @dataclass
 class _PoolClock(Generic[E]):
-    """A clock that stood at ``shown`` at the moment ``since``, and what ends when on it."""
+    """A clock that showed ``shown`` at time ``since``, and the events that end on it."""
 
     pace: PoolSlowdown
     slowdown: float = 1.0
@@ -139,33 +144,32 @@ class _PoolClock(Generic[E]):
         return self.shown + (now - self.since) / self.slowdown
 
     def next(self) -> float:
-        """When the first event ends if nothing changes."""
+        """Return when the first event ends if nothing changes."""
         return self.since + (self.ends[0][0] - self.shown) * self.slowdown
 
-    def turn(self, now: float, counts: Sequence[float]) -> None:
-        """Go on at the pace of now."""
+    def advance(self, now: float, counts: Sequence[float]) -> None:
+        """Continue at the current speed."""
         slowdown = self.pace.slowdown(counts)
-        if slowdown != self.slowdown:  # a clock that never changes speed loses no bit
+        if slowdown != self.slowdown:  # a clock of constant speed keeps every bit
             self.shown, self.since, self.slowdown = self.clock(now), now, slowdown
 
 
 def compute_contended_times(
-    lanes: Iterable[Sequence[E]],
+    resources: Iterable[Sequence[E]],
     after: Mapping[E, Sequence[E]],
     task: Callable[[E], EventTask],
     paces: Sequence[PoolSlowdown],
     counters: int,
     lags: Mapping[int, CoreImbalanceLike] | None = None,
 ) -> dict[E, tuple[float, float]]:
-    """Start and end of each event, as early as its lanes, its causes and the others allow.
+    """Return start and end of each event, as early as all dependencies and contention permit.
 
-    lanes, after: as :func:`fxpart.schedule.event_times.compute_earliest_times` takes them, whose
-    times these are where every pace is 1. task: of an event; paces: by pool; counters: how many
-    there are, each of which sums the weights of the events under way that raise it. lags: of
-    counters whose falls are not seen as they are. Raises FXP901 if the orders contradict each
-    other.
+    resources, after: see :func:`fxpart.schedule.event_times.compute_earliest_times`, which gives
+    the same times if every slowdown is 1. task: of each event. paces: by pool. counters: their
+    number; each sums the weights of the active events that increment it. lags: of counters whose
+    decreases are observed late. Raises FXP901 if the orders contradict each other.
     """
-    graph = EventDependencies.of(lanes, after)
+    graph = EventDependencies.of(resources, after)
     pools: list[_PoolClock[E]] = [_PoolClock(pace) for pace in paces]
     watched: list[list[_PoolClock[E]]] = [
         [pool for pool in pools if index in pool.pace.counters] for index in range(counters)
@@ -189,10 +193,10 @@ def compute_contended_times(
             seconds = work.seconds if work.more is None else work.seconds + work.more(counts)
             heapq.heappush(pool.ends, (pool.clock(now) + seconds, len(starts), event))
             starts[event] = now
-        # Only now: where one event follows another at once, the pace stays as it is.
+        # Only now: if one event directly follows another, the speed does not change.
         seen.look(changed, now)
         for pool in {id(pool): pool for index in changed for pool in watched[index]}.values():
-            pool.turn(now, seen.values)
+            pool.advance(now, seen.values)
         active = [pool for pool in pools if pool.ends]
         if not active:
             break
@@ -202,7 +206,7 @@ def compute_contended_times(
         for pool, moment in zip(active, moments, strict=True):
             if moment > now:
                 continue
-            # What ends with the first: equal on the pool's clock, hence exactly together.
+            # Events equal to the first on the pool's clock end at exactly the same time.
             mark = pool.ends[0][0]
             while pool.ends and pool.ends[0][0] <= mark:
                 event = heapq.heappop(pool.ends)[2]

@@ -1,4 +1,4 @@
-"""Cores that are not all used though as many ranks compute: how much is lost, and after what."""
+"""Core imbalance: idle cores while ranks share a core, until the operating system rebalances."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from typing import Protocol
 
 
 class CoreImbalanceLike(Protocol):
-    """Two ranks share a core while another is idle, until the operating system looks.
+    """Parameters of core imbalance: two ranks share a core while another core is idle.
 
-    What a plan or a profile says of it (:class:`fxpart.cluster.Unevenness`).
+    Stored in plans and profiles (:class:`fxpart.cluster.Unevenness`).
     """
 
     @property
     def cores(self) -> int:
-        """How many ranks compute without sharing cores."""
+        """Return how many ranks compute without sharing cores."""
 
     @property
     def seconds(self) -> float:
-        """How long it lasts where nothing else changes."""
+        """Return how many seconds an imbalance lasts if nothing else changes."""
 
     @property
     def fallen(self) -> float:
-        """The part of a core that is lost meanwhile where more ranks than cores computed before."""
+        """Return the core share lost meanwhile if more ranks than cores computed before."""
 
     @property
     def risen(self) -> float:
-        """The same where fewer ranks computed just before."""
+        """Return the core share lost meanwhile if fewer ranks computed before."""
 
 
 def compute_lost_core_share(
     uneven: CoreImbalanceLike, before: float, count: float, ran: float
 ) -> float:
-    """The part of a core after a change of how many compute; 0 where nothing is lost by it.
+    """Return the core share lost after a change of the number of computing ranks; 0 if none.
 
-    ran: how long the one had computed that stopped. Two share a core while a third has the other
-    for itself, and which of them stops decides. One that computes for a moment only is put where
-    another computes, and leaves everything as it was; the longer it goes on, the likelier the
-    system has moved it to where it is alone.
+    ran: how many seconds the rank that stopped had computed. If two ranks share a core and a third
+    has a core of its own, the loss depends on which one stops. A rank that computes only briefly is
+    scheduled onto an occupied core and leaves the others where they were; the longer it computes,
+    the likelier the system has moved it to a core of its own.
     """
     if not 2 <= count <= uneven.cores:
         return 0.0
@@ -46,13 +46,14 @@ def compute_lost_core_share(
 
 
 def compute_loss_fraction(seconds: float, ran: float) -> float:
-    """How much of what may be lost is, where the one that stopped had computed so long: 0 to 1.
+    """Return the fraction, 0 to 1, of the possible loss if the stopped rank had computed ``ran``
+    seconds.
 
-    All of it from half of the time on after which the system looks.
+    The fraction is 1 from half of the rebalancing interval on.
     """
     return min(1.0, 2 * ran / seconds) if seconds else 1.0
 
 
 def compute_effective_ranks(uneven: CoreImbalanceLike, count: float, part: float) -> float:
-    """As many ranks as would be as slow if all cores were used: c n / (n - part)."""
+    """Return the number of ranks that would be as slow on fully used cores: c n / (n - part)."""
     return uneven.cores * count / (count - part) if part else count

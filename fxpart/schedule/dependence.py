@@ -1,8 +1,8 @@
-"""What must have happened before an action: the one definition of dependence.
+"""Dependencies between actions: the one definition that all of fxpart uses.
 
-The verifier, the simulator, the lowering and the executor all ask here. Stages form a directed
-acyclic graph, not a chain: an edge says that values of one stage are read by a later one, and a
-skip connection is an edge like any other.
+The verifier, the simulator, the lowering and the executor all query it. Stages form a directed
+acyclic graph: an edge means that a later stage reads values of an earlier one, and a skip
+connection is an ordinary edge.
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ from fxpart.schedule.action import Action, ActionKind, RoundRobinSlots, Schedule
 
 
 def edge_problems(stages: int, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
-    """What is wrong with the edges of a graph of that many stages (FXP901), if anything."""
+    """Return the problems of a stage graph's edges (FXP901)."""
     wanted = tuple(edges)
     found = [
-        Problem("FXP901", f"edge {e.source} -> {e.target}", "it does not lead to a later stage", "")
+        Problem(
+            "FXP901",
+            f"edge {e.source} -> {e.target}",
+            "The edge does not lead to a later stage.",
+            "",
+        )
         for e in wanted
         if not 0 <= e.source < e.target < stages
     ]
     twice = Counter((e.source, e.target) for e in wanted)
     found += [
-        Problem("FXP901", f"edge {source} -> {target}", "it is given twice", "merge the two")
+        Problem(
+            "FXP901",
+            f"edge {source} -> {target}",
+            "The edge occurs twice.",
+            "Remove the duplicate.",
+        )
         for (source, target), count in twice.items()
         if count > 1
     ]
     return tuple(found)
 
 
-def _checked(stages: int, edges: Iterable[StageEdge]) -> tuple[StageEdge, ...]:
+def _check(stages: int, edges: Iterable[StageEdge]) -> tuple[StageEdge, ...]:
     wanted = tuple(edges)
     problems = edge_problems(stages, wanted)
     if problems:
@@ -41,32 +51,33 @@ def _checked(stages: int, edges: Iterable[StageEdge]) -> tuple[StageEdge, ...]:
 
 
 def chain(stages: int) -> tuple[StageEdge, ...]:
-    """The edges of a plain pipeline: each stage to the next."""
+    """Return the edges of a chain: each stage to the next."""
     return tuple(StageEdge(k, k + 1) for k in range(stages - 1))
 
 
 def depths(stages: int, edges: Iterable[StageEdge]) -> tuple[int, ...]:
-    """For each stage the number of stages on the longest path from it to an end, itself included.
+    """Return for each stage the number of stages on the longest path to an end, itself included.
 
-    In a chain of S stages, S - s. 1F1B keeps so many microbatches in flight; on parallel branches
-    that is fewer than the count of later stages. Raises FXP901 on edges that are no stage graph.
+    In a chain of S stages, S - s. This is the number of microbatches that 1F1B keeps in flight; on
+    parallel branches it is smaller than the number of later stages. Raises FXP901 if the edges are
+    not a stage graph.
     """
     found = [1] * stages
-    for edge in sorted(_checked(stages, edges), key=lambda e: -e.source):
+    for edge in sorted(_check(stages, edges), key=lambda e: -e.source):
         found[edge.source] = max(found[edge.source], found[edge.target] + 1)
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """The stage graph on its ranks, and the answers that follow from it.
+    """The stage graph on its ranks, with dependency queries.
 
     stage_rank: the rank of each stage. producers, consumers: per stage the stages whose values it
-    reads, and that read its values (ascending). gradient_consumers, gradient_producers: the same
-    over the edges that gradients come back on. split: the (stage, microbatch) pairs whose
-    backward is split into I and W. turns: where there are copies of stages, per stage when its turn
-    is; a microbatch meets only the copy whose turn it is. period: the
-    microbatches of one step, where the schedule is of several; turns begin anew with each.
+    reads, and those that read its values (ascending). gradient_consumers, gradient_producers: the
+    same for edges with gradients. split: the (stage, microbatch) pairs whose backward is split into
+    I and W. slots: with replicated stages, the round-robin slots of each stage; a microbatch runs
+    on one replica of each group. period: microbatches per step if the schedule has several steps;
+    the round-robin cycle restarts with each step.
     """
 
     stages: int
@@ -77,7 +88,7 @@ class Dependence:
     gradient_consumers: tuple[tuple[int, ...], ...]
     trains: bool = True
     split: frozenset[tuple[int, int]] = frozenset()
-    turns: tuple[RoundRobinSlots, ...] = ()
+    slots: tuple[RoundRobinSlots, ...] = ()
     period: int | None = None
 
     @classmethod
@@ -88,12 +99,12 @@ class Dependence:
         *,
         trains: bool = True,
         split: frozenset[tuple[int, int]] = frozenset(),
-        turns: Sequence[RoundRobinSlots] = (),
+        slots: Sequence[RoundRobinSlots] = (),
         period: int | None = None,
     ) -> Dependence:
-        """The graph with these edges; raises FXP901 if they are no stage graph."""
+        """Return the stage graph with these edges; raise FXP901 if they are not a stage graph."""
         stages = len(stage_rank)
-        wanted = _checked(stages, edges)
+        wanted = _check(stages, edges)
         back = tuple(e for e in wanted if e.backward and trains)
 
         def into(some: Sequence[StageEdge]) -> tuple[tuple[int, ...], ...]:
@@ -106,14 +117,14 @@ class Dependence:
 
         return cls(
             stages, tuple(stage_rank), into(wanted), out(wanted), into(back), out(back),
-            trains, split, tuple(turns), period,
+            trains, split, tuple(slots), period,
         )  # fmt: skip
 
     @classmethod
     def of(
         cls, schedule: Schedule, edges: Iterable[StageEdge], *, period: int | None = None
     ) -> Dependence:
-        """The graph of a schedule: its ranks, edges and copies, and which backwards it splits."""
+        """Return the stage graph of a schedule: its ranks, edges, replicas and split backwards."""
         split = frozenset(
             (a.stage, a.microbatch)
             for actions in schedule.ranks
@@ -121,42 +132,43 @@ class Dependence:
             if a.kind is ActionKind.I
         )
         alone = not schedule.replicas
-        turns = () if alone else tuple(schedule.turn(k) for k in range(schedule.stages))
+        slots = () if alone else tuple(schedule.get_slots(k) for k in range(schedule.stages))
         return cls.build(
-            schedule.stage_rank, edges, trains=schedule.trains, split=split, turns=turns,
+            schedule.stage_rank, edges, trains=schedule.trains, split=split, slots=slots,
             period=period,
         )  # fmt: skip
 
-    def meet(self, stages: tuple[int, ...], microbatch: int) -> tuple[int, ...]:
-        """Those of the stages that do the microbatch: all, but for copies whose turn it is not."""
-        if not self.turns:
+    def select_replicas(self, stages: tuple[int, ...], microbatch: int) -> tuple[int, ...]:
+        """Return those of the stages that run the microbatch."""
+        if not self.slots:
             return stages
         number = microbatch if self.period is None else microbatch % self.period
-        return tuple(k for k in stages if self.turns[k].has(number))
+        return tuple(k for k in stages if self.slots[k].has(number))
 
     def backward(self, stage: int, microbatch: int) -> Action:
-        """The action that yields the stage's input gradients: B, or I where it is split."""
+        """Return the action that yields the stage's input gradients: B, or I if the backward is
+        split."""
         kind = ActionKind.I if (stage, microbatch) in self.split else ActionKind.B
         return Action(stage, kind, microbatch)
 
     def computes(self, action: Action) -> tuple[Action, ...]:
-        """The computations, on whatever rank, whose results a computation uses."""
+        """Return the computations, on any rank, whose results a computation uses."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is ActionKind.F:
-            producers = self.meet(self.producers[stage], microbatch)
+            producers = self.select_replicas(self.producers[stage], microbatch)
             return tuple(Action(k, ActionKind.F, microbatch) for k in producers)
         if action.kind is ActionKind.W:
             return (Action(stage, ActionKind.I, microbatch),)
-        assert action.kind in (ActionKind.B, ActionKind.I), "computes() is about computations"
-        consumers = self.meet(self.gradient_consumers[stage], microbatch)
+        assert action.kind in (ActionKind.B, ActionKind.I), "computes() requires a computation"
+        consumers = self.select_replicas(self.gradient_consumers[stage], microbatch)
         gradients = tuple(self.backward(k, microbatch) for k in consumers)
         return (Action(stage, ActionKind.F, microbatch), *gradients)
 
     def requires(self, action: Action) -> tuple[Action, ...]:
-        """What must be done before the action may start, once the schedule is lowered.
+        """Return the actions that must complete before the action, in a lowered schedule.
 
-        A computation needs what :meth:`computes` says, from its own rank directly and from others
-        as a receive on its own rank. A send needs its computation, a receive the peer's send.
+        A computation requires the results of :meth:`computes`: directly from its own rank, through
+        a receive from other ranks. A send requires its computation, a receive the peer's send.
         """
         if not action.kind.is_compute:
             return (self._cause(action),)
@@ -167,7 +179,7 @@ class Dependence:
         )
 
     def transfers(self, action: Action) -> tuple[tuple[Action, Action], ...]:
-        """The (send, receive) pairs that carry a computation's results to other ranks."""
+        """Return the (send, receive) pairs that carry a computation's results to other ranks."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is ActionKind.F:
             targets, send, receive = self.consumers[stage], ActionKind.SEND_F, ActionKind.RECV_F
@@ -181,7 +193,7 @@ class Dependence:
             return ()
         return tuple(
             (Action(stage, send, microbatch, k), Action(k, receive, microbatch, stage))
-            for k in self.meet(targets, microbatch)
+            for k in self.select_replicas(targets, microbatch)
             if self.stage_rank[k] != self.stage_rank[stage]
         )
 
@@ -207,13 +219,13 @@ _OTHER_END = {
 
 
 def get_transfer_partner(transfer: Action) -> Action:
-    """The other end of a transfer: the receive of a send, the send of a receive."""
+    """Return the other end of a transfer: the receive of a send, the send of a receive."""
     assert transfer.peer is not None, "only a transfer has a partner"
     return Action(transfer.peer, _OTHER_END[transfer.kind], transfer.microbatch, transfer.stage)
 
 
 def get_transfer_send(transfer: Action) -> Action:
-    """The send of a transfer, given either end."""
+    """Return the send of a transfer, given either end."""
     return (
         transfer
         if transfer.kind in (ActionKind.SEND_F, ActionKind.SEND_B)

@@ -1,4 +1,4 @@
-"""What of a schedule happens one after another, and what waits for what: a simulation's graph."""
+"""Event graph of a schedule for the simulator: resource order and dependencies."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ def build_event_graph(
     join: bool = False,
     steps: int = 1,
 ) -> tuple[list[list[Event]], After]:
-    """Lanes and waits, as :func:`fxpart.schedule.event_times.compute_earliest_times` takes them.
+    """Return resources and dependencies for :func:`.event_times.compute_earliest_times`.
 
-    updates, join: whether stages do something once a step, and all ranks meet before and after
-    that. steps: of how many the schedule is, of equally many microbatches each.
+    updates, join: whether stages have an update per step, and whether a barrier of all ranks
+    surrounds the updates. steps: the number of steps in the schedule, with equally many
+    microbatches each.
     """
     lowered = schedule.is_lowered
-    after = _causes(schedule, dependence, lowered)
-    ranks, links = _lanes(schedule, sends)
+    after = _list_dependencies(schedule, dependence, lowered)
+    ranks, links = _list_resources(schedule, sends)
     if lowered:
-        for send, before in _issued(schedule, sends):
+        for send, before in _list_send_predecessors(schedule, sends):
             after[send] = before
     if sends == "buffered":
         for actions in schedule.ranks:
             after |= {a.plain: [get_transfer_partner(a.plain)] for a in actions if is_receive(a)}
     if updates or join:
-        _once_a_step(schedule, ranks, after, join, steps)
+        _add_updates(schedule, ranks, after, join, steps)
     if sends in ("runtime", "shared"):
         add_transfer_limits(schedule, dependence, ranks, after, shared=sends == "shared")
     return ranks + links, after
 
 
-def _causes(schedule: Schedule, dependence: Dependence, lowered: bool) -> After:
-    """What each computation waits for; a transfer is known by its send."""
+def _list_dependencies(schedule: Schedule, dependence: Dependence, lowered: bool) -> After:
+    """Return the dependencies of each computation; a transfer is represented by its send."""
     after: After = {}
     for actions in schedule.ranks:
         for action in actions:
@@ -60,31 +61,33 @@ def _causes(schedule: Schedule, dependence: Dependence, lowered: bool) -> After:
     return after
 
 
-def _lanes(schedule: Schedule, sends: Sends) -> tuple[list[list[Event]], list[list[Event]]]:
-    """What happens one after another: on each rank, and on each link in each direction."""
-    lanes: list[list[Event]] = []
+def _list_resources(
+    schedule: Schedule, sends: Sends
+) -> tuple[list[list[Event]], list[list[Event]]]:
+    """Return the ordered events of each rank and of each direction of each link."""
+    resources: list[list[Event]] = []
     links: dict[tuple[int, int], list[Event]] = {}
     for rank, actions in enumerate(schedule.ranks):
-        lane: list[Event] = []
+        resource: list[Event] = []
         for action in (a.plain for a in actions):
             if action.kind.is_compute:
-                lane.append(action)
+                resource.append(action)
             elif sends == "rendezvous":
-                lane.append(get_transfer_send(action))
+                resource.append(get_transfer_send(action))
             else:
                 listed = sends in ("runtime", "shared")
                 if listed or (sends == "buffered" and is_receive(action)):
-                    lane.append(action)
+                    resource.append(action)
                 if is_send(action) and sends != "shared":
                     assert action.peer is not None
                     link = (rank, schedule.stage_rank[action.peer])
                     links.setdefault(link, []).append(action)
-        lanes.append(lane)
-    return lanes, list(links.values())
+        resources.append(resource)
+    return resources, list(links.values())
 
 
-def _issued(schedule: Schedule, sends: Sends) -> list[tuple[Action, list[Event]]]:
-    """For each send what its rank does last before it: a send is not issued earlier."""
+def _list_send_predecessors(schedule: Schedule, sends: Sends) -> list[tuple[Action, list[Event]]]:
+    """Return for each send the last event of its rank before it; a send is not issued earlier."""
     found: list[tuple[Action, list[Event]]] = []
     for actions in schedule.ranks:
         last: list[Event] = []
@@ -96,21 +99,22 @@ def _issued(schedule: Schedule, sends: Sends) -> list[tuple[Action, list[Event]]
     return found
 
 
-def _once_a_step(
-    schedule: Schedule, lanes: Sequence[list[Event]], after: After, join: bool, steps: int
+def _add_updates(
+    schedule: Schedule, resources: Sequence[list[Event]], after: After, join: bool, steps: int
 ) -> None:
-    """Each rank's updates after its last computation of each step; with join, all ranks meet."""
+    """Add each rank's updates after its last computation of each step; with join, add barriers."""
     size = schedule.microbatches // steps
-    for rank, lane in enumerate(lanes):
+    for rank, resource in enumerate(resources):
         stages = [k for k, at in enumerate(schedule.stage_rank) if at == rank]
         first: dict[int, Action] = {}
         last: dict[int, int] = {}
-        for place, event in enumerate(lane):
+        for place, event in enumerate(resource):
             if isinstance(event, Action) and event.kind.is_compute:
                 first.setdefault(event.microbatch // size, event)
                 last[event.microbatch // size] = place
-        for step in sorted(last, key=last.__getitem__, reverse=True):  # so that places stay right
-            done = lane[last[step]]
+        # in descending order, so that positions stay valid
+        for step in sorted(last, key=last.__getitem__, reverse=True):
+            done = resource[last[step]]
             mine: list[Event] = [StageUpdateEvent(stage, step) for stage in stages]
             if join:
                 after.setdefault(StepBarrier(step, False), []).append(done)
@@ -118,14 +122,18 @@ def _once_a_step(
                 after.setdefault(StepBarrier(step, True), []).extend(mine)
                 if step + 1 in first:
                     after[first[step + 1]].append(StepBarrier(step, True))
-            lane[_behind(lane, last[step]) : _behind(lane, last[step])] = mine
+            resource[
+                _find_position_after(resource, last[step]) : _find_position_after(
+                    resource, last[step]
+                )
+            ] = mine
 
 
-def _behind(lane: Sequence[Event], place: int) -> int:
-    """Behind the event at a place and the transfers that follow it: nothing holds these up."""
+def _find_position_after(resource: Sequence[Event], place: int) -> int:
+    """Return the position after the event and its transfers, which are not delayed."""
     place += 1
-    while place < len(lane):
-        event = lane[place]
+    while place < len(resource):
+        event = resource[place]
         if not isinstance(event, Action) or event.kind.is_compute:
             break
         place += 1

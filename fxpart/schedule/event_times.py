@@ -1,7 +1,7 @@
-"""Earliest times of events that stand in lanes: the engine under the simulator and the lowering.
+"""Earliest times of events on serial resources: the engine of the simulator and the lowering.
 
-A lane is anything that does one thing after another in a given order: a rank's computations, a
-link's transfers. An event may stand in several lanes (a rendezvous holds both ranks).
+A resource handles one event after another in a given order: a rank's computations, or a link's
+transfers. An event may use several resources (a rendezvous occupies both ranks).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ E = TypeVar("E", bound=Hashable)
 
 @dataclass
 class EventDependencies(Generic[E]):
-    """What each event waits for, and what waits for it; waiting counts what is left."""
+    """Dependencies between events; ``waiting`` counts the unfinished causes of each event."""
 
     causes: dict[E, list[E]]
     effects: dict[E, list[E]]
@@ -26,29 +26,29 @@ class EventDependencies(Generic[E]):
 
     @classmethod
     def of(
-        cls, lanes: Iterable[Sequence[E]], after: Mapping[E, Sequence[E]]
+        cls, resources: Iterable[Sequence[E]], after: Mapping[E, Sequence[E]]
     ) -> EventDependencies[E]:
-        """lanes, after: as :func:`compute_earliest_times` takes them."""
+        """resources, after: see :func:`compute_earliest_times`."""
         causes: dict[E, list[E]] = {event: list(need) for event, need in after.items()}
-        for lane in lanes:
-            for index, event in enumerate(lane):
+        for resource in resources:
+            for index, event in enumerate(resource):
                 before = causes.setdefault(event, [])
                 if index:
-                    before.append(lane[index - 1])
+                    before.append(resource[index - 1])
         waiting = {event: len(before) for event, before in causes.items()}
         effects: dict[E, list[E]] = {event: [] for event in causes}
         for event, before in causes.items():
             for cause in before:
-                # A cause that never happens leaves its effect waiting, which is reported then.
+                # A cause that never occurs leaves its effect waiting, which is reported by `stuck`.
                 effects.setdefault(cause, []).append(event)
         return cls(causes, effects, waiting)
 
     def first(self) -> list[E]:
-        """The events that wait for nothing."""
+        """Return the events without dependencies."""
         return [event for event, count in self.waiting.items() if count == 0]
 
     def freed(self, event: E) -> list[E]:
-        """The events that wait for nothing more, now that this one has ended."""
+        """Return the events that become ready when this event ends."""
         found = []
         for effect in self.effects[event]:
             self.waiting[effect] -= 1
@@ -57,31 +57,31 @@ class EventDependencies(Generic[E]):
         return found
 
     def stuck(self, done: Mapping[E, object]) -> FxpartError | None:
-        """FXP901 if there are events that never come."""
+        """Return FXP901 if some events never start."""
         left = [event for event in self.causes if event not in done]
         if not left:
             return None
         return error(
             "FXP901",
             where=", ".join(str(event) for event in left[:6]),
-            why=f"{len(left)} actions wait for each other, or for actions that are not there",
-            fix="check the order of the actions on each rank",
+            why=f"{len(left)} actions wait for each other or for missing actions.",
+            fix="Check the order of the actions on each rank.",
         )
 
 
 def compute_earliest_times(
-    lanes: Iterable[Sequence[E]],
+    resources: Iterable[Sequence[E]],
     after: Mapping[E, Sequence[E]],
     seconds: Callable[[E], float],
 ) -> dict[E, tuple[float, float]]:
-    """Start and end of each event: as early as its lanes and its causes allow.
+    """Return start and end of each event: as early as resources and dependencies permit.
 
-    lanes: events in order, each of which starts after the one before has ended. after: the events
-    that must have ended before an event starts; those not in any lane wait for their causes
-    alone. seconds: how long an event takes. Longest paths by Kahn's algorithm, linear time.
-    Raises FXP901 if the orders contradict each other (some event waits for itself).
+    resources: ordered events of each resource; each starts after the previous one has ended. after:
+    the events that must end before an event starts; an event without a resource waits only for
+    these. seconds: the duration of an event. Longest paths by Kahn's algorithm, linear time. Raises
+    FXP901 if the orders contradict each other (some event waits for itself).
     """
-    graph = EventDependencies.of(lanes, after)
+    graph = EventDependencies.of(resources, after)
     ready = deque(graph.first())
     times: dict[E, tuple[float, float]] = {}
     while ready:

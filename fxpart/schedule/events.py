@@ -1,4 +1,4 @@
-"""What happens in a simulation: a schedule's actions, and moments and work beside them."""
+"""Events of a simulation: a schedule's actions, and the points in time and updates around them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxpart.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class ActionStart:
-    """The moment at which a rank comes to an action, before it does it. Takes no time."""
+    """The time at which a rank reaches an action, before it runs it. Has no duration."""
 
     action: Action
 
@@ -19,7 +19,7 @@ class ActionStart:
 
 @dataclass(frozen=True, slots=True)
 class TransferArrival:
-    """The moment at which the receiver of what was sent can go on; it may want a core first."""
+    """The time at which a receiver can continue; it may have to wait for a core first."""
 
     send: Action
 
@@ -29,7 +29,7 @@ class TransferArrival:
 
 @dataclass(frozen=True, slots=True)
 class StageUpdateEvent:
-    """What a stage does once a step, after the step's last backward: sums, optimizer."""
+    """Work of a stage per step after its last backward: gradient all-reduce and optimizer step."""
 
     stage: int
     step: int
@@ -40,7 +40,7 @@ class StageUpdateEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepBarrier:
-    """The moment at which all ranks have come through a step's passes (or updates)."""
+    """The time at which all ranks have finished the passes (or the updates) of a step."""
 
     step: int
     updated: bool
@@ -54,10 +54,10 @@ Times = dict[Event, tuple[float, float]]
 
 
 def is_receive(action: Action) -> bool:
-    """Whether the action is the receiving end of a transfer."""
+    """Return whether the action is the receiving end of a transfer."""
     return action.kind in (ActionKind.RECV_F, ActionKind.RECV_B)
 
 
 def is_send(action: Action) -> bool:
-    """Whether the action is the sending end of a transfer."""
+    """Return whether the action is the sending end of a transfer."""
     return action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)

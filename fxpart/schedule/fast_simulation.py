@@ -1,8 +1,8 @@
-"""Schedules that alternate after a warm-up in time without a timeline: when each stage ends.
+"""Fast simulation, without a timeline, of schedules that alternate after a warm-up.
 
-What :func:`fxpart.schedule.simulate.simulate` finds with overlapped transfers, about thirty times
-faster, for plans whose schedule has hundreds of thousands of actions. It holds for one stage a
-rank, where each link and each stage takes microbatches in their order.
+The results equal those of :func:`fxpart.schedule.simulate.simulate` with overlapped transfers. It
+is about thirty times faster, for plans with hundreds of thousands of actions. It requires one stage
+per rank, and links and stages that process microbatches in order.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from fxpart.schedule.spec import SCHEDULES
 
 
 class _FastSimulationStage:
-    """One stage: what it still waits for, and how far it has come."""
+    """One stage: its pending dependencies and its progress."""
 
     def __init__(self, ahead: int, microbatches: int, forward: float, backward: float) -> None:
-        """ahead: forwards before the first backward."""
+        """ahead: number of warm-up forwards."""
         self.ahead, self.microbatches = ahead, microbatches
         self.forward, self.backward = forward, backward
         self.at, self.forwards, self.backwards = 0.0, 0, 0
-        # When the values of each microbatch are there, by link; and where to send them.
+        # Arrival times of the inputs of each microbatch, by link, and the outgoing links.
         self.given: list[list[float]] = []
         self.returned: list[list[float]] = []
         self.down: list[tuple[list[float], float, int]] = []
         self.up: list[tuple[list[float], float, int]] = []
 
     def run(self) -> bool:
-        """Compute whatever can be; whether anything was."""
+        """Run all computations that are ready; return whether there was one."""
         start = self.forwards + self.backwards
         while self.backwards < self.microbatches:
             forward = self.forwards < min(self.ahead + self.backwards, self.microbatches)
@@ -57,11 +57,11 @@ def compute_last_backward_ends(
     backward: Sequence[float],
     transfer: Mapping[tuple[int, int], float],
 ) -> list[float]:
-    """Seconds from the start of the step to the end of each stage's last backward.
+    """Return the seconds from the start of the step to the end of each stage's last backward.
 
-    name: of a schedule with a ``warmup``. forward, backward: by stage, for one microbatch.
-    transfer: seconds from an edge's source to its target, and of the gradient back; 0 where it is
-    left out.
+    name: of a schedule with a ``warmup``. forward, backward: seconds by stage for one microbatch.
+    transfer: seconds by edge (source, target), and of the gradient (target, source); 0 where
+    missing.
     """
     warmup = SCHEDULES[name].warmup
     assert warmup is not None, f"{name} has no fast simulation"

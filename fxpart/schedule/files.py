@@ -1,7 +1,7 @@
-"""Schedules in files: our text or torch's CSV, told apart by what is in them; and stage graphs.
+"""Schedule files (fxpart text or torch CSV, distinguished by content) and stage graphs.
 
-A file lists actions, not the stage graph that they are for. :func:`implied_edges` says which graph
-a schedule seems to be for; whoever knows better gives the edges (:func:`parse_edges`).
+A file lists actions, not the stage graph. :func:`implied_edges` infers the graph of a schedule;
+:func:`parse_edges` reads one that the user specifies.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from fxpart.schedule.text import from_text, is_name, to_text
 from fxpart.schedule.torch_csv import from_torch_csv, to_torch_csv
 
 MAX_BYTES = 64 << 20
-_FIX = "give a schedule's text or CSV"
-IMPORTED = "imported"  # the name of a schedule that comes without one
+_FIX = "Use the schedule text of fxpart or the CSV of torch."
+IMPORTED = "imported"  # the name of a schedule that has none of its own
 
 
 def load(path: str | Path, name: str | None = None) -> Schedule:
-    """The schedule in a file; name: in place of the text's own, or of "imported" for a CSV.
+    """Return the schedule in a file; name: replaces the name in the text, or "imported" for a CSV.
 
-    Raises FXP301 where the file cannot be read, FXP303 with every fault of what is in it, FXP109
-    for a name that is none.
+    Raises FXP301 if the file cannot be read, FXP303 with every error in it, and FXP109 for an
+    invalid name.
     """
     return parse_schedule(contents(path), name)
 
 
 def contents(path: str | Path) -> str:
-    """The text of a schedule's file; raises FXP301 where it cannot be read."""
+    """Return the text of a schedule file; raise FXP301 if it cannot be read."""
     try:
         return read_bytes(path, MAX_BYTES).decode("utf-8")
     except OSError as why:
         raise error("FXP301", where=str(path), why=why.strerror or str(why), fix=_FIX) from why
     except UnicodeDecodeError as why:
-        raise error("FXP301", where=str(path), why="it is not UTF-8 text", fix="") from why
+        raise error("FXP301", where=str(path), why="The file is not UTF-8 text.", fix="") from why
 
 
 def parse_schedule(text: str, name: str | None = None) -> Schedule:
-    """The schedule that a text or CSV says; see :func:`load`."""
+    """Return the schedule of a text or CSV; see :func:`load`."""
     if name is not None and not is_name(name):
-        why = "a name is a lower-case word of letters, digits, - and _"
+        why = "A name consists of lower-case letters, digits, - and _."
         raise error("FXP109", where=f"name {name[:60]!r}", why=why, fix="")
     if is_text(text):
         found = from_text(text)
@@ -59,30 +59,30 @@ _BACKWARD = (ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 def is_text(text: str) -> bool:
-    """Whether it is our form: its first line that says anything is a head line."""
+    """Return whether the text has fxpart's format: its first nonempty line is a head line."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
     return first.startswith("fxpart-schedule")
 
 
 def serialize_for_path(schedule: Schedule, path: str | Path) -> str:
-    """The schedule in the form that the file's name asks for: .csv is torch's, others are ours."""
+    """Return the serialized schedule: CSV of torch for the suffix .csv, otherwise fxpart's text."""
     return to_torch_csv(schedule) if Path(path).suffix.lower() == ".csv" else to_text(schedule)
 
 
 def units(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The stages with their copies, in order; one that has none is alone."""
+    """Return the groups of replicas in order; a stage without replicas is a group of one."""
     groups = {stage: list_group_stages(group) for group in schedule.replicas for stage in group}
     found = dict.fromkeys(groups.get(k, (k,)) for k in range(schedule.stages))
     return tuple(found)
 
 
 def implied_edges(schedule: Schedule) -> tuple[StageEdge, ...]:
-    """The stage graph that a schedule seems to be for.
+    """Infer the stage graph of a schedule.
 
-    A chain, unless its transfers name other pairs of stages: then the pairs that they name, and
-    neighbours on one rank, between which nothing is sent. An edge over which values go but no
-    gradient comes back has no backward. Copies of a stage are joined alike.
+    A chain, unless its transfers name other pairs of stages. Then the edges are those pairs, plus
+    adjacent stages on one rank, which need no transfer. An edge with forward transfers only has no
+    backward. Replicas of a stage have equal edges.
     """
     groups = units(schedule)
     unit = {stage: place for place, group in enumerate(groups) for stage in group}
@@ -101,7 +101,7 @@ def implied_edges(schedule: Schedule) -> tuple[StageEdge, ...]:
     else:
         ranks = [{schedule.stage_rank[k] for k in group} for group in groups]
         pairs = there | {(a, b) for a, b in chain if ranks[a] == ranks[b]}
-    silent = there - back  # values go, and nothing comes back
+    silent = there - back  # edges with forward transfers only
     return tuple(
         StageEdge(source, target, (a, b) not in silent)
         for a, b in sorted(pairs)
@@ -114,15 +114,20 @@ _EDGE = re.compile("([0-9]{1,9})-([0-9]{1,9})(:forward)?")
 
 
 def parse_edges(text: str) -> tuple[StageEdge, ...]:
-    """Edges from text such as ``0-1,1-2,0-2:forward`` (the last without a gradient); FXP109."""
+    """Parse edges such as ``0-1,1-2,0-2:forward`` (the last has no gradient); raise FXP109."""
     found: list[StageEdge] = []
     problems: list[Problem] = []
-    for word in text.split(","):
-        match = _EDGE.fullmatch(word.strip())
+    for token in text.split(","):
+        match = _EDGE.fullmatch(token.strip())
         if match is None:
-            fix = "write 0-1,1-2, and 0-2:forward where no gradient comes back"
+            fix = "Write for example 0-1,1-2 or, for an edge without a gradient, 0-2:forward."
             problems.append(
-                Problem("FXP109", f"edge {word[:60]!r}", "it is not SOURCE-TARGET", fix)
+                Problem(
+                    "FXP109",
+                    f"edge {token[:60]!r}",
+                    "The edge is not of the form SOURCE-TARGET.",
+                    fix,
+                )
             )
         else:
             found.append(StageEdge(int(match[1]), int(match[2]), match[3] is None))
@@ -132,5 +137,5 @@ def parse_edges(text: str) -> tuple[StageEdge, ...]:
 
 
 def edges_text(edges: Iterable[StageEdge]) -> str:
-    """Edges as :func:`parse_edges` takes them."""
+    """Return edges in the format of :func:`parse_edges`."""
     return ",".join(f"{e.source}-{e.target}{'' if e.backward else ':forward'}" for e in edges)

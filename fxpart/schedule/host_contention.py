@@ -1,4 +1,4 @@
-"""Ranks that share a host's cores and memory bandwidth: how fast each computes beside others."""
+"""CPU and memory contention between ranks of a host: the slowdown of each computation."""
 
 from __future__ import annotations
 
@@ -9,55 +9,58 @@ from typing import Protocol
 
 from fxpart.schedule.core_imbalance import CoreImbalanceLike
 
-_SLIGHTLY = 1e-6  # cores: shares that add up to a whole number want no more than that
+_SLIGHTLY = 1e-6  # cores; tolerance for shares that add up to a whole number
 
 
 class HostLoadLike(Protocol):
-    """What a plan says of a host (:class:`fxpart.plan.prediction.HostLoad`)."""
+    """Contention parameters of a host in a plan (:class:`fxpart.plan.prediction.HostLoad`)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks on it."""
+        """Return the ranks on the host."""
 
     @property
     def slowdown(self) -> tuple[float, ...]:
-        """How many times longer a computation takes while 1, 2, ... ranks compute."""
+        """Return the slowdown of a computation while 1, 2, ... ranks compute."""
 
     @property
     def transfer(self) -> float:
-        """How many computing ranks a transfer counts as."""
+        """Return how many computing ranks a transfer counts as."""
 
     @property
     def wake(self) -> tuple[float, ...]:
-        """Seconds by which a transfer ends later while 1, 2, ... ranks compute."""
+        """Return the seconds by which a transfer ends later while 1, 2, ... ranks compute."""
 
     @property
     def uneven(self) -> CoreImbalanceLike | None:
-        """How long cores are not all used; None: they always are."""
+        """Return the core imbalance; None if cores are always fully used."""
 
     @property
     def full(self) -> float:
-        """How many computing ranks the given seconds are for; 0: all of ``ranks``."""
+        """Return the number of computing ranks that the given times are for; 0: all `ranks`."""
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """By rank, of the time in which it computes, what its quota leaves; empty: all of it."""
+        """Return by rank the share of its compute time that its CPU quota permits; empty: 1."""
 
 
 @dataclass(frozen=True)
 class HostContention:
-    """Which ranks share a host, and how they slow each other down.
+    """Hosts of the ranks, and how ranks of a host slow each other down.
 
-    host: by rank, the number of its host. slowdown: by host, how many times longer a computation
-    takes while 1, 2, ... of its ranks are busy; past the end it grows in proportion; empty: never.
-    transfer: by host, how many busy ranks a transfer counts as while it is under way there; empty:
-    none. wake: by host, by how many seconds a transfer to it ends later while 1, 2, ... ranks
-    compute, of which its receiver is one: where cores are all in use a process that something has
-    come for has to wait for one; the last holds past the end; empty: never. loaded: by host, how
-    many computing ranks the seconds that are given are for; 0, or where it is empty, all of the
-    host's ranks. uneven: by host, how long its cores are not all used where it has more ranks than
-    cores; None, or where it is empty: they always are. share: by rank, the part of the time in
-    which it computes that a quota leaves it: others see it so often; empty: all of it.
+    host: the host index of each rank.
+    slowdown: by host, the slowdown of a computation while 1, 2, ... of its ranks are busy; beyond
+    the last entry it grows in proportion; empty: no slowdown.
+    transfer: by host, how many busy ranks an active transfer counts as; empty: 0.
+    wake: by host, the seconds by which a transfer to it ends later while 1, 2, ... ranks compute,
+    the receiver included, because a woken process waits for a free core; the last entry applies
+    beyond the end; empty: 0.
+    loaded: by host, the number of computing ranks that the given times are for; 0 or empty: all
+    ranks of the host.
+    uneven: by host, the core imbalance if it has more ranks than cores; None or empty: no
+    imbalance.
+    share: by rank, the fraction of its compute time that a CPU quota permits, which is how often
+    others observe it as busy; empty: 1.
     """
 
     host: tuple[int, ...]
@@ -69,16 +72,17 @@ class HostContention:
     share: tuple[float, ...] = ()
 
     def factor(self, host: int, busy: float) -> float:
-        """How many times longer a computation takes while ``busy`` (>= 1) ranks of a host are."""
+        """Return the slowdown of a computation while ``busy`` (>= 1) ranks of a host are busy."""
         return interpolate_slowdown(self.slowdown[host], busy)
 
     def waking(self, host: int, busy: float) -> float:
-        """Seconds until a rank goes on that something has come for, ``busy`` with it computing."""
+        """Return the seconds until a receiver resumes while ``busy`` ranks, itself included,
+        compute."""
         curve = self.wake[host] if self.wake else ()
         return curve[min(max(round(busy), 1), len(curve)) - 1] if curve else 0.0
 
     def full(self, rank: int) -> float:
-        """The factor of a rank's host while all compute for which its seconds are given."""
+        """Return the slowdown of a rank's host with the number of ranks that its times are for."""
         host = self.host[rank]
         busy = self.loaded[host] if self.loaded else 0
         if not busy:
@@ -86,33 +90,35 @@ class HostContention:
         return self.factor(host, count_concurrent_ranks(busy, self.share_of(rank)))
 
     def share_of(self, rank: int) -> float:
-        """Of the time in which the rank computes, what its quota leaves it."""
+        """Return the fraction of the rank's compute time that its quota permits."""
         return self.share[rank] if self.share else 1.0
 
 
 def count_concurrent_ranks(busy: float, share: float) -> float:
-    """How many ranks compute while one of them does, which is busy a ``share`` of the time.
+    """Return the mean number of computing ranks, seen by a rank that is busy a ``share`` of the
+    time.
 
-    busy: the sum of all shares, of its own as well.
+    busy: the sum of the shares of all ranks, its own included.
     """
     return busy - share + 1
 
 
 def count_loaded_ranks(host: HostLoadLike) -> float:
-    """How many computing ranks the seconds given for a host's ranks are for."""
+    """Return the number of computing ranks that the given times of a host's ranks are for."""
     return host.full or sum(host.shares) or len(host.ranks)
 
 
 def count_required_cores(shares: Sequence[float]) -> int:
-    """How many cores ranks want together, each so much of one; at least 1."""
+    """Return the number of cores that the ranks need, given each rank's share of a core; at least
+    1."""
     return max(1, math.ceil(sum(shares) - _SLIGHTLY))
 
 
 def cap_slowdown_by_quota(slowdown: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
-    """The curve of a host's ranks under quotas, which fit its cores together.
+    """Return the slowdown curve of a host whose ranks have CPU quotas that fit its cores.
 
-    More ranks than cores never compute at once for long, so that past the cores, of which there are
-    as many as the sum of the shares wants, it does not grow. shares: of all ranks of the host.
+    Never do more ranks than cores compute at once for long, so the curve is constant beyond the
+    number of cores, which is the sum of the shares. shares: of all ranks of the host.
     """
     if not slowdown or min(shares, default=1.0) >= 1:
         return tuple(slowdown)
@@ -121,7 +127,7 @@ def cap_slowdown_by_quota(slowdown: Sequence[float], shares: Sequence[float]) ->
 
 
 def interpolate_slowdown(slowdown: Sequence[float], busy: float) -> float:
-    """A curve's value: between counts by a line, past its end in proportion to the count."""
+    """Return the interpolated value of a curve; beyond its end it is proportional to the count."""
     if not slowdown:
         return 1.0
     if busy <= 1:
@@ -135,15 +141,15 @@ def interpolate_slowdown(slowdown: Sequence[float], busy: float) -> float:
 
 
 def average_computing_stages(stages: int, microbatches: int) -> float:
-    """How many of S equal stages compute at once, on average over a step: S m / (S + m - 1)."""
+    """Return the mean number of S equal stages that compute at once: S m / (S + m - 1)."""
     return stages * microbatches / (stages + microbatches - 1)
 
 
 def estimate_slowdown_from_cores(ranks: int, threads: int, cores: int) -> tuple[float, ...]:
-    """The curve of ranks that want ``threads`` cores each of a host's, where none was measured.
+    """Return the default slowdown curve of ranks that use ``threads`` threads each.
 
-    max(1, k threads / cores) for k = 1, 2, ... ranks: the cores are shared evenly. cores: 0 where
-    it is not known; then nobody is slowed down.
+    max(1, k threads / cores) for k = 1, 2, ... ranks: the cores are shared evenly. cores: 0 if
+    unknown, which means no slowdown. Used if no curve was measured.
     """
     if not cores:
         return ()
@@ -151,7 +157,7 @@ def estimate_slowdown_from_cores(ranks: int, threads: int, cores: int) -> tuple[
 
 
 def build_host_contention(hosts: Sequence[HostLoadLike], ranks: int) -> HostContention:
-    """The crowd of ``ranks`` ranks; one that stands on none of the hosts is never slowed down."""
+    """Return the contention of ``ranks`` ranks; a rank on none of the hosts has no slowdown."""
     of = dict.fromkeys(range(ranks), len(hosts))
     share: dict[int, float] = {}
     for index, host in enumerate(hosts):

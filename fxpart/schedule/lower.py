@@ -1,8 +1,8 @@
-"""Lowering: from computations alone to computations and transfers.
+"""Lowering: insert transfers into a schedule of computations.
 
-Every transfer gets a moment in one global order of all events, and each rank's list is the part
-of that order that concerns the rank. Lists that come from one order cannot deadlock, even if a
-send blocks until the peer receives: the order itself is a way to run them.
+Every transfer gets a position in one global order of all events, and each rank's list is the part
+of that order that concerns the rank. Lists that come from one order cannot deadlock, even if a send
+blocks until the peer receives, because the global order is a valid execution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Times = dict[Action, tuple[int, int]]  # start and end of each computation, in t
 
 @dataclass(frozen=True)
 class _TimedEvent:
-    """Something in the global order, and when; transfers go before the computations of a moment."""
+    """An event in the global order; at equal times transfers precede computations."""
 
     moment: int
     is_computation: bool
@@ -31,7 +31,7 @@ class _TimedEvent:
 
     @property
     def key(self) -> tuple[int, bool, tuple[int, ...]]:
-        """Where the event stands in the order; no two events are equal."""
+        """Return the sort key of the event; keys are unique."""
         return (self.moment, self.is_computation, self.urgency)
 
 
@@ -43,23 +43,23 @@ def lower(
     backward: Sequence[float] | None = None,
     split: Split | None = None,
 ) -> Schedule:
-    """The schedule with a SEND and a RECV for each value or gradient that changes rank.
+    """Return the schedule with a SEND and a RECV for each value or gradient that changes rank.
 
     schedule: computations only. edges: the stage graph; an edge without backward gets no gradient
-    transfers, and stages of one rank exchange without any. forward, backward: seconds of each
-    stage (1 and 2 if not given), and split those of I and W (half of backward each), from which
-    the global order is taken; any figures are safe, good ones wait less.
+    transfers, and stages of one rank need none. forward, backward: seconds of each stage (default 1
+    and 2); split: seconds of I and W (default: half of backward each). The global order follows
+    from these times; any times are safe, accurate ones cause less waiting.
 
-    A transfer's moment lies between the end of its producer and the next start on the sender, so
-    the send follows its producer at once; within that, it is as late as the receiver can take it
-    without making the sender wait, so that a receive does not hold up a computation that could
-    run. Transfers of one moment go in the order in which their senders want to continue. Of the
-    rules tried on 150 random stage graphs (send and receive at once, each as late as possible,
-    just before the consumer; six orders within a moment) this one waits least: see the test.
-    Raises FXP109 on a lowered schedule, FXP901 on one that cannot be run.
+    A transfer is placed between the end of its producer and the next start on the sender, so the
+    send follows its producer at once. Within that interval it is as late as the receiver can take
+    it without making the sender wait, so that a receive does not delay a computation that could
+    run. Transfers at one time are ordered by when their senders continue. Of the rules tried on 150
+    random stage graphs (send and receive at once, each as late as possible, just before the
+    consumer; six orders at equal times) this one waits least: see the test. Raises FXP109 on a
+    lowered schedule, FXP901 on one that cannot be run.
     """
     if schedule.is_lowered:
-        raise error("FXP109", where="lower", why="the schedule has transfers already", fix="")
+        raise error("FXP109", where="lower", why="The schedule already has transfers.", fix="")
     dependence = Dependence.of(schedule, edges)
     times = compute_times(schedule, dependence, forward, backward, split)
     events = [
@@ -82,15 +82,15 @@ def compute_times(
     backward: Sequence[float] | None = None,
     split: Split | None = None,
 ) -> Times:
-    """Start and end of each computation when transfers are free, in whole ticks of at least 1.
+    """Return start and end of each computation with free transfers, in whole ticks of at least 1.
 
-    Whole numbers, because the global order is read off these times: no two that should be equal
-    may differ in the last bit, and no computation may take no time.
+    Whole numbers, because the global order is derived from these times: equal times must be exactly
+    equal, and every computation must take time.
     """
     ticks = duration_ticks(schedule.stages, forward, backward, split)
-    lanes = [[a.plain for a in actions] for actions in schedule.ranks]
-    after = {a: dependence.computes(a) for lane in lanes for a in lane}
-    found = compute_earliest_times(lanes, after, lambda a: ticks[a.kind][a.stage])
+    rank_times = [[a.plain for a in actions] for actions in schedule.ranks]
+    after = {a: dependence.computes(a) for times_of_rank in rank_times for a in times_of_rank}
+    found = compute_earliest_times(rank_times, after, lambda a: ticks[a.kind][a.stage])
     return {action: (int(start), int(end)) for action, (start, end) in found.items()}
 
 
@@ -100,7 +100,7 @@ def duration_ticks(
     backward: Sequence[float] | None = None,
     split: Split | None = None,
 ) -> dict[ActionKind, list[int]]:
-    """How many ticks each kind of computation takes on each stage: 1 and 2 if no seconds are given.
+    """Return the ticks of each kind of computation on each stage; 1 and 2 if no seconds are given.
 
     With seconds, the longest whole computation takes 10,000 ticks; half a backward is rounded up.
     """
@@ -122,30 +122,30 @@ def duration_ticks(
 
 
 def _transfer_events(schedule: Schedule, dependence: Dependence, times: Times) -> list[_TimedEvent]:
-    """Each transfer at its moment; the rule is in :func:`lower`."""
+    """Return each transfer at its time; :func:`lower` describes the rule."""
     last = max((end for _, end in times.values()), default=0)
-    lanes = [[times[a.plain] for a in actions] for actions in schedule.ranks]
-    ends = [[end for _, end in lane] for lane in lanes]
+    rank_times = [[times[a.plain] for a in actions] for actions in schedule.ranks]
+    ends = [[end for _, end in times_of_rank] for times_of_rank in rank_times]
     events: list[_TimedEvent] = []
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            made = lanes[rank][position][1]
-            follows = lanes[rank][position + 1][0] if position + 1 < len(actions) else last
+            made = rank_times[rank][position][1]
+            follows = rank_times[rank][position + 1][0] if position + 1 < len(actions) else last
             for send, receive in dependence.transfers(action.plain):
-                need = times[_needed(receive, dependence)][0]
+                need = times[_get_needed(receive, dependence)][0]
                 limit = min(follows, need)
-                # The receiver's first computation that is not over by the limit: receive before
-                # it, unless it started before there was anything to receive.
+                # The receiver's first computation that ends after the limit: receive before it,
+                # unless it started before the value was available.
                 other = schedule.stage_rank[receive.stage]
                 running = bisect_right(ends[other], limit)
-                slot = lanes[other][running][0] if running < len(lanes[other]) else limit
+                slot = rank_times[other][running][0] if running < len(rank_times[other]) else limit
                 moment = min(slot, limit) if slot >= made else limit
                 urgency = (follows, need, made, len(events))
                 events.append(_TimedEvent(moment, False, urgency, (send, receive)))
     return events
 
 
-def _needed(receive: Action, dependence: Dependence) -> Action:
+def _get_needed(receive: Action, dependence: Dependence) -> Action:
     if receive.kind is ActionKind.RECV_F:
         return Action(receive.stage, ActionKind.F, receive.microbatch)
     return dependence.backward(receive.stage, receive.microbatch)

@@ -1,4 +1,4 @@
-"""The one way to a schedule that may be run: built, placed, lowered, and proved safe."""
+"""Make a runnable schedule: build, merge onto ranks, lower and verify."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def make(
     world: int | None = None,
     tied: Iterable[TiedTransfer] = (),
 ) -> Schedule:
-    """The schedule for a stage graph on its ranks, with transfers, verified.
+    """Return the verified schedule, with transfers, for a stage graph on its ranks.
 
-    schedule: a name of SCHEDULES, or computations for these ranks, of at least so many
-    microbatches: those beyond are left out. stage_rank: the rank of each stage; several stages may
-    share one. forward, backward: seconds of each stage, if known, for an order that waits less;
-    every process of a run must give the same. replicas: groups of stages that are copies of one
-    another (:class:`Schedule`). world: how many ranks there are, those without a stage do nothing;
-    by default every rank from 0 on has one. tied: the gradients of tied parameters that stages send
-    to each other, which the proof includes. Raises FXP109 for an unknown name, sizes below 1, ranks
-    left out and computations for other ranks, FXP901 where the edges do not form a stage graph,
-    or the computations are not safe.
+    schedule: a name of SCHEDULES, or computations for these ranks with at least this number of
+    microbatches; the excess ones are dropped. stage_rank: the rank of each stage; several stages
+    may share one. forward, backward: seconds of each stage, if known, for an order that waits less;
+    every process of a run must pass the same values. replicas: groups of replicated stages
+    (:class:`Schedule`). world: the number of ranks, where ranks without a stage are idle; by
+    default every rank has a stage. tied: the gradients of tied parameters that stages send to each
+    other, which the verification includes. Raises FXP109 for an unknown name, sizes below 1, ranks
+    without a stage and computations for other ranks, and FXP901 if the edges are not a stage graph
+    or the computations are unsafe.
     """
     made = make_unverified(
         schedule, stage_rank, microbatches, edges := tuple(edges), forward=forward,
@@ -57,11 +57,11 @@ def make_unverified(
     replicas: Groups = (),
     world: int | None = None,
 ) -> Schedule:
-    """What :func:`make` gives, without its proof: to simulate what nobody will run."""
+    """Return the schedule of :func:`make` without verification, for simulation only."""
     graph, ranks = tuple(edges), tuple(stage_rank)
     used = sorted(set(ranks))
     if world is not None and not set(used) <= set(range(world)):
-        why = f"there are only ranks 0 to {world - 1}"
+        why = f"There are only ranks 0 to {world - 1}."
         raise error("FXP109", where=f"stage_rank={ranks}", why=why, fix="")
     near = ranks if world is None else tuple(used.index(rank) for rank in ranks)
     if isinstance(schedule, str):
@@ -76,7 +76,7 @@ def make_unverified(
         raise error(
             "FXP109",
             where=f"schedule {given.name}",
-            why=f"its stages are on ranks {given.stage_rank}, not on {ranks}",
+            why=f"The schedule's stages are on ranks {given.stage_rank}, not on {ranks}.",
             fix="",
         )
     given = replace(given, ranks=given.ranks + ((),) * ((world or 0) - len(given.ranks)))
@@ -84,10 +84,11 @@ def make_unverified(
 
 
 def truncate_schedule(schedule: Schedule, microbatches: int) -> Schedule:
-    """Its first microbatches alone, in the same order: for a last batch that is smaller.
+    """Return the schedule of the first microbatches only, in the same order, for a smaller last
+    batch.
 
-    What is left needs nothing of what is dropped, so it is as safe as the whole. Raises FXP109 for
-    more microbatches than there are, and below 1.
+    The remaining actions need none of the dropped ones, so the result is as safe as the original.
+    Raises FXP109 for more microbatches than the schedule has, and below 1.
     """
     if microbatches == schedule.microbatches:
         return schedule
@@ -95,8 +96,8 @@ def truncate_schedule(schedule: Schedule, microbatches: int) -> Schedule:
         raise error(
             "FXP109",
             where=f"schedule {schedule.name}",
-            why=f"it is for {schedule.microbatches} microbatches, and {microbatches} are wanted",
-            fix="search a schedule for as many, or name one that is built for any number",
+            why=f"{microbatches} microbatches are needed; it has {schedule.microbatches}.",
+            fix="Search a schedule for this number, or use a named schedule.",
         )
     ranks = tuple(
         tuple(a for a in actions if a.microbatch < microbatches) for actions in schedule.ranks
@@ -105,7 +106,7 @@ def truncate_schedule(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def _spread(schedule: Schedule, stage_rank: tuple[int, ...], world: int) -> Schedule:
-    """The same lists on the ranks of a larger world."""
+    """Return the same lists on the ranks of a larger world."""
     lists: list[tuple[Action, ...]] = [()] * world
     for near, rank in zip(schedule.stage_rank, stage_rank, strict=True):
         lists[rank] = schedule.ranks[near]

@@ -1,4 +1,4 @@
-"""Several steps one after another: with a flush between them, or as one stream."""
+"""Simulation of several consecutive steps, with a flush after each or asynchronous."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from fxpart.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """Several steps in time. ends: of each step the seconds until its last rank has updated.
+    """Simulated times of several steps.
 
-    timeline: all of them; microbatches are counted on from step to step.
+    ends: seconds at which the last rank has updated in each step. timeline: of all steps, with
+    microbatches numbered consecutively across steps.
     """
 
     timeline: Timeline
@@ -29,7 +30,7 @@ class SimulatedSteps:
 
     @property
     def steady_seconds(self) -> float:
-        """Seconds of a step once the pipeline is full: the mean after the first step."""
+        """Return the seconds per step once the pipeline is full: the mean after the first step."""
         more = len(self.ends) - 1
         return (self.ends[-1] - self.ends[0]) / more if more else self.ends[0]
 
@@ -47,30 +48,30 @@ def simulate_steps(
     once: Sequence[float] | None = None,
     join: bool = False,
     sends: Sends = "overlapped",
-    crowd: HostContention | None = None,
+    contention: HostContention | None = None,
     places: Sequence[Sequence[int]] | None = None,
     segment: Segment | None = None,
-    talk: StageCommunicationTime | None = None,
+    communication: StageCommunicationTime | None = None,
 ) -> SimulatedSteps:
-    """``steps`` steps of a schedule; costs and options as :func:`simulate.simulate` takes them.
+    """Simulate ``steps`` steps of a schedule; costs and options as in :func:`simulate.simulate`.
 
-    flush: each rank does a step's last backward, then its ``once`` seconds, then the next step's
+    flush: each rank runs a step's last backward, then its ``once`` seconds, then the next step's
     first forward; with join all ranks meet before and after ``once``, as in fxpart's runtime.
-    Without a flush (asynchronous 1F1B: Narayanan et al., PipeDream, SOSP 2019) a stage goes on
-    with the next step's microbatches as if they were of the same one, and updates its weights
-    once it has done a step's last backward. Raises FXP109 for steps below 1, and without a flush
-    for a join, for a schedule other than 1F1B, and for several stages on a rank.
+    Without a flush (asynchronous 1F1B: Narayanan et al., PipeDream, SOSP 2019) a stage continues
+    with the next step's microbatches as if they belonged to the same step, and updates its weights
+    after a step's last backward. Raises FXP109 for steps below 1, and without a flush for a join,
+    for a schedule other than 1F1B, and for several stages on a rank.
     """
     links = tuple(edges)
     if steps < 1:
-        raise error("FXP109", where=f"steps={steps}", why="at least 1 is needed", fix="")
+        raise error("FXP109", where=f"steps={steps}", why="The value must be at least 1.", fix="")
     if flush:
-        whole = _repeated(schedule, steps)
+        whole = _repeat(schedule, steps)
     else:
-        whole = _stream(schedule, steps, links, forward, backward, join)
+        whole = _build_async(schedule, steps, links, forward, backward, join)
     timeline = simulate_repeated_steps(
-        whole, links, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
-        places=places, segment=segment, once=once, join=join, talk=talk,
+        whole, links, forward, backward, transfer, split=split, sends=sends, contention=contention,
+        places=places, segment=segment, once=once, join=join, communication=communication,
         steps=steps,
     )  # fmt: skip
     ends = [0.0] * steps
@@ -82,8 +83,8 @@ def simulate_steps(
     return SimulatedSteps(timeline, tuple(ends))
 
 
-def _repeated(schedule: Schedule, steps: int) -> Schedule:
-    """Each rank's list again and again, with further microbatches."""
+def _repeat(schedule: Schedule, steps: int) -> Schedule:
+    """Repeat each rank's list for every step, with further microbatches."""
     size = schedule.microbatches
 
     def later(action: Action, step: int) -> Action:
@@ -96,7 +97,7 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
     return replace(schedule, microbatches=steps * size, ranks=ranks)
 
 
-def _stream(
+def _build_async(
     schedule: Schedule,
     steps: int,
     edges: Sequence[StageEdge],
@@ -104,13 +105,15 @@ def _stream(
     backward: Sequence[float],
     join: bool,
 ) -> Schedule:
-    """The stream of as many microbatches as the steps have together."""
+    """Return the asynchronous schedule of all microbatches of the steps."""
     spec = find_built(schedule.name)
-    if join or spec is None or not spec.streams or schedule.replicas:
-        what = "ranks that meet" if join else f"the schedule {schedule.name}"
-        what = "a schedule with copies of stages" if schedule.replicas else what
-        fix = f"flush, or take one of {', '.join(list_schedules(streams=True))}"
-        raise error("FXP109", where="simulate_steps", why=f"{what} cannot run on", fix=fix)
+    if join or spec is None or not spec.runs_unflushed or schedule.replicas:
+        what = "Ranks with a barrier" if join else f"The schedule {schedule.name}"
+        what = "A schedule with replicated stages" if schedule.replicas else what
+        fix = f"Flush, or use one of {', '.join(list_schedules(runs_unflushed=True))}."
+        raise error(
+            "FXP109", where="simulate_steps", why=f"{what} cannot run without flushes.", fix=fix
+        )
     count = steps * schedule.microbatches
     long = asynchronous(schedule.stage_rank, count, edges, forward=forward, backward=backward)
     return lower(long, edges, forward=forward, backward=backward) if schedule.is_lowered else long

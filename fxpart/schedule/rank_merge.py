@@ -1,4 +1,4 @@
-"""Several stages on one rank: merge a schedule's lists onto fewer ranks."""
+"""Merge a schedule's lists onto fewer ranks, for several stages on one rank."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ def merge_onto_ranks(
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
 ) -> Schedule:
-    """The computations of a schedule with stage k on rank stage_rank[k].
+    """Return the computations of a schedule with stage k on rank stage_rank[k].
 
-    schedule: computations only. Each stage keeps its own order, and so what it has in flight; a
-    rank takes at each moment whichever of its stages can go on first, backward before forward,
-    later stage before earlier (list scheduling, which never stands idle while something is
-    ready). edges: the stage graph, a chain if not given. forward, backward: seconds of each stage
-    (1 and 2 if not given). Raises FXP109 if stage_rank does not use every rank from 0 on.
+    schedule: computations only. Each stage keeps its own order, and so its number in flight. A rank
+    runs next the computation that can start first, backward before forward, later stage before
+    earlier (list scheduling, which never idles while a computation is ready). edges: the stage
+    graph, a chain by default. forward, backward: seconds of each stage (default 1 and 2). Raises
+    FXP109 if stage_rank does not use every rank from 0 on.
     """
     used = set(stage_rank)
     if len(stage_rank) != schedule.stages or used != set(range(len(used))):
         raise error(
             "FXP109",
             where=f"stage_rank={tuple(stage_rank)}",
-            why=f"{schedule.stages} ranks are needed, one per stage, and none left out from 0 on",
+            why=f"There must be {schedule.stages} entries, one per stage, "
+            "that use ranks 0, 1, ... without gaps.",
             fix="",
         )
     if schedule.is_lowered:
-        raise error("FXP109", where="place", why="the schedule has transfers already", fix="")
+        raise error("FXP109", where="place", why="The schedule already has transfers.", fix="")
     wanted = chain(schedule.stages) if edges is None else tuple(edges)
     moved = replace(schedule, ranks=tuple(() for _ in used), stage_rank=tuple(stage_rank))
     dependence = replace(Dependence.of(schedule, wanted), stage_rank=tuple(stage_rank))
@@ -46,7 +47,7 @@ def merge_onto_ranks(
     for actions in schedule.ranks:
         for action in actions:
             queues[action.stage].append(action)
-    if len(used) == schedule.stages:  # nothing to merge: every rank has its one stage's list
+    if len(used) == schedule.stages:  # nothing to merge: every rank has one stage
         own = {rank: tuple(queue) for rank, queue in zip(stage_rank, queues, strict=True)}
         return replace(moved, ranks=tuple(own[rank] for rank in sorted(own)))
     ends: dict[Action, int] = {}
@@ -61,7 +62,7 @@ def merge_onto_ranks(
     return replace(moved, ranks=tuple(tuple(actions) for actions in ranks))
 
 
-# Of what can start at one moment: nobody waits for a W.
+# Priorities at equal start times: no computation depends on a W.
 _LATER = {ActionKind.B: 0, ActionKind.I: 0, ActionKind.F: 1, ActionKind.W: 2}
 
 
@@ -71,7 +72,7 @@ def _next(
     ends: dict[Action, int],
     free: Sequence[int],
 ) -> tuple[int, Action]:
-    """The stage's next computation that can start first, and when."""
+    """Return the next computation that can start first, and its start."""
     best: tuple[tuple[int, int, int], Action] | None = None
     for stage, queue in enumerate(queues):
         if not queue:
@@ -88,7 +89,7 @@ def _next(
         raise error(
             "FXP901",
             where=heads,
-            why="these computations wait for each other",
-            fix="check the order of the computations of each stage",
+            why="These computations wait for each other.",
+            fix="Check the order of the computations of each stage.",
         )
     return best[0][0], best[1]

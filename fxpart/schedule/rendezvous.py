@@ -1,8 +1,8 @@
-"""Running action lists with unbuffered sends, without computing anything.
+"""Execution of action lists with unbuffered sends, without computing anything.
 
-The strictest machine a schedule may meet: a rank does its actions in order, a send stops until the
-peer has come to the matching receive, and the other way round. A schedule that ends here ends on
-every transport that buffers more.
+This is the strictest transport: a rank runs its actions in order, and a send blocks until the peer
+reaches the matching receive, and vice versa. A schedule that terminates here terminates on every
+transport that buffers more.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from fxpart.schedule.dependence import get_transfer_partner
 
 @dataclass(frozen=True)
 class Execution:
-    """How far each rank came (actions done), and the order in which actions were done.
+    """Number of completed actions of each rank, and the order in which actions completed.
 
-    Each rank waits in front of at most one action, so how far they come does not depend on who
-    moves first.
+    Each rank waits at one action at most, so the result does not depend on which rank moves first.
     """
 
     done: tuple[int, ...]
@@ -27,10 +26,10 @@ class Execution:
 
 
 def execute(ranks: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> Execution:
-    """Run the lists until all have ended or none can move.
+    """Run the lists until all have ended or none can proceed.
 
-    A transfer whose peer stage is not there, or on the same rank, never completes. Linear in the
-    number of actions.
+    A transfer whose peer stage does not exist, or is on the same rank, never completes. Linear in
+    the number of actions.
     """
     done = [0] * len(ranks)
     order: list[Action] = []
@@ -49,7 +48,7 @@ def execute(ranks: Sequence[Sequence[Action]], stage_rank: Sequence[int]) -> Exe
             done[rank] += 1
             done[other] += 1
             order += (action, get_transfer_partner(action.plain))
-            # The peer may go on from here; it would not come back by itself.
+            # The peer can proceed now; nothing else would activate it.
             active.append(other)
     return Execution(tuple(done), tuple(order))
 

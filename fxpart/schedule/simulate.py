@@ -1,8 +1,8 @@
-"""The simulator: when each computation and transfer of a schedule happens, from costs.
+"""Simulator: the time of each computation and transfer of a schedule, from costs.
 
-Exact where the closed forms are (balanced GPipe and 1F1B), and right where they are not: unequal
-stages, skips, parallel branches, several stages on a rank, transfers that overlap or block, ranks
-that share a host's cores, links that share a card.
+The results equal the closed forms where these are exact (balanced GPipe and 1F1B). The simulator
+also covers unequal stages, skip connections, parallel branches, several stages per rank, overlapped
+or blocking transfers, CPU contention, and links that share a network adapter.
 """
 
 from __future__ import annotations
@@ -51,47 +51,49 @@ def simulate(
     *,
     split: Split | None = None,
     sends: Sends = "overlapped",
-    crowd: HostContention | None = None,
+    contention: HostContention | None = None,
     places: Sequence[Sequence[int]] | None = None,
     segment: Segment | None = None,
     once: Sequence[float] | None = None,
     join: bool = False,
-    talk: StageCommunicationTime | None = None,
+    communication: StageCommunicationTime | None = None,
 ) -> Timeline:
-    """The schedule in time: spans of every rank, step time, bubble, in flight. All in seconds.
+    """Simulate one step: spans of every rank, step time, bubble, in flight. All times in seconds.
 
-    forward, backward: per stage, for one microbatch. split: per stage the seconds of I and of W,
-    where a backward is split; half of backward each if not given. transfer(stage, peer, kind):
-    seconds from stage to peer, kind SEND_F or SEND_B; None means free. Each direction between two
-    ranks is a link that carries one transfer at a time, in the order of the sends. sends:
+    forward, backward: per stage, for one microbatch. split: per stage the seconds of I and W if a
+    backward is split; default: half of backward each. transfer(stage, peer, kind): seconds from
+    stage to peer, kind SEND_F or SEND_B; None means free. Each direction between two ranks is a
+    link that carries one transfer at a time, in the order of the sends. sends:
 
-    * "overlapped": a transfer starts when its values are there and its link is free; receives
-      are posted ahead, and only the computation that needs them waits.
-    * "buffered": sends return at once, but a receive holds its rank until the data is there.
-    * "rendezvous": both ranks stop for a transfer, from when both have come to it until its end.
-    * "runtime": overlapped, within the limits of fxpart's runtime over gloo (see
-      :mod:`fxpart.schedule.transfer_window`): so many sends under way, so many receives posted
-      ahead.
-    * "shared": the runtime's ranks of one machine, which share memory: a send holds its rank while
-      it copies, and computes nothing else; receives take no time. ``transfer`` is then in seconds
-      of a rank that copies while no other does anything.
+    * "overlapped": a transfer starts when its values are ready and its link is free; receives are
+      posted ahead, and only the computation that needs them waits.
+    * "buffered": sends return at once, but a receive blocks its rank until the data has arrived.
+    * "rendezvous": both ranks block for a transfer, from when both have reached it until its end.
+    * "runtime": overlapped, within the limits of fxpart's runtime over gloo on the numbers of
+      pending sends and posted receives (see :mod:`fxpart.schedule.transfer_window`).
+    * "shared": the runtime's ranks of one machine, with shared memory: a send blocks its rank while
+      it copies; receives take no time. ``transfer`` is then the copy time of a rank without
+      contention.
 
-    crowd: ranks that share hosts. Seconds of computation are then those while all ranks of a host
-    compute, and each computation goes as fast as what computes and moves there at each moment
-    lets it. places: by rank of the schedule the ranks of the crowd that it stands for (its lanes,
-    which do the same at the same time); by default itself. segment(stage, peer, kind): the name of
-    what the link from a stage to a peer shares with others, or None: its transfers divide it.
+    contention: the contention of ranks that share hosts. Seconds of computation are then those
+    while all ranks of a host compute; each computation runs at the speed that the current
+    contention permits. places: by rank of the schedule, the ranks of the contention that it
+    represents (its mesh ranks, which run the same actions at the same time); by default itself.
+    segment(stage, peer, kind): the name of the shared medium of a link, or None; its transfers
+    divide the bandwidth.
 
-    once: by stage, seconds that the rank takes after its last computation (sums, optimizer). join:
-    all ranks meet before these, as fxpart's runtime does to agree whether the step has failed.
-    talk: the part of ``forward``, ``backward`` and ``once`` that no crowd lengthens.
+    once: by stage, seconds per step after the rank's last computation (gradient all-reduce,
+    optimizer). join: all ranks meet before these, as fxpart's runtime does to agree whether the
+    step has failed. communication: the communication part of ``forward``, ``backward`` and
+    ``once``, which contention does not lengthen.
 
-    A schedule without transfers is taken as if its links carried any number of them at once.
+    A schedule without transfers is simulated as if its links carried any number of them at once.
     Raises FXP901 if the schedule cannot be run, FXP109 if the costs do not fit it.
     """
     return simulate_repeated_steps(
-        schedule, edges, forward, backward, transfer, split=split, sends=sends, crowd=crowd,
-        places=places, segment=segment, once=once, join=join, talk=talk,
+        schedule, edges, forward, backward, transfer, split=split, sends=sends,
+        contention=contention,
+        places=places, segment=segment, once=once, join=join, communication=communication,
     )  # fmt: skip
 
 
@@ -104,22 +106,22 @@ def simulate_repeated_steps(
     *,
     split: Split | None,
     sends: Sends,
-    crowd: HostContention | None,
+    contention: HostContention | None,
     places: Sequence[Sequence[int]] | None,
     segment: Segment | None,
     once: Sequence[float] | None,
     join: bool,
-    talk: StageCommunicationTime | None,
+    communication: StageCommunicationTime | None,
     steps: int = 1,
 ) -> Timeline:
-    """:func:`simulate` of a schedule of several steps, of equally many microbatches each."""
+    """Simulate a schedule of several steps, with equally many microbatches each, as `simulate`."""
     costs = {"forward": forward, "backward": backward, **({} if once is None else {"once": once})}
     halves = [(b / 2, b / 2) for b in backward] if split is None else list(split)
     costs |= {"split (I)": [first for first, _ in halves], "split (W)": [w for _, w in halves]}
     _check_costs(schedule, costs)
     period = schedule.microbatches // steps if steps > 1 else None
     dependence = Dependence.of(schedule, edges, period=period)
-    lanes, after = build_event_graph(
+    resources, after = build_event_graph(
         schedule, dependence, sends, updates=once is not None, join=join, steps=steps
     )
 
@@ -137,15 +139,23 @@ def simulate_repeated_steps(
         assert event.peer is not None
         return 0.0 if transfer is None else transfer(event.stage, event.peer, event.kind)
 
-    if crowd is None and segment is None:
+    if contention is None and segment is None:
         return _timeline(
-            schedule, compute_earliest_times(lanes, after, seconds), transfer is not None
+            schedule, compute_earliest_times(resources, after, seconds), transfer is not None
         )
-    stand = _check_places(schedule, crowd, places)
+    places = _check_places(schedule, contention, places)
     work = SimulationTasks(
-        schedule, seconds, crowd, stand, segment, copies=sends == "shared", talk=talk
+        schedule,
+        seconds,
+        contention,
+        places,
+        segment,
+        copies=sends == "shared",
+        communication=communication,
     )
-    times = compute_contended_times(lanes, after, work.task, work.paces, work.counters, work.lags)
+    times = compute_contended_times(
+        resources, after, work.task, work.paces, work.counters, work.lags
+    )
     return _timeline(schedule, times, transfer is not None)
 
 
@@ -155,25 +165,30 @@ def _check_costs(schedule: Schedule, costs: dict[str, Sequence[float]]) -> None:
             raise error(
                 "FXP109",
                 where=f"simulate: {name}",
-                why=f"{schedule.stages} finite seconds, none negative, are needed, one per stage",
+                why=f"{schedule.stages} finite nonnegative values are needed, one per stage.",
                 fix="",
             )
 
 
 def _check_places(
-    schedule: Schedule, crowd: HostContention | None, places: Sequence[Sequence[int]] | None
+    schedule: Schedule, contention: HostContention | None, places: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]]:
-    """Where each rank stands; nowhere without a crowd. Raises FXP109 for ranks it does not know."""
+    """Return the ranks of the contention for each rank; none without a contention.
+
+    Raises FXP109 for ranks that the contention does not contain.
+    """
     count = len(schedule.ranks)
-    if crowd is None:
+    if contention is None:
         return [()] * count
     found = [(rank,) for rank in range(count)] if places is None else places
-    if len(found) != count or any(not 0 <= r < len(crowd.host) for ranks in found for r in ranks):
-        why = f"{len(crowd.host)} ranks have a host, and {count} of the schedule need one"
-        raise error("FXP109", where="simulate: crowd", why=why, fix="")
-    if any(not 0 < factor < math.inf for curve in crowd.slowdown for factor in curve):
-        why = "a slowdown is positive and finite"
-        raise error("FXP109", where="simulate: crowd", why=why, fix="")
+    if len(found) != count or any(
+        not 0 <= r < len(contention.host) for ranks in found for r in ranks
+    ):
+        why = f"{len(contention.host)} ranks have a host, but the schedule needs {count}."
+        raise error("FXP109", where="simulate: contention", why=why, fix="")
+    if any(not 0 < factor < math.inf for curve in contention.slowdown for factor in curve):
+        why = "A slowdown must be positive and finite."
+        raise error("FXP109", where="simulate: contention", why=why, fix="")
     return found
 
 
@@ -194,12 +209,12 @@ def _timeline(schedule: Schedule, times: Times, with_transfers: bool) -> Timelin
             spans.append(Span(rank, "send", event, start, end))
             there = times.get(TransferArrival(event), (start, end))[1]
             spans.append(Span(schedule.stage_rank[other.stage], "receive", other, start, there))
-    spans.sort(key=lambda s: (s.rank, s.lane, s.start, s.end, s.action.stage, s.action.microbatch))
+    spans.sort(key=lambda s: (s.rank, s.track, s.start, s.end, s.action.stage, s.action.microbatch))
     updates.sort(key=lambda u: (u.rank, u.start, u.stage))
     ranks = len(schedule.ranks)
     busy = [0.0] * ranks
     for span in spans:
-        if span.lane == "compute":
+        if span.track == "compute":
             busy[span.rank] += span.end - span.start
     for update in updates:
         busy[update.rank] += update.end - update.start

@@ -1,4 +1,4 @@
-"""The work of a simulation's events where ranks share hosts, and links a segment."""
+"""Work of a simulation's events under contention for hosts and network segments."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fxpart.schedule.contention_times import EventTask, PoolSlowdown
 from fxpart.schedule.events import Event, StageUpdateEvent, TransferArrival
 from fxpart.schedule.host_contention import HostContention
 
-# The segment of the link from a stage to a peer, for a direction; None where it shares none.
+# Maps (stage, peer, direction) to the segment of the link; None without a segment.
 Segment = Callable[[int, int, ActionKind], str | None]
 Seconds = Callable[[Event], float]
 
 
-# Sums of what ranks count as on their hosts are exact: it is rounded to parts of a power of two,
-# coarsely what depends on a computation, finely what a rank's quota leaves it.
+# Sums of weights on hosts are exact: weights are rounded to multiples of a power of two, coarse for
+# computations, fine for CPU quotas.
 _PARTS = 64
 _FINE = 2**20
 
 
 @dataclass(frozen=True)
 class StageCommunicationTime:
-    """Seconds by stage in which its ranks exchange something and compute nothing.
+    """Communication time per stage, in seconds.
 
-    forward, backward: of a microbatch; once: of what is done once a step. They are part of the
-    stage's seconds, take as long whoever computes, and leave the host to others meanwhile.
+    forward, backward: per microbatch; once: per step, around the update. These times are part of
+    the stage's times, do not depend on contention, and leave the cores to other ranks.
     """
 
     forward: Sequence[float]
@@ -34,7 +34,8 @@ class StageCommunicationTime:
     once: Sequence[float]
 
     def of(self, event: Event) -> float:
-        """Of an update or a computation; each half of a backward that is split has half."""
+        """Return the time within an update or a computation; each half of a split backward has
+        half."""
         if isinstance(event, StageUpdateEvent):
             return self.once[event.stage]
         if not isinstance(event, Action) or not event.kind.is_compute:
@@ -47,42 +48,47 @@ class StageCommunicationTime:
 class SimulationTasks:
     """Tasks of events, for :func:`fxpart.schedule.contention_times.compute_contended_times`.
 
-    A host counts its computing ranks and its transfers, each a counter; a segment counts its
-    transfers. Pool 0 is what nothing slows down. lags: of ranks' counters.
+    A host counts its computing ranks and its transfers, with a counter each; a segment counts its
+    transfers. Pool 0 has no slowdown. lags: of the counters of ranks.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         seconds: Seconds,
-        crowd: HostContention | None,
+        contention: HostContention | None,
         places: Sequence[Sequence[int]],
         segment: Segment | None,
         *,
         copies: bool = False,
-        talk: StageCommunicationTime | None = None,
+        communication: StageCommunicationTime | None = None,
     ) -> None:
-        """seconds: of an event as given. places: by rank of the schedule the crowd's ranks.
+        """Prepare the counters and pools.
 
-        copies: a sender copies by itself, as a computation does, whose seconds are those alone.
+        seconds: of an event as given. places: by rank of the schedule, the ranks of the contention.
+        copies: a sender copies by itself, like a computation, and its times are those without
+        contention.
         """
-        self._copies, self._talk = copies, talk
+        self._copies, self._communication = copies, communication
         self._schedule, self._seconds, self._segment = schedule, seconds, segment
-        self._crowd = crowd or HostContention((0,), ((),))
-        hosts = [[self._crowd.host[r] for r in ranks] for ranks in places]
-        slow = {h for h, curve in enumerate(self._crowd.slowdown) if curve}
+        self._contention = contention or HostContention((0,), ((),))
+        hosts = [[self._contention.host[r] for r in ranks] for ranks in places]
+        slow = {h for h, curve in enumerate(self._contention.slowdown) if curve}
         self._hosts = [[h for h in mine if h in slow] for mine in hosts]
-        self._full = [max((self._crowd.full(r) for r in ranks), default=1.0) for ranks in places]
+        self._full = [
+            max((self._contention.full(r) for r in ranks), default=1.0) for ranks in places
+        ]
         self.paces = [PoolSlowdown()]
-        self.counters = 2 * len(self._crowd.slowdown)
+        self.counters = 2 * len(self._contention.slowdown)
         self.lags = {
             2 * host: uneven
-            for host, uneven in enumerate(self._crowd.uneven)
-            if uneven and self._crowd.host.count(host) > uneven.cores
+            for host, uneven in enumerate(self._contention.uneven)
+            if uneven and self._contention.host.count(host) > uneven.cores
         }
         self._pools: dict[tuple[tuple[tuple[int, float], ...], float], int] = {}
-        # Lanes of a stage under unlike quotas wait for each other: the least holds for all.
-        least = [min(map(self._crowd.share_of, ranks), default=1.0) for ranks in places]
+        # Mesh ranks of a stage with different quotas wait for each other: the smallest quota
+        # determines the speed of all.
+        least = [min(map(self._contention.share_of, ranks), default=1.0) for ranks in places]
         self._share = [max(1, round(_FINE * share)) / _FINE for share in least]
         self._compute = [
             self._pool(mine, own=1 - share)
@@ -96,14 +102,15 @@ class SimulationTasks:
                     self._segments[name] = self.counters
                     self.counters += 1
         self._moving = {name: self._line(at) for name, at in self._segments.items()}
-        if talk is not None:  # the pools of all computations: a simulation begins with them all
+        # create the pools of all computations first: a simulation begins with them
+        if communication is not None:
             for stage in range(schedule.stages):
                 for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W):
                     self.task(Action(stage, kind, 0))
                 self.task(StageUpdateEvent(stage, 0))
 
     def task(self, event: Event) -> EventTask:
-        """The work of an event: seconds alone, its pool, what it counts as."""
+        """Return the work of an event: seconds alone, its pool, its counters."""
         seconds = self._seconds(event)
         if isinstance(event, StageUpdateEvent) or (
             isinstance(event, Action) and event.kind.is_compute
@@ -130,30 +137,33 @@ class SimulationTasks:
         return EventTask(seconds, self._moving[name], (*loads, self._segments[name]), more)
 
     def _computing(self, event: Event, rank: int, seconds: float) -> EventTask:
-        """What a rank computes, at its hosts' pace, and what it waits for others in between.
+        """Return the task of a computation, which alternates between computing and communicating.
 
-        The two take turns, and how often is not known: while it is under way it goes at the mean
-        of both paces, and others see of it the part of the time in which it computes.
+        How often it alternates is unknown: while active it runs at the mean of both speeds, and
+        others observe it as computing for the computing part of the time.
         """
         busy = tuple(2 * host for host in self._hosts[rank])
-        talk = 0.0 if self._talk is None else min(self._talk.of(event), seconds)
+        communication = (
+            0.0 if self._communication is None else min(self._communication.of(event), seconds)
+        )
         share = self._share[rank]
-        if not talk:
+        if not communication:
             alone = seconds / self._full[rank]
             return EventTask(alone, self._compute[rank], busy, weight=share, worker=rank)
-        alone = (seconds - talk) / self._full[rank] + talk
-        weight = share * round(_PARTS * (1 - talk / seconds)) / _PARTS
-        pool = self._pool(self._hosts[rank], talk / alone, share - weight, 1 - share)
+        alone = (seconds - communication) / self._full[rank] + communication
+        weight = share * round(_PARTS * (1 - communication / seconds)) / _PARTS
+        pool = self._pool(self._hosts[rank], communication / alone, share - weight, 1 - share)
         return EventTask(alone, pool, busy, weight=weight, worker=rank)
 
     def _waking(self, target: int) -> Callable[[Sequence[float]], float] | None:
-        """What a transfer takes longer until its receiver goes on, by what computes there."""
-        crowd, hosts = self._crowd, sorted(set(self._hosts[target]))
-        if not any(crowd.wake[host] for host in hosts if crowd.wake):
+        """Return the extra time until a receiver resumes, as a function of the ranks computing
+        there."""
+        contention, hosts = self._contention, sorted(set(self._hosts[target]))
+        if not any(contention.wake[host] for host in hosts if contention.wake):
             return None
-        ranks = {host: crowd.host.count(host) for host in hosts}
+        ranks = {host: contention.host.count(host) for host in hosts}
         return lambda counts: max(
-            crowd.waking(host, min(ranks[host], counts[2 * host] + 1)) for host in hosts
+            contention.waking(host, min(ranks[host], counts[2 * host] + 1)) for host in hosts
         )
 
     @staticmethod
@@ -162,47 +172,51 @@ class SimulationTasks:
         return action.stage, action.peer, action.kind
 
     def _touched(self, source: int, target: int) -> tuple[int, ...]:
-        """Counters of the transfers between two ranks: each pair of lanes, once on each host."""
-        weights = self._crowd.transfer
+        """Return the counters of a transfer: each pair of mesh ranks, once per host."""
+        weights = self._contention.transfer
         mine, theirs = self._hosts[source], self._hosts[target]
         found: list[int] = []
-        for lane in range(max(len(mine), len(theirs))):
-            both = {hosts[lane % len(hosts)] for hosts in (mine, theirs) if hosts}
+        for mesh_rank in range(max(len(mine), len(theirs))):
+            both = {hosts[mesh_rank % len(hosts)] for hosts in (mine, theirs) if hosts}
             found += [2 * host + 1 for host in both if weights and weights[host]]
         return tuple(found)
 
     def _pool(
-        self, hosts: Sequence[int], talk: float = 0.0, unseen: float = 0.0, own: float = 0.0
+        self,
+        hosts: Sequence[int],
+        communication: float = 0.0,
+        unseen: float = 0.0,
+        own: float = 0.0,
     ) -> int:
-        """The pool of work that goes on these hosts together, as fast as the slowest.
+        """Return the pool of work on these hosts together, at the speed of the slowest host.
 
-        hosts: of each rank that does it. talk: the part of its seconds alone that nothing
-        lengthens; unseen: of each rank, the part by which it is not counted on its host, where it
-        is whole while it computes itself. own: the part of the time in which a quota holds a rank,
-        which does not compute then and sees nobody.
+        hosts: of each rank that does the work. communication: the communication part of its
+        seconds, which nothing lengthens. unseen: by rank, the part of the time in which its host
+        does not count it as computing; while it computes itself, it counts fully. own: the part of
+        the time in which a quota throttles the rank, which is then not affected by others.
         """
         if not hosts:
             return 0
         mine = {host: unseen * hosts.count(host) + own for host in sorted(hosts)}
-        key = tuple(mine.items()), talk
+        key = tuple(mine.items()), communication
         if key not in self._pools:
             self._pools[key] = len(self.paces)
             counters = frozenset(c for host in mine for c in (2 * host, 2 * host + 1))
 
             def slowdown(counts: Sequence[float]) -> float:
                 pace = max(self._at(host, counts, more) for host, more in mine.items())
-                return pace if not talk else pace * (1 - talk) + talk
+                return pace if not communication else pace * (1 - communication) + communication
 
             self.paces.append(PoolSlowdown(counters, slowdown))
         return self._pools[key]
 
     def _at(self, host: int, counts: Sequence[float], unseen: float) -> float:
-        weights = self._crowd.transfer
+        weights = self._contention.transfer
         moving = counts[2 * host + 1] * weights[host] if weights else 0.0
-        return self._crowd.factor(host, counts[2 * host] + unseen + moving)
+        return self._contention.factor(host, counts[2 * host] + unseen + moving)
 
     def _line(self, counter: int) -> int:
-        """The pool of transfers over a segment: each gets an equal share of it."""
+        """Return the pool of transfers over a segment: each gets an equal share of it."""
         self.paces.append(
             PoolSlowdown(frozenset((counter,)), lambda counts: float(max(1, counts[counter])))
         )

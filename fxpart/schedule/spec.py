@@ -1,8 +1,8 @@
-"""The table of schedules: what the planner, the runtime, the CLI and the documents know of each.
+"""The table of schedules, which the planner, the runtime, the CLI and the documents read.
 
-A new schedule is a builder function and one entry of `SCHEDULES`, or `register_schedule` in a
-user's program, or an entry point of the group "fxpart.schedules" whose object is a `ScheduleSpec`.
-Nothing else names a schedule: whatever depends on one reads its entry.
+A new schedule is a builder function and one entry of `SCHEDULES`, or a call of `register_schedule`
+in a user's program, or an entry point of the group "fxpart.schedules" whose object is a
+`ScheduleSpec`. No other module depends on the name of a schedule: all read its entry.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FOUND = "found"
 DEFAULT_SCHEDULE = ONE_F_ONE_B
 
 Placement = Literal["one", "any", "loop", "V"]
-InFlightForm = Literal["all", "to end", "depth", "pieces", "stream"]
+InFlightForm = Literal["all", "to end", "depth", "pieces", "asynchronous"]
 WarmupFunction = Callable[[int, int, Sequence[StageEdge]], Sequence[int]]
 
 _PLACES: dict[Placement, str] = {
@@ -74,7 +74,7 @@ _PLACES: dict[Placement, str] = {
 
 
 class InFlightFunction(Protocol):
-    """Count by stage the microbatches whose activations are kept at once, on any stage graph."""
+    """Signature of a function that counts by stage the microbatches in flight on any graph."""
 
     def __call__(
         self, stage_rank: Ranks, microbatches: int, replicas: Groups = ()
@@ -85,30 +85,32 @@ class InFlightFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """One schedule, and what every part of fxpart has to know of it.
+    """One schedule and all its properties.
 
-    name: as users write it. order: the order of its computations in a few words, for the
-    documents. build: makes the computations of each rank (:class:`.protocol.BuildFunction`); None
-    where a solver searches them for the stages of one plan.
+    name: as users write it. order: short description of the order, for the documents. build: makes
+    the computations of each rank (:class:`.protocol.BuildFunction`); None if a solver searches them
+    for the stages of one plan.
 
-    placement: on which ranks stages may be: "one" a rank, "any", in a "loop" over the ranks, or in
-    a "V", there and back. stages_per_rank: fewest and most pieces of the model on a rank that a
-    plan may have. count_in_flight: by default what the built order of a chain keeps; reached in a
-    chain, an upper bound on other stage graphs.
+    placement: the ranks of the stages: ``"one"`` per rank, ``"any"``, a ``"loop"`` over the ranks,
+    or a ``"V"``, there and back. stages_per_rank: the smallest and largest number of stages of the
+    model on a rank. count_in_flight: by default the in-flight counts of the built schedule of a
+    chain; they are reached in a chain, and are an upper bound on other stage graphs.
 
-    fill: the share of the time of one microbatch through all stages that filling and draining the
-    pipeline costs, divided by the stages of a rank; 0 where no closed form is known, and steps are
-    simulated. in_flight_form: the microbatches that a stage keeps, as far as the solvers know a
-    closed form: "all"; one for each stage "to end", itself included; one for each stage of the
-    whole "depth"; "pieces" of interleaved stages; one for each stage to the end of an unflushed
-    "stream". None: solvers place the stages for the default schedule, and the step is simulated.
-    warmup: (stages, microbatches, edges) to the forwards of each stage before its first backward,
-    where each stage alternates one backward and one forward after these, for a fast simulation.
+    fill: the pipeline bubble as a fraction of the time of one microbatch through all stages,
+    divided by the stages of a rank; 0 if there is no closed form and steps are simulated.
+    in_flight_form: the closed form of the microbatches in flight of a stage, if the solvers know
+    one: ``"all"``; ``"to end"``: the number of stages to the end, itself included; ``"depth"``: the
+    number of all stages; ``"pieces"``: of interleaved stages; ``"asynchronous"``: as ``"to end"``,
+    without flushes. None: solvers place the stages for the default schedule, and the step is
+    simulated. warmup: returns the warm-up forwards of each stage from (stages, microbatches,
+    edges), if each stage alternates one backward and one forward after these; used for a fast
+    simulation.
 
-    trains: whether it has backwards. flushes: whether its microbatches are those of one step, after
+    trains: whether it has backwards. flushes: whether its microbatches belong to one step, after
     which all stages update together. splits_backward: whether it has I and W instead of B.
     supports_replicas: whether stages may have replicas. supports_queues: whether replicas may take
-    microbatches from queues. streams: whether the microbatches of the next step may follow at once.
+    microbatches from queues. runs_unflushed: whether the microbatches of the next step may follow
+    without a flush.
     """
 
     name: str
@@ -125,7 +127,7 @@ class ScheduleSpec:
     splits_backward: bool = False
     supports_replicas: bool = False
     supports_queues: bool = False
-    streams: bool = False
+    runs_unflushed: bool = False
 
     def __call__(
         self,
@@ -156,29 +158,29 @@ class ScheduleSpec:
     def in_flight(
         self, stage_rank: Ranks, microbatches: int, replicas: Groups = ()
     ) -> tuple[int, ...]:
-        """Return by stage the most microbatches whose activations are kept at once."""
+        """Return by stage the most microbatches whose activations are stored at once."""
         if self.count_in_flight is not None:
             return self.count_in_flight(stage_rank, microbatches, replicas)
         return count_in_flight(self(stage_rank, microbatches, replicas=replicas))
 
     @property
     def is_virtual(self) -> bool:
-        """Whether it is built for several stages of a rank."""
+        """Return whether it is built for several stages per rank."""
         return self.build is not None and self.stages_per_rank[1] > 1
 
     @property
     def chooses_cuts(self) -> bool:
-        """Whether the partition problem has its closed form, and so chooses cuts under it."""
+        """Return whether the partition solver has its closed form and can choose cuts for it."""
         return self.in_flight_form in ("all", "to end") and self.fill == 1.0
 
-    def count_turns(self, requested: int) -> int:
-        """Return how many stages each rank has where so many are requested."""
+    def count_stages_per_rank(self, requested: int) -> int:
+        """Return the number of stages on each rank, given the requested number."""
         least, most = self.stages_per_rank
         return int(most) if least == most else int(min(requested, most))
 
-    def assign_ranks(self, ranks: int, turns: int) -> tuple[int, ...]:
-        """Return the rank of each stage, with ``turns`` stages on each of so many ranks."""
-        return assign_v_ranks(2 * ranks) if self.placement == "V" else tuple(range(ranks)) * turns
+    def assign_ranks(self, ranks: int, count: int) -> tuple[int, ...]:
+        """Return the rank of each stage, with ``count`` stages on each of ``ranks`` ranks."""
+        return assign_v_ranks(2 * ranks) if self.placement == "V" else tuple(range(ranks)) * count
 
     def row(self) -> str:
         """Return its row of the table in the documents."""
@@ -210,18 +212,18 @@ def _warm_up_depth(stages: int, microbatches: int, edges: Sequence[StageEdge]) -
 
 
 def _check_spec(name: str, spec: Any) -> None:
-    """Raise FXP109 for what cannot be registered as a schedule."""
+    """Raise FXP109 if the object cannot be registered as a schedule."""
     why = ""
     if not isinstance(spec, ScheduleSpec):
         why = f"A schedule is a ScheduleSpec, not a {type(spec).__name__}."
     elif spec.name != name:
-        why = f"The spec has the name {quoted(spec.name)}."
+        why = f"The spec has the different name {quoted(spec.name)}."
     elif not callable(spec.build) or not spec.order:
-        why = "The spec needs a build function and says in `order` what it does."
-    elif not (spec.trains and spec.flushes) or spec.streams:
-        why = "A registered schedule trains and flushes after each step."
+        why = "The spec needs a build function and a description in `order`."
+    elif not (spec.trains and spec.flushes) or spec.runs_unflushed:
+        why = "A registered schedule must train and flush after each step."
     elif spec.in_flight_form not in (None, "all", "to end", "depth"):
-        why = f"The form {spec.in_flight_form!r} belongs to a built-in schedule."
+        why = f"The in_flight_form {spec.in_flight_form!r} is reserved for a built-in schedule."
     elif "," in name or name.split() != [name]:
         why = "The name has a comma or a space."
     if why:
@@ -242,7 +244,7 @@ _SPECS = (
     ScheduleSpec(
         name=ONE_F_ONE_B, order="one forward, one backward; fewer in flight", build=one_f_one_b,
         count_in_flight=count_1f1b_in_flight, fill=1.0, in_flight_form="to end",
-        warmup=_warm_up_depth, supports_replicas=True, supports_queues=True, streams=True,
+        warmup=_warm_up_depth, supports_replicas=True, supports_queues=True, runs_unflushed=True,
     ),
     ScheduleSpec(
         name=INTERLEAVED,
@@ -270,7 +272,7 @@ _SPECS = (
     ScheduleSpec(
         name=ASYNC, order="1F1B without flushes: no bubble, stale weights",
         build=asynchronous, placement="one", count_in_flight=count_async_in_flight,
-        in_flight_form="stream", flushes=False, streams=True,
+        in_flight_form="asynchronous", flushes=False, runs_unflushed=True,
     ),
     ScheduleSpec(
         name=FORWARD, order="forward passes only, for evaluation", build=forward_only,
@@ -284,11 +286,11 @@ SCHEDULES: Registry[ScheduleSpec] = Registry(
 
 
 def register_schedule(spec: ScheduleSpec) -> ScheduleSpec:
-    """Add a schedule to this process, under the name of its spec, and return the spec.
+    """Add a schedule to this process under the name of its spec, and return the spec.
 
-    Every rank has to register it before it compiles or loads a plan with it; an installed package
-    adds it for all processes through the entry point group "fxpart.schedules". Raises FXP109 for
-    a name that is taken and for a spec that cannot be trained by.
+    Every rank has to register it before it compiles or loads a plan with it. An installed package
+    adds it for all processes through the entry point group "fxpart.schedules". Raises FXP109 for a
+    name that is already registered and for an invalid spec.
     """
     if not isinstance(spec, ScheduleSpec):
         _check_spec("", spec)
@@ -310,20 +312,20 @@ def list_built() -> tuple[str, ...]:
 
 
 def list_closed_forms() -> tuple[str, ...]:
-    """Return the names of the schedules of which solvers know a closed form."""
+    """Return the names of the schedules for which the solvers have a closed form."""
     return tuple(name for name, spec in SCHEDULES.items() if spec.in_flight_form is not None)
 
 
 def find_built(name: str) -> ScheduleSpec | None:
-    """Return the schedule of this name; None where there is none that is built from its name."""
+    """Return the schedule of this name; None if no schedule is built from the name."""
     spec = SCHEDULES.get(name)
     return None if spec is None or spec.build is None else spec
 
 
 def get_in_flight_limits(schedule: Schedule) -> tuple[int, ...] | None:
-    """Return by stage what the schedule of this name keeps in flight.
+    """Return the maximum of microbatches in flight by stage, from the schedule's name.
 
-    None where no schedule of the name is built, or it is not made for the schedule's ranks.
+    None if no schedule of the name is built, or it does not support the schedule's ranks.
     """
     spec = find_built(schedule.name)
     if spec is None:

@@ -1,4 +1,4 @@
-"""A schedule as text: a head line, then one line per rank. What is written reads back the same.
+"""Schedules as text: a head line, then one line per rank. Reading inverts writing.
 
 ::
 
@@ -6,7 +6,7 @@
     0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
     1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
 
-Where stages are copies of one another, the head ends in their groups: ``replicas=1,2|3,4,5``.
+With replicated stages the head ends in their groups: ``replicas=1,2|3,4,5``.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _HEAD = re.compile(
     r" stage_rank=([0-9]{1,9}(?:,[0-9]{1,9})*)"
     r"(?: replicas=([0-9]{1,9}(?:,[0-9]{1,9})*(?:\|[0-9]{1,9}(?:,[0-9]{1,9})*)*))?"
 )
-MOST_PROBLEMS = 100  # of a text that is no schedule: the rest would be like these
+MOST_PROBLEMS = 100  # reported for an invalid text; further ones would be similar
 _RANK = re.compile(r"([0-9]{1,9}):(.*)")
 
 
-def is_name(word: str) -> bool:
-    """Whether a schedule may have that name: one lower-case word."""
-    return re.fullmatch(_NAME, word) is not None
+def is_name(token: str) -> bool:
+    """Return whether a schedule may have that name: lower-case letters, digits, - and _."""
+    return re.fullmatch(_NAME, token) is not None
 
 
 def to_text(schedule: Schedule) -> str:
-    """The schedule as text, ending in a newline."""
-    assert is_name(schedule.name), "a schedule's name is one lower-case word"
+    """Return the schedule as text, ending in a newline."""
+    assert is_name(schedule.name), "invalid schedule name"
     placed = ",".join(str(rank) for rank in schedule.stage_rank)
     head = (
         f"fxpart-schedule {schedule.name} stages={schedule.stages}"
@@ -59,10 +59,10 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """The schedule that the text describes; blank lines and lines starting with # are skipped.
+    """Return the schedule in the text; blank lines and lines starting with # are skipped.
 
-    Raises FXP303 with every fault of the text, the first hundred at least. Whether the schedule is
-    safe to run is the verifier's question.
+    Raises FXP303 with every error in the text, at most about a hundred. The verifier checks whether
+    the schedule is safe to run.
     """
     lines = [
         (number, line.strip())
@@ -71,7 +71,7 @@ def from_text(text: str) -> Schedule:
     ]
     head = _HEAD.fullmatch(lines[0][1]) if lines else None
     if head is None:
-        raise _fault(1, "the head line 'fxpart-schedule NAME stages=N ...' is missing")
+        raise _make_error(1, "The head line 'fxpart-schedule NAME stages=N ...' is missing.")
     name, stages, microbatches, placed, copies = head.groups()
     stage_rank = tuple(int(rank) for rank in placed.split(","))
     groups = copies.split("|") if copies else []
@@ -83,64 +83,69 @@ def from_text(text: str) -> Schedule:
             raise FxpartError(problems)
         match = _RANK.fullmatch(line)
         if match is None or int(match[1]) != len(ranks):
-            problems += _fault(number, f"a line '{len(ranks)}: ...' is expected").problems
+            problems += _make_error(number, f"A line '{len(ranks)}: ...' is expected.").problems
             continue
         actions: list[Action] = []
-        for word in match[2].split():
+        for token in match[2].split():
             if len(problems) >= MOST_PROBLEMS:
                 break
             try:
-                actions.append(parse(word))
+                actions.append(parse(token))
             except FxpartError as failure:
-                problems += [_on_line(number, problem) for problem in failure.problems]
+                problems += [_add_line(number, problem) for problem in failure.problems]
         ranks.append(tuple(actions))
-    problems += _sizes(int(stages), int(microbatches), stage_rank, replicas, ranks)
+    problems += _check_sizes(int(stages), int(microbatches), stage_rank, replicas, ranks)
     if problems:
         raise FxpartError(problems)
     return Schedule(name, int(stages), int(microbatches), tuple(ranks), stage_rank, replicas)
 
 
-def _sizes(
+def _check_sizes(
     stages: int,
     microbatches: int,
     stage_rank: tuple[int, ...],
     replicas: tuple[tuple[int, ...], ...],
     ranks: list[tuple[Action, ...]],
 ) -> list[Problem]:
-    """Head and lines agree; so what follows works in the size of the text, not of its numbers."""
+    """Check that head and lines agree, so that later work is bounded by the size of the text."""
     problems: list[Problem] = []
     if len(stage_rank) != stages or stages < 1:
-        problems += _fault(1, f"stage_rank has {len(stage_rank)} entries, stages={stages}").problems
+        problems += _make_error(
+            1, f"stage_rank has {len(stage_rank)} entries, but stages={stages}."
+        ).problems
     if any(rank >= len(ranks) for rank in stage_rank):
-        problems += _fault(1, f"stage_rank names a rank, but only {len(ranks)} are listed").problems
+        problems += _make_error(
+            1, f"stage_rank has a rank that is not among the {len(ranks)} listed."
+        ).problems
     copies = [stage for group in replicas for stage in list_group_stages(group)]
     if len(set(copies)) < len(copies) or any(stage >= stages for stage in copies):
-        why = f"each of stages 0..{stages - 1} may stand in one group of replicas"
-        problems += _fault(1, why).problems
+        why = f"Each of stages 0..{stages - 1} may be in one group of replicas only."
+        problems += _make_error(1, why).problems
     count = sum(len(actions) for actions in ranks)
-    different = max(stages - len(copies), 0) + len(replicas)  # of which each does every microbatch
+    # number of groups; together the stages of each run every microbatch
+    different = max(stages - len(copies), 0) + len(replicas)
     if microbatches < 1 or different * microbatches > count:
-        why = f"{count} actions are too few for stages={stages}, microbatches={microbatches}"
-        problems += _fault(1, why).problems
+        why = f"{count} actions are too few for stages={stages} and microbatches={microbatches}."
+        problems += _make_error(1, why).problems
     return problems
 
 
-def _on_line(number: int, problem: Problem) -> Problem:
+def _add_line(number: int, problem: Problem) -> Problem:
     return Problem(problem.code, f"line {number}, {problem.where}", problem.why, problem.fix)
 
 
-def _fault(number: int, why: str) -> FxpartError:
+def _make_error(number: int, why: str) -> FxpartError:
     return FxpartError(
-        Problem("FXP303", f"schedule text, line {number}", why, "write it with to_text")
+        Problem("FXP303", f"schedule text, line {number}", why, "Write the schedule with to_text.")
     )
 
 
 def draw(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
-    """One line per rank, one column per tick: forward takes one, backward two, transfers none.
+    """Return a diagram: a line per rank, a column per tick (forward 1, backward 2, transfer 0).
 
-    ``F0`` forward of microbatch 0, ``B0``, ``I0``, ``W0`` backwards, ``==`` still the same action,
-    ``.`` idle. With several stages on a rank the stage stands in front: ``2F0``. edges: the stage
-    graph, a chain if not given. Lines carry no trailing space and the text no final newline.
+    ``F0`` forward of microbatch 0, ``B0``, ``I0``, ``W0`` backwards, ``==`` the same action
+    continues, ``.`` idle. With several stages per rank the stage precedes the kind: ``2F0``. edges:
+    the stage graph, a chain by default. Lines have no trailing space and the text no final newline.
     """
     wanted = chain(schedule.stages) if edges is None else tuple(edges)
     only = tuple(tuple(a.plain for a in r if a.kind.is_compute) for r in schedule.ranks)

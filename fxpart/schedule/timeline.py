@@ -1,4 +1,4 @@
-"""A schedule in time, as data: spans for a report, and a trace that Chrome and Perfetto open."""
+"""A schedule in time, as data: spans for reports, and a trace for Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Literal
 
 from fxpart.schedule.action import Action
 
-Lane = Literal["compute", "send", "receive"]
+Track = Literal["compute", "send", "receive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank's lane, from start to end in seconds."""
+    """One action of a rank, from start to end in seconds. track: computation, send or receive."""
 
     rank: int
-    lane: Lane
+    track: Track
     action: Action
     start: float
     end: float
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpan:
-    """What a rank does for a stage once a step (sums, optimizer), from start to end in seconds."""
+    """Work of a stage per step (gradient all-reduce, optimizer), from start to end in seconds."""
 
     rank: int
     stage: int
@@ -34,12 +34,12 @@ class UpdateSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens. Seconds from the start of the step.
+    """All times of a step, in seconds from its start.
 
-    spans: sorted by rank, lane, start. updates: what is done once a step, where it was given, by
-    rank and start. step_seconds: end of the last of all. bubble: the share of the ranks' time in
-    which they compute nothing. busy: seconds of computation per rank, updates included. in_flight:
-    per stage the most microbatches whose activations are held at once.
+    spans: sorted by rank, track, start. updates: the work per step, if specified, by rank and
+    start. step_seconds: end of the last event. bubble: the share of the ranks' time without
+    computation. busy: seconds of computation per rank, updates included. in_flight: per stage the
+    most microbatches whose activations are stored at once.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Timeline:
     updates: tuple[UpdateSpan, ...] = ()
 
     def compute(self, rank: int) -> tuple[Span, ...]:
-        """The rank's computations in order."""
-        return tuple(s for s in self.spans if s.rank == rank and s.lane == "compute")
+        """Return the rank's computations in order."""
+        return tuple(s for s in self.spans if s.rank == rank and s.track == "compute")
 
     def as_dict(self) -> dict[str, object]:
-        """Plain data for JSON: the fields, and each span with its action spelled out."""
+        """Return plain data for JSON: the fields, and each span with its action as text."""
         return {
             "name": self.name,
             "ranks": self.ranks,
@@ -69,7 +69,7 @@ class Timeline:
         }
 
     def chrome_trace(self) -> dict[str, object]:
-        """Events for chrome://tracing or Perfetto: a process per rank, a thread per lane.
+        """Return events for chrome://tracing or Perfetto: a process per rank, a thread per track.
 
         Times in microseconds; an arrow leads from each send to its receive. Format: Google, "Trace
         Event Format", complete (X), metadata (M) and flow (s, f) events.
@@ -77,20 +77,20 @@ class Timeline:
         events: list[dict[str, object]] = []
         for rank in range(self.ranks):
             events.append(_name("process_name", rank, 0, f"rank {rank}"))
-            events += [_name("thread_name", rank, tid, lane) for lane, tid in _THREADS.items()]
+            events += [_name("thread_name", rank, tid, track) for track, tid in _THREADS.items()]
         for span in self.spans:
             events += _trace_events(span)
         events += [_update_event(update) for update in self.updates if update.end > update.start]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-_THREADS: dict[Lane, int] = {"compute": 0, "send": 1, "receive": 2}
+_THREADS: dict[Track, int] = {"compute": 0, "send": 1, "receive": 2}
 
 
 def _span_dict(span: Span) -> dict[str, object]:
     action = span.action
     found: dict[str, object] = {
-        "rank": span.rank, "lane": span.lane, "action": str(action), "stage": action.stage,
+        "rank": span.rank, "lane": span.track, "action": str(action), "stage": action.stage,
         "kind": action.kind.value, "microbatch": action.microbatch,
         "start": span.start, "end": span.end,
     }  # fmt: skip
@@ -113,20 +113,20 @@ def _name(what: str, rank: int, thread: int, value: str) -> dict[str, object]:
 
 
 def _trace_events(span: Span) -> list[dict[str, object]]:
-    action, thread = span.action, _THREADS[span.lane]
+    action, thread = span.action, _THREADS[span.track]
     where: dict[str, object] = {"pid": span.rank, "tid": thread}
     start, length = span.start * 1e6, (span.end - span.start) * 1e6
     args = {"stage": action.stage, "microbatch": action.microbatch}
     whole: dict[str, object] = {
-        "ph": "X", "name": str(action), "cat": span.lane, "ts": start, "dur": length,
+        "ph": "X", "name": str(action), "cat": span.track, "ts": start, "dur": length,
         "args": args, **where,
     }  # fmt: skip
-    if span.lane == "compute":
+    if span.track == "compute":
         return [whole]
     ends = (action.stage, action.peer)
-    source, target = ends if span.lane == "send" else ends[::-1]
+    source, target = ends if span.track == "send" else ends[::-1]
     flow = {"name": "transfer", "cat": "transfer", "id": f"{source}>{target}:{action.microbatch}"}
-    # An arrow leaves where the send starts and arrives where the receive ends.
-    arrow = {"ph": "s", "ts": start} if span.lane == "send" else {"ph": "f", "ts": start + length}
-    binding = {} if span.lane == "send" else {"bp": "e"}
+    # An arrow starts at the start of the send and ends at the end of the receive.
+    arrow = {"ph": "s", "ts": start} if span.track == "send" else {"ph": "f", "ts": start + length}
+    binding = {} if span.track == "send" else {"bp": "e"}
     return [whole, {**flow, **arrow, **binding, **where}]

@@ -1,14 +1,13 @@
-"""How fxpart's runtime overlaps transfers with computation, as waits between moments.
+"""Limits of the runtime on transfers that overlap computation, as dependencies of events.
 
-A send returns at once unless WINDOW sends of the rank are under way: then the oldest is waited for.
-A receive is posted when its rank comes to it, or earlier: up to AHEAD messages of a sender beyond
-the one that is needed next.
+A send returns at once unless WINDOW sends of the rank are pending: then the rank waits for the
+oldest one. A receive is posted when its rank reaches it, or earlier: up to AHEAD messages of a
+sender beyond the one that is needed next.
 
-Over gloo a transfer needs both ends: until its receive is posted nothing moves. Ranks of one
-machine send through memory that they share. There the sender itself copies, at once, and computes
-nothing meanwhile; a send is under way until all but STORED messages up to it have their receives
-posted.
-A test compares the numbers with the runtime's own.
+Over gloo a transfer needs both ends: nothing moves until its receive is posted. Ranks of one
+machine send through shared memory. There the sender copies the data synchronously; a send is
+pending until all but STORED messages up to it have their receives posted. A test compares the
+constants with the runtime's own.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ STORED = 4
 def add_transfer_limits(
     schedule: Schedule,
     dependence: Dependence,
-    lanes: Sequence[list[Event]],
+    resources: Sequence[list[Event]],
     after: dict[Event, list[Event]],
     *,
     shared: bool = False,
 ) -> None:
-    """Add to the ranks' lanes, and to what events wait for, what the runtime's limits say.
+    """Add the runtime's limits to the ranks' resources and to the dependencies of events.
 
-    lanes: by rank all actions of its list, transfers included. Each gets a Begin, which a
-    computation follows. shared: ranks share memory; a send then follows its Begin, too. Otherwise
-    transfers stay in the lanes of their links alone.
+    resources: by rank all actions of its list, transfers included. Each gets an ActionStart, which
+    a computation follows. shared: ranks use shared memory, so a send also follows its ActionStart.
+    Otherwise transfers are only in the resources of their links.
     """
-    inboxes = _inboxes(schedule)
-    posted = _postings(schedule, dependence, inboxes)
+    inboxes = _group_sends(schedule)
+    posted = _find_postings(schedule, dependence, inboxes)
     ends: dict[Action, Event | None] = {a: a for sends in inboxes for a in sends}
     if shared:
         ends = dict.fromkeys(ends)
         for sends in inboxes:
             early = zip(sends[STORED:], sends, strict=False)
             ends |= {send: posted.get(before) for send, before in early}
-    for lane, actions in zip(lanes, schedule.ranks, strict=True):
-        lane[:] = _begun(lane, after, shared)
+    for resource, actions in zip(resources, schedule.ranks, strict=True):
+        resource[:] = _insert_starts(resource, after, shared)
         mine = [a.plain for a in actions if is_send(a)]
         for send, oldest in zip(mine[WINDOW:], mine, strict=False):
             end = ends[oldest]
@@ -56,14 +55,14 @@ def add_transfer_limits(
                 *([] if end is None else [end]),
             ]
     if shared:
-        _arriving(after, ends)
+        _depend_on_arrivals(after, ends)
         return
     for send, moment in posted.items():
         after[send].append(moment)
 
 
-def _arriving(after: dict[Event, list[Event]], sends: Collection[Action]) -> None:
-    """What waits for a send to compute with it waits for its arrival."""
+def _depend_on_arrivals(after: dict[Event, list[Event]], sends: Collection[Action]) -> None:
+    """Replace dependencies on a send by dependencies on its arrival."""
     for event, needs in after.items():
         if isinstance(event, ActionStart) and event.action.kind.is_compute:
             after[event] = [
@@ -73,10 +72,12 @@ def _arriving(after: dict[Event, list[Event]], sends: Collection[Action]) -> Non
     after |= {TransferArrival(send): [send] for send in sends}
 
 
-def _begun(lane: Sequence[Event], after: dict[Event, list[Event]], shared: bool) -> list[Event]:
-    """The lane with Begins; the waits of what follows its Begin become those of that."""
+def _insert_starts(
+    resource: Sequence[Event], after: dict[Event, list[Event]], shared: bool
+) -> list[Event]:
+    """Return the resource with ActionStarts; move the dependencies of actions to their starts."""
     found: list[Event] = []
-    for event in lane:
+    for event in resource:
         if not isinstance(event, Action):
             found.append(event)
             continue
@@ -89,8 +90,8 @@ def _begun(lane: Sequence[Event], after: dict[Event, list[Event]], shared: bool)
     return found
 
 
-def _inboxes(schedule: Schedule) -> list[list[Action]]:
-    """Of each sender, receiver and direction the sends, in order."""
+def _group_sends(schedule: Schedule) -> list[list[Action]]:
+    """Return the ordered sends of each sender, receiver and direction."""
     inboxes: dict[tuple[int, int, ActionKind], list[Action]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for send in (a.plain for a in actions if is_send(a)):
@@ -99,26 +100,31 @@ def _inboxes(schedule: Schedule) -> list[list[Action]]:
     return list(inboxes.values())
 
 
-def _postings(
+def _find_postings(
     schedule: Schedule, dependence: Dependence, inboxes: Sequence[Sequence[Action]]
 ) -> dict[Action, ActionStart]:
-    """By send the moment at which its receiver posts the receive, where that is not the start."""
+    """Return by send the event at which its receive is posted, if that is not the step's start."""
     place = {
         action.plain: index for actions in schedule.ranks for index, action in enumerate(actions)
     }
     found: dict[Action, ActionStart] = {}
     for sends in inboxes:
-        # Posting or taking a message posts those before it, too: hence the first of all later ones.
-        at: list[Action] = [_taker(send, dependence) for send in sends[-AHEAD:]]
+        # Posting or taking a message also posts the previous ones: hence the first of all later
+        # events.
+        at: list[Action] = [_find_consumer(send, dependence) for send in sends[-AHEAD:]]
         for index in range(len(sends) - 1, AHEAD - 1, -1):
-            at = [get_transfer_partner(sends[index]), _taker(sends[index - AHEAD], dependence), *at]
+            at = [
+                get_transfer_partner(sends[index]),
+                _find_consumer(sends[index - AHEAD], dependence),
+                *at,
+            ]
             at = [min(at, key=place.__getitem__)]
             found[sends[index]] = ActionStart(at[0])
     return found
 
 
-def _taker(send: Action, dependence: Dependence) -> Action:
-    """The computation that takes what a send brings."""
+def _find_consumer(send: Action, dependence: Dependence) -> Action:
+    """Return the computation that consumes the data of a send."""
     assert send.peer is not None
     if send.kind is ActionKind.SEND_F:
         return Action(send.peer, ActionKind.F, send.microbatch)

@@ -1,10 +1,11 @@
-"""The verifier: a schedule is run by nobody before it has passed here.
+"""Verifier: every schedule must pass it before it is run.
 
-What is proved: every computation happens exactly once, after all that it needs, and in the order
-that makes sums equal those of one process; every value that changes rank is sent and received
-exactly once; with sends that block until they are received, all ranks reach their end, and both
-ends of every channel of transfers have the same order (:mod:`fxpart.schedule.channels`); no stage
-holds more microbatches than it may; and each computation names the weights that it reads.
+It proves that every computation runs exactly once, after its dependencies, and in an order that
+makes accumulated sums equal to single-process training. Every value that changes rank is sent and
+received exactly once. With sends that block until they are received, all ranks terminate, and both
+ends of every channel of transfers have the same order (:mod:`fxpart.schedule.channels`). No stage
+exceeds its limit of microbatches in flight, and each computation names the weight version that it
+reads.
 """
 
 from __future__ import annotations
@@ -55,94 +56,96 @@ def check(
     every: int | None = None,
     tied: Iterable[TiedTransfer] = (),
 ) -> tuple[Problem, ...]:
-    """All that is wrong with a lowered schedule, or an empty tuple.
+    """Return all problems of a lowered schedule.
 
-    edges: the stage graph. memory: per stage, the most microbatches that may be in flight; without
-    it the bound of the builder by that name holds, if there is one. weights: a weight mode or its
-    name; "flush" knows no weight versions, in a mode that does not flush every computation names
-    the one that the order of actions implies. every: microbatches to an update; where it is not
-    given only what any number implies is proved: that a backward names its forward's version, if it
-    reads that. tied: the gradients of tied parameters that stages send to each other. Raises FXP109
-    if memory has not one entry per stage, and for an unknown mode.
+    edges: the stage graph. memory: per stage, the maximum of microbatches in flight; by default the
+    bound of the builder of that name, if there is one. weights: a weight mode or its name. "flush"
+    has no weight versions; in a mode without flushes every computation names the version that the
+    order of actions implies. every: microbatches per update. If it is None, only properties
+    independent of it are proved: that a backward names the version of its forward, if it reads
+    that. tied: the gradients of tied parameters that stages send to each other. Raises FXP109 if
+    memory does not have one entry per stage, and for an unknown mode.
     """
     wanted = tuple(edges)
     if memory is not None and len(memory) != schedule.stages:
         raise error(
             "FXP109",
             where="verify: memory",
-            why=f"{len(memory)} limits for {schedule.stages} stages",
-            fix="give one number of microbatches for each stage",
+            why=f"There are {len(memory)} limits for {schedule.stages} stages.",
+            fix="Pass one number of microbatches for each stage.",
         )
     shape = find_shape_problems(schedule, wanted)
-    if shape:  # nothing below is defined for such a schedule
+    if shape:  # the other checks are undefined for such a schedule
         return tuple(shape)
     dependence = Dependence.of(schedule, wanted)
     found = (
-        *_complete(schedule, dependence),
-        *_transfers(schedule, dependence),
-        *_ordered(schedule, dependence),
-        *_deadlock(schedule),
-        *_bounded(schedule, memory),
+        *_find_incomplete(schedule, dependence),
+        *_find_transfer_problems(schedule, dependence),
+        *_find_order_problems(schedule, dependence),
+        *_find_deadlocks(schedule),
+        *_find_memory_problems(schedule, memory),
         *find_version_problems(schedule, weight_mode(weights), every),
     )
     # The order on channels is defined only where each transfer has its two ends.
     return found or tuple(find_channel_problems(schedule, dependence, tied=tied))
 
 
-def incomplete(schedule: Schedule, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
-    """The computations that are missing, or there too often; also before there are transfers.
+def find_incomplete(schedule: Schedule, edges: Iterable[StageEdge]) -> tuple[Problem, ...]:
+    """Return missing and duplicate computations; works before and after lowering.
 
-    Raises FXP901 on edges that are no stage graph; numbers that do not fit together are
-    :func:`fxpart.schedule.consistency.find_shape_problems`' question.
+    Raises FXP901 for edges that are not a stage graph.
+    :func:`fxpart.schedule.consistency.find_shape_problems` checks whether the numbers are
+    consistent.
     """
-    return tuple(_complete(schedule, Dependence.of(schedule, edges)))
+    return tuple(_find_incomplete(schedule, Dependence.of(schedule, edges)))
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _format_numbers(numbers: Iterable[int]) -> str:
     shown = [str(n) for n in sorted(numbers)]
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
-def _complete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
-    """Each stage takes each microbatch forward once, and backward once (whole or split)."""
+def _find_incomplete(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """Check that each stage runs each microbatch once forward and once backward (B, or I and W)."""
     count = Counter(a.plain for actions in schedule.ranks for a in actions if a.kind.is_compute)
     found: list[Problem] = []
     if schedule.replicas:
-        strange = sorted(str(a) for a in count if not schedule.takes(a.stage, a.microbatch))
+        strange = sorted(str(a) for a in count if not schedule.runs(a.stage, a.microbatch))
         found += [
-            make_unsafe_problem(text, "another copy of the stage does it") for text in strange
+            make_unsafe_problem(text, "Another replica of the stage runs this microbatch.")
+            for text in strange
         ]
     for stage in range(schedule.stages):
-        everything = schedule.taken(stage)
-        split = {m for m in everything if (stage, m) in dependence.split}
-        whole = set(everything) - split if schedule.trains else set()
+        own = schedule.list_microbatches(stage)
+        split = {m for m in own if (stage, m) in dependence.split}
+        whole = set(own) - split if schedule.trains else set()
         wanted = {
-            ActionKind.F: set(everything),
+            ActionKind.F: set(own),
             ActionKind.B: whole,
             ActionKind.I: split,
             ActionKind.W: split,
         }
         for kind, microbatches in wanted.items():
-            times = {m: count[Action(stage, kind, m)] for m in everything}
+            times = {m: count[Action(stage, kind, m)] for m in own}
             missing = [m for m, n in times.items() if n == 0 and m in microbatches]
             repeated = [m for m, n in times.items() if n > 1 and m in microbatches]
             unwanted = [m for m, n in times.items() if n > 0 and m not in microbatches]
             for what, which in (
-                ("is missing", missing),
-                ("is there more than once", repeated),
-                ("should not be there", unwanted),
+                ("The computation is missing.", missing),
+                ("The computation occurs more than once.", repeated),
+                ("The computation should not occur.", unwanted),
             ):
                 if which:
-                    where = f"stage {stage}, {kind.value} of microbatch {_listed(which)}"
+                    where = f"stage {stage}, {kind.value} of microbatch {_format_numbers(which)}"
                     found.append(make_unsafe_problem(where, what))
     return found
 
 
-def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
-    """Each value and gradient that changes rank is sent once and received once, and no other."""
+def _find_transfer_problems(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """Check that each value and gradient that changes rank is sent and received exactly once."""
     wanted: set[Action] = set()
     for stage in range(schedule.stages):
-        for microbatch in schedule.taken(stage):
+        for microbatch in schedule.list_microbatches(stage):
             causes = [
                 Action(stage, ActionKind.F, microbatch),
                 dependence.backward(stage, microbatch),
@@ -153,10 +156,12 @@ def _transfers(schedule: Schedule, dependence: Dependence) -> list[Problem]:
     found: list[Problem] = []
     for action in sorted(wanted | set(count), key=_in_text_order):
         if action not in wanted:
-            found.append(make_unsafe_problem(str(action), "no edge of the stage graph asks for it"))
+            found.append(
+                make_unsafe_problem(str(action), "No edge of the stage graph needs this transfer.")
+            )
         elif count[action] != 1:
-            what = "is missing" if count[action] == 0 else f"is there {count[action]} times"
-            found.append(make_unsafe_problem(str(action), what))
+            what = "is missing" if count[action] == 0 else f"occurs {count[action]} times"
+            found.append(make_unsafe_problem(str(action), f"The transfer {what}."))
     return found
 
 
@@ -164,8 +169,9 @@ def _in_text_order(action: Action) -> tuple[int, str, int, int]:
     return (action.stage, action.kind.value, action.microbatch, action.peer or 0)
 
 
-# What of a stage is summed in the order of microbatches: running statistics, and gradients of
-# weights. Of a split backward the first half makes some of them (biases, say), the second the rest.
+# The sums of a stage that accumulate in microbatch order: running statistics and weight gradients.
+# The input half of a split backward computes some gradients (such as biases), the weight half the
+# others.
 _SUMS = {
     ActionKind.F: ("statistics",),
     ActionKind.B: ("early gradients", "late gradients"),
@@ -174,11 +180,11 @@ _SUMS = {
 }
 
 
-def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
-    """On its rank each action follows what it needs, and microbatches follow each other.
+def _find_order_problems(schedule: Schedule, dependence: Dependence) -> list[Problem]:
+    """Check that each action follows its dependencies on its rank, and microbatches are in order.
 
-    The second makes a stage's sums over microbatches (gradients, running statistics) the same, bit
-    for bit, as those of one process that takes the microbatches in order.
+    The order makes a stage's sums over microbatches (gradients, running statistics) bitwise
+    identical to those of one process that runs the microbatches in order.
     """
     found: list[Problem] = []
     for rank, actions in enumerate(schedule.ranks):
@@ -186,13 +192,13 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
         latest: dict[tuple[int, str], int] = {}
         for position, action in enumerate(actions):
             for need in dependence.requires(action.plain):
-                # A receive waits for a send on another rank: executed in _deadlock.
+                # A receive waits for a send on another rank, which _find_deadlocks checks.
                 if schedule.stage_rank[need.stage] == rank and need not in done:
                     where, why = (
                         describe_position(rank, position, action),
-                        f"{need} has not been done before",
+                        f"{need} does not run before it.",
                     )
-                    found.append(make_unsafe_problem(where, why, f"put {need} before it"))
+                    found.append(make_unsafe_problem(where, why, f"Move {need} before it."))
             done.add(action.plain)
             before = -1
             for made in _SUMS.get(action.kind, ()):
@@ -200,13 +206,13 @@ def _ordered(schedule: Schedule, dependence: Dependence) -> list[Problem]:
                 before = max(before, latest.get(key, -1))
                 latest[key] = max(action.microbatch, latest.get(key, -1))
             if action.microbatch < before:
-                why = f"microbatch {before} came before it"
+                why = f"Microbatch {before} runs before it."
                 found.append(make_unsafe_problem(describe_position(rank, position, action), why))
     return found
 
 
-def _deadlock(schedule: Schedule) -> list[Problem]:
-    """All ranks end when a send blocks until it is received."""
+def _find_deadlocks(schedule: Schedule) -> list[Problem]:
+    """Check that all ranks terminate if a send blocks until it is received."""
     run = execute(schedule.ranks, schedule.stage_rank)
     stuck = {
         rank: actions[run.done[rank]].plain
@@ -219,21 +225,23 @@ def _deadlock(schedule: Schedule) -> list[Problem]:
         other = schedule.stage_rank[action.peer]
         where = describe_position(rank, run.done[rank], action)
         there = f"is at {stuck[other]}" if other in stuck else "has ended"
-        why = f"it waits for {get_transfer_partner(action)} on rank {other}, which {there}"
+        why = f"The action waits for {get_transfer_partner(action)} on rank {other}, which {there}."
         found.append(
-            make_unsafe_problem(where, why, "lower the schedule again from its computations")
+            make_unsafe_problem(where, why, "Lower the schedule again from its computations.")
         )
     return found
 
 
-def _bounded(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
-    """No stage holds more microbatches than it may."""
+def _find_memory_problems(schedule: Schedule, memory: Sequence[int] | None) -> list[Problem]:
+    """Check that no stage exceeds its limit of microbatches in flight."""
     if memory is None:
         memory = get_in_flight_limits(schedule)
         if memory is None:
             return []
     return [
-        make_unsafe_problem(f"stage {stage}", f"{held} microbatches in flight, {limit} allowed")
-        for stage, (held, limit) in enumerate(zip(count_in_flight(schedule), memory, strict=True))
-        if held > limit
+        make_unsafe_problem(
+            f"stage {stage}", f"There are {count} microbatches in flight; the limit is {limit}."
+        )
+        for stage, (count, limit) in enumerate(zip(count_in_flight(schedule), memory, strict=True))
+        if count > limit
     ]

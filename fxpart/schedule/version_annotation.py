@@ -1,4 +1,4 @@
-"""Weight versions in a schedule's actions: ``0F7@4`` reads the weights of four updates."""
+"""Weight versions in a schedule's actions: ``0F7@4`` reads the weights after four updates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 
 def annotate_versions(schedule: Schedule, mode: str | WeightMode, every: int) -> Schedule:
-    """The schedule with each computation's version named, as the weight mode has it.
+    """Return the schedule with the weight version of each computation in this weight mode.
 
-    schedule: a stream, with transfers or without: each stage runs forwards ahead, then alternates.
-    every: microbatches to an update. A forward names the version it starts from, a backward the
-    same where it sees the forward's weights and otherwise what has been applied by then; modes that
-    flush know no versions. Raises FXP109 for every below 1, for other orders of actions, and where
-    the mode needs more microbatches to an update (:meth:`WeightVersionCounters.check`).
+    schedule: asynchronous, with or without transfers: each stage runs warm-up forwards, then
+    alternates. every: microbatches per update. A forward names the version it starts from; a
+    backward names the same version if it reads the forward's weights, otherwise the number of
+    updates applied by then. Modes that flush have no versions. Raises FXP109 for every below 1, for
+    other orders of actions, and if the mode needs more microbatches per update
+    (:meth:`WeightVersionCounters.check`).
     """
     how = weight_mode(mode)
     if how.flush:
-        return _named(schedule, lambda action: None)
+        return _with_version(schedule, lambda action: None)
     versions = derive_version_counters(schedule, every)
     versions.check(how)
 
@@ -32,15 +33,15 @@ def annotate_versions(schedule: Schedule, mode: str | WeightMode, every: int) ->
         late = action.kind is ActionKind.B and how.backward != "forward"
         return read.backward if late else read.version
 
-    return _named(schedule, version)
+    return _with_version(schedule, version)
 
 
 def derive_version_counters(schedule: Schedule, every: int) -> WeightVersionCounters:
-    """The version counters of a stream, by its own lists; FXP109 where it is none."""
+    """Return the version counters of an asynchronous schedule; raise FXP109 for other schedules."""
     if every < 1:
-        raise error("FXP109", where=f"every={every}", why="at least 1 is needed", fix="")
+        raise error("FXP109", where=f"every={every}", why="The value must be at least 1.", fix="")
     if schedule.replicas:
-        raise _no_stream(schedule, "copies of a stage share its microbatches", 0)
+        raise _make_order_error(schedule, "The replicas of a stage share its microbatches.", 0)
     lists: list[list[Action]] = [[] for _ in range(schedule.stages)]
     for actions in schedule.ranks:
         for action in actions:
@@ -50,14 +51,20 @@ def derive_version_counters(schedule: Schedule, every: int) -> WeightVersionCoun
     for stage, mine in enumerate(lists):
         kinds = [action.kind for action in mine]
         first = kinds.index(ActionKind.B) if ActionKind.B in kinds else 0
-        if not first or [a.plain for a in mine] != _stream(stage, first, schedule.microbatches):
-            raise _no_stream(schedule, "it is not forwards ahead, then backward and forward", stage)
+        if not first or [a.plain for a in mine] != _list_async_order(
+            stage, first, schedule.microbatches
+        ):
+            raise _make_order_error(
+                schedule,
+                "The order is not warm-up forwards followed by alternating backwards and forwards.",
+                stage,
+            )
         ahead.append(first)
     return WeightVersionCounters(tuple(ahead), every)
 
 
-def _stream(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    """The one order in which a stage may update while others go on."""
+def _list_async_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
+    """Return the only order in which a stage may update without a flush."""
     found = [Action(stage, ActionKind.F, m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches):
         found.append(Action(stage, ActionKind.B, m))
@@ -66,16 +73,16 @@ def _stream(stage: int, ahead: int, microbatches: int) -> list[Action]:
     return found
 
 
-def _no_stream(schedule: Schedule, why: str, stage: int) -> FxpartError:
+def _make_order_error(schedule: Schedule, why: str, stage: int) -> FxpartError:
     return error(
         "FXP109",
         where=f"weight versions of schedule {schedule.name}, stage {stage}",
         why=why,
-        fix=f"take {ASYNC} ({DEFAULT_SCHEDULE} has its order), or weights={FLUSH}",
+        fix=f"Use schedule {ASYNC} ({DEFAULT_SCHEDULE} has the same order), or weights={FLUSH}.",
     )
 
 
-def _named(schedule: Schedule, version: Callable[[Action], int | None]) -> Schedule:
+def _with_version(schedule: Schedule, version: Callable[[Action], int | None]) -> Schedule:
     ranks = tuple(
         tuple(replace(a, version=version(a) if a.kind.is_compute else None) for a in actions)
         for actions in schedule.ranks

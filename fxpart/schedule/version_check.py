@@ -1,7 +1,7 @@
-"""Weight versions, proved: each computation names the version that the lists themselves imply.
+"""Proof of weight versions: each computation names the version that the lists imply.
 
-Counted action by action, by what has been done before it on its rank; nothing here knows the
-formulas of :mod:`fxpart.schedule.versions`, which are held against it.
+Versions are counted action by action, from what has run before on the rank. The code does not use
+the formulas of :mod:`fxpart.schedule.versions` and so checks them independently.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _BACK = (ActionKind.B, ActionKind.I)
 
 
 def find_version_problems(schedule: Schedule, mode: WeightMode, every: int | None) -> list[Problem]:
-    """What is wrong with the versions that a schedule's actions name.
+    """Return the problems of the versions that a schedule's actions name.
 
-    every: microbatches after whose last backward a stage updates its weights; where it is not known
-    only what any number asks for is looked at: that each computation names a version, and a
-    backward its forward's, where it sees the weights of that. Raises FXP109 for every below 1.
+    every: microbatches after whose last backward a stage updates its weights. If it is None, only
+    properties independent of it are checked: that each computation names a version, and a backward
+    names its forward's version if it reads those weights. Raises FXP109 for every below 1.
     """
     if every is not None and every < 1:
-        raise error("FXP109", where=f"every={every}", why="at least 1 is needed", fix="")
+        raise error("FXP109", where=f"every={every}", why="The value must be at least 1.", fix="")
     if every is not None and schedule.replicas and not mode.flush:
-        why = "copies of a stage share its microbatches, and so have no versions of their own"
-        return [make_unsafe_problem("replicas", why, "give each stage one rank")]
+        why = "The replicas of a stage share its microbatches, so weight versions are undefined."
+        return [make_unsafe_problem("replicas", why, "Use stages without replicas.")]
     applied = None if every is None or mode.flush else AppliedUpdates.count(schedule, every)
     found: list[Problem] = []
     forwards: dict[tuple[int, int], int] = {}
@@ -36,44 +36,45 @@ def find_version_problems(schedule: Schedule, mode: WeightMode, every: int | Non
         for position, action in enumerate(actions):
             if mode.flush or not action.kind.is_compute:
                 none = action.version is None
-                why = "" if none else "it names a weight version where there is none"
+                why = "" if none else "The action names a weight version where there is none."
             elif action.version is None:
-                why = "it does not name the weight version it reads"
+                why = "The action does not name the weight version it reads."
             else:
-                why = _wrong(action, action.version, mode, applied, forwards)
+                why = _explain_wrong_version(action, action.version, mode, applied, forwards)
             if why:
                 found.append(make_unsafe_problem(describe_position(rank, position, action), why))
     return found
 
 
-def _wrong(
+def _explain_wrong_version(
     action: Action,
     version: int,
     mode: WeightMode,
     applied: AppliedUpdates | None,
     forwards: dict[tuple[int, int], int],
 ) -> str:
-    """Why the computation cannot read that version, or nothing."""
+    """Return why the computation cannot read that version; empty if it can."""
     key = (action.stage, action.microbatch)
     if applied is not None:
         wanted = applied.wanted(action, mode)
         there = applied.forward.get(key)
         if wanted is not None and version != wanted:
-            return f"by the actions before it {mode.name} reads version {wanted}"
+            return f"After the previous actions {mode.name} reads version {wanted}."
         if action.kind is ActionKind.F and there is not None and version > there:
-            return f"only {there} updates have been applied by then"
+            return f"Only {there} updates have been applied by then."
     elif mode.backward == "forward":
         first = forwards.setdefault(key, version)
         if first != version:
-            return f"the forward read version {first}"
+            return f"The forward read version {first}."
     return ""
 
 
 @dataclass
 class AppliedUpdates:
-    """Updates that a stage has applied when each computation runs, by (stage, microbatch).
+    """Number of updates that a stage has applied when each computation runs.
 
-    every: microbatches to an update. ahead: per stage its forwards before its first backward.
+    every: microbatches per update. ahead: per stage its forwards before its first backward.
+    forward, backward: by (stage, microbatch).
     """
 
     every: int
@@ -83,7 +84,7 @@ class AppliedUpdates:
 
     @classmethod
     def count(cls, schedule: Schedule, every: int) -> AppliedUpdates:
-        """Go through the lists: a stage updates once it has done ``every`` more backwards."""
+        """Count over the lists: a stage updates after every ``every`` backwards."""
         found = cls(every, [0] * schedule.stages)
         updates, pending = Counter[int](), Counter[int]()
         for actions in schedule.ranks:
@@ -101,7 +102,7 @@ class AppliedUpdates:
         return found
 
     def wanted(self, action: Action, mode: WeightMode) -> int | None:
-        """The version that the computation reads; None where the lists lack what would tell."""
+        """Return the version that the computation reads; None if the lists do not determine it."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is not ActionKind.F and mode.backward != "forward":
             return self.backward.get((stage, microbatch))

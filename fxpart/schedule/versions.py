@@ -1,8 +1,8 @@
-"""Which weight version each computation reads: counted from the order of actions, before any run.
+"""The weight version that each computation reads, derived from the order of actions.
 
-An asynchronous pipeline updates a stage's weights after the backwards of each minibatch and never
-drains, so that forwards read weights that lack updates. How many is a property of the schedule
-alone: on each stage the order of forwards and backwards is fixed.
+An asynchronous pipeline updates a stage's weights after the backwards of each minibatch, without
+flushes, so that forwards read stale weights. The staleness is a property of the schedule alone,
+because the order of forwards and backwards on each stage is fixed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from fxpart.errors import error
 from fxpart.schedule.weight_modes import Horizon, WeightMode
 
-_KNOWN = 1024  # answers that are kept
+_KNOWN = 1024  # cached results
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRead:
-    """What one microbatch reads on one stage; versions are numbers of updates since the start.
+    """The weights that one microbatch reads on one stage; versions are numbers of updates.
 
     version: the updates in the weights that its forward starts from. forward, backward: the updates
-    that have been applied on the stage when each of the two runs (u_f, u_b). look_forward,
-    look_backward: by how many updates each looks ahead.
+    applied on the stage when each of the two runs (u_f, u_b). look_forward, look_backward: by how
+    many updates ahead each predicts the weights.
     """
 
     version: int
@@ -32,19 +32,19 @@ class WeightRead:
 
     @property
     def staleness(self) -> int:
-        """Updates between forward and backward."""
+        """Return the number of updates between forward and backward."""
         return self.backward - self.forward
 
 
 @dataclass(frozen=True)
 class WeightVersionCounters:
-    """The version counters of a stream of microbatches that begins with empty stages.
+    """Version counters of an asynchronous pipeline that starts empty.
 
-    ahead: per stage the forwards that it runs before its first backward (in a chain of K stages
-    K - k; one more than its warm-up). every: microbatches of a minibatch, after whose last backward
-    a stage updates its weights. start: updates applied before the stream. Microbatches count from 0
-    within the stream. Source: the table in section 1 of the notes on weight versions: with
-    t = i + 1, u_f = floor(max(0, t - (K - k)) / a) and u_b = floor((t - 1) / a).
+    ahead: per stage the forwards that it runs before its first backward (in a chain of K stages K -
+    k; one more than its warm-up). every: microbatches of a minibatch, after whose last backward a
+    stage updates its weights. start: updates applied before the first microbatch. Microbatches are
+    numbered from 0. Source: the table in section 1 of the notes on weight versions: with t = i + 1,
+    u_f = floor(max(0, t - (K - k)) / a) and u_b = floor((t - 1) / a).
     """
 
     ahead: tuple[int, ...]
@@ -55,20 +55,20 @@ class WeightVersionCounters:
     )
 
     def forward(self, stage: int, microbatch: int) -> int:
-        """Updates applied on the stage when the microbatch's forward runs."""
+        """Return the updates applied on the stage when the microbatch's forward runs."""
         return self.start + max(0, microbatch + 1 - self.ahead[stage]) // self.every
 
     def backward(self, stage: int, microbatch: int) -> int:
-        """Updates applied on the stage when the microbatch's backward runs."""
+        """Return the updates applied on the stage when the microbatch's backward runs."""
         return self.start + microbatch // self.every
 
     def staleness(self, stage: int, microbatch: int) -> int:
-        """Updates that are applied between a microbatch's forward and its backward."""
+        """Return the updates applied between a microbatch's forward and its backward."""
         return self.backward(stage, microbatch) - self.forward(stage, microbatch)
 
     def read(self, mode: WeightMode, stage: int, microbatch: int) -> WeightRead:
-        """Which weights the microbatch reads on the stage."""
-        # Kept, since a stage that runs asks for the same several times, between its computations.
+        """Return which weights the microbatch reads on the stage."""
+        # Cached, since a running stage requests the same read several times between computations.
         key = id(mode), stage, microbatch
         found = self._known.get(key)
         if found is None:
@@ -79,7 +79,8 @@ class WeightVersionCounters:
 
     def _read(self, mode: WeightMode, stage: int, microbatch: int) -> WeightRead:
         first = microbatch - microbatch % self.every
-        if mode.flush:  # no update is missing; it looks as far as in a full stream
+        # no update is missing; predict as far ahead as in a full asynchronous pipeline
+        if mode.flush:
             steady = microbatch + max(self.ahead) * self.every
             now = self.backward(stage, microbatch)
             ahead, back = self._looks(mode, stage, steady)
@@ -97,12 +98,13 @@ class WeightVersionCounters:
         )
 
     def _delayed(self, stage: int, microbatch: int) -> int:
-        """One update before those of earlier minibatches; with one stage nothing is delayed."""
+        """Return one update less than those of earlier minibatches; with one stage there is no
+        delay."""
         now = self.backward(stage, microbatch)
         return now if max(self.ahead) == 1 else max(self.start, now - 1)
 
     def _looks(self, mode: WeightMode, stage: int, microbatch: int) -> tuple[int, int]:
-        """How far its forward and its backward look ahead."""
+        """Return by how many updates ahead its forward and its backward predict."""
         behind = self.staleness(stage, microbatch)
         most = self.staleness(self.deepest, microbatch)
         return (
@@ -111,54 +113,56 @@ class WeightVersionCounters:
         )
 
     def gap(self, stage: int) -> int:
-        """The most updates between a microbatch's forward and backward: ceil((K - 1 - k) / a).
+        """Return the most updates between a microbatch's forward and backward: ceil((K - 1 - k) /
+        a).
 
-        With one microbatch to an update the staleness of each once the pipeline is full, K - 1 - k.
+        With one microbatch per update this is the staleness of each once the pipeline is full, K -
+        1 - k.
         """
         return -(-(self.ahead[stage] - 1) // self.every)
 
     def period(self) -> range:
-        """The microbatches of one minibatch, late enough for what they read to repeat ever after.
+        """Return the microbatches of one minibatch, late enough for the reads to be periodic.
 
-        By then the pipeline is full and updates that are delayed have been made.
+        By then the pipeline is full and delayed updates have been applied.
         """
         first = (-(-max(self.ahead) // self.every) + 2) * self.every
         return range(first, first + self.every)
 
     def check(self, mode: WeightMode) -> None:
-        """Raise FXP109 where the mode is not made for so many microbatches to an update.
+        """Raise FXP109 if the mode does not support this number of microbatches per update.
 
-        A double buffer holds the weights of two updates, so that no microbatch may miss a second
-        one: as many microbatches to an update as are in flight (PipeDream-2BW, section 3.1).
+        A double buffer stores the weights of two updates, so no microbatch may miss a second one:
+        the microbatches per update must be at least those in flight (PipeDream-2BW, section 3.1).
         """
         most = max(self.ahead)
         if mode.base == "delayed" and not mode.flush and self.every < most:
             raise error(
                 "FXP109",
                 where=f"weights={mode.name}",
-                why=f"{self.every} microbatches to an update, and {most} in flight on stage "
-                f"{self.deepest}: a forward could miss two updates, and there are two buffers",
-                fix=f"{most} microbatches or more, fewer stages, or weights=stash",
+                why=f"With {self.every} microbatches per update and {most} in flight on stage "
+                f"{self.deepest}, a forward could miss two updates; there are two buffers.",
+                fix=f"Use {most} microbatches or more, fewer stages, or weights=stash.",
             )
 
     @property
     def lag(self) -> int:
-        """Minibatches after which what the last stage says of one is known everywhere, unawaited.
+        """Return after how many minibatches a report of the last stage is known everywhere.
 
-        A rank is ahead of the last stage by its warm-up at most, and one more lets news travel
-        while the ranks work. 0 where there is one stage.
+        No rank has to wait for it: a rank is ahead of the last stage by at most its warm-up, and
+        one more minibatch hides the latency of the message. 0 with one stage.
         """
         most = max(self.ahead) - 1
         return -(-most // self.every) + 1 if most else 0
 
     @property
     def deepest(self) -> int:
-        """The stage that runs furthest ahead: the first of those with most forwards in flight."""
+        """Return the stage that runs furthest ahead: the first with the most forwards in flight."""
         return max(range(len(self.ahead)), key=lambda stage: (self.ahead[stage], -stage))
 
 
 def _look(horizon: Horizon, behind: int, most: int, *, forward: bool) -> int:
-    """Updates to look ahead; for a chain with one microbatch to an update, staleness K - 1 - k."""
+    """Return the updates to predict ahead; in a chain with one microbatch per update: K - 1 - k."""
     if horizon == "none":
         return 0
     if horizon == "staleness":
@@ -170,5 +174,5 @@ def _look(horizon: Horizon, behind: int, most: int, *, forward: bool) -> int:
 
 
 def count_chain_warmup(stages: int) -> tuple[int, ...]:
-    """Forwards before the first backward in a chain of stages: K - k."""
+    """Return the forwards before the first backward in a chain of stages: K - k."""
     return tuple(range(stages, 0, -1))

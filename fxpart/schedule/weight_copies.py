@@ -1,7 +1,7 @@
-"""How many copies of its weights a stage holds, by weight mode: counted from its order of actions.
+"""Number of weight copies of a stage by weight mode, counted from its order of actions.
 
-What a planner needs for memory, and what the runtime's own counts are held against. Source: the
-table in section 1 of the notes on weight versions.
+Used by the planner for memory, and compared with the runtime's own counts. Source: the table in
+section 1 of the notes on weight versions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from fxpart.schedule.action import ActionKind
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
 
-Span = tuple[int, int]  # the least and the most
+Span = tuple[int, int]  # smallest and largest value
 
-# Of a copy its name: ("W", updates) a version, ("P", updates, ahead) what was predicted from it.
+# Key of a copy: ("W", updates) for a version, ("P", updates, ahead) for a prediction from it.
 _Copy = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """Copies of a stage's weights.
+    """Number of copies of a stage's weights.
 
-    kept: the most that later computations need, the weights themselves among them. transient: what
-    one computation makes for itself (the runtime may keep it for the next if that wants the same,
-    never beside another). deltas: running means of the updates (PipeMare).
+    kept: the most that later computations need, including the weights themselves. transient: those
+    that one computation makes for itself (the runtime may reuse one for the next computation if it
+    reads the same weights, but never has two). deltas: running means of the updates (PipeMare).
     """
 
     kept: int
@@ -34,20 +34,19 @@ class WeightCopies:
 
     @property
     def extra(self) -> int:
-        """Copies beside the weights themselves, at the most."""
+        """Return the most copies besides the weights themselves."""
         return self.kept - 1 + self.transient + self.deltas
 
 
 def count_weight_copies(
     mode: WeightMode, versions: WeightVersionCounters, stage: int
 ) -> WeightCopies:
-    """The most copies alive at once on the stage, over a stream that is as long as one likes.
+    """Return the most simultaneous copies on the stage, over an asynchronous run of any length.
 
-    Weights are alive from the update that makes them to the next, and to their last read; what is
-    predicted, from its first forward to the last computation that sees it. Nothing is copied where
-    nothing is looked ahead. Microbatches that look equally far from equal weights share a copy.
-    Raises FXP109 where the mode needs more microbatches to an update
-    (:meth:`WeightVersionCounters.check`).
+    Weights are alive from their update to the next one, and to their last read. A prediction is
+    alive from its first forward to the last computation that reads it. Without prediction nothing
+    is copied. Microbatches that predict equally far from equal weights share a copy. Raises FXP109
+    if the mode needs more microbatches per update (:meth:`WeightVersionCounters.check`).
     """
     versions.check(mode)
     events = list(_order(mode, versions, stage))
@@ -55,23 +54,23 @@ def count_weight_copies(
     updates, back, transient = versions.start, 0, 0
     for now, (kind, microbatch) in enumerate(events):
         read = versions.read(mode, stage, microbatch)
-        for copy in _held(mode, read, kind, first=microbatch % versions.every == 0):
+        for copy in _list_shared_copies(mode, read, kind, first=microbatch % versions.every == 0):
             alive.setdefault(copy, [now, now + 1])[1] = now + 1
         alive["W", updates, 0][1] = now + 1
-        transient = max(transient, _passing(mode, read, kind))
+        transient = max(transient, _count_transient(mode, read, kind))
         if kind is ActionKind.B:
             back += 1
             if back % versions.every == 0:
                 updates += 1
                 alive["W", updates, 0] = [now + 1, now + 2]
     stale = mode.backward == "corrected" and versions.gap(stage) > 0
-    return WeightCopies(_overlap(alive.values()), transient, int(stale))
+    return WeightCopies(_count_overlap(alive.values()), transient, int(stale))
 
 
 def _order(
     mode: WeightMode, versions: WeightVersionCounters, stage: int
 ) -> Iterator[tuple[ActionKind, int]]:
-    """The stage's computations: of a stream until it repeats, or of one minibatch that drains."""
+    """Return the stage's computations: until they are periodic, or of one flushed minibatch."""
     ahead, every = versions.ahead[stage], versions.every
     count = every if mode.flush else 2 * max(versions.ahead) + 4 * every
     ahead = min(ahead, count)
@@ -82,8 +81,10 @@ def _order(
             yield ActionKind.F, m + ahead
 
 
-def _held(mode: WeightMode, read: WeightRead, kind: ActionKind, *, first: bool) -> Iterator[_Copy]:
-    """The copies that a computation reads and that are there for others too.
+def _list_shared_copies(
+    mode: WeightMode, read: WeightRead, kind: ActionKind, *, first: bool
+) -> Iterator[_Copy]:
+    """Return the copies that a computation reads and shares with other computations.
 
     first: whether the microbatch is its minibatch's first.
     """
@@ -100,8 +101,8 @@ def _held(mode: WeightMode, read: WeightRead, kind: ActionKind, *, first: bool) 
         yield "P", read.version, read.look_forward
 
 
-def _passing(mode: WeightMode, read: WeightRead, kind: ActionKind) -> int:
-    """1 if the computation makes weights that nothing after it sees."""
+def _count_transient(mode: WeightMode, read: WeightRead, kind: ActionKind) -> int:
+    """Return 1 if the computation makes weights that no later computation reads."""
     if kind is ActionKind.F:
         kept = mode.backward == "forward" or mode.base == "first microbatch"
         return int(bool(read.look_forward) and not kept)
@@ -110,8 +111,8 @@ def _passing(mode: WeightMode, read: WeightRead, kind: ActionKind) -> int:
     return int(bool(read.look_backward) and mode.backward == "applied")
 
 
-def _overlap(spans: Iterable[list[int]]) -> int:
-    """The most half-open spans that have a moment in common."""
+def _count_overlap(spans: Iterable[list[int]]) -> int:
+    """Return the largest number of half-open spans that overlap at one time."""
     marks = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     most = now = 0
     for _, change in marks:
@@ -122,11 +123,11 @@ def _overlap(spans: Iterable[list[int]]) -> int:
 
 @dataclass(frozen=True)
 class StageStaleness:
-    """One stage of a full pipeline. Spans are over the microbatches of an update.
+    """Staleness of one stage of a full pipeline, with ranges over the microbatches of an update.
 
     in_flight: microbatches. staleness: updates between a forward and its backward. behind: updates
-    that the version a forward starts from lacks at its backward. look_forward, look_backward:
-    updates that each looks ahead. copies: of the stage's weights.
+    that the version a forward starts from lacks at its backward. look_forward, look_backward: by
+    how many updates ahead each predicts the weights. copies: of the stage's weights.
     """
 
     stage: int
@@ -138,14 +139,15 @@ class StageStaleness:
     copies: WeightCopies
 
     def as_dict(self) -> dict[str, object]:
-        """As JSON takes it."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 def compute_stage_staleness(
     mode: WeightMode, versions: WeightVersionCounters
 ) -> tuple[StageStaleness, ...]:
-    """Each stage's; FXP109 where the mode needs more microbatches to an update."""
+    """Return the staleness of each stage; raise FXP109 if the mode needs more microbatches per
+    update."""
     found = []
     for stage, ahead in enumerate(versions.ahead):
         reads = [versions.read(mode, stage, m) for m in versions.period()]

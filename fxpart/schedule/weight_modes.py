@@ -1,9 +1,9 @@
 """Weight modes: which weights an asynchronous pipeline's forwards and backwards read.
 
-Four choices, of which each named method is a preset: the version a forward starts from, the weights
-of its backward, how far ahead each of them looks, and the rule by which it looks. Papers: PipeDream
-(SOSP 2019), SpecTrain (arXiv 1809.02839), XPipe (1911.04610), PipeDream-2BW (ICML 2021), PipeMare
-(1910.05124), PipeOptim (2312.00839), Nesterov for asynchronous pipelines (2505.01099).
+A mode has four properties: the version a forward starts from, the weights of its backward, how far
+ahead each of them predicts, and the prediction rule. Each named method is a preset. Papers:
+PipeDream (SOSP 2019), SpecTrain (arXiv 1809.02839), XPipe (1911.04610), PipeDream-2BW (ICML 2021),
+PipeMare (1910.05124), PipeOptim (2312.00839), Nesterov for asynchronous pipelines (2505.01099).
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ class WeightMode:
     name: of the preset, or "custom". base: the version from which a forward starts: all updates
     "applied" on its stage so far; as many as the "first stage" had for the same microbatch
     (vertical sync); one update before those of earlier minibatches ("delayed", double buffer); as
-    many as had been applied for the "first microbatch" of its minibatch. backward: the very weights
-    of the "forward", those with all updates "applied" by then, or these "corrected" by what they
-    moved on average (PipeMare). look_forward, look_backward: by how many updates each looks ahead:
-    "none"; the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", SpecTrain's
-    first rule, which aims at one moment for all stages: the staleness and half of what the first
-    stage has more in the forward, that half alone in the backward; "depth": the first stage's
-    staleness. rule: how it looks ahead (:mod:`fxpart.runtime.weight_prediction`). discount: whether
-    the learning rate is divided by a power of the staleness (PipeMare, T1). flush: whether the
-    pipeline drains before each update; a mode that flushes and looks ahead looks as far as one that
-    does not would ("lookahead", the control of every claim about prediction). optimizer: what the
-    method prescribes, "" for the user's own.
+    many as had been applied for the "first microbatch" of its minibatch. backward: the exact
+    weights of the "forward"; those with all updates "applied" by then; or the latter "corrected" by
+    their mean change (PipeMare). look_forward, look_backward: by how many updates ahead each
+    predicts: "none"; the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", the
+    first rule of SpecTrain, which predicts one common time for all stages: in the forward the
+    staleness plus half of the first stage's additional staleness, in the backward that half alone;
+    "depth": the first stage's staleness. rule: the prediction rule
+    (:mod:`fxpart.runtime.weight_prediction`). discount: whether the learning rate is divided by a
+    power of the staleness (PipeMare, T1). flush: whether the pipeline is flushed before each
+    update; a mode that flushes and predicts uses the distance of a mode without flushes
+    ("lookahead", the control experiment for prediction). optimizer: the optimizer that the method
+    prescribes, "" for the user's own.
 
-    supports_queues: whether its updates may come in an order that is not known beforehand, as from
-    queues. remedy: its place among the modes that are offered where memory lacks, fewest copies of
-    weights first; 0: it is not offered. forward_reads, backward_reads: in a few words, for the
+    supports_queues: whether its updates may come in an order that is not known in advance, as with
+    queues. remedy: its rank among the modes that are suggested if memory is insufficient, fewest
+    weight copies first; 0: not suggested. forward_reads, backward_reads: short descriptions for the
     documents.
     """
 
@@ -64,7 +65,7 @@ class WeightMode:
 
     @property
     def predicts(self) -> bool:
-        """Whether anything looks ahead."""
+        """Return whether any computation predicts weights."""
         return self.look_forward != "none" or self.look_backward != "none"
 
 
@@ -128,16 +129,16 @@ _MODES = (
 
 
 def _check_mode(name: str, mode: Any) -> None:
-    """Raise FXP109 for what cannot be registered as a weight mode."""
+    """Raise FXP109 if the object cannot be registered as a weight mode."""
     why = ""
     if not isinstance(mode, WeightMode):
         why = f"A weight mode is a WeightMode, not a {type(mode).__name__}."
     elif mode.name != name:
-        why = f"The mode has the name {quoted(mode.name)}."
+        why = f"The mode has the different name {quoted(mode.name)}."
     elif mode.flush:
-        why = "A registered weight mode does not flush before each update."
+        why = "A registered weight mode must not flush before each update."
     elif not mode.forward_reads:
-        why = "The mode does not say in forward_reads what a forward reads."
+        why = "The mode needs a description of the forward's weights in forward_reads."
     elif "," in name or name.split() != [name]:
         why = "The name has a comma or a space."
     if why:
@@ -174,7 +175,7 @@ def list_queue_modes() -> tuple[str, ...]:
     return tuple(name for name, mode in MODES.items() if mode.supports_queues)
 
 
-def list_stream_modes() -> tuple[str, ...]:
+def list_unflushed_modes() -> tuple[str, ...]:
     """Return the names of the modes that do not flush before each update."""
     return tuple(name for name, mode in MODES.items() if not mode.flush)
 

@@ -380,7 +380,7 @@ def select_weight_mode(
                 fix=f'pass weight_mode="{SPECTRAIN}" or another of {", ".join(MODES)}',
             )
         return None
-    if not SCHEDULES[plan.schedule].streams:
+    if not SCHEDULES[plan.schedule].runs_unflushed:
         raise error(
             "FXP109",
             where=f"weight_mode={mode.name}",

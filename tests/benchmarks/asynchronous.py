@@ -95,7 +95,7 @@ def stage_ms(trainer: Any, step: Callable[[], object]) -> list[float]:
         for _ in range(3):
             step()
     for span in recorder.recording.spans:
-        if span.lane == "compute":
+        if span.track == "compute":
             action = parse(span.name)
             if action.stage == dist.get_rank():
                 found[action.kind].append(span.end - span.start)

@@ -105,7 +105,7 @@ class Pair:
             taken = timed(self.fxpart(name), steps)
         found: dict[tuple[int, ActionKind], list[float]] = {}
         for span in recorder.recording.spans:
-            if span.lane == "compute":
+            if span.track == "compute":
                 action = parse(span.name)
                 found.setdefault((action.stage, action.kind), []).append(span.end - span.start)
         count = len(self.program.spec.stages)

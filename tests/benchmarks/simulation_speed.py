@@ -46,7 +46,7 @@ def measure(stages: int, microbatches: int, rounds: int) -> dict[str, float]:
     def crowded(crowd: HostContention) -> Callable[[], object]:
         return lambda: simulate(
             schedule, edges, forward, backward, transfer,
-            sends="runtime", crowd=crowd, once=once, join=True,
+            sends="runtime", contention=crowd, once=once, join=True,
         )  # fmt: skip
 
     ways: dict[str, Callable[[], object]] = {

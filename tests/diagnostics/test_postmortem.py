@@ -112,7 +112,7 @@ def test_no_word_at_all(tmp_path: Path) -> None:
     left = Left(tmp_path)
     left.ring(2, "2F5")
     left.ring(1, "1B0", "wait", 2)
-    left.ring(0, "gradient sums", "wait", ALL)
+    left.ring(0, "gradient reduction", "wait", ALL)
     left.ring(3, "3F6", "wait", 2)
     found = examine(tmp_path)
     assert found.first == (2,) and found.votes == {2: 4}

@@ -121,7 +121,7 @@ def test_what_the_plan_says() -> None:
     assert [s.ranks for s in given.stages] == [(0,), (1,), (2,)]
     assert [r.microbatches for r in given.prediction.ranks] == [4, 2, 0]
     schedule = plan_schedule(given)
-    assert [schedule.taken(k) for k in (0, 1)] == [(0, 1, 3, 4), (2, 5)]
+    assert [schedule.list_microbatches(k) for k in (0, 1)] == [(0, 1, 3, 4), (2, 5)]
     assert given.firsts == (0, 2)
     assert Plan.loads(given.dumps()) == given
 

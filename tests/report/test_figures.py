@@ -360,7 +360,7 @@ def test_the_schedule_in_time(seed: int) -> None:
         assert given.simulated_seconds == given.step_seconds
         return
     timeline = plan_timeline(plan)
-    last = max(span.end for span in timeline.spans if span.lane == "compute")
+    last = max(span.end for span in timeline.spans if span.track == "compute")
     once = max(e.sync_seconds + e.tie_seconds + e.optimizer_seconds for e in given.ranks)
     assert given.simulated_seconds == pytest.approx(last + once, rel=1e-12)
     assert timeline.step_seconds == pytest.approx(given.simulated_seconds, rel=1e-12)

@@ -145,8 +145,8 @@ def test_a_trace_is_read_back() -> None:
     again = decode(trace(recording), "t.json")
     assert msgspec.structs.replace(again, spans=()) == msgspec.structs.replace(recording, spans=())
     for mine, theirs in zip(again.spans, recording.spans, strict=True):
-        assert (mine.rank, mine.step, mine.lane, mine.name) == (
-            theirs.rank, theirs.step, theirs.lane, theirs.name
+        assert (mine.rank, mine.step, mine.track, mine.name) == (
+            theirs.rank, theirs.step, theirs.track, theirs.name
         )  # fmt: skip
         assert mine.start == pytest.approx(theirs.start, abs=1e-9)
         assert mine.end == pytest.approx(theirs.end, abs=1e-9)
@@ -246,12 +246,12 @@ def test_steps_of_other_batches_are_left_out() -> None:
     fewer = msgspec.structs.replace(
         recording,
         spans=tuple(
-            s for s in recording.spans if s.step != 1 or s.lane != "compute" or s.name != "0F3"
+            s for s in recording.spans if s.step != 1 or s.track != "compute" or s.name != "0F3"
         ),
     )
     found = compare(plan, fewer)
     assert found.steps == 2 and "1 recorded step" in " ".join(found.notes)
-    none = tuple(s for s in recording.spans if s.lane != "compute")
+    none = tuple(s for s in recording.spans if s.track != "compute")
     with pytest.raises(FxpartError, match="none has 4 microbatches"):
         compare(plan, msgspec.structs.replace(recording, spans=none))
 

@@ -87,7 +87,7 @@ def test_one_core_does_all_the_work(name: str) -> None:
 def test_what_is_done_once_a_step_follows_for_all_at_once() -> None:
     plan = sample_plans.plan(3, 4)
     timeline = plan_timeline(plan)
-    last = max(s.end for s in timeline.spans if s.lane == "compute")
+    last = max(s.end for s in timeline.spans if s.track == "compute")
     once = [e.step_only_seconds for e in plan.prediction.ranks]
     assert [u.start for u in timeline.updates] == [last] * 3
     assert [u.end - u.start for u in timeline.updates] == pytest.approx(once)

@@ -90,7 +90,7 @@ def test_schedule_entry_is_complete(name: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("name", BUILDERS)
 def test_schedule_entry_says_what_is_built(name: str) -> None:
     spec = SCHEDULES[name]
-    ranks = spec.assign_ranks(4, spec.count_turns(2))
+    ranks = spec.assign_ranks(4, spec.count_stages_per_rank(2))
     built = spec(ranks, 6)
     kinds = {action.kind for actions in built.ranks for action in actions}
     assert built.name == name

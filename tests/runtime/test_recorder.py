@@ -39,8 +39,8 @@ def lanes_of(recording: MeasuredTimeline) -> dict[tuple[object, ...], list[Measu
     """Spans that are one after another: by rank and lane, transfers by connection."""
     found: dict[tuple[object, ...], list[MeasuredSpan]] = {}
     for span in recording.spans:
-        link = span.action.peer if span.lane in ("send", "receive") else None
-        found.setdefault((span.rank, span.lane, link), []).append(span)
+        link = span.action.peer if span.track in ("send", "receive") else None
+        found.setdefault((span.rank, span.track, link), []).append(span)
     return found
 
 
@@ -70,13 +70,13 @@ def check_sums(recording: MeasuredTimeline) -> None:
                 span
                 for span in recording.spans
                 if (span.rank, span.step) == (rank, step)
-                and span.lane in ("compute", "wait", "step")
+                and span.track in ("compute", "wait", "step")
             ]
             assert all(whole.start <= s.start and s.end <= whole.end for s in inner)
             # The first forward may run before the batch is agreed on: nothing else overlaps.
             own = sum(s.seconds for s in inner)
             assert 0 < own <= whole.seconds * (1 + 1e-9)
-            assert {s.name for s in inner if s.lane == "step"} == set(PHASES)
+            assert {s.name for s in inner if s.track == "step"} == set(PHASES)
 
 
 @pytest.mark.slow

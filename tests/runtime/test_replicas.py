@@ -163,7 +163,7 @@ def test_every_copy_is_fed_by_every_copy() -> None:
     assert pairs == {(a, b) for a in (0, 1) for b in (2, 3, 4)}
     assert all(link.back == link.source for link in find_value_edges(spec))
     schedule = make("1f1b", range(5), 6, find_stage_edges(spec), replicas=spec.replicas)
-    assert [schedule.takes(3, m) for m in range(6)] == [False, True, False] * 2
+    assert [schedule.runs(3, m) for m in range(6)] == [False, True, False] * 2
     assert [get_original_stage(spec, k) for k in range(5)] == [0, 0, 1, 1, 1]
 
 

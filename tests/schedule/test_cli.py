@@ -93,7 +93,7 @@ def test_computations_alone_get_transfers(capsys: Capsys, tmp_path: Path) -> Non
     assert "step 9.00 s" in call(capsys, "schedule", "simulate", str(path))[0]
     path.write_text("0F0,0F1,0B0\n1F0,1F1,1B1\n")
     _, err = call(capsys, "schedule", "validate", str(path), status=2)
-    assert err.count("is missing") == 2  # every fault, not the first
+    assert err.count("The computation is missing") == 2  # every fault, not the first
 
 
 def test_forwards_alone_are_evaluation(capsys: Capsys, tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_copies_and_given_edges(capsys: Capsys, tmp_path: Path) -> None:
         said, _ = call(capsys, "schedule", "validate", str(path), *more)
         assert f"stage graph {edges}" in said and "replicas 0,1|2,3,4" in said
     _, err = call(capsys, "schedule", "validate", str(path), "--edges", "0-2,1-2", status=2)
-    assert "copies have no such edge: 0 -> 3, 0 -> 4" in err
+    assert "Other replicas lack the edge: 0 -> 3, 0 -> 4" in err
     wrong = out.replace("2F3", "2F4")
     assert wrong != out
     path.write_text(wrong)
     _, err = call(capsys, "schedule", "validate", str(path), status=2)
-    assert "another copy of the stage does it" in err
+    assert "Another replica of the stage runs this microbatch" in err
 
 
 def test_skips_are_seen(capsys: Capsys, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_skips_are_seen(capsys: Capsys, tmp_path: Path) -> None:
         (["show", "1f1b", "-s", "4096", "-m", "65536"], "too many to list"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--replicas", "0,x"], "not a list of stages"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--replicas", "0,7"], "only 2 stages"),
-        (["show", "1f1b", "-s", "2", "-m", "2", "--edges", "0>1"], "not SOURCE-TARGET"),
+        (["show", "1f1b", "-s", "2", "-m", "2", "--edges", "0>1"], "not of the form SOURCE-TARGET"),
         (["show", "1f1b", "-s", "2", "-m", "2", "--edges", "1-0"], "to a later stage"),
         (["validate", "1f1b", "-s", "3", "-m", "4", "--memory", "2"], "3 microbatches in flight"),
         (
@@ -153,7 +153,7 @@ def test_skips_are_seen(capsys: Capsys, tmp_path: Path) -> None:
         ),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward", "a"], "not a list of numbers"),
         (["simulate", "1f1b", "-s", "3", "-m", "4", "--forward=-1"], "negative"),
-        (["simulate", "1f1b", "-s", "3", "-m", "4", "--weight", "3"], "none negative"),
+        (["simulate", "1f1b", "-s", "3", "-m", "4", "--weight", "3"], "finite nonnegative values"),
         (["import", "nowhere.csv"], "No such file"),
     ],
 )
@@ -172,10 +172,10 @@ def test_a_file_that_is_no_schedule(capsys: Capsys, tmp_path: Path) -> None:
         assert code in call(capsys, "schedule", "show", str(path), status=2)[1]
     path.write_text("fxpart-schedule x stages=1 microbatches=1 stage_rank=0\n0: 0F0 5F0")
     for verb in ("show", "validate", "simulate"):
-        assert "there are only 1 stages" in call(capsys, "schedule", verb, str(path), status=2)[1]
+        assert "There are only 1 stages" in call(capsys, "schedule", verb, str(path), status=2)[1]
     path.write_text("0F0,0B0")
     _, err = call(capsys, "schedule", "import", str(path), "--name", "No Name", status=2)
-    assert "lower-case word" in err
+    assert "lower-case letters" in err
 
 
 def test_versions_are_of_a_stash(capsys: Capsys, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_weights_of_a_stream(name: str, capsys: Capsys, tmp_path: Path) -> None:
     path.write_text(text)
     for source in (given, [str(path), *given[5:]]):
         said, _ = call(capsys, "schedule", "validate", *source)
-        assert f"version that {name} reads" in said or "no weight versions" in said
+        assert f"reads the version of {name};" in said or "without weight versions" in said
         said, _ = call(capsys, "schedule", "simulate", *source)
         assert "step 33.0 s" in said  # an update of M: M t, or (M + K - 1) t where it drains
         gain = "an update takes 9.00 s once the pipeline is full, 15.0 s with a flush after each"
@@ -230,7 +230,7 @@ def test_versions_of_a_file_are_counted(capsys: Capsys, tmp_path: Path) -> None:
     assert err.count("stash reads version 3") == 2
     more = ["--weights", "2bw", "--every", "2"]
     _, err = call(capsys, "schedule", "show", *given[:5], *more, status=2)
-    assert "2 microbatches to an update, and 3 in flight on stage 0" in err
+    assert "With 2 microbatches per update and 3 in flight on stage 0" in err
     _, err = call(capsys, "schedule", "show", *given[:5], "--every", "2", status=2)
     assert "pass --weights, too" in err
     _, err = call(capsys, "schedule", "show", "1f1b", *given[1:5], "--weights", "huh", status=2)

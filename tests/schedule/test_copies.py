@@ -28,10 +28,10 @@ def two_feed_three(microbatches: int, name: str = "1f1b") -> Schedule:
 def test_each_microbatch_meets_one_member(microbatches: int) -> None:
     schedule = Schedule("x", 6, microbatches, (), tuple(range(6)), GROUPS)
     for group in (*GROUPS, (5,)):
-        taken = [m for stage in group for m in schedule.taken(stage)]
+        taken = [m for stage in group for m in schedule.list_microbatches(stage)]
         assert sorted(taken) == list(range(microbatches))
         for m in range(microbatches):
-            assert [k for k in group if schedule.takes(k, m)] == [group[m % len(group)]]
+            assert [k for k in group if schedule.runs(k, m)] == [group[m % len(group)]]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_dependence_by_hand(action: str, computes: str, requires: str, transfers
 @pytest.mark.parametrize(
     ("groups", "edges", "why"),
     [
-        (((),), EDGES, "a group is empty"),
-        (((0, 1), (1, 2)), EDGES, "stage 1 is in two groups"),
-        (((0, 9),), EDGES, "there are only 5 stages"),
-        (GROUPS, EDGES[1:], "copies have no such edge: 0 -> 2"),
-        (GROUPS, (replace(EDGES[0], backward=False), *EDGES[1:]), "copies have no such edge"),
-        (GROUPS, (*EDGES, StageEdge(2, 3)), "it joins two copies of one stage"),
+        (((),), EDGES, "A group is empty"),
+        (((0, 1), (1, 2)), EDGES, "Stage 1 is in two groups"),
+        (((0, 9),), EDGES, "There are only 5 stages"),
+        (GROUPS, EDGES[1:], "Other replicas lack the edge: 0 -> 2"),
+        (GROUPS, (replace(EDGES[0], backward=False), *EDGES[1:]), "Other replicas lack the edge"),
+        (GROUPS, (*EDGES, StageEdge(2, 3)), "The edge connects two replicas of one stage"),
     ],
 )
 def test_groups_that_are_none(
@@ -81,13 +81,13 @@ def test_a_microbatch_of_another_copy() -> None:
     ranks[3].append(Action(3, ActionKind.F, 3))
     wrong = replace(schedule, ranks=tuple(map(tuple, ranks)))
     said = {(p.where, p.why) for p in check(wrong, EDGES)}
-    assert ("3F3", "another copy of the stage does it") in said
-    assert ("stage 2, F of microbatch 3", "is missing") in said
+    assert ("3F3", "Another replica of the stage runs this microbatch.") in said
+    assert ("stage 2, F of microbatch 3", "The computation is missing.") in said
 
 
 def test_without_groups_every_stage_does_everything() -> None:
     problems = check(replace(two_feed_three(6), replicas=()), EDGES)
-    assert any(p.why == "is missing" for p in problems)
+    assert any(p.why == "The transfer is missing." for p in problems)
 
 
 @pytest.mark.parametrize("microbatches", [6, 12, 24])
@@ -111,5 +111,5 @@ def test_turns_begin_anew_with_each_step(microbatches: int, steps: int) -> None:
 
 
 def test_a_stream_of_copies_is_refused() -> None:
-    with pytest.raises(FxpartError, match="copies of stages"):
+    with pytest.raises(FxpartError, match="replicated stages"):
         simulate_steps(two_feed_three(6), 2, EDGES, [1.0] * 5, [2.0] * 5, flush=False)

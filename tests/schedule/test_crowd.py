@@ -85,7 +85,7 @@ def found_by_simulation(case: crowd_oracle.Case) -> Timeline:
         [f * x for f, x in zip(case.forward, full, strict=True)],
         [b * x for b, x in zip(case.backward, full, strict=True)],
         lambda stage, peer, _: case.transfer[stage, peer],
-        crowd=crowd, sends=sends,
+        contention=crowd, sends=sends,
         segment=lambda stage, peer, _: case.segments.get((stage, peer)),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def agrees(case: crowd_oracle.Case) -> None:
     """Each computation and transfer at the same time as in the machine."""
     timeline = found_by_simulation(case)
     wanted = crowd_oracle.Machine(case).run()
-    found = {s.action.plain: (s.start, s.end) for s in timeline.spans if s.lane != "receive"}
+    found = {s.action.plain: (s.start, s.end) for s in timeline.spans if s.track != "receive"}
     assert found.keys() == wanted.keys()
     for action, times in wanted.items():
         assert found[action] == pytest.approx(times, rel=1e-9, abs=1e-9), action
@@ -123,8 +123,8 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
     share = case.shares or [1.0] * len(case.schedule.ranks)
     timeline = found_by_simulation(case)
     works = ("compute", "send") if case.shared else ("compute",)
-    computes = [s for s in timeline.spans if s.lane in works]
-    moves = [s for s in timeline.spans if s.lane == "send" and s not in computes]
+    computes = [s for s in timeline.spans if s.track in works]
+    moves = [s for s in timeline.spans if s.track == "send" and s not in computes]
     moments = sorted({t for s in timeline.spans for t in (s.start, s.end)})
     done = [0.0] * len(computes)
     for begin, end in pairwise(moments):
@@ -170,7 +170,8 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
         HostContention(tuple(range(ranks)), ((1.0, 5.0),) * ranks),
     ):
         assert (
-            simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends, crowd=crowd) == bare
+            simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends, contention=crowd)
+            == bare
         )
 
 
@@ -182,7 +183,7 @@ def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -
     ways: tuple[Sends, ...] = ("overlapped", "runtime", "shared")
     for sends in ways:
         found = simulate(
-            schedule, chain(stages), [3.0] * stages, [5.0] * stages, sends=sends, crowd=crowd
+            schedule, chain(stages), [3.0] * stages, [5.0] * stages, sends=sends, contention=crowd
         )
         assert found.step_seconds == (m + stages - 1) * 8
         assert found.bubble == pytest.approx((stages - 1) / (m + stages - 1))
@@ -196,7 +197,7 @@ def test_one_core_does_all_the_work(ranks: int) -> None:
     for name, m in (("gpipe", 7), ("1f1b", 7), ("forward", 4)):
         schedule = lower(BUILDERS[name](ranks, m), chain(ranks))
         f, b = [2.0 * ranks] * ranks, [4.0 * ranks] * ranks  # of all ranks at once
-        found = simulate(schedule, chain(ranks), f, b, crowd=crowd)
+        found = simulate(schedule, chain(ranks), f, b, contention=crowd)
         each = 2.0 if name == "forward" else 6.0
         assert found.step_seconds == pytest.approx(ranks * m * each)
 
@@ -205,10 +206,10 @@ def test_two_that_are_always_busy_take_twice_as_long() -> None:
     """Two ranks without an edge on one core: a second alone each, two beside each other."""
     schedule = forward_only(2, 5)
     crowd = HostContention((0, 0), ((1.0, 2.0),))
-    found = simulate(schedule, (), [2.0, 2.0], [0.0, 0.0], crowd=crowd)
+    found = simulate(schedule, (), [2.0, 2.0], [0.0, 0.0], contention=crowd)
     assert found.step_seconds == 10.0 and found.busy == (10.0, 10.0)
     # The second has half the work: 2 seconds together, then the other's half alone.
-    uneven = simulate(schedule, (), [2.0, 1.0], [0.0, 0.0], crowd=crowd)
+    uneven = simulate(schedule, (), [2.0, 1.0], [0.0, 0.0], contention=crowd)
     assert uneven.busy == (7.5, 5.0)
 
 
@@ -216,12 +217,12 @@ def test_a_core_is_lost_until_the_system_looks() -> None:
     """Three ranks on two cores; one stops after 3 seconds, when the others have 2 of 4 left."""
     schedule, seconds = forward_only(3, 1), [2.0, 4.0, 4.0]
     given = HostContention((0, 0, 0), ((1.0, 1.0, 1.5),), loaded=(1,))
-    assert simulate(schedule, (), seconds, [0.0] * 3, crowd=given).busy == (3.0, 5.0, 5.0)
+    assert simulate(schedule, (), seconds, [0.0] * 3, contention=given).busy == (3.0, 5.0, 5.0)
 
     def busy(cores: int, lasts: float, fallen: float) -> tuple[float, ...]:
         uneven = CpuLoadImbalance(cores=cores, seconds=lasts, fallen=fallen, risen=1.0)
         crowd = replace(given, uneven=(uneven,))
-        return simulate(schedule, (), seconds, [0.0] * 3, crowd=crowd).busy
+        return simulate(schedule, (), seconds, [0.0] * 3, contention=crowd).busy
 
     # One core and a half for two: as 8/3 ranks on two would be slowed down, 4/3 times.
     assert busy(2, 1.0, 0.5) == pytest.approx((3.0, 5.25, 5.25))
@@ -238,7 +239,7 @@ def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
     crowd = build_host_contention([host], 2)
     assert crowd.full(0) == crowd.full(1) == 2.0
     schedule = lower(gpipe(2, 3), chain(2))
-    whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], crowd=crowd)
+    whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], contention=crowd)
     assert whole.step_seconds == simulate(schedule, chain(2), [2.0] * 2, [4.0] * 2).step_seconds
 
 
@@ -250,7 +251,7 @@ def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
     given = 2 * (4 - talk) + talk  # computation as it is given: for two that compute
     costs = [given, given]
     said = StageCommunicationTime([talk] * 2, [0.0] * 2, [0.0] * 2)
-    found = simulate(apart, [], costs, [0.0] * 2, crowd=one, talk=said)
+    found = simulate(apart, [], costs, [0.0] * 2, contention=one, communication=said)
     seen = round(64 * (1 - talk / given)) / 64
     assert found.step_seconds == pytest.approx(talk + (4 - talk) * (1 + seen))
     assert 4 <= found.step_seconds <= 8
@@ -261,14 +262,14 @@ def test_lanes_count_by_themselves() -> None:
     crowd = HostContention((0, 0, 0, 0), ((1.0, 2.0, 3.0, 4.0),))
     schedule = lower(forward_only(2, 1), chain(2))
     found = simulate(
-        schedule, chain(2), [4.0, 4.0], [0.0, 0.0], crowd=crowd, places=[(0, 1), (2, 3)]
+        schedule, chain(2), [4.0, 4.0], [0.0, 0.0], contention=crowd, places=[(0, 1), (2, 3)]
     )
     assert [s.end - s.start for s in found.spans] == [2.0, 2.0]
     apart = HostContention(
         (0, 1, 0, 1), ((1.0, 2.0), (1.0, 3.0))
     )  # lanes on two hosts: as the slower
     found = simulate(
-        lower(forward_only(2, 1), ()), (), [6.0, 6.0], [0.0, 0.0], crowd=apart,
+        lower(forward_only(2, 1), ()), (), [6.0, 6.0], [0.0, 0.0], contention=apart,
         places=[(0, 1), (2, 3)],
     )  # fmt: skip
     assert [s.end - s.start for s in found.spans] == [6.0, 6.0]
@@ -292,7 +293,9 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
     schedule = lower(forward_only(3, 1), edges)
     for weight, taken in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
         crowd = HostContention((0, 1, 0), ((1.0, 2.0), ()), (weight, 0.0))
-        found = simulate(schedule, edges, [0.0, 0.0, 4.0], [0.0] * 3, lambda *_: 4.0, crowd=crowd)
+        found = simulate(
+            schedule, edges, [0.0, 0.0, 4.0], [0.0] * 3, lambda *_: 4.0, contention=crowd
+        )
         assert found.busy[2] == taken
 
 
@@ -326,7 +329,7 @@ def test_a_sender_copies_by_itself_and_stores_a_few() -> None:
     # The send of number n waits until all but 4 of those up to n - 4 are posted; message 2 is when
     # number 0 is taken, at 1.5. So number 12 waits for number 2 to be taken, at 21.5.
     assert starts == [*(1.5 * n for n in range(13)), 22.0, 32.0]
-    receives = [span for span in found.spans if span.lane == "receive"]
+    receives = [span for span in found.spans if span.track == "receive"]
     assert (receives[0].start, receives[0].end) == (1.0, 1.5)
 
 
@@ -336,10 +339,16 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
     schedule = lower(forward_only(3, 1), edges)
     crowd = HostContention((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
     found = simulate(
-        schedule, edges, [0.0, 3.0, 6.0], [0.0] * 3, lambda *_: 4.0, sends="shared", crowd=crowd
+        schedule,
+        edges,
+        [0.0, 3.0, 6.0],
+        [0.0] * 3,
+        lambda *_: 4.0,
+        sends="shared",
+        contention=crowd,
     )
     assert found.busy[2] == 4.0  # 2 seconds of work at half the pace
-    (copied,) = (span for span in found.spans if span.lane == "send")
+    (copied,) = (span for span in found.spans if span.track == "send")
     assert (copied.start, copied.end) == (0.0, 6.0)
     # Its receiver finds a core at once: nobody computes by then.
     assert found.compute(1)[0].start == 6.0
@@ -355,7 +364,7 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
 )
 def test_no_such_crowd(crowd: HostContention) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        simulate(gpipe(2, 1), chain(2), [1.0, 1.0], [1.0, 1.0], crowd=crowd)
+        simulate(gpipe(2, 1), chain(2), [1.0, 1.0], [1.0, 1.0], contention=crowd)
 
 
 def test_a_schedule_that_cannot_run() -> None:
@@ -363,7 +372,7 @@ def test_a_schedule_that_cannot_run() -> None:
         "gpipe", 1, 1, ((Action(0, ActionKind.B, 0), Action(0, ActionKind.F, 0)),), (0,)
     )
     with pytest.raises(FxpartError, match="FXP901"):
-        simulate(broken, (), [1.0], [1.0], crowd=HostContention((0,), ((1.0, 2.0),)))
+        simulate(broken, (), [1.0], [1.0], contention=HostContention((0,), ((1.0, 2.0),)))
 
 
 @pytest.mark.slow

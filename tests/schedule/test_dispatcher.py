@@ -63,9 +63,9 @@ def chain(staleness: int = 0) -> Dispatcher:
 
 def test_the_free_copy_takes_the_next() -> None:
     desk = chain()
-    orders = [o for copy in (0, 1, 2) for o in desk.hear(copy, MinibatchStartReport(0, 4, "x"))]
+    orders = [o for copy in (0, 1, 2) for o in desk.handle(copy, MinibatchStartReport(0, 4, "x"))]
     assert orders == [(0, ForwardOrder(0, 0, ((1, 2),))), (1, ForwardOrder(0, 1, ((1, 2),)))]
-    first = desk.hear(1, ComputationReport(False, 0, 1))
+    first = desk.handle(1, ComputationReport(False, 0, 1))
     # Copy 1 was faster: it takes microbatch 2, and copy 2 begins with what is there.
     assert first == [(2, ForwardOrder(0, 1, ())), (1, ForwardOrder(0, 2, ((1, 2),)))]
 
@@ -73,13 +73,13 @@ def test_the_free_copy_takes_the_next() -> None:
 def test_a_slow_copy_leaves_the_last_to_one_that_is_sooner_done() -> None:
     desk = Dispatcher(queues([2], set(), 1, [2]), [0])
     for copy in (0, 1):
-        desk.hear(copy, MinibatchStartReport(0, 4, "x"))
-    assert desk.hear(0, ComputationReport(False, 0, 0, seconds=1.0)) == [
+        desk.handle(copy, MinibatchStartReport(0, 4, "x"))
+    assert desk.handle(0, ComputationReport(False, 0, 0, seconds=1.0)) == [
         (0, ForwardOrder(0, 2, ()))
     ]
     # One is left: copy 1 would take five seconds for it, copy 0 is done with both in two.
-    assert desk.hear(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
-    assert desk.hear(0, ComputationReport(False, 0, 2, seconds=1.0)) == [
+    assert desk.handle(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
+    assert desk.handle(0, ComputationReport(False, 0, 2, seconds=1.0)) == [
         (0, ForwardOrder(0, 3, ()))
     ]
 
@@ -87,17 +87,17 @@ def test_a_slow_copy_leaves_the_last_to_one_that_is_sooner_done() -> None:
 def test_a_slow_copy_takes_what_it_left_when_the_others_are_gone() -> None:
     desk = Dispatcher(queues([2], set(), 1, [2]), [0])
     for copy in (0, 1):
-        desk.hear(copy, MinibatchStartReport(0, 4, "x"))
-    desk.hear(0, ComputationReport(False, 0, 0, seconds=1.0))
-    assert desk.hear(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
-    again = desk.hear(1, ReplicaLossReport(0))
+        desk.handle(copy, MinibatchStartReport(0, 4, "x"))
+    desk.handle(0, ComputationReport(False, 0, 0, seconds=1.0))
+    assert desk.handle(1, ComputationReport(False, 0, 1, seconds=5.0)) == []
+    again = desk.handle(1, ReplicaLossReport(0))
     assert again == [(1, ForwardOrder(0, 0, ()))]  # what copy 0 had done, first
 
 
 def test_batches_must_be_alike() -> None:
     desk = chain()
-    desk.hear(0, MinibatchStartReport(0, 4, "12 rows"))
-    orders = desk.hear(1, MinibatchStartReport(0, 3, "9 rows"))
+    desk.handle(0, MinibatchStartReport(0, 4, "12 rows"))
+    orders = desk.handle(1, MinibatchStartReport(0, 3, "9 rows"))
     assert {type(order) for _, order in orders} == {StopOrder}
     assert desk.problems[0][0] == "FXP501" and "9 rows" in desk.problems[0][2]
 
@@ -105,16 +105,16 @@ def test_batches_must_be_alike() -> None:
 def test_a_failure_stops_all() -> None:
     desk = chain()
     problem = (("FXP105", "x", "y", "z"),)
-    assert desk.hear(1, FailureReport(problem)) == [
+    assert desk.handle(1, FailureReport(problem)) == [
         (copy, StopOrder(problem)) for copy in (0, 1, 2)
     ]
-    assert desk.hear(0, MinibatchStartReport(0, 1, "")) == []
+    assert desk.handle(0, MinibatchStartReport(0, 1, "")) == []
 
 
 def test_those_that_live_meet() -> None:
     desk = chain()
-    assert desk.hear(0, BarrierArrival(0)) == desk.hear(2, BarrierArrival(0)) == []
-    orders = desk.hear(0, ReplicaLossReport(1))
+    assert desk.handle(0, BarrierArrival(0)) == desk.handle(2, BarrierArrival(0)) == []
+    orders = desk.handle(0, ReplicaLossReport(1))
     assert [(copy, order.number, order.lost) for copy, order in orders] == [
         (0, 0, (1,)), (2, 0, (1,)),
     ]  # fmt: skip

@@ -25,8 +25,8 @@ def times(
     return QueueTimes(
         forward=forward,
         backward={copy: 2 * seconds for copy, seconds in forward.items()},
-        sums=dict.fromkeys(forward, sums),
-        once=dict.fromkeys(forward, once),
+        gradient_exchange=dict.fromkeys(forward, sums),
+        update=dict.fromkeys(forward, once),
         transfer=lambda a, b: transfer,
     )
 
@@ -41,7 +41,7 @@ def test_equal_copies_of_one_stage(copies: int, count: int, once: float, sums: f
     )  # fmt: skip
     exchanged = sums if copies > 1 else 0.0
     assert run.seconds == pytest.approx(3 * math.ceil(count / copies) + exchanged + once)
-    assert run.missed == (0,) and sum(run.taken.values()) == pytest.approx(1.0)
+    assert run.missed == (0,) and sum(run.shares.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.slow
@@ -94,14 +94,14 @@ def test_bounds(shape: Queues, data: st.DataObject) -> None:
     assert run.seconds <= 2 * count * sum(max(whole[c] for c in group) for group in shape.groups)
     assert all(missed <= bound for missed, bound in zip(run.missed, staleness, strict=True))
     for group in shape.groups:
-        assert sum(run.taken[copy] for copy in group) == pytest.approx(1.0)
+        assert sum(run.shares[copy] for copy in group) == pytest.approx(1.0)
 
 
 def test_a_slow_copy_takes_less_and_never_the_last() -> None:
     """Two of one second and one of three, 8 microbatches: 4, 3, and one for the slow one."""
     run = simulate_queues(queues([3], set(), 0, [1]), [0], times({0: 1.0, 1: 1.0, 2: 3.0}), 8)
     assert run.seconds == pytest.approx(12.0)
-    assert sorted(8 * share for share in run.taken.values())[0] == pytest.approx(1.0, abs=0.26)
+    assert sorted(8 * share for share in run.shares.values())[0] == pytest.approx(1.0, abs=0.26)
 
 
 def test_updates_that_may_be_missed_fill_what_waits() -> None:
@@ -115,10 +115,10 @@ def test_updates_that_may_be_missed_fill_what_waits() -> None:
 def test_what_is_not_known_is_left_to_nobody() -> None:
     paces = ReplicaTimes()
     assert paces.of(0, trains=True) == 0
-    paces.heard(0, False, 1.0)
+    paces.record(0, False, 1.0)
     assert paces.of(0, trains=True) == 0 and paces.of(0, trains=False) == 1.0
-    paces.heard(0, True, 2.0)
-    paces.heard(0, True, 4.0)
+    paces.record(0, True, 2.0)
+    paces.record(0, True, 4.0)
     assert paces.of(0, trains=True) == 4.0  # of backwards the mean of both
     assert not paces.leaves((5.0, 0), [(0.0, 0)], 1)
     assert paces.leaves((5.0, 0), [(1.0, 0)], 4) and not paces.leaves((5.0, 0), [(1.0, 0)], 5)

@@ -42,7 +42,7 @@ def test_as_the_full_simulation(seed: int) -> None:
     timeline = simulate(lowered, edges, forward, backward, transfer)
     ends = [0.0] * len(forward)
     for span in timeline.spans:
-        if span.lane == "compute":
+        if span.track == "compute":
             ends[span.action.stage] = max(ends[span.action.stage], span.end)
     found = compute_last_backward_ends(name, microbatches, edges, forward, backward, moved)
     assert found == pytest.approx(ends, rel=1e-12, abs=1e-12)

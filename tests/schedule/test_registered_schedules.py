@@ -132,7 +132,7 @@ def test_plan_of_a_schedule_that_is_not_registered(registered: ScheduleSpec) -> 
         {"order": ""},
         {"trains": False},
         {"flushes": False},
-        {"in_flight_form": "stream"},
+        {"in_flight_form": "asynchronous"},
     ],
 )
 def test_schedule_that_cannot_be_registered(change: dict[str, Any]) -> None:
@@ -217,4 +217,5 @@ def test_diff_of_contributing_adds_a_weight_mode(tmp_path: Path) -> None:
     source = patched(DIFFS[1:], tmp_path / "source")
     sizes = ["async", "-s", "3", "-m", "6", "--weights", "stash-decay"]
     tool = [sys.executable, "-m", "fxpart", "schedule"]
-    assert "reads; update: 1" in run([*tool, "validate", *sizes], tmp_path, source)
+    said = run([*tool, "validate", *sizes], tmp_path, source)
+    assert "the version of stash-decay; 1 microbatch per update" in said

@@ -226,7 +226,7 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
     f = [1.0, 1.0, 1.0]
     together = simulate(lowered, edges, f, f, lambda *_: 5.0)
     assert together.step_seconds == 12  # 1, then 5 and 5 on the link, then 2F0
-    spans = [(s.lane, str(s.action), s.start, s.end) for s in together.spans if s.rank == 0]
+    spans = [(s.track, str(s.action), s.start, s.end) for s in together.spans if s.rank == 0]
     assert spans == [
         ("compute", "0F0", 0, 1),
         ("send", "0SEND_F0", 1, 6),
@@ -310,6 +310,6 @@ def test_trace_and_json() -> None:
 def test_free_transfers_are_not_drawn() -> None:
     schedule = lower(gpipe(2, 2), chain(2))
     bare = simulate(schedule, chain(2), [1.0] * 2, [1.0] * 2)
-    assert {span.lane for span in bare.spans} == {"compute"}
+    assert {span.track for span in bare.spans} == {"compute"}
     shown = simulate(schedule, chain(2), [1.0] * 2, [1.0] * 2, free)
-    assert {span.lane for span in shown.spans} == {"compute", "send", "receive"}
+    assert {span.track for span in shown.spans} == {"compute", "send", "receive"}

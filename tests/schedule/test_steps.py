@@ -65,7 +65,7 @@ def test_steps_with_a_flush(case: Case, data: st.DataObject) -> None:
         after[rank] = after.get(rank, 0.0) + once[stage]
     ends = {s.rank: 0.0 for s in bare.spans}
     for span in bare.spans:
-        if span.lane == "compute":
+        if span.track == "compute":
             ends[span.rank] = max(ends[span.rank], span.end)
     assert of(1, True) == max(ends.values()) + max(after.values())
     assert of(1, False) == max(ends[rank] + after[rank] for rank in after)
@@ -83,13 +83,13 @@ def test_updates_crowd_each_other_too() -> None:
     schedule = lower(gpipe(2, 2), chain(2))
     crowd = HostContention((0, 0), ((1.0, 2.0),))
     f, b, once = [2.0, 2.0], [4.0, 4.0], [6.0, 6.0]  # half of that alone
-    joined = simulate(schedule, chain(2), f, b, once=once, join=True, crowd=crowd)
+    joined = simulate(schedule, chain(2), f, b, once=once, join=True, contention=crowd)
     assert [u.end - u.start for u in joined.updates] == [6.0, 6.0]
     assert joined.step_seconds == 2 * 2 * (1 + 2) + 6
-    uneven = simulate(schedule, chain(2), f, b, once=[6.0, 2.0], join=True, crowd=crowd)
+    uneven = simulate(schedule, chain(2), f, b, once=[6.0, 2.0], join=True, contention=crowd)
     assert [u.end - u.start for u in uneven.updates] == [4.0, 2.0]
     # Without meeting, rank 1 is done while rank 0 still goes back.
-    apart = simulate(schedule, chain(2), f, b, once=once, crowd=crowd)
+    apart = simulate(schedule, chain(2), f, b, once=once, contention=crowd)
     assert apart.step_seconds == 2 * 2 * (1 + 2) + 6 and apart.updates[1].start < 12
 
 

@@ -132,11 +132,14 @@ LISTS = "\n0: 0F0 0B0\n1: 1F1 1B1"
     [
         ("", "head line"),
         ("fxpart-schedule x stages=2 microbatches=1 stage_rank=0\n0: 0F0 1F0", "has 1 entries"),
-        ("fxpart-schedule x stages=1 microbatches=1 stage_rank=3\n0: 0F0", "only 1 are listed"),
+        (
+            "fxpart-schedule x stages=1 microbatches=1 stage_rank=3\n0: 0F0",
+            "not among the 1 listed",
+        ),
         ("fxpart-schedule x stages=1 microbatches=1000000 stage_rank=0\n0: 0F0", "too few"),
         ("fxpart-schedule x stages=1 microbatches=1 stage_rank=0\n1: 0F0", "'0: ...' is expected"),
-        (TWO + "replicas=0|0,1" + LISTS, "stand in one group of replicas"),
-        (TWO + "replicas=1,2" + LISTS, "of stages 0..1 may stand"),
+        (TWO + "replicas=0|0,1" + LISTS, "be in one group of replicas"),
+        (TWO + "replicas=1,2" + LISTS, "of stages 0..1 may be"),
         (TWO + "replicas=" + LISTS, "head line"),
         (TWO + "replicas=0,1|" + LISTS, "head line"),
         (TWO.replace("s=2 st", "s=9 st") + "replicas=0,1" + LISTS, "4 actions are too few"),

@@ -155,7 +155,7 @@ def test_torchs_schedules_pass_our_verifier(name: str, ranks: int, microbatches:
     deferred = torch_table(name, ranks, microbatches, with_comms=True, defer_pp_recv=True)
     problems = check(from_torch_csv(deferred, name.lower()), chain(stages))
     assert len(problems) == ranks
-    assert all(problem.why.startswith("it waits for") for problem in problems)
+    assert all(problem.why.startswith("The action waits for") for problem in problems)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_torchs_breadth_first_sums_backwards() -> None:
     """It takes the microbatches back in reverse: safe, but not the sums of one process."""
     schedule = from_torch_csv(torch_table("LoopedBFS", 2, 4), "loopedbfs")
     problems = check(lower(schedule, chain(4)), chain(4))
-    assert {problem.why for problem in problems} == {"microbatch 3 came before it"}
+    assert {problem.why for problem in problems} == {"Microbatch 3 runs before it."}
 
 
 def torch_table(name: str, ranks: int, microbatches: int, **options: bool) -> str:
@@ -242,7 +242,7 @@ def test_what_the_csv_cannot_say() -> None:
     assert len(caught.value.problems) == 8
     assert caught.value.code == "FXP109"
     copies = make("gpipe", (0, 1), 2, (), replicas=((0, 1),))
-    with pytest.raises(FxpartError, match="copies of stages"):
+    with pytest.raises(FxpartError, match="replicated stages"):
         to_torch_csv(copies)
     versions = replace(gpipe(1, 1), ranks=((parse("0F0@1"), parse("0B0@1")),))
     with pytest.raises(FxpartError, match="weight versions"):

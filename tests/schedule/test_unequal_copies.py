@@ -28,11 +28,11 @@ def two_and_one(microbatches: int, name: str = "1f1b") -> Schedule:
 def test_a_round_is_repeated(turns: list[int], microbatches: int) -> None:
     schedule = Schedule("x", 5, microbatches, (), tuple(range(5)), (tuple(turns),))
     for m in range(microbatches):
-        takers = [k for k in list_group_stages(turns) if schedule.takes(k, m)]
+        takers = [k for k in list_group_stages(turns) if schedule.runs(k, m)]
         assert takers == [turns[m % len(turns)]]
-    taken = [m for k in list_group_stages(turns) for m in schedule.taken(k)]
+    taken = [m for k in list_group_stages(turns) for m in schedule.list_microbatches(k)]
     assert sorted(taken) == list(range(microbatches))
-    assert schedule.taken(4) == tuple(range(microbatches))
+    assert schedule.list_microbatches(4) == tuple(range(microbatches))
 
 
 def test_all_are_busy_where_turns_follow_speed() -> None:

@@ -67,18 +67,18 @@ GOOD = """
 @pytest.mark.parametrize(
     ("old", "new", "finding"),
     [
-        ("0F0 ", "", "stage 0, F of microbatch 0: is missing"),
-        ("1B0 ", "1B0 1B0 ", "stage 1, B of microbatch 0: is there more than once"),
-        ("0SEND_F0", "0F0", "0SEND_F0: is missing"),
-        ("1SEND_B0", "1SEND_B0 1SEND_B0", "1SEND_B0: is there 2 times"),
+        ("0F0 ", "", "stage 0, F of microbatch 0: The computation is missing"),
+        ("1B0 ", "1B0 1B0 ", "stage 1, B of microbatch 0: The computation occurs more than once"),
+        ("0SEND_F0", "0F0", "0SEND_F0: The transfer is missing"),
+        ("1SEND_B0", "1SEND_B0 1SEND_B0", "1SEND_B0: The transfer occurs 2 times"),
         ("0SEND_F0 0RECV_B0", "0RECV_B0 0SEND_F0", "which is at 1RECV_F0"),
-        ("1RECV_F0 1F0", "1F0 1RECV_F0", "1RECV_F0 has not been done before"),
-        ("0F0", "0F1", "there are only 1 microbatches"),
-        ("0F0", "2F0", "there are only 2 stages"),
-        ("0F0", "1F0", "stage 1 is on rank 1"),
-        ("0SEND_F0", "0SEND_F0>7", "there is no stage 7"),
-        ("1F0", "1F0@0", "it names a weight version where there is none"),
-        ("1SEND_B0", "1SEND_B0 1SEND_F0", "1SEND_F0: there is no stage 2"),
+        ("1RECV_F0 1F0", "1F0 1RECV_F0", "1RECV_F0 does not run before it"),
+        ("0F0", "0F1", "There are only 1 microbatches"),
+        ("0F0", "2F0", "There are only 2 stages"),
+        ("0F0", "1F0", "Stage 1 is on rank 1"),
+        ("0SEND_F0", "0SEND_F0>7", "There is no stage 7"),
+        ("1F0", "1F0@0", "The action names a weight version where there is none"),
+        ("1SEND_B0", "1SEND_B0 1SEND_F0", "1SEND_F0: There is no stage 2"),
     ],
 )
 def test_each_fault_is_named(old: str, new: str, finding: str) -> None:
@@ -111,14 +111,17 @@ def test_microbatches_keep_their_order() -> None:
     assert [str(a) for a in first] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
     order = ["0F0", "0F1", "0B1", "0B0", "0F2", "0B2"]
     problems = check(replace(schedule, ranks=(tuple(parse(a) for a in order),)), (), memory=[2])
-    assert [p.why for p in problems] == ["microbatch 1 came before it"]
+    assert [p.why for p in problems] == ["Microbatch 1 runs before it."]
 
 
 def test_limit_in_flight() -> None:
     schedule = lower(one_f_one_b(3, 6), chain(3))
     assert not check(schedule, chain(3), memory=[3, 2, 1])
     (problem,) = check(schedule, chain(3), memory=[3, 1, 1])
-    assert (problem.where, problem.why) == ("stage 1", "2 microbatches in flight, 1 allowed")
+    assert (problem.where, problem.why) == (
+        "stage 1",
+        "There are 2 microbatches in flight; the limit is 1.",
+    )
     # The name stands for a bound too.
     as_gpipe = lower(replace(one_f_one_b(3, 6), name="gpipe"), chain(3))
     assert not check(as_gpipe, chain(3))
@@ -139,21 +142,21 @@ def test_stashed_weights() -> None:
 
     assert not check(versioned(1), chain(2), weights="stash")
     (problem,) = check(versioned(0), chain(2), weights="stash")
-    assert problem.why == "the forward read version 1"
+    assert problem.why == "The forward read version 1."
     (problem,) = check(versioned(None), chain(2), weights="stash")
-    assert problem.why == "it does not name the weight version it reads"
+    assert problem.why == "The action does not name the weight version it reads."
     assert len(check(versioned(1), chain(2))) == 8
 
 
 @pytest.mark.parametrize(
     ("change", "edges", "why"),
     [
-        ({"stage_rank": (0, 1, 1)}, chain(2), "3 entries for 2 stages"),
-        ({"stage_rank": (0, 5)}, chain(2), "it names a rank outside 0..1"),
-        ({"microbatches": 0}, chain(2), "it has no stage or no microbatch"),
-        ({}, (StageEdge(1, 0),), "it does not lead to a later stage"),
-        ({}, (StageEdge(0, 2),), "it does not lead to a later stage"),
-        ({}, (*chain(2), StageEdge(0, 1, backward=False)), "it is given twice"),
+        ({"stage_rank": (0, 1, 1)}, chain(2), "There are 3 entries for 2 stages."),
+        ({"stage_rank": (0, 5)}, chain(2), "The list contains a rank outside 0..1."),
+        ({"microbatches": 0}, chain(2), "The schedule has no stage or no microbatch."),
+        ({}, (StageEdge(1, 0),), "The edge does not lead to a later stage."),
+        ({}, (StageEdge(0, 2),), "The edge does not lead to a later stage."),
+        ({}, (*chain(2), StageEdge(0, 1, backward=False)), "The edge occurs twice."),
     ],
 )
 def test_numbers_out_of_range(
@@ -173,9 +176,9 @@ def test_split_backward() -> None:
     missing = built(text.replace("1W0 ", ""), microbatches=2, name="zero-bubble")
     assert [p.where for p in check(missing, chain(2))] == ["stage 1, W of microbatch 0"]
     early = built(text.replace(" 1W0 1W1", " 1W1").replace("1I0", "1W0 1I0"), 2, 2, "zero-bubble")
-    assert [p.why for p in check(early, chain(2))] == ["1I0 has not been done before"]
+    assert [p.why for p in check(early, chain(2))] == ["1I0 does not run before it."]
     both = built(text.replace("1W0 ", "1W0 1B0 "), microbatches=2, name="zero-bubble")
-    assert "should not be there" in [p.why for p in check(both, chain(2))]
+    assert "The computation should not occur." in [p.why for p in check(both, chain(2))]
     mixed = built("0F0 0I0 0F1 0B1 0W0", 1, 2, "zero-bubble")
-    assert [p.why for p in check(mixed, ())] == ["microbatch 1 came before it"]
+    assert [p.why for p in check(mixed, ())] == ["Microbatch 1 runs before it."]
     assert not check(built("0F0 0I0 0F1 0W0 0B1", 1, 2, "zero-bubble"), ())

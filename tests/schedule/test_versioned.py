@@ -103,7 +103,7 @@ def test_a_version_that_is_not_there_yet() -> None:
         for actions in bare.ranks
     )
     found = check(replace(bare, ranks=ranks), chain(3), weights="2bw", every=1)
-    assert {problem.why for problem in found} >= {"only 1 updates have been applied by then"}
+    assert {problem.why for problem in found} >= {"Only 1 updates have been applied by then."}
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
@@ -122,9 +122,9 @@ def test_copies_of_stages_have_no_versions() -> None:
 
     edges = (StageEdge(0, 2), StageEdge(1, 2))
     made = make("1f1b", range(3), 4, edges, replicas=((0, 1),))
-    with pytest.raises(FxpartError, match="copies of a stage"):
+    with pytest.raises(FxpartError, match="replicas of a stage"):
         annotate_versions(made, "stash", 1)
-    assert any("copies" in p.why for p in check(made, edges, weights="stash", every=1))
+    assert any("replicas" in p.why for p in check(made, edges, weights="stash", every=1))
 
 
 def test_backwards_in_halves_name_the_same() -> None:

@@ -101,7 +101,7 @@ def test_double_buffers(every: int) -> None:
 
 
 def test_a_double_buffer_needs_many_microbatches() -> None:
-    with pytest.raises(FxpartError, match=r"3 microbatches to an update, and 4 in flight"):
+    with pytest.raises(FxpartError, match=r"With 3 microbatches per update and 4 in flight"):
         WeightVersionCounters(count_chain_warmup(4), 3).check(MODES["2bw"])
     for name in set(MODES) - {"2bw"}:
         WeightVersionCounters(count_chain_warmup(4), 1).check(MODES[name])

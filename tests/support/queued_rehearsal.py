@@ -114,7 +114,7 @@ class Rehearsal:
         self._at(moment, arrive)
 
     def _hear(self, copy: int, event: Any) -> None:
-        for target, order in self.dispatcher.hear(copy, event):
+        for target, order in self.dispatcher.handle(copy, event):
             self._send(-1, target, order)
 
     def _die(self, number: int) -> None:
@@ -192,7 +192,7 @@ class Rehearsal:
             case SendOrder():
                 key = (message.back, message.minibatch, message.microbatch)
                 assert key in copy.kept, "what is asked for is still there"
-                self._send(copy.number, message.copy, ("value", (*key, copy.group)))
+                self._send(copy.number, message.replica, ("value", (*key, copy.group)))
             case GradientExchangeOrder():
                 key = message.minibatch, message.attempt
                 mine = list(copy.contributed[message.minibatch])
@@ -212,7 +212,7 @@ class Rehearsal:
         if (key[0], key[1] + 1) in copy.asked:
             return  # it was begun anew
         if asked is not None and set(asked.all) <= set(found):
-            copy.whole[key[0]] = sorted(m for each in asked.copies for m in found[each])
+            copy.whole[key[0]] = sorted(m for each in asked.replicas for m in found[each])
             for _, others in asked.others:  # of what they hold too every sample is there once
                 assert sorted(m for each in others for m in found[each]) == copy.whole[key[0]]
             self._tell(copy.number, GradientsReport(*key))

@@ -8,15 +8,15 @@ from fxpart.planner.prediction.plan_timeline import compute_tied_reduction_secon
 from fxpart.schedule.measured_timeline import (
     AGREE,
     END,
+    GRADIENT_REDUCTION,
     OPTIMIZER,
     READ,
-    SUMS,
-    TIES,
-    Lane,
+    TIED_REDUCTION,
     MeasuredMemory,
     MeasuredSpan,
     MeasuredTimeline,
     RankClockOffset,
+    Track,
 )
 from fxpart.schedule.timeline import Timeline
 
@@ -35,7 +35,7 @@ def recorded(plan: Plan, steps: int = 3, *, of: Plan | None = None) -> MeasuredT
         schedule=plan.schedule,
         microbatches=plan.microbatches,
         stage_ranks=tuple(stage.ranks for stage in plan.stages),
-        spans=tuple(sorted(spans, key=lambda s: (s.rank, s.lane, s.start, s.end, s.name))),
+        spans=tuple(sorted(spans, key=lambda s: (s.rank, s.track, s.start, s.end, s.name))),
         clocks=tuple(RankClockOffset(rank=rank) for rank in range(plan.world)),
         memory=tuple(
             MeasuredMemory(rank=rank, baseline=1 << 28, peak=(1 << 28) + entry.memory.total)
@@ -54,8 +54,8 @@ def _rank(
     entry = next(e for e in plan.prediction.ranks if rank in e.ranks)
     found: list[MeasuredSpan] = []
 
-    def add(lane: Lane, name: str, start: float, end: float) -> float:
-        found.append(MeasuredSpan(rank, step, lane, name, begin + start, begin + end))
+    def add(track: Track, name: str, start: float, end: float) -> float:
+        found.append(MeasuredSpan(rank, step, track, name, begin + start, begin + end))
         return end
 
     last = 0.0
@@ -63,15 +63,15 @@ def _rank(
         if span.action.stage != stage:
             continue
         name = str(span.action)
-        if span.lane == "compute":
+        if span.track == "compute":
             if span.start > last:
                 add("wait", name, last, span.start)
             last = span.end
-        add(span.lane, name, span.start, span.end)
+        add(span.track, name, span.start, span.end)
     (update,) = (u for u in timeline.updates if u.stage == stage)
     add("step", END, last, update.start)
-    at = add("step", SUMS, update.start, update.start + entry.sync_seconds)
-    at = add("step", TIES, at, at + compute_tied_reduction_seconds(plan)[stage])
+    at = add("step", GRADIENT_REDUCTION, update.start, update.start + entry.sync_seconds)
+    at = add("step", TIED_REDUCTION, at, at + compute_tied_reduction_seconds(plan)[stage])
     rest = update.end - at
     alone = entry.optimizer_seconds + entry.overhead_seconds
     share = rest / alone if alone else 0.0

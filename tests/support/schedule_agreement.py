@@ -95,7 +95,7 @@ def timed(source: Random, schedule: Schedule, case: Drawn) -> None:
         split=split, sends=how,
     )  # fmt: skip
     wanted = times(plain(schedule), case.edges, cost, how)
-    spans = {s.action: (s.start, s.end) for s in found.spans if s.lane != "receive"}
+    spans = {s.action: (s.start, s.end) for s in found.spans if s.track != "receive"}
     assert spans == wanted, (how, costs, pairs, to_text(schedule))
     step = max(end for _, end in wanted.values())
     busy = sum(end - start for a, (start, end) in wanted.items() if a.kind.is_compute)

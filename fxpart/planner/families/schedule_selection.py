@@ -135,7 +135,7 @@ class ScheduleSelector:
             if not spec.is_virtual:
                 continue
             for ranks in self._counts():
-                turns = spec.count_turns(int(virtual))
+                turns = spec.count_stages_per_rank(int(virtual))
                 made = self._cut(name, ranks, turns)
                 if made is not None:
                     yield made

@@ -75,10 +75,12 @@ def simulate_queue_plan(plan: Plan, staleness: Sequence[int]) -> QueueRun:
         QueueTimes(
             forward={k: pace[k] * times.forward[k] for k in pace},
             backward={k: pace[k] * times.backward[k] for k in pace},
-            sums={k: times.reduction[k] for k in pace},
-            once={k: pace[k] * own[k] for k in pace},
+            gradient_exchange={k: times.reduction[k] for k in pace},
+            update={k: pace[k] * own[k] for k in pace},
             transfer=moved,
-            word={k: _message_seconds(plan, mine[0]) for k, mine in enumerate(times.ranks)},
+            message_latency={
+                k: _message_seconds(plan, mine[0]) for k, mine in enumerate(times.ranks)
+            },
         ),
         plan.microbatches,
     )

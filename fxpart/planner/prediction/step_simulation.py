@@ -205,8 +205,8 @@ def simulate_plan_steps(
         schedule, steps, edges, scaled(times.forward, communication.forward),
         scaled(times.backward, communication.backward), transfer, flush=flush,
         once=scaled(times.once, communication.once), join=flush,
-        sends=_sends(host_contention), crowd=host_contention,
-        places=None if host_contention is None else times.ranks, talk=communication,
+        sends=_sends(host_contention), contention=host_contention,
+        places=None if host_contention is None else times.ranks, communication=communication,
     )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class RankInstructions:
         self._device = device
         self._train = train
         self._stage_rank = schedule.stage_rank
-        self._takes = schedule.takes
+        self._runs = schedule.runs
         self._routes = MessageRoutes(spec, schedule, rank, transport, device)
         found, again = self._routes.found, (recompute or {}) if train else {}
         self._signatures = {
@@ -145,7 +145,7 @@ class RankInstructions:
 
     def _is_local(self, stage: int, microbatch: int) -> bool:
         """Return whether this rank runs a microbatch on a stage."""
-        return self._stage_rank[stage] == self.rank and self._takes(stage, microbatch)
+        return self._stage_rank[stage] == self.rank and self._runs(stage, microbatch)
 
     def _find_read_cells(self, action: Action) -> list[tuple[int, int]]:
         """Return the (stage, microbatch) pairs that an action may read: own and local peers'."""

@@ -10,14 +10,14 @@ import msgspec
 from fxpart.schedule.action import parse
 from fxpart.schedule.dependence import get_transfer_partner
 from fxpart.schedule.measured_timeline import (
-    Lane,
     MeasuredMemory,
     MeasuredSpan,
     MeasuredTimeline,
     RankClockOffset,
+    Track,
 )
 
-_Raw = tuple[int, int, Lane, str, int, int]  # Rank, step, track, name, start and end in ns.
+_Raw = tuple[int, int, Track, str, int, int]  # Rank, step, track, name, start and end in ns.
 _Issued = tuple[int, int, int, str, int, int]  # rank, target, step, action, start and end in ns
 
 
@@ -45,9 +45,9 @@ class LocalMeasurements:
     arrivals: list[MessageArrival] = field(default_factory=list)
     whole: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, rank: int, step: int, lane: Lane, name: str, start: int, end: int) -> None:
+    def add(self, rank: int, step: int, track: Track, name: str, start: int, end: int) -> None:
         """Add a span."""
-        self.spans.append((rank, step, lane, name, start, end))
+        self.spans.append((rank, step, track, name, start, end))
 
     def forget(self, step: int) -> None:
         """Discard the measurements of a step."""
@@ -93,13 +93,13 @@ def merge_measurements(
     aligned = [_align(message) for message in messages]
     raw = [span for message in aligned for span in message.spans]
     begin = min((span[4] for span in raw if span[2] == "whole"), default=0)
-    whole = {(rank, step) for rank, step, lane, *_ in raw if lane == "whole"}
+    whole = {(rank, step) for rank, step, track, *_ in raw if track == "whole"}
 
     def span(
-        rank: int, step: int, lane: Lane, name: str, start: int, end: int, exact: bool = True
+        rank: int, step: int, track: Track, name: str, start: int, end: int, exact: bool = True
     ) -> MeasuredSpan:
         return MeasuredSpan(
-            rank, step, lane, name, (start - begin) / 1e9, (end - begin) / 1e9, exact
+            rank, step, track, name, (start - begin) / 1e9, (end - begin) / 1e9, exact
         )
 
     found = [span(*each) for each in raw if each[:2] in whole]
@@ -116,7 +116,7 @@ def merge_measurements(
     memory = [memory for message in messages for memory in message.memory]
     return msgspec.structs.replace(
         recording,
-        spans=tuple(sorted(found, key=lambda s: (s.rank, s.lane, s.start, s.end, s.name))),
+        spans=tuple(sorted(found, key=lambda s: (s.rank, s.track, s.start, s.end, s.name))),
         clocks=tuple(sorted(clocks, key=lambda clock: clock.rank)),
         memory=tuple(sorted(memory, key=lambda each: each.rank)),
     )

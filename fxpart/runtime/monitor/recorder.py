@@ -30,7 +30,7 @@ from fxpart.runtime.monitor.memory_footprint import MemoryFootprint
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
 from fxpart.schedule.action import Action, ActionKind
-from fxpart.schedule.measured_timeline import READ, Lane, MeasuredMemory, MeasuredTimeline
+from fxpart.schedule.measured_timeline import READ, MeasuredMemory, MeasuredTimeline, Track
 
 _ROUNDS = 24
 
@@ -300,8 +300,8 @@ class RankRecorder:
 
         return do
 
-    def _write(self, lane: Lane, name: str, start: int) -> None:
-        self._recorder.gathered.add(self._rank, self._recorder.step, lane, name, start, self.last)
+    def _write(self, track: Track, name: str, start: int) -> None:
+        self._recorder.gathered.add(self._rank, self._recorder.step, track, name, start, self.last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class InMemoryMessenger:
 
     def tell(self, copy: int, event: Event) -> None:
         """Report an event to the dispatcher and deliver its orders."""
-        for target, order in self.dispatcher.hear(copy, event):
+        for target, order in self.dispatcher.handle(copy, event):
             if target in self._boxes:
                 self._boxes[target].append((order, []))
 

@@ -153,7 +153,7 @@ class SocketMessenger:
         assert dispatcher is not None, "it is on rank 0"
         with self._lock:
             try:
-                orders = dispatcher.hear(self._ranks_of_replicas.index(rank), event)
+                orders = dispatcher.handle(self._ranks_of_replicas.index(rank), event)
             except Exception as cause:  # An exception of this thread would not be reported.
                 why = f"{type(cause).__name__}: {cause}"
                 dispatcher.stop((("FXP900", "the dispatcher", why, ""),))

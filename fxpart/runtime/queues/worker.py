@@ -33,7 +33,6 @@ from fxpart.runtime.queues.replica_gradients import (
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.schedule.action import Action, ActionKind
 from fxpart.schedule.queues.messages import (
-    Asked,
     BackwardOrder,
     ComputationReport,
     DispatcherMessage,
@@ -42,6 +41,7 @@ from fxpart.schedule.queues.messages import (
     GradientExchangeOrder,
     GradientsReport,
     MinibatchStartReport,
+    Requests,
     SendOrder,
     UpdateOrder,
 )
@@ -104,7 +104,7 @@ class ReplicaWorker:
         """
         self.copy, self.weights = copy, weights
         self.applied = self.forwards = self.staleness = 0
-        self.losses: deque[tuple[int, float | None, Asked]] = deque()
+        self.losses: deque[tuple[int, float | None, Requests]] = deque()
         self.doing = Action(copy, ActionKind.F, 0)
         self._group = layout.group(copy)
         self._table, self._parameters = table, parameters
@@ -262,14 +262,16 @@ class ReplicaWorker:
 
     @_take.register
     def _(self, message: SendOrder, tensors: Tensors) -> None:
-        self._send(message.back, message.minibatch, message.microbatch, message.group, message.copy)
+        self._send(
+            message.back, message.minibatch, message.microbatch, message.group, message.replica
+        )
 
     @_take.register
     def _(self, message: GradientExchangeOrder, tensors: Tensors) -> None:
         self._exchange_orders[message.minibatch] = message
         part = self._gradients.get(message.minibatch, MinibatchGradients())
         mine = self._parameters.make_message(part, message.minibatch, message.attempt, self.copy)
-        for other in message.copies:
+        for other in message.replicas:
             if other != self.copy:
                 self._post(other, *mine)
         for group, copies in message.others:
@@ -305,7 +307,7 @@ class ReplicaWorker:
             self.staleness = max(self.staleness, number - version)
         self._forget(number)
         self.applied += 1
-        self.losses.append((number, message.loss, message.asked))
+        self.losses.append((number, message.loss, message.requests))
 
     def _gather(self, message: ReplicaGradients | TiedReplicaGradients, tensors: Tensors) -> None:
         number = message.minibatch
@@ -316,7 +318,7 @@ class ReplicaWorker:
             return
         if not set(asked.all) <= set(found):
             return
-        parts = [found[copy] for copy in asked.copies]
+        parts = [found[copy] for copy in asked.replicas]
         others = [[found[copy] for copy in copies] for _, copies in asked.others]
         total = self._totals[number] = self._parameters.total(parts, asked.count, others)
         del self._gathered[number, message.attempt]
@@ -336,7 +338,7 @@ class ReplicaWorker:
             mine = MicrobatchValues(
                 message.back, message.minibatch, message.microbatch, self._group
             )
-            self._post(message.copy, mine, found)
+            self._post(message.replica, mine, found)
         return found is not None
 
     def _forget(self, number: int) -> None:

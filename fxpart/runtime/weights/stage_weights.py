@@ -41,7 +41,7 @@ from fxpart.runtime.weights.weight_update import (
     has_finite_gradients,
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
-from fxpart.schedule.weight_modes import MODES, WeightMode, list_stream_modes
+from fxpart.schedule.weight_modes import MODES, WeightMode, list_unflushed_modes
 
 
 class _MicrobatchInFlight:
@@ -446,5 +446,5 @@ def _make_compiled_error(mode: WeightMode) -> FxpartError:
         why="the compiled backward recomputes activations from the weights that it reads; in this "
         "mode they differ from those of its forward",
         fix="do not compile the stage, or use a mode whose backward reads its forward's weights: "
-        + ", ".join(n for n in list_stream_modes() if MODES[n].backward == "forward"),
+        + ", ".join(n for n in list_unflushed_modes() if MODES[n].backward == "forward"),
     )

@@ -1,8 +1,8 @@
-"""Builders of schedules: which stage computes what, in which order. One function each, under a
-picture; :mod:`fxpart.schedule.spec` has the table.
+"""Schedule builders: one function per schedule that orders the computations of each stage.
 
-The pictures are drawn by :mod:`fxpart.cli.schedule` for stages that take one column forward and
-two backward; a test draws each again and compares.
+:mod:`fxpart.schedule.spec` has the table of schedules. The diagrams in the docstrings are drawn by
+:mod:`fxpart.cli.schedule` for stages that take one column forward and two backward. A test draws
+each diagram again and compares.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ __all__ = [
 
 
 def assign_loop_ranks(stages: int, ranks: int) -> tuple[int, ...]:
-    """The ranks of so many stages in a loop: (0, 1, 0, 1)."""
+    """Return the ranks of stages assigned to ranks in a loop, for example (0, 1, 0, 1)."""
     return tuple(stage % ranks for stage in range(stages))

@@ -1,4 +1,4 @@
-"""1F1B without a flush: one stream of microbatches through stages that update on their own."""
+"""1F1B without flushes: an asynchronous pipeline in which each stage updates on its own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ def asynchronous(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """1F1B that never drains (Narayanan et al., PipeDream, SOSP 2019); microbatches: of all steps.
+    """1F1B without flushes (Narayanan et al., PipeDream, SOSP 2019).
 
-    Stage s runs as many forwards ahead as there are stages on the longest path behind it, then
-    alternates through all steps; after the backwards of each it updates its weights, so that
-    forwards read weights that lack updates (:mod:`fxpart.schedule.versions`). Only the stream's
-    begin and end are idle: (S - 1) / (T + S - 1) of T microbatches' time. In flight on stage s of a
-    chain of S: min(T, S - s). ``asynchronous(3, 4)``::
+    microbatches: the number over all steps. Stage s runs as many forwards ahead as there are stages
+    on the longest path from s to the end, then alternates through all steps. It updates its weights
+    after the backwards of each step, so that forwards read stale weights
+    (:mod:`fxpart.schedule.versions`). The pipeline is idle only while it first fills and last
+    empties: (S - 1) / (T + S - 1) of the time of T microbatches. In flight on stage s of a chain of
+    S: min(T, S - s). ``asynchronous(3, 4)``::
 
         0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == .  B2 == .  B3 ==
         1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == .  B3 == .  .
         2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == .  .  .  .
 
-    The order is 1F1B's of one step of as many microbatches. Raises FXP109 for several stages on a
-    rank, and for copies of stages.
+    The order is that of 1F1B for one step with all microbatches. Raises FXP109 for several stages
+    on a rank and for replicated stages.
     """
     reject_replicas(ASYNC, replicas)
-    ranks = _alone(validate_stage_rank(stage_rank, microbatches))
+    ranks = _require_one_stage_per_rank(validate_stage_rank(stage_rank, microbatches))
     built = one_f_one_b(ranks, microbatches, edges, forward=forward, backward=backward)
     return replace(built, name=ASYNC)
 
@@ -46,18 +47,21 @@ def asynchronous(
 def count_async_in_flight(
     stage_rank: Ranks, microbatches: int, replicas: Groups = ()
 ) -> tuple[int, ...]:
-    """What the stream has in flight at most, on any stage graph; FXP109 as the builder."""
+    """Return by stage the most microbatches in flight, on any stage graph; raise FXP109 as the
+    builder."""
     reject_replicas(ASYNC, replicas)
-    return count_1f1b_in_flight(_alone(validate_stage_rank(stage_rank, microbatches)), microbatches)
+    return count_1f1b_in_flight(
+        _require_one_stage_per_rank(validate_stage_rank(stage_rank, microbatches)), microbatches
+    )
 
 
-def _alone(ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _require_one_stage_per_rank(ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Raise FXP109 unless each rank has one stage."""
     if len(set(ranks)) < len(ranks):
         raise error(
             "FXP109",
             where=f"schedule={ASYNC}, stage_rank={ranks}",
-            why="it is made for one stage a rank: each stage's versions follow from its own order",
+            why="One stage per rank is required: its order determines the weight versions.",
             fix=f"Use {len(ranks)} ranks, or a schedule that flushes after each step.",
         )
     return ranks

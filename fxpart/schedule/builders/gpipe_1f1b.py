@@ -1,6 +1,6 @@
-"""GPipe, 1F1B and forwards alone: each stage's order is its own, whichever rank it is on.
+"""GPipe, 1F1B and forward-only: the order of a stage does not depend on its rank.
 
-Where a rank has several stages, it takes at each moment the one that can go on first
+A rank with several stages runs next whichever computation can start first
 (:mod:`fxpart.schedule.rank_merge`).
 """
 
@@ -67,17 +67,17 @@ def one_f_one_b(
 ) -> Schedule:
     """One forward, one backward (Narayanan et al., PipeDream, SOSP 2019; flushed every step).
 
-    Stage s runs as many forwards ahead as there are stages on the longest path behind it, then
-    alternates. In flight on stage s of a chain of S: min(m, S - s). ``one_f_one_b(3, 4)``::
+    Stage s runs as many forwards ahead as there are stages on the longest path from s to the end,
+    then alternates. In flight on stage s of a chain of S: min(m, S - s). ``one_f_one_b(3, 4)``::
 
         0 | F0 F1 F2 .  .  .  .  B0 == F3 B1 == .  B2 == .  B3 ==
         1 | .  F0 F1 .  .  B0 == F2 B1 == F3 B2 == .  B3 == .  .
         2 | .  .  F0 B0 == F1 B1 == F2 B2 == F3 B3 == .  .  .  .
 
-    On parallel branches the longest path, and with it the number in flight, is shorter than in a
-    chain. A copy among n takes every n-th microbatch and n times as long for the pipeline to be
-    balanced: it runs ahead by the sum of the sizes of the groups on the longest path, divided by n
-    (:mod:`fxpart.schedule.builders.replica_warmup`, copies of unequal speed too).
+    With parallel branches the longest path, and so the number in flight, is smaller than in a
+    chain. One of n equal replicas runs every n-th microbatch and takes n times as long for a
+    balanced pipeline. It runs ahead by the sum of the group sizes on the longest path, divided by n
+    (:mod:`fxpart.schedule.builders.replica_warmup`, also for replicas of unequal speed).
     """
     ranks = validate_stage_rank(stage_rank, microbatches)
     graph = chain(len(ranks)) if edges is None else tuple(edges)
@@ -103,12 +103,13 @@ def build_alternating(
 ) -> Schedule:
     """Build a schedule in which each stage warms up, then alternates backwards and forwards.
 
-    warmup: by stage the forwards before the first backward; more than the stage has are all that it
-    has. The other arguments and errors are those of a builder (:class:`.protocol.BuildFunction`).
+    warmup: number of forwards of each stage before its first backward, capped at the number of its
+    microbatches. The other arguments and errors are those of a builder
+    (:class:`.protocol.BuildFunction`).
     """
     ranks = validate_stage_rank(stage_rank, microbatches)
     lists = _alternating(warmup, assign_microbatches(len(ranks), microbatches, replicas))
-    return _placed(name, ranks, microbatches, lists, edges, forward, backward, replicas)
+    return _merge(name, ranks, microbatches, lists, edges, forward, backward, replicas)
 
 
 def forward_only(
@@ -120,7 +121,7 @@ def forward_only(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """Forwards alone, for evaluation; nothing is kept in flight. ``forward_only(3, 4)``::
+    """Forwards only, for evaluation; no activations stay in flight. ``forward_only(3, 4)``::
 
         0 | F0 F1 F2 F3 .  .
         1 | .  F0 F1 F2 F3 .
@@ -133,14 +134,16 @@ def forward_only(
         tuple(Action(stage, ActionKind.F, m) for m in mine)
         for stage, mine in enumerate(assign_microbatches(len(ranks), microbatches, replicas))
     ]
-    return _placed(FORWARD, ranks, microbatches, lists, edges, forward, backward, replicas)
+    return _merge(FORWARD, ranks, microbatches, lists, edges, forward, backward, replicas)
 
 
 def count_1f1b_in_flight(
     stage_rank: Ranks, microbatches: int, replicas: Groups = ()
 ) -> tuple[int, ...]:
-    """What 1F1B has in flight at most, on any stage graph: that of a chain of all (groups of)
-    stages."""
+    """Return by stage the most microbatches that 1F1B has in flight, on any stage graph.
+
+    The bound is the count in a chain of all stages or groups of replicas.
+    """
     stages = len(validate_stage_rank(stage_rank, microbatches))
     groups = {stage: list_group_stages(group) for group in replicas for stage in group}
     units = list(dict.fromkeys(groups.get(stage, (stage,)) for stage in range(stages)))
@@ -153,11 +156,11 @@ def count_1f1b_in_flight(
 
 
 def _alternating(
-    ahead: Sequence[int], taken: Sequence[tuple[int, ...]]
+    ahead: Sequence[int], stage_microbatches: Sequence[tuple[int, ...]]
 ) -> list[tuple[Action, ...]]:
-    """Stage k runs ahead[k] forwards of its microbatches, then alternates, then drains."""
+    """Run ahead[k] forwards on stage k, then alternate, then run the remaining backwards."""
     lists = []
-    for stage, (most, mine) in enumerate(zip(ahead, taken, strict=True)):
+    for stage, (most, mine) in enumerate(zip(ahead, stage_microbatches, strict=True)):
         first = min(most, len(mine))
         actions = [Action(stage, ActionKind.F, m) for m in mine[:first]]
         for place_, m in enumerate(mine):
@@ -168,7 +171,7 @@ def _alternating(
     return lists
 
 
-def _placed(
+def _merge(
     name: str,
     ranks: tuple[int, ...],
     microbatches: int,
@@ -178,7 +181,7 @@ def _placed(
     backward: Sequence[float] | None,
     replicas: Groups,
 ) -> Schedule:
-    """The lists of the stages on their ranks."""
+    """Merge the lists of the stages onto their ranks."""
     groups = tuple(tuple(group) for group in replicas)
     built = Schedule(name, len(ranks), microbatches, tuple(lists), tuple(range(len(ranks))), groups)
     return merge_onto_ranks(built, ranks, edges, forward=forward, backward=backward)

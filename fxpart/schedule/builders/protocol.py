@@ -1,4 +1,4 @@
-"""How builders are called, and what they refuse."""
+"""The signature of schedule builders and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 from fxpart.errors import error
 from fxpart.schedule.action import Schedule, StageEdge
 
-Ranks = int | Sequence[int]  # the rank of each stage; a number: so many stages, one a rank
-Groups = Sequence[Sequence[int]]  # stages that are copies of one another: see Schedule.replicas
+Ranks = int | Sequence[int]  # rank of each stage, or the number of stages for one stage per rank
+Groups = Sequence[Sequence[int]]  # groups of replicated stages: see Schedule.replicas
 
 
 class BuildFunction(Protocol):
-    """A builder's function.
+    """Signature of a builder function.
 
-    stage_rank: the rank of each stage, or their number for one a rank. edges: the stage graph, a
-    chain if not given. forward, backward: seconds of each stage, if known: they decide what a rank
-    with several stages takes first, where the schedule itself leaves it open. replicas: groups of
-    stages that are copies of one another; each microbatch is taken by one of them. The schedule
-    has computations only. Raises FXP109 for sizes below 1, for ranks left out, and for ranks or
-    replicas that the schedule is not made for.
+    stage_rank: the rank of each stage, or the number of stages for one stage per rank. edges: the
+    stage graph, a chain by default. forward, backward: seconds of each stage, if known; they order
+    the computations of a rank with several stages where the schedule itself does not. replicas:
+    groups of replicated stages; each microbatch runs on one of them. The returned schedule has
+    computations only. Raises FXP109 for sizes below 1, for ranks without a stage, and for ranks or
+    replicas that the schedule does not support.
     """
 
     def __call__(
@@ -33,22 +33,24 @@ class BuildFunction(Protocol):
         backward: Sequence[float] | None = None,
         replicas: Groups = (),
     ) -> Schedule:
-        """The schedule."""
+        """Return the schedule."""
         ...
 
 
 def validate_stage_rank(stage_rank: Ranks, microbatches: int) -> tuple[int, ...]:
-    """The rank of each stage; raises FXP109 for sizes below 1 and ranks left out."""
+    """Return the rank of each stage; raise FXP109 for sizes below 1 and ranks without a stage."""
     found = tuple(range(stage_rank)) if isinstance(stage_rank, int) else tuple(stage_rank)
     for what, value in (("stages", len(found)), ("microbatches", microbatches)):
         if value < 1:
             given = stage_rank if what == "stages" else value
-            raise error("FXP109", where=f"{what}={given}", why="at least 1 is needed", fix="")
+            raise error(
+                "FXP109", where=f"{what}={given}", why="The value must be at least 1.", fix=""
+            )
     if set(found) != set(range(len(set(found)))):
         raise error(
             "FXP109",
             where=f"stage_rank={found}",
-            why="each stage needs a rank, and none may be left out from 0 on",
+            why="Each stage needs a rank, and the ranks must be 0, 1, ... without gaps.",
             fix="",
         )
     return found
@@ -60,13 +62,13 @@ def reject_replicas(name: str, replicas: Groups) -> None:
         raise error(
             "FXP109",
             where=f"schedule={name}, replicas={tuple(map(tuple, replicas))}",
-            why="it is not made for stages that are copies of one another",
+            why="The schedule does not support replicated stages.",
             fix="Choose a schedule that supports replicas: `fxpart explain schedules` lists them.",
         )
 
 
 def assign_microbatches(stages: int, microbatches: int, replicas: Groups) -> list[tuple[int, ...]]:
-    """By stage the microbatches that it takes; see ``Schedule.takes``."""
+    """Return by stage the microbatches that it runs; see ``Schedule.runs``."""
     groups = tuple(tuple(group) for group in replicas)
     alone = Schedule("", stages, microbatches, (), (), groups)
-    return [alone.taken(stage) for stage in range(stages)]
+    return [alone.list_microbatches(stage) for stage in range(stages)]

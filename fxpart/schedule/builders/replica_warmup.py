@@ -1,12 +1,13 @@
-"""How many forwards a stage runs ahead in 1F1B where stages are copies of one another.
+"""Number of warm-up forwards of each stage in 1F1B with replicated stages.
 
-Two needs, of which each copy takes the larger. *Busy*: by Little's law a copy that has k of a
-round of L turns takes L / k times as long for a microbatch as its whole group does, and so as many
-microbatches as the longest path behind it takes, times its share k / L. *Safe*: before a stage's
-backward of microbatch b, those who feed it must have done the forwards of all that the stage does
-ahead of that backward, without waiting for b themselves.
+Each replica takes the larger of two counts. *Utilization*: by Little's law a replica that has k of
+the L slots of a cycle takes L / k times as long for a microbatch as its whole group. It needs as
+many microbatches as the longest path after it needs, times its share k / L. *Safety*: before a
+stage's backward of microbatch b, its source stages must have run the forwards of all microbatches
+that the stage runs before that backward, without waiting for b themselves.
 
-For equal copies the first is enough: (ceil(w / n) - 1) n < w for the weight w of the longest path.
+For equal replicas the first count is enough: (ceil(w / n) - 1) n < w for the weight w of the
+longest path.
 """
 
 from __future__ import annotations
@@ -22,40 +23,43 @@ from fxpart.schedule.builders.protocol import Groups
 def count_warmup_forwards(
     stages: int, microbatches: int, edges: Sequence[StageEdge], replicas: Groups
 ) -> tuple[int, ...]:
-    """By stage. edges: of the stage graph, copies joined alike. replicas: see ``Schedule``.
+    """Return the number of warm-up forwards by stage.
 
-    Where copies are unequal the answer is one for every stage graph: every group may feed all that
-    stand behind it.
+    edges: the stage graph, with equal edges for all replicas of a group. replicas: see
+    ``Schedule``. With unequal replicas the result is valid for every stage graph: every group may
+    be a source of all later groups.
     """
     groups = tuple(tuple(group) for group in replicas)
-    turns = [Schedule("", stages, microbatches, (), (), groups).turn(k) for k in range(stages)]
-    own = [Fraction(turn.size, len(turn.places)) for turn in turns]
+    slots = [Schedule("", stages, microbatches, (), (), groups).get_slots(k) for k in range(stages)]
+    own = [Fraction(slot.size, len(slot.places)) for slot in slots]
     slowest = {group: max(own[k] for k in group) for group in groups}
     of = {stage: slowest[group] for group in groups for stage in group}
-    behind = [Fraction(0)] * stages
+    after = [Fraction(0)] * stages
     ahead = [0] * stages
     later: list[list[int]] = [[] for _ in range(stages)]
     equal = all(group.count(stage) == 1 for group in groups for stage in group)
-    for source, target in _pairs(stages, groups) if not equal else _plain(edges):
+    for source, target in (
+        _list_later_stages(stages, groups) if not equal else _merge_replicas(edges)
+    ):
         later[source].append(target)
     for k in reversed(range(stages)):
-        behind[k] = max((of.get(t, own[t]) + behind[t] for t in later[k]), default=Fraction(0))
-        ahead[k] = ceil((own[k] + behind[k]) / own[k])
+        after[k] = max((of.get(t, own[t]) + after[t] for t in later[k]), default=Fraction(0))
+        ahead[k] = ceil((own[k] + after[k]) / own[k])
         if not equal:
-            mine = [turns[k].has(m) for m in range(microbatches)]
+            mine = [slots[k].has(m) for m in range(microbatches)]
             for target in later[k]:
-                taken = [m for m in range(microbatches) if turns[target].has(m)]
-                ahead[k] = max(ahead[k], _needed(mine, taken, ahead[target]))
+                target_microbatches = [m for m in range(microbatches) if slots[target].has(m)]
+                ahead[k] = max(ahead[k], _count_needed(mine, target_microbatches, ahead[target]))
     return tuple(ahead)
 
 
-def _plain(edges: Sequence[StageEdge]) -> Iterator[tuple[int, int]]:
+def _merge_replicas(edges: Sequence[StageEdge]) -> Iterator[tuple[int, int]]:
     for edge in edges:
         yield edge.source, edge.target
 
 
-def _pairs(stages: int, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """Every stage and every later one that is not its copy."""
+def _list_later_stages(stages: int, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """Yield each stage with every later stage that is not its replica."""
     of = {stage: group for group in groups for stage in group}
     for source in range(stages):
         for target in range(source + 1, stages):
@@ -63,19 +67,20 @@ def _pairs(stages: int, groups: Sequence[tuple[int, ...]]) -> Iterator[tuple[int
                 yield source, target
 
 
-def _needed(mine: Sequence[bool], taken: Sequence[int], ahead: int) -> int:
-    """The most of a feeder's microbatches among those that a stage does ahead of one backward.
+def _count_needed(mine: Sequence[bool], target_microbatches: Sequence[int], ahead: int) -> int:
+    """Return the most microbatches of a source among those that a stage runs ahead of one backward.
 
-    mine: whether a microbatch is the feeder's. taken: the stage's own, rising.
+    mine: whether each microbatch is the source's. target_microbatches: the stage's own
+    microbatches, ascending.
     """
     count = [0]
     for own in mine:
         count.append(count[-1] + own)
-    last = len(taken) - 1
+    last = len(target_microbatches) - 1
     return max(
         (
-            count[taken[min(place + ahead - 1, last)] + 1] - count[b]
-            for place, b in enumerate(taken)
+            count[target_microbatches[min(place + ahead - 1, last)] + 1] - count[b]
+            for place, b in enumerate(target_microbatches)
         ),
         default=1,
     )

@@ -1,8 +1,8 @@
-"""Several stages a rank in a loop: interleaved 1F1B, with and without split backwards, and breadth
-first.
+"""Schedules with virtual stages in a loop over the ranks: interleaved 1F1B and breadth-first.
 
-With p ranks stage s is on the rank of stage s mod p: a microbatch passes all ranks v times. The
-orders are those of a chain; a stage graph only asks for less, so that they hold for every one.
+With p ranks, stage s is on the rank of stage s mod p, and a microbatch passes all ranks v times.
+The orders are those of a chain; a general stage graph has fewer dependencies, so they are valid for
+every stage graph.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ def breadth_first(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """All microbatches through a rank's first stage, then its next (Lamy-Poirier, MLSys 2023).
+    """Run all microbatches through a rank's first stage, then its next (Lamy-Poirier, MLSys 2023).
 
-    Backward in the same way from the last stage on, microbatches ascending. In flight on every
-    stage: m. ``breadth_first([0, 1, 0, 1], 3)``::
+    Backwards run in the same way from the last stage on, with ascending microbatches. In flight on
+    every stage: m. ``breadth_first([0, 1, 0, 1], 3)``::
 
         0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   .   2B0 === 2B1 === 2B2 === 0B0 === 0B1 === 0B2 ===
         1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 === 3B1 === 3B2 === 1B0 === 1B1 === 1B2 === .   .
 
-    The gradients of a stage are complete as early as can be, so that their sums over replicas of
-    the pipeline overlap with the rest. For any ranks; with one stage a rank it is GPipe.
+    The gradients of a stage are complete as early as possible, so that their all-reduce over
+    pipeline replicas overlaps with the remaining backwards. Supports any ranks; with one stage per
+    rank it is GPipe.
     """
     reject_replicas(BREADTH_FIRST, replicas)
     ranks = validate_stage_rank(stage_rank, microbatches)
@@ -61,29 +62,29 @@ def interleaved(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """1F1B with v stages a rank in a loop (Narayanan et al., Megatron-LM, SC 2021).
+    """1F1B with v virtual stages per rank in a loop (Narayanan et al., Megatron-LM, SC 2021).
 
-    Microbatches go in groups of p, each through all stages of a rank before the next group. Rank r
-    runs 2 (p - r - 1) + (v - 1) p forwards ahead, then alternates; it holds one more than that
-    many. For m a multiple of p the bubble is that of 1F1B divided by v: (p - 1) (tF + tB), of a
-    stage, which is a v-th of a rank's. ``interleaved([0, 1, 0, 1], 3)``::
+    Microbatches run in groups of p, each through all stages of a rank before the next group. Rank r
+    runs 2 (p - r - 1) + (v - 1) p forwards ahead, then alternates; it has one more than that number
+    in flight. If p divides m, the bubble is that of 1F1B divided by v: (p - 1) (tF + tB) of a
+    virtual stage, which is 1/v of a rank's work. ``interleaved([0, 1, 0, 1], 3)``::
 
         0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   2B0 === .   2B1 === .   2B2 === 0B0 === 0B1 === 0B2 ===
         1 | .   1F0 1F1 1F2 3F0 3B0 === 3F1 3B1 === 3F2 3B2 === 1B0 === 1B1 === 1B2 === .   .
 
-    For any number of microbatches, and where the last stages of the loop are missing: of the ways
-    to form groups the one that takes least for stages of equal time. Raises FXP109 for ranks that
-    are no loop.
+    Supports any number of microbatches, and loops whose last stages are missing: among the possible
+    groupings it takes the one with the shortest step for stages of equal time. Raises FXP109 for
+    ranks that are not a loop.
     """
     reject_replicas(INTERLEAVED, replicas)
     return _interleaved(validate_stage_rank(stage_rank, microbatches), microbatches)
 
 
-@lru_cache(maxsize=16)  # the verifier asks again for what is in flight
+@lru_cache(maxsize=16)  # the verifier requests it again for the in-flight counts
 def _interleaved(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
     loop = StageLoop.of(INTERLEAVED, stage_rank, microbatches)
     if loop.ranks == 1:
-        # One rank never waits: each microbatch back at once holds the least.
+        # A single rank never waits; an immediate backward keeps the fewest microbatches in flight.
         return loop.schedule(INTERLEAVED, loop.alternating([1] * microbatches, 0, ActionKind.B))
     return loop.best(
         INTERLEAVED,
@@ -91,16 +92,21 @@ def _interleaved(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
     )
 
 
-# Ticks by which candidates are compared: all halves alike, and with gradients of inputs the longer.
+# Ticks for the comparison of candidates: all halves equal, then a longer input-gradient half.
 _TIMES = (
     {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1},
     {ActionKind.F: 2, ActionKind.B: 3, ActionKind.I: 2, ActionKind.W: 1},
 )
 
 
-def _last(lists: Sequence[Sequence[Action]], stages: int, ticks: dict[ActionKind, int]) -> int:
-    """When the last computation of a chain's lists ends, with free transfers; -1 if they cannot
-    all be run. What :func:`fxpart.schedule.lower.compute_times` finds, several times faster."""
+def _compute_end(
+    lists: Sequence[Sequence[Action]], stages: int, ticks: dict[ActionKind, int]
+) -> int:
+    """Return when the last computation of a chain's lists ends, with free transfers.
+
+    Returns -1 if the lists cannot all be run. The result is that of
+    :func:`fxpart.schedule.lower.compute_times`, several times faster.
+    """
     forward: list[dict[int, int]] = [{} for _ in range(stages)]
     back: list[dict[int, int]] = [{} for _ in range(stages)]
     at, free = [0] * len(lists), [0] * len(lists)
@@ -128,7 +134,7 @@ def _last(lists: Sequence[Sequence[Action]], stages: int, ticks: dict[ActionKind
 
 @dataclass(frozen=True)
 class StageLoop:
-    """Stages in a loop over ranks. where: per place in the loop the rank that stands there."""
+    """Stages in a loop over ranks. where: the rank of each position in the loop."""
 
     stage_rank: tuple[int, ...]
     microbatches: int
@@ -136,7 +142,7 @@ class StageLoop:
 
     @classmethod
     def of(cls, name: str, stage_rank: tuple[int, ...], microbatches: int) -> StageLoop:
-        """Raises FXP109 if stage s is not on the rank of stage s mod p."""
+        """Return the loop; raise FXP109 if stage s is not on the rank of stage s mod p."""
         count = len(set(stage_rank))
         where = stage_rank[:count]
         if any(rank != where[stage % count] for stage, rank in enumerate(stage_rank)):
@@ -144,8 +150,8 @@ class StageLoop:
             raise error(
                 "FXP109",
                 where=f"schedule={name}, stage_rank={stage_rank}",
-                why="it needs stages in a loop: stage s on the same rank as stage s - p of p ranks",
-                fix=f"for example stage_rank={loop}; or a schedule for any ranks",
+                why="With p ranks, stage s must be on the same rank as stage s - p (a loop).",
+                fix=f"Use for example stage_rank={loop}, or a schedule that supports any ranks.",
             )
         return cls(stage_rank, microbatches, where)
 
@@ -156,27 +162,27 @@ class StageLoop:
 
     @property
     def rounds(self) -> int:
-        """v: how often a microbatch passes the ranks, the last time perhaps not all of them."""
+        """Return v, how often a microbatch passes the ranks; the last pass may be partial."""
         return -(-len(self.stage_rank) // self.ranks)
 
     def groupings(self) -> Iterator[list[int]]:
-        """Sizes of the groups of microbatches to try: p each; where that leaves a rest, others."""
+        """Yield candidate group sizes: p each; if p does not divide m, other sizes too."""
         p, m = self.ranks, self.microbatches
         whole, rest = divmod(m, p)
         yield [p] * whole + [rest] * (rest > 0)
         if rest:
-            yield [p] * (whole + 1)  # the last ones of which are not there
+            yield [p] * (whole + 1)  # the last microbatches of which do not exist
             for groups in {max(1, whole), whole + 1}:
                 yield [m // groups + (g < m % groups) for g in range(groups)]
 
     def alternating(
         self, groups: Sequence[int], slope: int, kind: ActionKind, delay: Sequence[int] = ()
     ) -> list[list[Action]]:
-        """By place: forwards ahead, then forward and backward in turns, then what is left.
+        """Return by position: warm-up forwards, alternating forwards and backwards, last backwards.
 
-        groups: sizes, whose sum may be above the number of microbatches. slope: how many forwards
-        more a rank runs ahead than the one behind it. kind: B, or I; then delay says by place how
-        many of its I's a rank's W's are behind.
+        groups: sizes, whose sum may exceed the number of microbatches. slope: how many more
+        forwards a rank runs ahead than the next rank. kind: B, or I; with I, delay is by position
+        the number of I's by which the W's of a rank lag behind.
         """
         found = []
         for place in range(self.ranks):
@@ -194,23 +200,26 @@ class StageLoop:
                     if len(late) > delay[place]:
                         order.append(late.popleft())
             order += late
-            found.append([a for a in order if self._is_there(a)])
+            found.append([a for a in order if self._exists(a)])
         return found
 
     def best(self, name: str, candidates: Iterable[list[list[Action]]]) -> Schedule:
-        """The candidate that ends first where all stages take the same time, then the one that
-        does where W takes less, then the one that holds least. Those that cannot run are none."""
+        """Return the candidate with the shortest step.
+
+        Criteria in order: the end with stages of equal time, the end with a shorter W, the fewest
+        microbatches in flight. Candidates that cannot run are skipped.
+        """
         found: list[tuple[list[int], int, int, Schedule]] = []
         for lists in candidates:
-            ends = [_last(lists, len(self.stage_rank), ticks) for ticks in _TIMES]
-            if min(ends) >= 0:  # else a group is so small that a rank would wait for itself
+            ends = [_compute_end(lists, len(self.stage_rank), ticks) for ticks in _TIMES]
+            if min(ends) >= 0:  # otherwise a group is so small that a rank would wait for itself
                 built = self.schedule(name, lists)
                 found.append((ends, sum(count_in_flight(built)), len(found), built))
         assert found, "groups of p can always be run"
         return min(found)[-1]
 
     def schedule(self, name: str, lists: Sequence[Sequence[Action]]) -> Schedule:
-        """The lists, by place, on the ranks."""
+        """Return the schedule of the lists by position."""
         ranks: list[tuple[Action, ...]] = [()] * self.ranks
         for rank, actions in zip(self.where, lists, strict=True):
             ranks[rank] = tuple(actions)
@@ -219,7 +228,7 @@ class StageLoop:
         )
 
     def _passes(self, groups: Sequence[int], back: bool) -> Iterator[tuple[int, int, int]]:
-        """The round and the microbatches (from, to) of each run of microbatches, in order."""
+        """Yield the round and the microbatches (from, to) of each run of microbatches, in order."""
         first = 0
         for size in groups:
             for number in range(self.rounds)[:: -1 if back else 1]:
@@ -230,5 +239,5 @@ class StageLoop:
         number, first, end = span
         return [Action(number * self.ranks + place, kind, m) for m in range(first, end)]
 
-    def _is_there(self, action: Action) -> bool:
+    def _exists(self, action: Action) -> bool:
         return action.stage < len(self.stage_rank) and action.microbatch < self.microbatches

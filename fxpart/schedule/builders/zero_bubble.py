@@ -1,4 +1,4 @@
-"""Schedules with split backwards: I gives the gradients that others wait for, W fills the gaps."""
+"""Schedules with split backwards: I yields the input gradients, W fills the bubble."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def zb_h1(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """1F1B with split backwards, W as late as 1F1B's memory lets it (Qi et al., ICLR 2024: ZB-H1).
+    """1F1B with split backwards, W as late as the memory of 1F1B permits (Qi et al., ICLR 2024:
+    ZB-H1).
 
-    Stage s of p does the W of a microbatch s of its I's later, so that each holds at most p
-    microbatches: what the first stage of 1F1B does. Bubble (their table 1):
-    (p - 1) (tF + tI - tW) where tW <= tF, a third of 1F1B's where the three are
-    equal. ``zb_h1(3, 5)``::
+    Stage s of p runs the W of a microbatch s I's later, so that each stage has at most p
+    microbatches in flight, as the first stage of 1F1B. Bubble (table 1 of the paper): (p - 1) (tF +
+    tI - tW) for tW <= tF, a third of the 1F1B bubble where the three are equal. ``zb_h1(3, 5)``::
 
         0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
         1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-    Where a rank has several stages in a loop: interleaved 1F1B with split backwards. With other
-    ranks each stage keeps its order and the rank takes whatever can go on, W last.
+    If the ranks form a loop with several stages each: interleaved 1F1B with split backwards. With
+    other ranks each stage keeps its order, and the rank runs whatever can start, W last.
     """
     reject_replicas(ZB_H1, replicas)
     ranks = validate_stage_rank(stage_rank, microbatches)
@@ -61,9 +61,9 @@ def zb_h1(
     return merge_onto_ranks(built, ranks, graph, forward=forward, backward=backward)
 
 
-@lru_cache(maxsize=16)  # the verifier asks again for what is in flight
+@lru_cache(maxsize=16)  # the verifier requests it again for the in-flight counts
 def _looped(stage_rank: tuple[int, ...], microbatches: int) -> Schedule:
-    """Interleaved 1F1B with split backwards: of several slopes and delays, what takes least."""
+    """Return interleaved 1F1B with split backwards: the fastest of several slopes and delays."""
     loop = StageLoop.of(ZB_H1, stage_rank, microbatches)
     return loop.best(
         ZB_H1,
@@ -85,18 +85,19 @@ def zb_v(
     backward: Sequence[float] | None = None,
     replicas: Groups = (),
 ) -> Schedule:
-    """Two stages a rank in a V, split backwards, no bubble (Qi et al., NeurIPS 2024: ZB-V).
+    """Two stages per rank in a V, split backwards, no bubble (Qi et al., NeurIPS 2024: ZB-V).
 
-    Stage s < p is on rank s, stage 2p - 1 - s on the same: the rank that starts a microbatch also
-    ends it, so that its first gradient is there at once. Where F, I and W take the same time t and
-    m >= 2p - 1, no rank waits between its first and its last computation: a step takes
-    6 m t + (p - 1) t. Held on a rank: at most 2p pieces of half a rank's size, as 1F1B does on its
-    first rank. ``zb_v(4, 3)``::
+    Stages s < p and 2p - 1 - s are on rank s. The rank that starts a microbatch also ends it, so
+    that its first gradient is available at once. If F, I and W take the same time t and m >= 2p -
+    1, no rank waits between its first and last computation: a step takes 6 m t + (p - 1) t. In
+    flight on a rank: at most 2p microbatches of half a rank's size, as on the first rank of 1F1B.
+    ``zb_v(4, 3)``::
 
         0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
         1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-    stage_rank: as a number of stages, two a rank. Raises FXP109 for ranks that are no V.
+    stage_rank: a number means so many stages, two per rank. Raises FXP109 for ranks that are not a
+    V.
     """
     reject_replicas(ZB_V, replicas)
     if isinstance(stage_rank, int):
@@ -107,11 +108,11 @@ def zb_v(
         raise error(
             "FXP109",
             where=f"schedule={ZB_V}, stage_rank={ranks}",
-            why="it needs two stages a rank, in a V: stage s on the same rank as stage 2p - 1 - s",
-            fix=f"for example stage_rank={assign_v_ranks(2 * count)}",
+            why="The schedule needs stages s and 2p - 1 - s on the same rank (two per rank, a V).",
+            fix=f"Use for example stage_rank={assign_v_ranks(2 * count)}.",
         )
     lists: list[tuple[Action, ...]] = [()] * count
-    # With fewer microbatches than fill the pipeline: what is left of a schedule that has enough.
+    # Too few microbatches to fill the pipeline: truncate a schedule that has enough.
     several = max(2 * count - 1, microbatches)
     for turn in range(count):
         order = _VOrder(turn, stages - 1 - turn).run(count, several)
@@ -120,16 +121,16 @@ def zb_v(
 
 
 def assign_v_ranks(stages: int) -> tuple[int, ...]:
-    """The ranks of so many stages in a V: (0, 1, 1, 0)."""
+    """Return the rank of each stage in a V: (0, 1, 1, 0)."""
     down = tuple(range((stages + 1) // 2))
     return down + down[: stages // 2][::-1]
 
 
 class _VOrder:
-    """The order of one rank: how far each of its two stages has come with F, I and W."""
+    """The order of one rank: the next F, I and W of each of its two stages."""
 
     def __init__(self, down: int, up: int) -> None:
-        """down: the stage on the way down the V. up: that on the way up."""
+        """down: the stage on the way down the V. up: the stage on the way up."""
         self.down, self.up = down, up
         self.done = {
             (stage, kind): 0
@@ -139,8 +140,11 @@ class _VOrder:
         self.order: list[Action] = []
 
     def run(self, ranks: int, microbatches: int) -> list[Action]:
-        """microbatches: at least 2 * ranks - 1. This rank is as far from the V's top as its
-        first stage is from the first of all."""
+        """Run the rank's computations.
+
+        ranks: the number of ranks from this one to the bottom of the V. microbatches: at least 2 *
+        ranks - 1.
+        """
         place, to_end = self.down, ranks - self.down
         for _ in range(2 * to_end - 1):
             self._do(self.down, ActionKind.F)

@@ -1,4 +1,4 @@
-"""Microbatches that wait in queues for whichever copy of a stage is free: who does what next.
+"""Microbatch queues of replicated stages: dynamic routing to whichever replica is free.
 
-Without processes, and without torch: :mod:`fxpart.runtime.queues` executes it.
+Plain Python without processes and torch; :mod:`fxpart.runtime.queues` executes it.
 """

@@ -1,4 +1,4 @@
-"""What copies and their dispatcher say to each other: small messages without tensors."""
+"""Messages between replicas and their dispatcher: small, without tensors."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import msgspec
 
 
 class DispatcherMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One message. minibatch, microbatch: numbers from 0; copies go by their stage's number."""
+    """One message. minibatch, microbatch: 0-based. A replica is identified by its stage index."""
 
 
-# -- events: a copy tells the dispatcher --------------------------------------------------------
+# -- events: from a replica to the dispatcher ----------------------------------------------------
 
 
 class MinibatchStartReport(DispatcherMessage, frozen=True):
-    """The copy has the batch of a minibatch, in so many microbatches; text: what all must have.
+    """The replica has the batch of a minibatch, in ``count`` microbatches.
 
-    asks: what its process asks of all; 0: nothing.
+    text: a description of the batch that must be equal on all ranks. requests: the bit mask of
+    requests of its process to all ranks; 0: none.
     """
 
     minibatch: int
     count: int
     text: str
-    asks: int = 0
+    requests: int = 0
 
 
 class ComputationReport(DispatcherMessage, frozen=True):
-    """A forward, or with ``back`` a backward, has run. loss: its part of the minibatch's loss.
+    """A forward, or with ``back`` a backward, has run.
 
-    seconds: that it took; 0 where that is not known.
+    loss: its part of the minibatch's loss. seconds: its duration; 0 if unknown.
     """
 
     back: bool
@@ -38,7 +39,8 @@ class ComputationReport(DispatcherMessage, frozen=True):
 
 
 class GradientsReport(DispatcherMessage, frozen=True):
-    """The copy has all gradients of what it holds. square: of their sums' norm, in its group."""
+    """The replica has all gradients of its parameters. square: squared norm of the group's
+    gradients."""
 
     minibatch: int
     attempt: int
@@ -46,21 +48,21 @@ class GradientsReport(DispatcherMessage, frozen=True):
 
 
 class BarrierArrival(DispatcherMessage, frozen=True):
-    """The copy waits until all others have come as far."""
+    """The replica waits at a barrier."""
 
     number: int
 
 
 class FailureReport(DispatcherMessage, frozen=True):
-    """The copy cannot go on. problems: (code, where, why, fix) of each."""
+    """The replica cannot continue. problems: (code, where, why, fix) of each."""
 
     problems: tuple[tuple[str, str, str, str], ...]
 
 
 class ReplicaLossReport(DispatcherMessage, frozen=True):
-    """Another copy is not reached any more."""
+    """Another replica is unreachable."""
 
-    copy: int
+    replica: int
 
 
 Event = (
@@ -72,14 +74,14 @@ Event = (
     | ReplicaLossReport
 )
 
-# -- orders: the dispatcher tells a copy ----------------------------------------------------------
+# -- orders: from the dispatcher to a replica ----------------------------------------------------
 
-To = tuple[tuple[int, int], ...]  # (group, copy of it)
-Asked = tuple[tuple[int, int], ...]  # (copy, number)
+To = tuple[tuple[int, int], ...]  # (group, replica in it)
+Requests = tuple[tuple[int, int], ...]  # (replica, bit mask of requests)
 
 
 class ForwardOrder(DispatcherMessage, frozen=True):
-    """Run a forward when its values are there; send what it gives to these copies."""
+    """Run a forward when its inputs have arrived, and send its outputs to these replicas."""
 
     minibatch: int
     microbatch: int
@@ -87,7 +89,7 @@ class ForwardOrder(DispatcherMessage, frozen=True):
 
 
 class BackwardOrder(DispatcherMessage, frozen=True):
-    """Run a backward when its gradients are there; send what it gives to these copies."""
+    """Run a backward when its gradients have arrived, and send its results to these replicas."""
 
     minibatch: int
     microbatch: int
@@ -95,56 +97,56 @@ class BackwardOrder(DispatcherMessage, frozen=True):
 
 
 class SendOrder(DispatcherMessage, frozen=True):
-    """Send what a forward (with ``back``: a backward) gave for a group to this copy of it."""
+    """Send the result of a forward (with ``back``: a backward) for a group to this replica."""
 
     back: bool
     minibatch: int
     microbatch: int
     group: int
-    copy: int
+    replica: int
 
 
 class GradientExchangeOrder(DispatcherMessage, frozen=True):
-    """Send the minibatch's gradients to these copies of the group, and gather theirs.
+    """Exchange the minibatch's gradients with these replicas of the group.
 
-    count: of its microbatches. others: (group, its copies) with parameters that this group holds
-    too: of those, they are sent the gradients and send theirs.
+    count: its number of microbatches. others: (group, its replicas) that share parameters with this
+    group and exchange the gradients of these.
     """
 
     minibatch: int
     attempt: int
-    copies: tuple[int, ...]
+    replicas: tuple[int, ...]
     count: int
     others: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All whose gradients are needed."""
-        return self.copies + tuple(copy for _, copies in self.others for copy in copies)
+        """Return all replicas whose gradients are needed."""
+        return self.replicas + tuple(replica for _, replicas in self.others for replica in replicas)
 
 
 class UpdateOrder(DispatcherMessage, frozen=True):
-    """Update with what was gathered: every group has it. square: of the norm of all gradients.
+    """Apply the exchanged gradients: every group has them.
 
-    What was kept for the minibatch is not asked for again. loss: of the minibatch. asked: what
-    copies asked of all when they began it.
+    The results stored for the minibatch are not needed any more. loss: of the minibatch. square:
+    squared norm of all gradients. requests: the requests of the replicas when they began it.
     """
 
     minibatch: int
     loss: float | None
     square: float
-    asked: Asked = ()
+    requests: Requests = ()
 
 
 class BarrierRelease(DispatcherMessage, frozen=True):
-    """All have come as far as :class:`BarrierArrival` said. lost: copies that are gone."""
+    """All replicas have reached the :class:`BarrierArrival`. lost: lost replicas."""
 
     number: int
     lost: tuple[int, ...]
 
 
 class StopOrder(DispatcherMessage, frozen=True):
-    """The training has ended. problems: as of :class:`FailureReport`."""
+    """The training has ended. problems: as in :class:`FailureReport`."""
 
     problems: tuple[tuple[str, str, str, str], ...]
 

@@ -1,18 +1,18 @@
-"""What the dispatcher knows of a minibatch: how far each group is with each microbatch."""
+"""The dispatcher's state of a minibatch: the progress of each group with each microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_NEWEST = 0.5  # what the newest computation counts for in a copy's pace
+_NEWEST = 0.5  # weight of the newest computation in the moving average of a replica's times
 
 WAITING, ORDERED, DONE = range(3)
 
 
 @dataclass
 class MicrobatchState:
-    """A microbatch in a group. owner: the copy that does it, and keeps what it made."""
+    """A microbatch in a group. owner: the replica that runs it and stores its results."""
 
     owner: int | None = None
     forward: int = WAITING
@@ -23,11 +23,11 @@ class MicrobatchState:
 class Minibatch:
     """One minibatch until it is applied.
 
-    text: what every rank must have of it. items: by group and microbatch. attempts: by group how
-    often its exchange began anew. exchanging: by group whether it was ordered; gathered: the copies
-    that have all gradients; squares: of their norms. losses: by microbatch, its part. given: by
-    (backward, microbatch, from group, to group) the copy that was sent it. asked: by copy what its
-    process asks of all.
+    text: the batch description that must be equal on all ranks. items: by group and microbatch.
+    attempts: by group, how often its gradient exchange restarted. exchanging: by group, whether the
+    exchange was ordered. gathered: the replicas that have all gradients. squares: of their norms.
+    losses: by microbatch. given: by (backward, microbatch, source group, target group), the replica
+    that received the result. requests: by replica, the requests of its process to all ranks.
     """
 
     count: int
@@ -35,10 +35,10 @@ class Minibatch:
     groups: int
     losses: dict[int, float] = field(default_factory=dict)
     given: dict[tuple[bool, int, int, int], int] = field(default_factory=dict)
-    asked: dict[int, int] = field(default_factory=dict)
+    requests: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Nothing was done."""
+        """Initialize the state of each group."""
         self.items = [[MicrobatchState() for _ in range(self.count)] for _ in range(self.groups)]
         self.attempts = [0] * self.groups
         self.exchanging = [False] * self.groups
@@ -46,21 +46,21 @@ class Minibatch:
         self.squares = [0.0] * self.groups
 
     def ran(self, group: int, *, backward: bool) -> bool:
-        """Whether all forwards (or backwards) of a group have run."""
+        """Return whether all forwards (or backwards) of a group have run."""
         return all((i.backward if backward else i.forward) == DONE for i in self.items[group])
 
     def loss(self) -> float | None:
-        """The whole loss; None where there is none."""
+        """Return the loss of the minibatch; None if there is none."""
         return sum(self.losses[m] for m in sorted(self.losses)) if self.losses else None
 
-    def forget(self, group: int, copy: int, together: Iterable[int]) -> int:
-        """A copy of the group is gone: what it did is to be done again; how many microbatches.
+    def forget(self, group: int, replica: int, together: Iterable[int]) -> int:
+        """Reset the work of a lost replica; return the number of its microbatches.
 
-        together: the groups whose exchange is one, this among them: it begins anew.
+        together: the groups of one gradient exchange, this group included, which restarts.
         """
         found = 0
         for microbatch, item in enumerate(self.items[group]):
-            if item.owner == copy:
+            if item.owner == replica:
                 self.items[group][microbatch] = MicrobatchState()
                 for key in [k for k in self.given if k[1:3] == (microbatch, group)]:
                     del self.given[key]
@@ -73,31 +73,32 @@ class Minibatch:
 
 
 class ReplicaTimes:
-    """Seconds of a forward and a backward of each copy; the newest count most."""
+    """Moving averages of the seconds of a forward and a backward of each replica."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start without measurements."""
         self._seconds: dict[tuple[int, bool], float] = {}
 
-    def heard(self, copy: int, back: bool, seconds: float) -> None:
-        """It has run one."""
+    def record(self, replica: int, back: bool, seconds: float) -> None:
+        """Record one computation."""
         if seconds > 0:
-            before = self._seconds.get((copy, back), seconds)
-            self._seconds[copy, back] = before + _NEWEST * (seconds - before)
+            before = self._seconds.get((replica, back), seconds)
+            self._seconds[replica, back] = before + _NEWEST * (seconds - before)
 
-    def of(self, copy: int, trains: bool) -> float:
-        """Seconds of a microbatch; 0 where they are not known."""
+    def of(self, replica: int, trains: bool) -> float:
+        """Return the seconds per microbatch; 0 if unknown."""
         kinds = (False, True) if trains else (False,)
-        known = [self._seconds.get((copy, back), 0.0) for back in kinds]
+        known = [self._seconds.get((replica, back), 0.0) for back in kinds]
         return sum(known) if all(known) else 0.0
 
     def leaves(
         self, mine: tuple[float, int], others: Iterable[tuple[float, int]], waiting: int
     ) -> bool:
-        """Whether the others will be done with all that waits before this copy could be with one.
+        """Return whether the others finish all waiting microbatches before this replica finishes
+        one.
 
-        mine, others: of a copy its seconds of a microbatch, and how many it has begun, which are
-        taken to be half done. waiting: microbatches that nobody has begun.
+        mine, others: of a replica, its seconds per microbatch and the number it has begun, which
+        are assumed half done. waiting: microbatches that have not begun.
         """
         free = [[begun * each / 2, each] for each, begun in others]
         end = mine[0] * (1 + mine[1] / 2)

@@ -1,8 +1,8 @@
-"""How long minibatches take whose microbatches come from queues: the dispatcher, played in time.
+"""Step time with microbatch queues: the dispatcher driven by simulated replicas.
 
-The very state machine that gives orders in a run gives them here to copies that only take the time
-that is predicted of them. A copy does one thing at a time, backwards before forwards and older ones
-first; values, gradients and the sums of copies travel while it goes on computing.
+The state machine that gives orders in a run gives them here to replicas that only take the
+predicted time. A replica runs one computation at a time, backwards before forwards and older ones
+first. Activations, gradients and gradient exchanges overlap with computation.
 """
 
 from __future__ import annotations
@@ -26,41 +26,43 @@ from fxpart.schedule.queues.messages import (
 )
 
 Work = ForwardOrder | BackwardOrder
-_SETTLED = 4  # minibatches, beside two for each update that may be missed, until all is as it stays
+_SETTLED = 4  # minibatches, plus two per update of staleness, until the step time is steady
 
 
 @dataclass(frozen=True)
 class QueueTimes:
-    """Seconds, by copy.
+    """Predicted times by replica, in seconds.
 
-    forward, backward: of a microbatch. sums: until all that hold some of its parameters have each
-    other's gradients. once: of an update. transfer: of what a microbatch sends from a copy to
-    another, in one direction. word: until what the copy tells the dispatcher, or is told, has come;
-    0 where none is given.
+    forward, backward: per microbatch. gradient_exchange: of the gradient exchange of all replicas
+    with the same parameters. update: per update. transfer: per microbatch from one replica to
+    another, in one direction. message_latency: latency of a message to or from the dispatcher; 0
+    where missing.
     """
 
     forward: Mapping[int, float]
     backward: Mapping[int, float]
-    sums: Mapping[int, float]
-    once: Mapping[int, float]
+    gradient_exchange: Mapping[int, float]
+    update: Mapping[int, float]
     transfer: Callable[[int, int], float]
-    word: Mapping[int, float] = field(default_factory=dict)
+    message_latency: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class QueueRun:
-    """seconds: between two updates, once all is as it stays. missed: by group, the most updates
-    between a forward and its own. taken: by copy, the share of its group's microbatches.
+    """Result of a simulation with queues.
+
+    seconds: steady time between two updates. missed: by group, the most updates between a forward
+    and its own update. shares: by replica, its share of the group's microbatches.
     """
 
     seconds: float
     missed: tuple[int, ...]
-    taken: dict[int, float]
+    shares: dict[int, float]
 
 
 @dataclass
 class _SimulatedReplica:
-    """A copy that only takes time. version: updates made; begun: minibatches that it knows of."""
+    """A simulated replica. version: updates made; begun: minibatches that it has started."""
 
     number: int
     group: int
@@ -69,7 +71,7 @@ class _SimulatedReplica:
     values: set[tuple[bool, int, int, int]] = field(default_factory=set)
     read: dict[tuple[int, int], int] = field(default_factory=dict)
     parts: dict[int, set[int]] = field(default_factory=dict)
-    asked: dict[int, GradientExchangeOrder] = field(default_factory=dict)
+    exchanges: dict[int, GradientExchangeOrder] = field(default_factory=dict)
     version: int = 0
     begun: int = 0
     done: int = 0
@@ -77,7 +79,7 @@ class _SimulatedReplica:
 
 
 class _QueueSimulation:
-    """Copies, messages and the clock."""
+    """Replicas, messages and the clock."""
 
     def __init__(
         self,
@@ -90,10 +92,10 @@ class _QueueSimulation:
         self.queues, self.times, self.count, self.minibatches = queues, times, count, minibatches
         self.ahead = max(staleness)
         self.dispatcher = Dispatcher(queues, staleness)
-        self.copies = {
-            copy: _SimulatedReplica(copy, g)
+        self.replicas = {
+            replica: _SimulatedReplica(replica, g)
             for g, group in enumerate(queues.groups)
-            for copy in group
+            for replica in group
         }
         self.missed = [0] * len(queues.groups)
         self.updated = [0.0] * minibatches
@@ -102,10 +104,10 @@ class _QueueSimulation:
         self._number = 0
 
     def run(self) -> None:
-        """To the end."""
-        for copy in self.copies.values():
-            self._begin(copy)
-            self._go(copy)
+        """Run to the end."""
+        for replica in self.replicas.values():
+            self._begin(replica)
+            self._go(replica)
         while self._heap:
             self.now, _, do = heapq.heappop(self._heap)
             do()
@@ -115,132 +117,139 @@ class _QueueSimulation:
         heapq.heappush(self._heap, (moment, self._number, do))
 
     def _arrive(self, target: int, message: Any, after: float = 0.0) -> None:
-        copy = self.copies[target]
+        replica = self.replicas[target]
 
-        def come() -> None:
-            if isinstance(message, SendOrder):  # threads send, whatever the copy is at
+        def arrive() -> None:
+            if isinstance(message, SendOrder):  # threads send, while the replica computes
                 back, minibatch, microbatch = message.back, message.minibatch, message.microbatch
-                self._send(copy, message.copy, back, minibatch, microbatch)
+                self._send(replica, message.replica, back, minibatch, microbatch)
                 return
-            copy.inbox.append(message)
-            self._go(copy)
+            replica.inbox.append(message)
+            self._go(replica)
 
-        self._at(self.now + after, come)
+        self._at(self.now + after, arrive)
 
-    def _tell(self, copy: _SimulatedReplica, event: Any) -> None:
-        def hears() -> None:
-            for target, order in self.dispatcher.hear(copy.number, event):
-                self._arrive(target, order, self.times.word.get(target, 0.0))
+    def _tell(self, replica: _SimulatedReplica, event: Any) -> None:
+        def deliver() -> None:
+            for target, order in self.dispatcher.handle(replica.number, event):
+                self._arrive(target, order, self.times.message_latency.get(target, 0.0))
 
-        self._at(self.now + self.times.word.get(copy.number, 0.0), hears)
+        self._at(self.now + self.times.message_latency.get(replica.number, 0.0), deliver)
 
-    def _begin(self, copy: _SimulatedReplica) -> None:
-        while copy.begun < self.minibatches and copy.begun <= copy.version + self.ahead:
-            copy.begun += 1
-            self._tell(copy, MinibatchStartReport(copy.begun - 1, self.count, ""))
+    def _begin(self, replica: _SimulatedReplica) -> None:
+        while replica.begun < self.minibatches and replica.begun <= replica.version + self.ahead:
+            replica.begun += 1
+            self._tell(replica, MinibatchStartReport(replica.begun - 1, self.count, ""))
 
-    def _go(self, copy: _SimulatedReplica) -> None:
-        """Read what has come, then compute what is ready."""
-        while copy.inbox and not copy.busy:
-            self._hear(copy, copy.inbox.popleft())
-        if copy.busy:
+    def _go(self, replica: _SimulatedReplica) -> None:
+        """Process received messages, then compute what is ready."""
+        while replica.inbox and not replica.busy:
+            self._handle(replica, replica.inbox.popleft())
+        if replica.busy:
             return
-        ready = [order for order in copy.orders if self._ready(copy, order)]
+        ready = [order for order in replica.orders if self._ready(replica, order)]
         if not ready:
             return
         order = min(ready, key=lambda o: (isinstance(o, ForwardOrder), o.minibatch, o.microbatch))
-        copy.orders.remove(order)
+        replica.orders.remove(order)
         back = isinstance(order, BackwardOrder)
         if not back:
-            copy.done += 1
-            copy.read[order.minibatch, order.microbatch] = copy.version
-        seconds = (self.times.backward if back else self.times.forward)[copy.number]
-        self._busy(copy, seconds, lambda: self._ran(copy, order, seconds))
+            replica.done += 1
+            replica.read[order.minibatch, order.microbatch] = replica.version
+        seconds = (self.times.backward if back else self.times.forward)[replica.number]
+        self._busy(replica, seconds, lambda: self._ran(replica, order, seconds))
 
-    def _busy(self, copy: _SimulatedReplica, seconds: float, then: Callable[[], None]) -> None:
-        copy.busy = True
+    def _busy(self, replica: _SimulatedReplica, seconds: float, then: Callable[[], None]) -> None:
+        replica.busy = True
 
         def end() -> None:
-            copy.busy = False
+            replica.busy = False
             then()
-            self._go(copy)
+            self._go(replica)
 
         self._at(self.now + seconds, end)
 
-    def _ready(self, copy: _SimulatedReplica, order: Work) -> bool:
+    def _ready(self, replica: _SimulatedReplica, order: Work) -> bool:
         back = isinstance(order, BackwardOrder)
-        needed = (self.queues.returns if back else self.queues.sources)[copy.group]
+        needed = (self.queues.returns if back else self.queues.sources)[replica.group]
         key = order.minibatch, order.microbatch
-        return all((back, *key, group) in copy.values for group in needed)
+        return all((back, *key, group) in replica.values for group in needed)
 
-    def _ran(self, copy: _SimulatedReplica, order: Work, seconds: float) -> None:
+    def _ran(self, replica: _SimulatedReplica, order: Work, seconds: float) -> None:
         back = isinstance(order, BackwardOrder)
         for _, target in order.to:
-            self._send(copy, target, back, order.minibatch, order.microbatch)
-        self._tell(copy, ComputationReport(back, order.minibatch, order.microbatch, None, seconds))
+            self._send(replica, target, back, order.minibatch, order.microbatch)
+        self._tell(
+            replica, ComputationReport(back, order.minibatch, order.microbatch, None, seconds)
+        )
 
     def _send(
-        self, copy: _SimulatedReplica, target: int, back: bool, minibatch: int, microbatch: int
+        self, replica: _SimulatedReplica, target: int, back: bool, minibatch: int, microbatch: int
     ) -> None:
-        value = back, minibatch, microbatch, copy.group
-        self._arrive(target, value, self.times.transfer(copy.number, target))
+        value = back, minibatch, microbatch, replica.group
+        self._arrive(target, value, self.times.transfer(replica.number, target))
 
-    def _hear(self, copy: _SimulatedReplica, said: Any) -> None:
-        if isinstance(said, tuple):
-            copy.values.add(said)
-        elif isinstance(said, ForwardOrder | BackwardOrder):
-            copy.orders.append(said)
-        elif isinstance(said, GradientExchangeOrder):
-            copy.asked[said.minibatch] = said
-            for other in said.all:
-                after = 0.0 if len(said.all) == 1 else self.times.sums[copy.number]
-                self._arrive(other, _ReplicaGradients(said.minibatch, copy.number), after)
-        elif isinstance(said, _ReplicaGradients):
-            copy.parts.setdefault(said.minibatch, set()).add(said.copy)
-            self._gather(copy, said.minibatch)
-        elif isinstance(said, UpdateOrder):
-            number = said.minibatch
-            self._busy(copy, self.times.once[copy.number], lambda: self._updated(copy, number))
+    def _handle(self, replica: _SimulatedReplica, message: Any) -> None:
+        if isinstance(message, tuple):
+            replica.values.add(message)
+        elif isinstance(message, ForwardOrder | BackwardOrder):
+            replica.orders.append(message)
+        elif isinstance(message, GradientExchangeOrder):
+            replica.exchanges[message.minibatch] = message
+            for other in message.all:
+                after = (
+                    0.0 if len(message.all) == 1 else self.times.gradient_exchange[replica.number]
+                )
+                self._arrive(other, _ReplicaGradients(message.minibatch, replica.number), after)
+        elif isinstance(message, _ReplicaGradients):
+            replica.parts.setdefault(message.minibatch, set()).add(message.replica)
+            self._gather(replica, message.minibatch)
+        elif isinstance(message, UpdateOrder):
+            number = message.minibatch
+            self._busy(
+                replica, self.times.update[replica.number], lambda: self._updated(replica, number)
+            )
 
-    def _gather(self, copy: _SimulatedReplica, minibatch: int) -> None:
-        asked = copy.asked.get(minibatch)
-        if asked is not None and copy.parts[minibatch] >= set(asked.all):
-            self._tell(copy, GradientsReport(minibatch, asked.attempt))
+    def _gather(self, replica: _SimulatedReplica, minibatch: int) -> None:
+        order = replica.exchanges.get(minibatch)
+        if order is not None and replica.parts[minibatch] >= set(order.all):
+            self._tell(replica, GradientsReport(minibatch, order.attempt))
 
-    def _updated(self, copy: _SimulatedReplica, minibatch: int) -> None:
-        for key in [key for key in copy.read if key[0] == minibatch]:
-            missed = minibatch - copy.read.pop(key)
-            self.missed[copy.group] = max(self.missed[copy.group], missed)
-        copy.values = {value for value in copy.values if value[1] != minibatch}
-        copy.version += 1
+    def _updated(self, replica: _SimulatedReplica, minibatch: int) -> None:
+        for key in [key for key in replica.read if key[0] == minibatch]:
+            missed = minibatch - replica.read.pop(key)
+            self.missed[replica.group] = max(self.missed[replica.group], missed)
+        replica.values = {value for value in replica.values if value[1] != minibatch}
+        replica.version += 1
         self.updated[minibatch] = max(self.updated[minibatch], self.now)
-        self._begin(copy)
+        self._begin(replica)
 
 
 @dataclass(frozen=True)
 class _ReplicaGradients:
-    """A copy's gradients of a minibatch."""
+    """A replica's gradients of a minibatch."""
 
     minibatch: int
-    copy: int
+    replica: int
 
 
 def simulate_queues(
     queues: Queues, staleness: Sequence[int], times: QueueTimes, microbatches: int
 ) -> QueueRun:
-    """Minibatches of so many microbatches from queues, by staleness of each group.
+    """Simulate minibatches of ``microbatches`` microbatches with queues, by staleness of each
+    group.
 
-    Every rank computes as if it were alone on its host.
+    Computation times are those without contention on the host.
     """
     warm = _SETTLED + 2 * max(staleness)
-    # More than count: as those that do are under way, others have begun already.
+    # More than count: while the counted minibatches run, others have already begun.
     play = _QueueSimulation(queues, staleness, times, microbatches, 2 * warm + max(staleness))
     play.run()
     assert play.dispatcher.applied == play.minibatches, "every minibatch was applied"
-    taken = {
-        copy: play.copies[copy].done / (play.minibatches * microbatches)
+    shares = {
+        replica: play.replicas[replica].done / (play.minibatches * microbatches)
         for group in queues.groups
-        for copy in group
+        for replica in group
     }
     seconds = (play.updated[2 * warm - 1] - play.updated[warm - 1]) / warm
-    return QueueRun(seconds, tuple(play.missed), taken)
+    return QueueRun(seconds, tuple(play.missed), shares)

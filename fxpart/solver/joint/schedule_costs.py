@@ -36,7 +36,7 @@ def has_pieces(schedule: str) -> bool:
 
 def is_stream(schedule: str) -> bool:
     """Whether the next minibatch follows without a flush, so that stages keep copies of weights."""
-    return SCHEDULES[schedule].in_flight_form == "stream"
+    return SCHEDULES[schedule].in_flight_form == "asynchronous"
 
 
 def count_stage_in_flight(
@@ -50,7 +50,7 @@ def count_stage_in_flight(
     to whole microbatches.
     """
     to_end, form = stages - stage, SCHEDULES[schedule].in_flight_form
-    if form == "stream":
+    if form == "asynchronous":
         return to_end
     if form == "all":
         return microbatches

@@ -282,7 +282,7 @@ def test_the_last_copy_of_a_stage_ends_it() -> None:
     made = trainer(plan())
     made.step(batch())
     made.lose(2)
-    with pytest.raises(FxpartError, match="the last copy of stage 2 is gone") as caught:
+    with pytest.raises(FxpartError, match="The last replica of stage 2 is lost") as caught:
         made.step(batch())
     assert caught.value.code == "FXP514"
     with pytest.raises(FxpartError, match="an earlier failure ended the training"):
