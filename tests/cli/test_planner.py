@@ -111,7 +111,7 @@ def test_wishes_are_options(
         (("--weights", "stash"), 2, "a synchronous plan has no weight mode"),
         (("--fix", "tp=3"), 3, "tp can be"),
         (("--fix", "ranks=64"), 3, "ranks"),
-        (("--space", "all", "--dump-annotations", "a.toml"), 2, "leave one"),
+        (("--space", "all", "--dump-annotations", "a.toml"), 2, "omit one"),
     ],
 )
 def test_a_wish_that_cannot_be_is_one_clear_error(
