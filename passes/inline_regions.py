@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpart.compat import disable_guards
+from fxpart.compat import disable_guards, python_dispatcher
 from fxpart.compiler.autocast_region import (
     DEVICES_KEY,
     WHOLE_KEY,
@@ -88,7 +88,7 @@ def _recompute_values(
             continue
         before = [t.dtype for t in tensors(value(node))]
         given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
-        with mode, disable_guards(mode), torch.no_grad():
+        with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():
             node.meta["val"] = target(*given[0], **given[1])
         if [t.dtype for t in tensors(value(node))] != before:
             other.add(node)

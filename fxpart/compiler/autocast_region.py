@@ -23,6 +23,7 @@ from fxpart.compiler.tensor_sizes import tensors
 # graph.meta: the whole graph is in one autocast context, so its regions share conversions.
 WHOLE_KEY = "fxpart_autocast"
 _NARROW = (torch.bfloat16, torch.float16)
+_ELIGIBLE = (torch.float32, *_NARROW)
 # graph.meta: the device types of the captured module and of the ranks, whose autocast applies.
 DEVICES_KEY = "fxpart_devices"
 
@@ -82,54 +83,59 @@ def _observe(
         outside, _ = _watch(None, op, args, kwargs, mode)
     added = Counter((id(t), dtype) for t, dtype in inside)
     added.subtract((id(t), dtype) for t, dtype in outside)
-    argument_ids = {id(t) for t in tensors([*args, *kwargs.values()])}
-    found = {
-        key: dtype for (key, dtype), count in added.items() if count > 0 and key in argument_ids
-    }
+    known = tensors([*args, *kwargs.values()])
+    ids = {id(t) for t in known}
+    found = {key: dtype for (key, dtype), count in added.items() if count > 0 and key in ids}
+    seen = _AutocastRun(op, args, kwargs, mode, inside, results)
+    for candidate in (
+        found,
+        # An op that also converts inside, without autocast, as attention without a fused kernel.
+        {id(t): region.dtype for t in known if t.dtype in _ELIGIBLE and t.dtype != region.dtype},
+        # ``sum`` and others get a result dtype in place of converted operands.
+        {id(t): torch.float32 for t in known if t.dtype in _NARROW},
+    ):
+        if seen.is_explained_by(candidate):
+            return candidate
+    return None
 
-    explained = _explain(op, args, kwargs, mode, inside, results, found)
-    if explained is None:  # ``sum`` and others get a result dtype in place of converted operands
-        narrow = [t for t in tensors([*args, *kwargs.values()]) if t.dtype in _NARROW]
-        wider = {id(t): torch.float32 for t in narrow}
-        return _explain(op, args, kwargs, mode, inside, results, wider) if narrow else None
-    return explained
 
+@dataclass(frozen=True)
+class _AutocastRun:
+    """What an op did under autocast. inside: its conversions. results: what it returned."""
 
-def _explain(
-    op: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mode: AbstractContextManager[Any],
-    inside: list[tuple[torch.Tensor, torch.dtype]],
-    results: Any,
-    found: dict[int, torch.dtype],
-) -> dict[int, torch.dtype] | None:
-    """Return the conversions if the op on converted operands does the same as under autocast.
+    op: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: AbstractContextManager[Any]
+    inside: list[tuple[torch.Tensor, torch.dtype]]
+    results: Any
 
-    inside, results: what the op did under autocast. found: dtype by ``id`` of an argument.
-    """
-    argument_ids = {id(t) for t in tensors([*args, *kwargs.values()])}
+    def is_explained_by(self, found: dict[int, torch.dtype]) -> bool:
+        """Return whether the op does the same on converted operands, without autocast.
 
-    def convert(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return item.to(found[id(item)]) if id(item) in found else item
-        if isinstance(item, (list, tuple)):
-            return type(item)(convert(i) for i in item)
-        return item
+        found: dtype by ``id`` of an argument.
+        """
+        known = tensors([*self.args, *self.kwargs.values()])
 
-    with mode, torch.no_grad():
-        cast_args, cast_kwargs = (
-            tuple(map(convert, args)),
-            {k: convert(v) for k, v in kwargs.items()},
-        )
-    seen_plain, plain_results = _watch(None, op, cast_args, cast_kwargs, mode)
-    known_ids = argument_ids | {id(t) for t in tensors([*cast_args, *cast_kwargs.values()])}
-    same_dtypes = [t.dtype for t in tensors(plain_results)] == [t.dtype for t in tensors(results)]
-    return (
-        found
-        if same_dtypes and _inner(seen_plain, known_ids) == _inner(inside, argument_ids)
-        else None
-    )
+        def convert(item: Any) -> Any:
+            if isinstance(item, torch.Tensor):
+                return item.to(found[id(item)]) if id(item) in found else item
+            if isinstance(item, (list, tuple)):
+                return type(item)(convert(i) for i in item)
+            return item
+
+        with self.mode, torch.no_grad():
+            args = tuple(map(convert, self.args))
+            kwargs = {k: convert(v) for k, v in self.kwargs.items()}
+        plain, results = _watch(None, self.op, args, kwargs, self.mode)
+        if [t.dtype for t in tensors(results)] != [t.dtype for t in tensors(self.results)]:
+            return False
+        before = {id(t) for t in known}
+        after = before | {id(t) for t in tensors([*args, *kwargs.values()])}
+        if _inner(plain, after) == _inner(self.inside, before):
+            return True
+        outer = _inner([(t, found[id(t)]) for t in known if id(t) in found], set())
+        return _inner(self.inside, set()) == _inner(plain, set()) + outer
 
 
 def _stand_in(tensor: torch.Tensor, device: str, mode: AbstractContextManager[Any]) -> torch.Tensor:
@@ -153,7 +159,7 @@ def _map(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
 def _inner(
     seen: list[tuple[torch.Tensor, torch.dtype]], argument_ids: set[int]
 ) -> Counter[tuple[str, str, str]]:
-    """Count conversions of tensors that the op creates internally, by shape and both dtypes."""
+    """Count conversions of tensors other than arguments, by shape and both dtypes."""
     return Counter(
         (str(t.shape), str(t.dtype), str(d)) for t, d in seen if id(t) not in argument_ids
     )

@@ -17,6 +17,7 @@ import fxpart
 
 DEVICE = os.environ.get("FXPART_CHECK_DEVICE", "cuda")  # "cpu" tries the checks themselves
 HAS_GPU = DEVICE == "cuda"
+TYPICAL = 0.01  # root mean square of a weight
 
 
 def cluster(ranks: int = 1) -> fxpart.Cluster | str:
@@ -122,12 +123,17 @@ def relative(a: list[float], b: list[float]) -> float:
 
 
 def state_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
-    """Return the largest difference of a tensor of two states, relative to its norm."""
+    """Return the largest root mean square difference of a tensor of two states.
+
+    Relative to the root mean square of its elements, or to that of typical weights if this is
+    smaller: tensors that are zero but for rounding say nothing.
+    """
     worst = 0.0
     for name, value in b.items():
         if name in a and value.is_floating_point() and value.numel():
             x, y = a[name].detach().double().cpu(), value.detach().double().cpu()
-            worst = max(worst, float((x - y).norm() / y.norm().clamp_min(1e-12)))
+            size = max(float(y.norm()), TYPICAL * y.numel() ** 0.5)
+            worst = max(worst, float((x - y).norm()) / size)
     return worst
 
 

@@ -119,6 +119,8 @@ def _rounding(plan: Plan) -> list[str]:
         found.append(f"gradients are summed over {data} replicas")
     if tensor > 1:
         found.append(f"reductions are split over {tensor} tensor-parallel ranks")
+    if any(plan.device(rank).kind == "gpu" for rank in range(plan.world)):
+        found.append("kernels of GPUs sum in an order that may change from run to run")
     if plan.transfer_dtype:
         found.append(f"values are sent between stages as {plan.transfer_dtype}")
     return found
