@@ -100,8 +100,8 @@ def find_order_problems(ranks: Sequence[RankOperations]) -> list[Problem]:
         for number, (a, b) in enumerate(zip_longest(first, second)):
             if a is None or b is None or a.transfer != b.transfer or a.is_send == b.is_send:
                 where = f"channel {channel}, operation {number} between ranks {low} and {high}"
-                why = f"rank {low} {_describe(a)}, and rank {high} {_describe(b)}"
-                fix = "use a channel for each sender, receiver and direction"
+                why = f"Rank {low} {_describe(a)}, and rank {high} {_describe(b)}."
+                fix = "Use a channel for each sender, receiver and direction."
                 found.append(make_unsafe_problem(where, why, fix))
                 break
     return found
@@ -119,11 +119,15 @@ def find_deadlock_problems(ranks: Sequence[RankOperations]) -> list[Problem]:
             where = f"rank {rank}, waiting for {stuck.transfer}"
             before = run.find_blocker(rank, stuck.transfer)
             why = (
-                f"its channel is blocked by {before}"
+                f"Its channel is blocked by {before}."
                 if before
-                else "the other rank does not come to its end of the transfer"
+                else "The other rank does not reach its end of the transfer."
             )
-            found.append(make_unsafe_problem(where, why, "use a channel for each route"))
+            found.append(
+                make_unsafe_problem(
+                    where, why, "Use a channel for each sender, receiver and direction."
+                )
+            )
     return found
 
 

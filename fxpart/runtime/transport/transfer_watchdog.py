@@ -71,6 +71,7 @@ class TransferWatchdog:
         if self._thread is not None:
             self._thread.join()
         self._watched.clear()
+        self._mark(NO_RANK, 0.0)
 
     def _run(self) -> None:
         since = 0.0  # When the transfer before the oldest one completed.
@@ -102,7 +103,7 @@ class TransferWatchdog:
         limit, peer = self._limit(), self._find_peer(route)
         what = _NAMES.get(route.channel, "state")
         does = "send" if peer == route.source else "receive"
-        text = f"rank {peer} did not {does} {what} within {limit:g} seconds"
-        _log.error("Rank %d: a device transfer timed out: %s.", self._rank, text)
+        text = f"Rank {peer} did not {does} {what} within {limit:g} seconds."
+        _log.error("A device transfer of rank %d timed out. %s", self._rank, text)
         self.fault = TransferTimeoutError(limit, text, explained=True)
         self._on_fault()

@@ -1,0 +1,156 @@
+"""Training under NCCL's ordering rules: it ends, with the bits of one process.
+
+Ranks are threads over an emulated transport (tests/support/nccl_rules.py), which raises where all
+wait. A few cases use processes and gloo under the same rules.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import lane_programs
+import nccl_programs as programs
+import pytest
+from built_schedules import BUILDERS
+from nccl_processes import under_rules
+from nccl_rules import MODES, DeadlockError, SharedChannels, run_ranks
+from queued_programs import plan
+from ranks import Pool
+
+from fxpart.runtime import InProcess
+from fxpart.schedule.weight_modes import MODES as WEIGHT_MODES
+
+TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
+
+
+@cache
+def expected(schedule: str, ranks: int, microbatches: int) -> Any:
+    return programs.train(InProcess(ranks), schedule, ranks, microbatches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule(schedule: str, ranks: int, mode: str) -> None:
+    """Skip connections, tied parameters, and an evaluation after each step."""
+    found = run_ranks(ranks, mode, lambda t: programs.train(t, schedule, ranks, 6))
+    assert found == [expected(schedule, ranks, 6)] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("microbatches", [3, 16])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_on_eight_ranks(schedule: str, microbatches: int, mode: str) -> None:
+    found = run_ranks(8, mode, lambda t: programs.train(t, schedule, 8, microbatches))
+    assert found == [expected(schedule, 8, microbatches)] * 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_asynchronous(stages: int, mode: str) -> None:
+    wanted = programs.train_asynchronously(InProcess(stages), stages, "stash")
+    found = run_ranks(stages, mode, lambda t: programs.train_asynchronously(t, stages, "stash"))
+    assert found == [wanted] * stages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("weights", [n for n, m in WEIGHT_MODES.items() if not m.discount])
+def test_every_asynchronous_mode(weights: str, mode: str) -> None:
+    if WEIGHT_MODES[weights].name == "flush":
+        pytest.skip("a synchronous mode")
+    wanted = programs.train_asynchronously(InProcess(4), 4, weights)
+    found = run_ranks(4, mode, lambda t: programs.train_asynchronously(t, 4, weights))
+    assert found == [wanted] * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("counts", "schedule"), [((2, 1), "1f1b"), ((1, 3), "gpipe")])
+def test_replicas(counts: tuple[int, ...], schedule: str, mode: str) -> None:
+    ranks = sum(counts)
+    wanted = programs.train_replicas(InProcess(ranks), counts, schedule)
+    found = run_ranks(ranks, mode, lambda t: programs.train_replicas(t, counts, schedule))
+    assert found == [found[0]] * ranks
+    for name, values in wanted.items():  # In one process replicas are added in another order.
+        assert found[0][name] == pytest.approx(values, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_stage_completes_its_transfers(mode: str) -> None:
+    found = run_ranks(4, mode, lambda t: programs.fails(t, "1f1b", range(4), stage=2))
+    assert found == [found[0]] * 4
+    assert found[0].startswith("FXP504 rank 2, stage 2")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "mode"),
+    [
+        ("1f1b", 2, "lazy"),
+        ("1f1b", 4, "group"),
+        ("zb-v", 2, "prepared"),
+        ("interleaved", 2, "prepared"),
+    ],
+)
+def test_a_group_for_each_direction_hangs(schedule: str, ranks: int, mode: str) -> None:
+    """With receives posted early, as over gloo: the emulation finds what NCCL would do."""
+    with pytest.raises(DeadlockError, match="waits for"):
+        run_ranks(
+            ranks, mode, lambda t: programs.train(t, schedule, ranks, 6),
+            channels=SharedChannels, ahead=2,
+        )  # fmt: skip
+
+
+# -- processes over gloo ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "ranks", "mode"), [("zb-v", 2, "lazy"), ("1f1b", 4, "group")])
+def test_processes(schedule: str, ranks: int, mode: str, pool: Pool) -> None:
+    args = ("nccl_programs", "train_on_ranks", (schedule, ranks, 6))
+    found = pool.run(under_rules, mode, *args, ranks=ranks)
+    assert found == [expected(schedule, ranks, 6)] * ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_every_schedule_in_processes(schedule: str, ranks: int, mode: str, pool: Pool) -> None:
+    args = ("nccl_programs", "train_on_ranks", (schedule, ranks, 6))
+    found = pool.run(under_rules, mode, *args, ranks=ranks)
+    assert found == [expected(schedule, ranks, 6)] * ranks
+
+
+@pytest.mark.slow
+def test_asynchronous_processes(pool: Pool) -> None:
+    wanted = programs.train_asynchronously(InProcess(2), 2, "stash")
+    args = ("nccl_programs", "train_asynchronously_on_ranks", (2, "stash"))
+    assert pool.run(under_rules, "lazy", *args, ranks=2) == [wanted] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options", "mode"),
+    [
+        ("dp=2", {"zero": 2}, "lazy"),
+        ("tp=2", {}, "group"),
+        ("dp=2", {"zero3": True}, "prepared"),
+    ],
+)
+def test_meshes(mesh: str, options: dict[str, Any], mode: str, pool: Pool) -> None:
+    """Two stages of two mesh ranks: collectives of each stage between the transfers."""
+    wanted = pool.run(lane_programs.train, mesh, options, ranks=4)
+    found = pool.run(under_rules, mode, "lane_programs", "train", (mesh, options), ranks=4)
+    assert found == wanted
+
+
+@pytest.mark.slow
+def test_queues(pool: Pool) -> None:
+    args = ("nccl_programs", "train_from_queues", (plan((2, 1)).dumps(),))
+    wanted = pool.run(programs.train_from_queues, *args[2], ranks=3)
+    found = pool.run(under_rules, "lazy", *args, ranks=3)
+    for losses, expected_losses in zip(found, wanted, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
