@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +13,10 @@ from msgspec import UNSET
 from fxpart import environment
 from fxpart.cluster.cpu_quota import quota
 from fxpart.cluster.devices import Device, Host, Link
-from fxpart.cluster.presets import device_data, grid, models, unknown
+from fxpart.cluster.gpu_detection import nvidia_models
+from fxpart.cluster.presets import device_data, host_of_models, unknown
 from fxpart.cluster.validation import MAX_DEVICES
+from fxpart.errors import error
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
@@ -32,11 +32,25 @@ def detect(kind: type[Cluster]) -> Cluster:
     launch = environment.read_launch()
     gpus = nvidia_models()
     if launch is None:
-        return grid(kind, 1, len(gpus), gpus[0]) if _uniform(gpus) else local(kind, cores())
+        return host_of_models(kind, gpus) if gpus else local(kind, cores())
     world, here = launch.world, launch.local_world
-    if _uniform(gpus) and here <= len(gpus) and world % here == 0:
-        return grid(kind, world // here, here, gpus[0])
+    check_ranks(here, gpus)
+    if gpus and world % here == 0:
+        return host_of_models(kind, gpus[:here], world // here)
     return local(kind, world)
+
+
+def check_ranks(ranks: int, gpus: list[str]) -> None:
+    """Raise FXP602 if the ranks of a host with GPUs are more than the GPUs that they may use."""
+    if gpus and ranks > len(gpus):
+        raise error(
+            "FXP602",
+            where=f"LOCAL_WORLD_SIZE={ranks}",
+            why=f"this host has {len(gpus)} visible GPUs, and two ranks cannot share one under "
+            "NCCL",
+            fix=f"start {len(gpus)} ranks on this host, set CUDA_VISIBLE_DEVICES to more GPUs, or "
+            f"use local:{ranks} to plan for the CPU",
+        )
 
 
 def local(kind: type[Cluster], ranks: int) -> Cluster:
@@ -119,33 +133,3 @@ def flop_per_cycle() -> int:
     except OSError:
         flags = {"avx2"} if platform.machine() in ("x86_64", "AMD64") else set()
     return next(flop for name, flop in _FLOP_PER_CYCLE if not name or name in flags)
-
-
-def nvidia_models() -> list[str]:
-    """Return the models of this host's NVIDIA GPUs; [] if there are none or one is unknown."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    names = [match_model(line) for line in done.stdout.splitlines() if line.strip()]
-    return [name for name in names if name] if all(names) else []
-
-
-def match_model(product: str) -> str | None:
-    """Return the device model with the most ``products`` words that occur in a product name."""
-    words = product.lower().replace("-", " ").split()
-    best: tuple[int, str] | None = None
-    for model in models():
-        for required in device_data(model).get("products", ()):
-            terms = required.lower().split()
-            if all(term in words for term in terms) and (best is None or len(terms) > best[0]):
-                best = (len(terms), model)
-    return best[1] if best else None
-
-
-def _uniform(gpus: list[str]) -> bool:
-    return bool(gpus) and len(set(gpus)) == 1

@@ -10,7 +10,8 @@ from msgspec import UNSET
 
 from fxpart import environment
 from fxpart.cluster.devices import Host
-from fxpart.cluster.host_detection import cores, local, nvidia_models
+from fxpart.cluster.gpu_detection import nvidia_models
+from fxpart.cluster.host_detection import check_ranks, cores, local
 from fxpart.cluster.importers import nvidia_topology, slurm
 from fxpart.cluster.importers.source_facts import (
     NO_NETWORK,
@@ -22,7 +23,7 @@ from fxpart.cluster.importers.source_facts import (
 )
 from fxpart.cluster.merge import hosts_of
 from fxpart.cluster.model import Cluster
-from fxpart.cluster.presets import grid
+from fxpart.cluster.presets import host_of_models
 from fxpart.errors import FxpartError
 
 # Bytes/s per unit of PCIe link width (x1) in one direction, after encoding, by generation.
@@ -75,15 +76,10 @@ def _per_host(launch: environment.Launch | None, job: environment.Slurm | None) 
 def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[str, ...]]:
     """Return this host as a cluster of ``each`` devices, by default all, and notes."""
     gpus = nvidia_models()
-    alike = len(set(gpus)) == 1 and (each or 0) <= len(gpus)
-    if not alike:
-        notes = (
-            ("the GPUs of this host are ignored because they are of several models",)
-            if len(set(gpus)) > 1
-            else ()
-        )
-        return local(Cluster, each or cores()), notes
-    base = grid(Cluster, 1, each or len(gpus), gpus[0])
+    if not gpus:
+        return local(Cluster, each or cores()), ()
+    check_ranks(each or 0, gpus)
+    base = host_of_models(Cluster, gpus[: each or len(gpus)])
     (name,) = hosts_of(base)
     here = Host(name=name, cores=cores(), source="the cores that this process may use")
     base = msgspec.structs.replace(base, hosts=(here,))

@@ -8,6 +8,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.validation import MAX_DEVICES
 from fxpart.errors import FxpartError, error
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 _LOCAL = re.compile(r"local(?::(\d{1,9}))?")
 _GRID = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([a-z][a-z0-9.-]*)")
 MAX_TEXT = 4096
+_estimates: dict[str, dict[str, Any]] = {}  # estimated data of this host's GPUs by name
 
 
 def parse_preset(kind: type[Cluster], text: str) -> Cluster:
@@ -92,6 +95,27 @@ def grid(kind: type[Cluster], hosts: int, per_host: int, model: str, first: int 
     return kind(name=name, devices=devices, links=tuple(links))
 
 
+def host_of_models(kind: type[Cluster], gpus: Sequence[str], hosts: int = 1) -> Cluster:
+    """Return hosts with the GPUs of these models each; the slowest link connects unequal models."""
+    if len(set(gpus)) == 1:
+        return grid(kind, hosts, len(gpus), gpus[0])
+    made = {model: grid(kind, hosts, 1, model) for model in gpus}
+    devices = tuple(
+        msgspec.structs.replace(made[model].devices[host], name=f"host{host}/gpu:{index}")
+        for host in range(hosts)
+        for index, model in enumerate(gpus)
+    )
+    data = [device_data(model) for model in made]
+    inside = min((one["link"] for one in data), key=lambda link: link["bandwidth"])
+    links = [_link(f"host{host}", f"host{host}", inside) for host in range(hosts)]
+    if hosts > 1:
+        network = min((one["network"] for one in data), key=lambda link: link["bandwidth"])
+        links.append(_link("*", "*", network))
+    name = "+".join(f"{gpus.count(model)}x{model}" for model in made)
+    name = name if hosts == 1 else f"{hosts}x({name})"
+    return kind(name=name, devices=devices, links=tuple(links))
+
+
 def _link(source: str, target: str, data: dict[str, Any]) -> Link:
     return Link(
         source=source,
@@ -106,9 +130,16 @@ def _link(source: str, target: str, data: dict[str, Any]) -> Link:
 def device_data(model: str) -> dict[str, Any]:
     """Return the data of a device model, by its name or an alias; FXP404 if it is unknown."""
     table = _all()
+    if model in _estimates:
+        return _estimates[model]
     if model not in table:
         raise unknown(model, f"there is no device data for {model[:80]!r}")
     return table[model]
+
+
+def add_estimate(data: dict[str, Any]) -> None:
+    """Add estimated device data of a GPU of this host, under its name, in this process."""
+    _estimates[data["name"]] = data
 
 
 @cache

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.cluster import host_detection
+from fxpart.cluster import gpu_detection, host_detection
 from fxpart.cluster.devices import Device, Host, Link
 from fxpart.cluster.files import decode, to_json, to_toml
 from fxpart.cluster.link_index import LinkIndex
@@ -104,11 +104,24 @@ def test_device_data(model: str) -> None:
         ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI355X", "mi355x"),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
 def test_product_names(product: str, model: str | None) -> None:
-    assert host_detection.match_model(product) == model
+    assert gpu_detection.match_model(product) == model
 
 
 @pytest.mark.parametrize(
@@ -150,13 +163,21 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"] * 2)
     assert Cluster.auto() == Cluster.parse("2xh100")
     monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm", "t4"])
-    assert Cluster.auto() == Cluster.local(host_detection.cores())
+    mixed = Cluster.auto().validate()
+    assert [(d.name, d.model) for d in mixed.devices] == [
+        ("host0/gpu:0", "h100-sxm"),
+        ("host0/gpu:1", "t4"),
+    ]
+    assert mixed.link("host0/gpu:0", "host0/gpu:1").bandwidth == 1.6e10  # the T4's PCIe 3.0 x16
     launched = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
-    assert Cluster.auto() == Cluster.local(4)
+    assert [d.model for d in Cluster.auto().devices] == ["h100-sxm", "t4"] * 2
     monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"] * 2)
     assert Cluster.auto() == Cluster.parse("2x2xh100")
+    monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"])
+    with pytest.raises(FxpartError, match="FXP602"):
+        Cluster.auto()
 
 
 # files

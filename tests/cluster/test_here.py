@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fxpart.cluster import host_detection, job_detection
+from fxpart.cluster import gpu_detection, host_detection, job_detection
 from fxpart.cluster.importers.source_facts import ImportOptions
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
@@ -16,7 +16,7 @@ DATA = Path(__file__).parent / "data"
 ELSEWHERE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURMD_NODENAME", "SLURM_GPUS_ON_NODE",
-    "SLURM_NTASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, product: str, topo: 
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(job_detection, "nvidia_models", host_detection.nvidia_models)
+    monkeypatch.setattr(job_detection, "nvidia_models", gpu_detection.nvidia_models)
 
 
 def test_this_host() -> None:

@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 
 from fxpart.cluster.devices import CollectiveCurve, Device, Link
-from fxpart.cluster.host_detection import match_model
+from fxpart.cluster.gpu_detection import match_model
 from fxpart.cluster.importers import nccl_json, nccl_table
 from fxpart.cluster.importers.nccl_run import NcclTestRun
 from fxpart.cluster.importers.source_facts import (

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import UNSET
 
 from fxpart.cluster.devices import Device, Host, Link
-from fxpart.cluster.host_detection import match_model
+from fxpart.cluster.gpu_detection import match_model
 from fxpart.cluster.importers.source_facts import (
     ImportOptions,
     make_import_error,
