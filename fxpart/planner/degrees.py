@@ -188,7 +188,9 @@ def choose_degrees(
     if not found:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(constrained, wider=problem, wishes=constraints))
+        raise FxpartError(
+            explain_joint_infeasible(constrained, wider=problem, constraints=constraints)
+        )
     found.sort(key=lambda one: one.seconds)
     bound = min(found[0].seconds, *(one.bound for one in solved if one.status != "infeasible"))
     return DegreeSearchResult(
@@ -403,7 +405,9 @@ def plan_best_choice(
     if solution.choice is None:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 
-        raise FxpartError(explain_joint_infeasible(constrained, wider=problem, wishes=constraints))
+        raise FxpartError(
+            explain_joint_infeasible(constrained, wider=problem, constraints=constraints)
+        )
     placement, costs = (
         assign_devices(request.cluster, constrained, solution.choice),
         request.cost_model,

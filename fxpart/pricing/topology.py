@@ -17,9 +17,9 @@ from fxpart.solver.assignment.portfolio import solve_device_assignment
 from fxpart.solver.assignment.problem import (
     AssignmentProblem,
     AssignmentStage,
+    DeviceAssignment,
     InterconnectDomain,
     RingCollective,
-    Seats,
     StageFlow,
 )
 from fxpart.solver.assignment.units import has_whole_replicas
@@ -77,7 +77,7 @@ def place_stages(
     """
     topology, members = topology_of(cluster, widths, traffic, pools=pools)
     found = solve_device_assignment(topology)
-    if not found.seats:
+    if not found.assignment:
         need = [0] * (1 + max(pool for pool, _, _ in widths))
         for pool, data, tensor in widths:
             need[pool] += data * tensor
@@ -88,14 +88,14 @@ def place_stages(
             fix="use fewer or narrower stages, or more devices",
         )
     straight = _in_order(topology, members)
-    plain, best = evaluate(topology, straight), evaluate(topology, found.seats)
-    cut = (has_whole_replicas(topology, found.seats), has_whole_replicas(topology, straight))
+    plain, best = evaluate(topology, straight), evaluate(topology, found.assignment)
+    cut = (has_whole_replicas(topology, found.assignment), has_whole_replicas(topology, straight))
     if plain.seconds <= best.seconds * (1 + 1e-12) and cut != (True, False):
-        found, best = msgspec.structs.replace(found, seats=straight), plain
+        found, best = msgspec.structs.replace(found, assignment=straight), plain
     remaining = [[iter(m) for m in by_pool] for by_pool in members]
     ranks = tuple(
         tuple(next(remaining[place][pool]) for place in places)
-        for (pool, _, _), places in zip(widths, found.seats, strict=True)
+        for (pool, _, _), places in zip(widths, found.assignment, strict=True)
     )
     return StageDevicePlacement(
         ranks=ranks,
@@ -106,14 +106,18 @@ def place_stages(
     )
 
 
-def _in_order(topology: AssignmentProblem, members: Sequence[Sequence[Sequence[int]]]) -> Seats:
+def _in_order(
+    topology: AssignmentProblem, members: Sequence[Sequence[Sequence[int]]]
+) -> DeviceAssignment:
     """Return the placement with the devices of each pool in order, stage after stage."""
     pools = range(len(topology.places[0].devices))
     place_of = [
         iter([place for _, place in sorted((d, k) for k, m in enumerate(members) for d in m[pool])])
         for pool in pools
     ]
-    return tuple(tuple(next(place_of[g.pool]) for _ in range(g.lanes)) for g in topology.groups)
+    return tuple(
+        tuple(next(place_of[g.pool]) for _ in range(g.mesh_ranks)) for g in topology.groups
+    )
 
 
 def pools_of(cluster: Cluster) -> tuple[int, ...]:

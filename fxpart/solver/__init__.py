@@ -1,1 +1,2 @@
-"""Solvers: numbers in, choice and bound out. Plain Python, NumPy and OR-Tools, no torch."""
+"""Solvers: numeric problems in, choices and proven bounds out. Python, NumPy and OR-Tools, no
+torch."""

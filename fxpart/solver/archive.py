@@ -1,4 +1,4 @@
-"""Problems as JSON, to keep and to solve again elsewhere: numbers only, no model."""
+"""Problems as JSON, to archive and solve again elsewhere: numbers only, no model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def encode(problem: msgspec.Struct) -> bytes:
-    """Any problem as canonical JSON: sorted keys, equal bytes for equal problems."""
+    """Return any problem as canonical JSON: sorted keys, equal bytes for equal problems."""
     return msgspec.json.encode(problem, order="sorted") + b"\n"
 
 
 def decode(data: bytes | str, kind: type[T], check: Callable[[T], None], where: str) -> T:
-    """The problem that :func:`encode` wrote; ``where`` names its source in errors.
+    """Return the problem that :func:`encode` wrote; ``where`` names its source in errors.
 
-    Raises FXP206 for text that is no problem of this kind, and what ``check`` raises.
+    Raises FXP206 for text that is not a problem of this kind, and the errors of ``check``.
     """
     try:
         problem = from_json(data, kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError) as failure:
         raise error(
-            "FXP206", where=where, why=str(failure), fix="archive the problem again"
+            "FXP206", where=where, why=str(failure), fix="Archive the problem again."
         ) from None
     check(problem)
     return problem
@@ -45,30 +45,31 @@ def save_problem(problem: msgspec.Struct, path: str | Path) -> None:
             "FXP603",
             where=str(path),
             why=failure.strerror or str(failure),
-            fix="choose another path",
+            fix="Choose another path.",
         ) from None
 
 
 def read(path: str | Path) -> bytes:
-    """What a file holds; raises FXP206 if it cannot be read."""
+    """Return the bytes of a file; raise FXP206 if it cannot be read."""
     try:
         return read_bytes(path)
     except OSError as failure:
         raise error(
-            "FXP206", where=str(path), why=failure.strerror or str(failure), fix="check the path"
+            "FXP206", where=str(path), why=failure.strerror or str(failure), fix="Check the path."
         ) from None
 
 
 def problem_to_json(problem: PartitionProblem) -> bytes:
-    """The partition problem as canonical JSON."""
+    """Return the partition problem as canonical JSON."""
     return encode(problem)
 
 
 def problem_from_json(data: bytes | str, where: str = "problem") -> PartitionProblem:
-    """The problem that :func:`problem_to_json` wrote; FXP206 with every fault of its numbers."""
+    """Return the problem that :func:`problem_to_json` wrote; raise FXP206 with every invalid
+    number."""
     return decode(data, PartitionProblem, check_problem, where)
 
 
 def load_problem(path: str | Path) -> PartitionProblem:
-    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+    """Read a problem that :func:`save_problem` wrote; raise FXP206 if that is not possible."""
     return problem_from_json(read(path), str(path))

@@ -1,7 +1,7 @@
 """Cheap lower bounds on the objective: no search, no tables, never above the optimum.
 
-Each ignores transfers, ties and memory, so it holds for every problem; the dynamic programme and
-CP-SAT prove better ones. On problems where transfers dominate these bounds are weak.
+Each ignores transfers, ties and memory, so it is valid for every problem. The dynamic program and
+CP-SAT prove better bounds. If transfers dominate, these bounds are weak.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fxpart.solver.problem import PartitionProblem
 def cheap_bounds(
     problem: PartitionProblem, variant: int, stages: int | None = None
 ) -> dict[str, float]:
-    """Lower bounds in seconds on the objective of any choice of ``variant``, by name.
+    """Return lower bounds in seconds on the objective of any choice of ``variant``, by name.
 
     stages: the largest number of stages considered, by default all that are allowed. Both are the
     whole work once (the pipeline's filling) plus a bound on the longest stage: "work over speed"
-    shares the work out perfectly, "largest unit" is the largest piece that no cut divides.
+    distributes the work perfectly, "largest unit" is the largest piece that no cut divides.
     """
     count = problem.max_stages if stages is None else stages
     one, m = problem.variants[variant], problem.variants[variant].microbatches
@@ -28,7 +28,7 @@ def cheap_bounds(
         k: [(m - 1) * t + s for t, s in zip(once[k], problem.step[k], strict=True)] for k in kinds
     }
     best = [min(costs) for costs in zip(*load.values(), strict=True)]
-    # no block runs faster on this type than this share of the best type's speed
+    # no block runs faster on this type than this fraction of the best type's speed
     speed = {
         k: max((b / c for b, c in zip(best, load[k], strict=True) if c > 0), default=inf)
         for k in kinds
@@ -41,12 +41,12 @@ def cheap_bounds(
 
 
 def cheap_bound(problem: PartitionProblem, variant: int, stages: int | None = None) -> float:
-    """The best of :func:`cheap_bounds`, in seconds."""
+    """Return the best of :func:`cheap_bounds`, in seconds."""
     return max(cheap_bounds(problem, variant, stages).values())
 
 
 def _units(problem: PartitionProblem) -> list[range]:
-    """Runs of blocks that no cut divides."""
+    """Return the runs of blocks that no cut divides."""
     fused, units, first = set(problem.no_cut_after), [], 0
     last = len(problem.blocks) - 1
     for block in range(last + 1):

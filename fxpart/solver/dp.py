@@ -1,10 +1,10 @@
-"""Exact minimisation of sum_s t_s + max_s load_s by dynamic programmes and branch and bound.
+"""Exact minimization of sum_s t_s + max_s load_s by dynamic programming and branch and bound.
 
-With h(b) the least sum of t_s when no load exceeds b, the optimum is the least h(b) + b over the
-loads b that stages may have. Any solution whose longest load lies in (a, b] costs more than
-a + h(b); intervals of b are split, the most promising first, until none can beat the best solution
-known (a parametric search as in Hansen and Lih, "Improved algorithms for partitioning problems in
-parallel, pipelined, and distributed computing", 1992, turned into a certificate).
+With h(b) the minimum sum of t_s if no load exceeds b, the optimum is the minimum of h(b) + b over
+the loads b that stages may have. Any solution whose longest load is in (a, b] costs more than a +
+h(b). Intervals of b are split, the most promising first, until none can beat the best known
+solution (a parametric search as in Hansen and Lih, "Improved algorithms for partitioning problems
+in parallel, pipelined, and distributed computing", 1992, turned into a certificate).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import Floats
 
-EXACT = 1e-9  # relative difference below which two step times count as equal
-_SNAP_LIMIT = 4_000_000  # most loads of one kind of device that are worth sorting
+EXACT = 1e-9  # relative difference below which two step times are equal
+_SNAP_LIMIT = 4_000_000  # most loads of one kind of device that are sorted
 
 
 @dataclass(order=True)
@@ -34,22 +34,24 @@ class _LoadInterval:
 
 
 class StepTimeMinimizer:
-    """The two-part objective over one :class:`SuffixProgram`; ``lower`` is proven at any moment."""
+    """Minimizer of the two-part objective over a :class:`SuffixProgram`; ``lower`` is always
+    proven."""
 
     def __init__(
         self, layers: SuffixProgram, found: Callable[[list[int]], float], lower: float = 0.0
     ) -> None:
-        """found: told the first units of a solution, returns the step time to beat, in seconds."""
+        """found: receives the first units of a solution, returns the step time to beat,."""
         self.layers, self.found, self.lower = layers, found, lower
         self.stages = 0  # of the last solution
         self._settled, self._spans = inf, list[_LoadInterval]()
         self._loads: Floats | None = None
 
-    def minimise(self, runs: int | None = None, gap: float = EXACT) -> float:
-        """The proven lower bound after at most ``runs`` runs, or once within ``gap`` of the best.
+    def minimize(self, runs: int | None = None, gap: float = EXACT) -> float:
+        """Return the proven lower bound after at most ``runs`` runs, or once within ``gap`` of the
+        best.
 
-        Infinite if nothing fits. Raises :class:`SolverTimeout`; ``lower`` then holds what was
-        proved.
+        Infinite if nothing fits. Raises :class:`SolverTimeout`; ``lower`` is then the bound proved
+        so far.
         """
         target = self._open()
         left = inf if runs is None else runs
@@ -61,7 +63,8 @@ class StepTimeMinimizer:
         return self.lower
 
     def _open(self) -> float:
-        """The first runs: the least longest load, the least sum, and the one under the other."""
+        """Do the first runs: the minimum longest load, the minimum sum, and the sum under that
+        load."""
         layers = self.layers
         h = layers.run(inf, longest=True)
         stages, low = layers.best(h)
@@ -77,7 +80,7 @@ class StepTimeMinimizer:
         return target
 
     def _probe(self, threshold: float, target: float) -> tuple[float, float, float]:
-        """One run: the load and the sum of its solution, and the step time to beat."""
+        """Do one run: return the load and the sum of its solution, and the step time to beat."""
         h = self.layers.run(threshold)
         stages, total = self.layers.best(h)
         if total == inf:
@@ -89,7 +92,7 @@ class StepTimeMinimizer:
         return load, total, min(target, self.found(units))
 
     def _split(self, span: _LoadInterval, target: float) -> float:
-        """Probe the middle of a span and keep what of it may still beat ``target``."""
+        """Probe the middle of a span and push the parts that may still beat ``target``."""
         high = min(span.high, target - span.total)
         middle = self._snap(span.low, high, (span.low + high) / 2)
         try:
@@ -104,7 +107,7 @@ class StepTimeMinimizer:
         return target
 
     def _push(self, low: float, high: float, total: float) -> None:
-        """Keep a span if a stage may have a load inside it."""
+        """Push a span if a stage may have a load inside it."""
         if self._loads is None and self.layers.exact and self.layers.units**2 <= _SNAP_LIMIT:
             self._loads = self.layers.loads(low, high)
         least = low
@@ -115,7 +118,7 @@ class StepTimeMinimizer:
             heapq.heappush(self._spans, _LoadInterval(least + total, low, high, total))
 
     def _snap(self, low: float, high: float, middle: float) -> float:
-        """The largest load up to ``middle``, or the first above ``low``."""
+        """Return the largest load up to ``middle``, or the first above ``low``."""
         if self._loads is None:
             return middle
         place = int(np.searchsorted(self._loads, middle, side="right")) - 1

@@ -1,4 +1,4 @@
-"""Balanced splits: a first plan in no time, so that a solver cut off early still has an answer."""
+"""Balanced splits: quick first plans, so that an interrupted solver still has a solution."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 def split_balanced(
     problem: PartitionProblem, variant: int, schedule: str, stages: int
 ) -> PartitionChoice | None:
-    """Stages of about equal work by the first device's costs, cut only where cuts are allowed.
+    """Return stages of about equal work by the first device's costs, cut only at allowed cuts.
 
-    None where fewer pieces than stages exist. Memory is not looked at.
+    None if there are fewer pieces than stages. Memory is ignored.
     """
     one, kind = problem.variants[variant], problem.devices[0].type
     work = accumulate(f + b for f, b in zip(one.forward[kind], one.backward[kind], strict=True))
@@ -25,7 +25,7 @@ def split_balanced(
     before = [done[c - 1] for c in cuts]
     starts, least = [0], 0
     for k in range(1, stages):
-        most = len(cuts) - (stages - k)  # leave one cut for each stage that follows
+        most = len(cuts) - (stages - k)  # leave one cut for each later stage
         place = bisect_left(before, done[-1] * k / stages, least, most)
         if place > least and done[-1] * k / stages - before[place - 1] < (
             before[place] - done[-1] * k / stages
@@ -37,9 +37,9 @@ def split_balanced(
 
 
 def first_choices(problem: PartitionProblem, deadline: float) -> list[PartitionChoice]:
-    """Balanced splits with the most stages, half as many, and so on, for each variant and schedule.
+    """Yield balanced splits with the most stages, half as many, and so on, by variant and schedule.
 
-    deadline: a ``time.monotonic()`` value, in seconds; at least one is made in any case.
+    deadline: a ``time.monotonic()`` value, in seconds; at least one split is made.
     """
     made: list[PartitionChoice] = []
     for variant in range(len(problem.variants)):

@@ -1,9 +1,10 @@
-"""The same problem as an integer programme for CP-SAT: a second solver that shares no tables.
+"""The partition problem as an integer program for CP-SAT: a second solver that shares no tables.
 
-Variables are cumulative (solver_notes, B.3): y[b, p] says that block b lies on stage p or before.
-They are monotone in both indices, so propagation is strong and there is no symmetry. Seconds become
-integers by scaling and rounding down, which only lowers the objective: CP-SAT's own bound, scaled
-back, is a bound on ours. Choices are judged again by :func:`fxpart.solver.objective.evaluate`.
+Variables are cumulative (solver_notes, B.3): y[b, p] = 1 if block b is on stage p or an earlier
+one. They are monotone in both indices, so propagation is strong and there is no symmetry. Seconds
+become integers by scaling and rounding down, which only lowers the objective: CP-SAT's own bound,
+scaled back, is a bound on ours. Choices are evaluated again by
+:func:`fxpart.solver.objective.evaluate`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fxpart.solver.search import PartitionRecord
 from fxpart.solver.suffix_dp import SolverTimeout
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
-_SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
+# relative margin of the cutoff above the step time, so that rounding does not exclude it
+_SLACK = 1e-4
 
 Expression = Any  # a linear expression of CP-SAT, or an int
 
@@ -38,9 +40,9 @@ def solve_cp_sat(
 ) -> float:
     """Add choices to ``record`` and return a proven lower bound in seconds, infinite if none fits.
 
-    One programme for each variant and schedule, the most promising first; the best choice known is
-    the hint and the cutoff. deadline: a ``time.monotonic()`` value. One worker and a fixed seed
-    make equal runs equal unless the deadline cuts them.
+    One integer program for each variant and schedule, the most promising first; the best known
+    choice is the hint and the cutoff. deadline: a ``time.monotonic()`` value. One worker and a
+    fixed seed make equal runs equal unless the deadline interrupts them.
     """
     parts = sorted(
         (cheap_bound(problem, v), v, s)
@@ -53,15 +55,15 @@ def solve_cp_sat(
             bound = min(bound, cheap)
             continue
         try:
-            programme = _PartitionModel(problem, variant, problem.schedules[s], record, deadline)
-            bound = min(bound, max(cheap, programme.solve(seed)))
+            program = _PartitionModel(problem, variant, problem.schedules[s], record, deadline)
+            bound = min(bound, max(cheap, program.solve(seed)))
         except SolverTimeout:
             bound = min(bound, cheap)
     return bound
 
 
 class _PartitionModel:
-    """One variant under one schedule; the number of stages is left open."""
+    """One variant under one schedule; the number of stages is a decision."""
 
     def __init__(
         self,
@@ -85,10 +87,10 @@ class _PartitionModel:
         self._fit()
 
     def solve(self, seed: int) -> float:
-        """Run CP-SAT, record what it finds, return the lower bound in seconds."""
+        """Run CP-SAT, record its solutions, and return the lower bound in seconds."""
         solver = cp_model.CpSolver()
-        # OR-Tools 9.15's presolve calls some of these models infeasible that are not
-        # (google/or-tools#5274); without it the proofs are slower, and right.
+        # OR-Tools 9.15's presolve reports some feasible models as infeasible
+        # (google/or-tools#5274); without it the proofs are slower but correct.
         solver.parameters.cp_model_presolve = False
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
@@ -112,21 +114,21 @@ class _PartitionModel:
         return floor(seconds * self.scale)
 
     def _left(self) -> float:
-        """Seconds until the deadline; raises :class:`SolverTimeout` after it."""
+        """Return the seconds until the deadline; raise :class:`SolverTimeout` after it."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise SolverTimeout
         return left
 
     def _hinted(self) -> list[int]:
-        """The stage of each block in the best choice known, or an even split."""
+        """Return the stage of each block in the best known choice, or an even split."""
         choice, n = self.record.choice, len(self.blocks)
         if choice is None:
             return [b * self.stages // n for b in self.blocks]
         return [bisect_right(choice.starts, b) - 1 for b in self.blocks]
 
     def _worst(self) -> float:
-        """Seconds that no choice exceeds: everything on the slowest device, everything sent."""
+        """Return seconds that no choice exceeds: all on the slowest device, every value sent."""
         problem, one = self.problem, self.variant
         rows = range(len(problem.step))
         work = sum(max(one.forward[k][b] + one.backward[k][b] for k in rows) for b in self.blocks)
@@ -145,17 +147,18 @@ class _PartitionModel:
         return variable
 
     def _y(self, block: int, stage: int) -> Expression:
-        """1 if the block lies on the stage or before."""
+        """Return a literal: the block is on the stage or an earlier one."""
         if stage < 0:
             return 0
         return 1 if stage >= self.stages - 1 else self.upto[block][stage]
 
     def _x(self, block: int, stage: int) -> Expression:
-        """1 if the block lies on the stage."""
+        """Return a literal: the block is on the stage."""
         return self._y(block, stage) - self._y(block, stage - 1)
 
     def _place(self) -> None:
-        """Contiguous stages, none empty before the last; uncut blocks share their variables."""
+        """Make stages contiguous, with none empty before the last; uncut blocks share their
+        variables."""
         add, problem, last = self.model.add, self.problem, len(self.blocks) - 1
         fused = set(problem.no_cut_after)
         for b in self.blocks:
@@ -173,24 +176,25 @@ class _PartitionModel:
                     add(self.upto[b][p] == 1)
         for p in range(1, self.stages):
             self._left()
-            # a later block than the last of p - 1: p holds a block
+            # a block after the last of p - 1 is on p
             add(sum(self._x(b, p) for b in self.blocks) + self._y(last, p - 1) >= 1)
         if problem.min_stages > 1:
             add(self._y(last, problem.min_stages - 2) == 0)
 
     def _together(self, blocks: Sequence[int]) -> bool:
-        """Whether no cut divides the blocks."""
+        """Return whether no cut divides the blocks."""
         return all(self.upto[b] is self.upto[blocks[0]] for b in blocks)
 
     def _any(self, blocks: Sequence[int], stage: int) -> Expression:
-        """1 if the stage holds any of the blocks (at least 1, and costs push it down)."""
+        """Return a literal that is at least 1 if the stage has any of the blocks; costs push it
+        down."""
         held = self._new(any(self.hint[b] == stage for b in blocks))
         for b in blocks:
             self.model.add(held >= self._x(b, stage))
         return held
 
     def _sent(self, value: BlockValue, stage: int) -> Expression:
-        """1 if the stage makes a value that is not saved anyway and that a later stage uses."""
+        """Return a literal: the stage makes an unsaved value that a later stage uses."""
         first, last = value.producer, value.consumers[-1]
         if value.saved or stage == self.stages - 1 or self.upto[first] is self.upto[last]:
             return 0
@@ -199,7 +203,7 @@ class _PartitionModel:
         return sent
 
     def _received(self, value: BlockValue, stage: int) -> Expression:
-        """1 if the stage uses a value that an earlier stage makes."""
+        """Return a literal: the stage uses a value of an earlier stage."""
         if stage == 0:
             return 0
         late = self.hint[value.producer] < stage
@@ -209,7 +213,7 @@ class _PartitionModel:
         return got
 
     def _split(self, weight: Weight, stage: int) -> Expression:
-        """1 if the stage holds some but not all of the weight's blocks."""
+        """Return a literal: the stage has some but not all of the weight's blocks."""
         first, last = weight.blocks[0], weight.blocks[-1]
         if not weight.gradient or self._together(weight.blocks):
             return 0
@@ -221,7 +225,7 @@ class _PartitionModel:
         return split
 
     def _measure(self, cutoff: int) -> None:
-        """Seconds: the objective and its cutoff, in integer steps."""
+        """Add the objective in seconds and its cutoff, in integer steps."""
         problem, one = self.problem, self.variant
         longest = self.model.new_int_var(0, cutoff, "")
         total: list[Expression] = [longest]
@@ -254,9 +258,9 @@ class _PartitionModel:
         self.model.minimize(sum(total))
 
     def _fit(self) -> None:
-        """Bytes, exact: each stage's memory for as many microbatches as it has in flight.
+        """Limit each stage's bytes, exactly: with its number of microbatches in flight.
 
-        And for the update of any of its weights, when nothing is.
+        Also during the update of any of its weights, without microbatches in flight.
         """
         problem, one, last = self.problem, self.variant, len(self.blocks) - 1
         own, shared = [0] * len(self.blocks), list[tuple[int, Weight]]()
@@ -295,5 +299,5 @@ class _PartitionModel:
                 done = flying
                 full = sum(standing) + work + flying * sum(each) <= device.memory
                 fits = self.model.add(full)
-                if stages > p + 1:  # more is in flight the more stages there are
+                if stages > p + 1:  # the number in flight grows with the number of stages
                     fits.only_enforce_if(~self.upto[last][stages - 2])

@@ -1,4 +1,4 @@
-"""Why no plan fits, and the smallest changes that help, each tried before it is offered."""
+"""Explanations why no plan fits, and the smallest changes that help, each verified first."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fxpart.solver.suffix_dp import SolverTimeout
 def explain_infeasible(
     problem: PartitionProblem, *, time_limit: float = 10.0
 ) -> tuple[Problem, ...]:
-    """What stands in the way of any plan, as problems to raise.
+    """Explain why no plan is possible, as problems to raise.
 
-    FXP201 where fewer pieces than stages exist, FXP204 where memory is too small: for the split
-    that comes closest, its worst stage and what that needs by part, then the changes that were
-    tried and do make a plan fit: memory, devices (or stages), microbatches, schedule. FXP205 where
-    a plan does exist or ``time_limit`` (seconds) was too short to know.
+    FXP201 if there are fewer pieces than stages. FXP204 if memory is too small: for the closest
+    split, its worst stage and the memory of that by cause, then changes for which a plan was
+    verified to fit: memory, devices (or stages), microbatches, schedule. FXP205 if a plan does
+    exist or ``time_limit`` (seconds) was too short to decide.
     """
     deadline = time.monotonic() + time_limit
     pieces = PartitionSearch(
@@ -38,9 +38,9 @@ def explain_infeasible(
         return (_too_few_pieces(problem, pieces),)
     try:
         if find_feasible_choice(problem, deadline) is not None:
-            return (_too_little_time("a plan fits, but none was found in time"),)
+            return (_too_little_time("A plan fits, but none was found within the time limit."),)
     except SolverTimeout:
-        return (_too_little_time("whether a plan fits was not settled in time"),)
+        return (_too_little_time("The time limit was too short to decide whether a plan fits."),)
     more, choice = extra_memory(problem, deadline)
     evaluation = PartitionScorer(problem).evaluate(choice)
     return (_too_little_memory(problem, choice, evaluation, more, deadline),)
@@ -51,14 +51,14 @@ def _too_few_pieces(problem: PartitionProblem, pieces: int) -> Problem:
     return Problem(
         "FXP201",
         where=f"{problem.min_stages} stages, {len(problem.blocks)} blocks",
-        why=f"the model can be cut into {pieces} pieces at most, for at most "
-        f"{problem.max_stages} stages on {len(problem.devices)} devices",
-        fix=f"ask for {some} stages or fewer" if some > 1 else "use one stage",
+        why=f"The model can be cut into at most {pieces} pieces, for at most "
+        f"{problem.max_stages} stages on {len(problem.devices)} devices.",
+        fix=f"Request {some} stages or fewer." if some > 1 else "Use one stage.",
     )
 
 
 def _too_little_time(why: str) -> Problem:
-    return Problem("FXP205", where="solver", why=why, fix="allow more seconds (time_limit)")
+    return Problem("FXP205", where="solver", why=why, fix="Increase time_limit.")
 
 
 def _too_little_memory(
@@ -68,21 +68,21 @@ def _too_little_memory(
     more: int,
     deadline: float,
 ) -> Problem:
-    """The worst stage of the closest split, and the fixes that were tried."""
+    """Return the worst stage of the closest split, and the fixes that were verified."""
     stages = evaluation.stages
     k = max(range(len(stages)), key=lambda s: stages[s].needed - stages[s].memory_limit)
     stage, variant = stages[k], problem.variants[choice.variant]
     over = sum(s.needed > s.memory_limit for s in stages)
     need, there = stage.needed, stage.memory_limit
-    others = f", and {over - 1} more stages like it" if over > 1 else ""
+    others = f"; {over - 1} more stages do not fit either" if over > 1 else ""
     return Problem(
         "FXP204",
         where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
         f"{problem.devices[k].name}: {format_byte_count(need)} needed, "
-        f"{format_byte_count(there)} there{others}",
+        f"{format_byte_count(there)} available{others}",
         why=f"{_parts(stage)}, with {stage.in_flight} of {variant.microbatches} microbatches in "
         f"flight, each of {variant.microbatch_size}, under {choice.schedule}; "
-        "no split comes closer",
+        "this is the closest split",
         fix="; or ".join(find_fixes(problem, more, deadline)),
     )
 
@@ -93,9 +93,9 @@ def _blocks(problem: PartitionProblem, stage: StageCost) -> str:
 
 
 def _parts(stage: StageCost) -> str:
-    """A stage's memory by cause, largest first, in one unit, without what is nothing."""
+    """Return a stage's memory by cause, largest first, in one unit, without zero entries."""
     causes = msgspec.structs.asdict(stage.memory)
-    if stage.updating > stage.memory.total:  # its worst moment is after the passes
+    if stage.updating > stage.memory.total:  # its peak is in the update
         causes |= {"activations": 0, "transfers": 0, "copies": 0}
         causes["the optimizer's temporaries"] = stage.updating - sum(causes.values())
     parts = sorted(causes.items(), key=lambda part: -part[1])

@@ -1,17 +1,17 @@
-"""The objective, once: what a choice costs and needs. Every solver is judged by :func:`evaluate`.
+"""The objective: cost and memory of a choice. :func:`evaluate` judges every solver.
 
-Per stage s and microbatch, t_s = forward f_s + backward b_s + transfers received; per step,
-beta_s = sums of tied gradients + optimizer. The objective, the same for both schedules, is
+Per stage s and microbatch, t_s = forward f_s + backward b_s + transfers received; per step, beta_s
+= tied-parameter gradient reduction + optimizer. The objective, the same for both schedules, is
 
     T = sum_s t_s + max_s((m-1) t_s + beta_s)
 
-What that says of the schedule itself, with beta_s and transfers left aside: GPipe takes exactly
-sum_s t_s + (m-1)(max_s f_s + max_s b_s), and 1F1B, wherever it was simulated, no more. So T is
-exact for GPipe, and an upper bound for 1F1B, where b_s = c f_s with one c for all stages (equal
-stages in particular: then it is exact for both). Where forward and backward peak on different
-stages T is a bound for neither: it never exceeds GPipe's time, and may fall short of it and of
-1F1B's (f = 0, 10, 1, 1 and b = 10, 0, 0, 1 with m = 3: T = 43, 1F1B takes 60, GPipe 63). Bounds
-that solvers prove are bounds on T; the time of a plan is what simulating its schedule gives.
+Relation to the schedules, without beta_s and transfers: GPipe takes exactly sum_s t_s + (m-1)(max_s
+f_s + max_s b_s), and 1F1B, in all simulations, no more. So T is exact for GPipe, and an upper bound
+for 1F1B, if b_s = c f_s with one c for all stages (for equal stages it is exact for both). If
+forward and backward peak on different stages, T is not a bound for either: it never exceeds GPipe's
+time, and may be less than that and than 1F1B's (f = 0, 10, 1, 1 and b = 10, 0, 0, 1 with m = 3: T =
+43, 1F1B takes 60, GPipe 63). Bounds that solvers prove are bounds on T; the time of a plan is that
+of its simulated schedule.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 class StageMemory(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Peak memory of a stage in bytes, by cause; the names are those of ``fxpart.plan.Memory``.
 
-    activations: in_flight times what autograd saves, plus the largest workspace. transfers: each
-    received value, and each sent one that is not saved anyway, once for each microbatch in flight
-    (it is kept until the backward). copies: of weights beside the parameters, in a stream.
+    activations: in_flight times the saved tensors of autograd, plus the largest workspace.
+    transfers: each received value, and each sent one that is not saved anyway, per microbatch in
+    flight (it is stored until the backward). copies: of weights besides the parameters, in an
+    asynchronous pipeline.
     """
 
     weights: int
@@ -49,7 +50,7 @@ class StageMemory(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def total(self) -> int:
-        """All parts together, in bytes."""
+        """Return the sum of all parts, in bytes."""
         return (
             self.weights + self.gradients + self.optimizer
             + self.activations + self.buffers + self.transfers + self.copies
@@ -60,9 +61,9 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     """One stage of a choice: blocks [first, last] on the device ``device`` (an index).
 
     forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
-    (sync: all messages about tied gradients in a step, as if none overlapped computation).
-    collective: the part of forward and backward in which ranks of the stage talk. workspace: bytes,
-    already counted in ``memory.activations``. updating: bytes while the optimizer steps, without
+    (sync: all messages of tied gradients in a step, without overlap with computation). collective:
+    the communication between ranks of the stage within forward and backward. workspace: bytes,
+    already included in ``memory.activations``. updating: bytes during the optimizer step, without
     those of microbatches in flight.
     """
 
@@ -83,24 +84,24 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def needed(self) -> int:
-        """Bytes at most: in the passes of a step, or in the update after them."""
+        """Return the peak bytes: in the passes of a step, or in the update after them."""
         return max(self.memory.total, self.updating)
 
     @property
     def seconds(self) -> float:
-        """t_s: seconds for one microbatch."""
+        """Return t_s: seconds for one microbatch."""
         return self.forward_seconds + self.backward_seconds + self.transfer_seconds
 
     @property
     def step_only_seconds(self) -> float:
-        """beta_s: seconds once a step."""
+        """Return beta_s: seconds per step."""
         return self.sync_seconds + self.optimizer_seconds
 
 
 class PartitionEvaluation(
     _PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """A choice's step time T in seconds, its parts by stage, and what it violates."""
+    """A choice's step time T in seconds, its parts by stage, and its violations."""
 
     seconds: float
     stages: tuple[StageCost, ...]
@@ -108,12 +109,12 @@ class PartitionEvaluation(
 
     @property
     def feasible(self) -> bool:
-        """Whether the choice fits every memory and keeps every constraint."""
+        """Return whether the choice fits every memory and satisfies every constraint."""
         return not self.faults
 
 
 def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
-    """How many microbatches' activations the stage holds at its peak.
+    """Return the number of microbatches in flight at the stage's peak.
 
     m for GPipe, min(m, S - s) for 1F1B (stage s of S).
     """
@@ -121,7 +122,7 @@ def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
 
 
 def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
-    """Latency and inverse bandwidth of the stage's gradient sums over ties (see ``Weight``)."""
+    """Return latency and inverse bandwidth of the tied gradient reduction (see ``Weight``)."""
     if len(problem.devices) == 1:
         return 0.0, 0.0
     device = problem.devices[max(stage, 1)]
@@ -129,23 +130,24 @@ def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[floa
 
 
 def count_tied_reduction_messages(microbatches: int) -> int:
-    """Messages a step between a holder of a tied weight and its owner, of the gradient's size.
+    """Return messages per step between a stage with a tied weight and its owner, of gradient size.
 
-    The holder sends its gradient after the backward of each microbatch (only so are sums in one
-    process's order) and receives the sum once.
+    The stage sends its gradient after the backward of each microbatch (only this preserves the
+    summation order of single-process training) and receives the sum once.
     """
     return microbatches + 1
 
 
 class PartitionScorer:
-    """Evaluates many choices of one problem; holds which values and weights each block uses."""
+    """Evaluates many choices of one problem, with an index of values and weights by block."""
 
     def __init__(self, problem: PartitionProblem) -> None:
         """Index the problem's values by consumer and its weights by block."""
         self.problem = problem
         self._received: list[list[int]] = [[] for _ in problem.blocks]
         self._held: list[list[int]] = [[] for _ in problem.blocks]
-        self._made: list[list[int]] = [[] for _ in problem.blocks]  # values not saved anyway
+        # values that are not saved anyway
+        self._made: list[list[int]] = [[] for _ in problem.blocks]
         for index, value in enumerate(problem.values):
             for block in value.consumers:
                 self._received[block].append(index)
@@ -156,7 +158,7 @@ class PartitionScorer:
                 self._held[block].append(index)
 
     def evaluate(self, choice: PartitionChoice) -> PartitionEvaluation:
-        """What :func:`evaluate` returns."""
+        """Return the same as :func:`evaluate`."""
         problem, count = self.problem, len(choice.starts)
         _well_formed(problem, choice)
         variant = problem.variants[choice.variant]
@@ -172,7 +174,7 @@ class PartitionScorer:
         return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 
     def stage(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
-        """Blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight."""
+        """Return blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight."""
         problem, device = self.problem, self.problem.devices[k]
         blocks = range(first, last + 1)
         received = sorted(
@@ -224,33 +226,35 @@ class PartitionScorer:
 
 
 def evaluate(problem: PartitionProblem, choice: PartitionChoice) -> PartitionEvaluation:
-    """The one definition of what ``choice`` costs.
+    """Return the cost of ``choice``, by definition.
 
-    Raises FXP109 for a choice that names no stages of this problem; one that merely breaks a
+    Raises FXP109 for a choice that does not belong to this problem; one that only violates a
     constraint or a memory limit is evaluated, with its faults.
     """
     return PartitionScorer(problem).evaluate(choice)
 
 
 def _well_formed(problem: PartitionProblem, choice: PartitionChoice) -> None:
-    """Refuse a choice whose numbers do not belong to the problem at all."""
+    """Raise FXP109 for a choice whose numbers do not belong to the problem."""
     starts, n = choice.starts, len(problem.blocks)
     rising = all(a < b for a, b in pairwise(starts))
     why = ""
     if not starts or starts[0] != 0 or not rising or starts[-1] >= n:
-        why = f"starts {starts} do not cut {n} blocks into contiguous stages"
+        why = f"The starts {starts} do not cut {n} blocks into contiguous stages."
     elif len(starts) > len(problem.devices):
-        why = f"{len(starts)} stages do not fit on {len(problem.devices)} devices"
+        why = f"There are {len(starts)} stages but only {len(problem.devices)} devices."
     elif not 0 <= choice.variant < len(problem.variants):
-        why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+        why = f"The variant {choice.variant} is not one of {len(problem.variants)}."
     elif choice.schedule not in SCHEDULES:
-        why = f"there is no schedule {choice.schedule!r}"
+        why = f"There is no schedule {choice.schedule!r}."
     if why:
-        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+        raise error(
+            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
+        )
 
 
 def _broken_constraints(problem: PartitionProblem, choice: PartitionChoice) -> list[str]:
-    """Constraints other than memory that the choice violates, as text."""
+    """Return violated constraints other than memory, as text."""
     faults = []
     if not problem.min_stages <= len(choice.starts) <= problem.max_stages:
         allowed = f"{problem.min_stages} to {problem.max_stages}"
@@ -263,7 +267,7 @@ def _broken_constraints(problem: PartitionProblem, choice: PartitionChoice) -> l
 
 
 def _overfull(problem: PartitionProblem, stages: tuple[StageCost, ...]) -> list[str]:
-    """Stages that need more than their device has, as text."""
+    """Return stages that exceed their device's memory, as text."""
     return [
         f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
         for k, s in enumerate(stages)

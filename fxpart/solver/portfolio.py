@@ -1,4 +1,4 @@
-"""The one entrance: the best plan within a time limit, with a proven bound, whichever solver."""
+"""Entry point of the partition solvers: the best plan within a time limit, with a proven bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 200_000  # choices that may be enumerated
 __all__ = ["Solver", "explain_infeasible", "solution", "solve"]
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
-CLOSE = 0.01  # and up to this "within gap"
+CLOSE = 0.01  # a larger gap up to this is "within gap"
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
 
 
@@ -34,23 +34,23 @@ def solve(
     seed: int = 0,
     solver: str = "auto",
 ) -> Solution:
-    """The best choice found within ``time_limit`` seconds, its proven bound, and the runners-up.
+    """Return the best choice found within ``time_limit`` seconds, its bound, and alternatives.
 
-    "auto" is "dp", the dynamic programme, which proved the optimum fastest wherever it was
-    measured; "cp-sat" solves the same problem independently (``seed`` is its random seed), "brute"
-    enumerates. Equal problems give equal answers as long as the time limit is not reached.
-    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    "auto" is "dp", the dynamic program, which proved the optimum fastest in all measurements;
+    "cp-sat" solves the same problem independently (``seed`` is its random seed), "brute"
+    enumerates. Equal problems give equal results if the time limit is not reached. Raises FXP206
+    for an invalid problem, FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = time.monotonic() + time_limit
     if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
             where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
-            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
-            fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
+            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
+            fix="Use solver 'auto', 'dp', 'cp-sat' or 'brute', and a time limit of 0 or more.",
         )
     check_problem(problem)
-    if problem.once:  # the same for every choice: solved for without it
+    if problem.once:  # equal for every choice: solve without it
         left = max(0.0, deadline - time.monotonic())
         bare = msgspec.structs.replace(problem, once=0.0)
         return shift_solution(solve(bare, time_limit=left, seed=seed, solver=solver), problem.once)
@@ -70,14 +70,14 @@ def solve(
 
 
 def shift_solution(found: Solution, seconds: float) -> Solution:
-    """The answer to the same problem where every choice takes ``seconds`` more."""
+    """Return the solution of the same problem if every choice takes ``seconds`` more."""
     objective, bound = found.objective + seconds, found.bound + seconds
     status = found.status if found.choice is None else status_of(objective, bound)
     return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
 
 
 def solution(record: PartitionRecord, bound: float, solver: str) -> Solution:
-    """What ``record`` and a proven lower bound in seconds amount to."""
+    """Return the solution for ``record`` and a proven lower bound in seconds."""
     bound = min(bound, record.seconds)
     return Solution(
         status=status_of(record.seconds, bound),
@@ -92,7 +92,7 @@ def solution(record: PartitionRecord, bound: float, solver: str) -> Solution:
 def status_of(
     objective: float, bound: float
 ) -> Literal["optimal", "within gap", "best found", "infeasible", "unknown"]:
-    """How good an answer of this objective is, whose lower bound is proven; both in seconds."""
+    """Return the status for an objective and a proven lower bound; both in seconds."""
     if objective == inf:
         return "infeasible" if bound == inf else "unknown"
     if bound >= objective * (1 - PROVEN):
@@ -101,7 +101,7 @@ def status_of(
 
 
 def choices(problem: PartitionProblem) -> Iterator[PartitionChoice]:
-    """All choices that keep the constraints (memory aside), in a fixed order."""
+    """Yield all choices that satisfy the constraints (except memory), in a fixed order."""
     n, fused = len(problem.blocks), set(problem.no_cut_after)
     cuts = [b + 1 for b in range(n - 1) if b not in fused]
     for variant in range(len(problem.variants)):
@@ -112,23 +112,23 @@ def choices(problem: PartitionProblem) -> Iterator[PartitionChoice]:
 
 
 def count(problem: PartitionProblem) -> int:
-    """How many choices :func:`choices` yields."""
+    """Return the number of choices that :func:`choices` yields."""
     cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
     stages = range(problem.min_stages, problem.max_stages + 1)
     return len(problem.variants) * len(problem.schedules) * sum(comb(cuts, s - 1) for s in stages)
 
 
 def solve_brute(problem: PartitionProblem) -> Solution:
-    """The optimum by enumeration; of equally good choices the first.
+    """Return the optimum by enumeration; of equally good choices the first.
 
-    Raises FXP109 where there are more than :data:`LIMIT` choices.
+    Raises FXP109 if there are more than :data:`LIMIT` choices.
     """
     if count(problem) > LIMIT:
         raise error(
             "FXP109",
             where="solver='brute'",
-            why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
-            fix="use solver='dp'",
+            why=f"There are {count(problem)} choices; at most {LIMIT} can be enumerated.",
+            fix="Use solver='dp'.",
         )
     scorer, best, seconds = PartitionScorer(problem), None, inf
     for choice in choices(problem):

@@ -1,7 +1,7 @@
-"""The partition problem as numbers: what every solver is given. It can be archived as JSON.
+"""The partition problem as numbers, the input of every solver. It can be archived as JSON.
 
-Blocks 0..n-1 stand in a fixed topological order. A choice cuts them into contiguous, non-empty
-stages; stage k runs on device k. Seconds and bytes everywhere.
+Blocks 0..n-1 are in a fixed topological order. A choice cuts them into contiguous, non-empty
+stages; stage k runs on device k. All units are seconds and bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class _PartitionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class DeviceLimit(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A place for one stage. type: index into the per-type cost rows; memory: bytes usable.
+    """A device for one stage. type: index into the per-type cost rows; memory: usable bytes.
 
     latency, inverse_bandwidth: seconds, and seconds per byte, of a transfer into this device from
-    the worst of the devices before it (0 for the first device).
+    the worst of the earlier devices (0 for the first device).
     """
 
     name: str
@@ -34,11 +34,11 @@ class DeviceLimit(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fi
 class BlockValue(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
 
-    A stage that uses it without holding its producer receives it once for each microbatch, and
-    returns a gradient of the same size where ``gradient`` holds. saved: its stage keeps it for the
-    backward in any case (its bytes are in ``activation``, or it is a view of an input or a weight);
-    otherwise a stage that sends it keeps it, once for each microbatch in flight. widened: how many
-    times the bytes that are sent are kept (2 where float32 is sent as bfloat16).
+    A stage that uses it without its producer receives it per microbatch, and returns a gradient of
+    the same size if ``gradient`` is set. saved: its stage stores it for the backward in any case
+    (its bytes are in ``activation``, or it is a view of an input or a weight); otherwise a stage
+    that sends it stores it, per microbatch in flight. widened: ratio of stored to sent bytes (2 if
+    float32 is sent as bfloat16).
     """
 
     producer: int
@@ -48,23 +48,23 @@ class BlockValue(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fie
     widened: int = 1
 
 
-# A sparse gradient is there as it came, and in order and summed when the optimizer asks for it.
+# A sparse gradient exists as received, and coalesced when the optimizer uses it.
 SPARSE_COPIES = 2
 
 
 class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter or buffer used by ``blocks`` (sorted). More than one block makes it a tie.
 
-    A stage that holds any of the blocks holds a copy: bytes of weight, gradient and optimizer
-    state. If blocks lie on several stages and ``gradient`` is not 0, gradients are summed over them
-    microbatch by microbatch, and the sum comes back once a step: each holding stage pays
-    (m + 1) * (latency + gradient * inverse_bandwidth) a step for the variant's m microbatches, of
-    the link into its own device (the first stage: into the second device). So a stage's cost
-    depends on its own blocks and device alone. That the m messages overlap computation is not
-    counted on. A buffer's bytes are in ``weight``. sparse: the gradient is of the rows that a step
-    asks for, which it counts SPARSE_COPIES times, and the optimizer looks at those alone.
-    temporary: bytes that the optimizer takes for a moment while it updates the weight, when the
-    pass's activations are gone; one weight follows the other.
+    A stage with any of the blocks has a copy: bytes of weight, gradient and optimizer state. If the
+    blocks are on several stages and ``gradient`` is not 0, gradients are reduced over them
+    microbatch by microbatch, and the sum returns per step: each of these stages pays (m + 1) *
+    (latency + gradient * inverse_bandwidth) per step for the variant's m microbatches, of the link
+    into its own device (the first stage: into the second device). So a stage's cost depends only on
+    its own blocks and device. The overlap of the m messages with computation is ignored. A buffer's
+    bytes are in ``weight``. sparse: the gradient has only the rows that a step uses, counted
+    SPARSE_COPIES times, and the optimizer updates only those. temporary: bytes that the optimizer
+    allocates while it updates the weight, when the activations are freed; weights are updated one
+    after the other.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def rows(self) -> int:
-        """Bytes of a sparse gradient as it travels; 0 of a dense one."""
+        """Return the bytes of a sparse gradient in a message; 0 for a dense one."""
         return self.gradient // SPARSE_COPIES if self.sparse else 0
 
 
@@ -86,9 +86,10 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """Costs at one microbatch size.
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
-    [block]; what several blocks save counts where it is made. workspace: bytes live only while the
-    block runs, [block]. value_bytes: as sent, [value]. collective: of forward and backward
-    together the seconds in which the ranks of a stage talk, [block]; empty where there are none.
+    [block]; tensors saved by several blocks count in the block that makes them. workspace: bytes
+    live only while the block runs, [block]. value_bytes: as sent, [value]. collective:
+    communication time between the ranks of a stage, in forward and backward together, [block];
+    empty if there is none.
     """
 
     microbatch_size: int
@@ -105,11 +106,11 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     """The whole problem.
 
     no_cut_after: blocks i such that no stage may end after block i (e.g. data-dependent shapes
-    would cross). step: optimizer seconds, [device type][block]; once: seconds that every stage
-    takes beside that, once a step; action: that it takes beside its blocks for each forward and
-    for each backward of a microbatch (the runtime's own). schedules: those to choose from.
-    min_stages, max_stages bound the number of stages (max_stages <= len(devices)). packed: bytes
-    that are part of each block's workspace, for gradients that are packed while it runs.
+    would cross). step: optimizer seconds, [device type][block]. once: additional seconds of every
+    stage per step. action: additional seconds of the runtime for each forward and each backward of
+    a microbatch. schedules: the candidates. min_stages, max_stages bound the number of stages
+    (max_stages <= len(devices)). packed: bytes within each block's workspace for gradients that are
+    packed while it runs.
     """
 
     blocks: tuple[str, ...]
@@ -136,9 +137,9 @@ class PartitionChoice(_PartitionStruct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Solution(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's answer. bound <= optimum <= objective; choice None means infeasible or unknown.
+    """A solver's result. bound <= optimum <= objective; choice None means infeasible or unknown.
 
-    objective, bound: seconds; infinite where there is no choice (bound stays finite if unknown).
+    objective, bound: seconds; infinite if there is no choice (bound stays finite if unknown).
     status: "optimal" to a relative 1e-6, "within gap" to 1 %. candidates: the choice first, then
     the best others that differ in number of stages, microbatches or schedule.
     """

@@ -1,4 +1,4 @@
-"""Changes to a problem that no plan fits: each is solved for before it is offered."""
+"""Changes to an infeasible problem: each is verified by a solver before it is suggested."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fxpart.solver.problem import DeviceLimit, PartitionChoice, PartitionProblem
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.suffix_dp import SolverTimeout
 
-_FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
+# extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
+_FINE = 1000
 
 
 def find_feasible_choice(problem: PartitionProblem, deadline: float) -> PartitionChoice | None:
-    """Any choice that fits, or None if there is none. Raises :class:`SolverTimeout`."""
+    """Return any choice that fits, or None if there is none. Raise :class:`SolverTimeout`."""
     return PartitionSearch(problem, PartitionRecord(PartitionScorer(problem)), deadline).feasible()
 
 
 def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, PartitionChoice]:
-    """About the least bytes that each device lacks, and a choice that would then fit."""
+    """Return the approximate minimum of missing bytes per device, and a choice that would fit."""
     scorer = PartitionScorer(problem)
     lacking = [
         (max(s.needed - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
@@ -45,7 +46,7 @@ def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Parti
 
 
 def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str]:
-    """Changes that make a plan fit, each solved for."""
+    """Yield verified changes that make a plan fit."""
     sizes = sorted({d.memory for d in problem.devices})
     if len(sizes) == 1:
         yield f"{format_byte_count(sizes[0] + more, up=True)} of memory on each device"
@@ -69,7 +70,8 @@ def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterato
                 alone = True
                 yield _microbatches(variant)
                 break
-        if not alone and others:  # neither helps by itself: the smallest microbatch and devices
+        # neither helps alone: combine the smallest microbatch with devices
+        if not alone and others:
             variant, other = others[-1]
             if (stages := enough_stages(other, deadline)) is not None:
                 yield f"{_count(problem, stages)} with {_microbatches(variant)}"
@@ -78,7 +80,7 @@ def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterato
 
 
 def format_byte_count(size: int, *, up: bool = False) -> str:
-    """Bytes as people read them; ``up`` rounds up, so that the text is enough."""
+    """Return a readable byte count; ``up`` rounds up, so that the printed amount is sufficient."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             shown = ceil(size * 100 / unit) / 100 if up else size / unit
@@ -87,9 +89,10 @@ def format_byte_count(size: int, *, up: bool = False) -> str:
 
 
 def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
-    """The least number of stages above max_stages with which a plan fits, or None.
+    """Return the fewest stages above max_stages with which a plan fits, or None.
 
-    Devices beyond those there are like the last. More stages allowed is never worse: bisection.
+    Additional devices equal the last one. More allowed stages are never worse, so bisection is
+    exact.
     """
     low, high = (
         problem.max_stages,
@@ -115,13 +118,13 @@ def _microbatches(variant: Variant) -> str:
 
 
 def with_memory(problem: PartitionProblem, more: int) -> PartitionProblem:
-    """The problem with ``more`` bytes added to every device."""
+    """Return the problem with ``more`` bytes added to every device."""
     devices = tuple(msgspec.structs.replace(d, memory=d.memory + more) for d in problem.devices)
     return msgspec.structs.replace(problem, devices=devices)
 
 
 def with_stages(problem: PartitionProblem, stages: int) -> PartitionProblem:
-    """The problem with up to ``stages`` stages, on devices like the last beyond those there are."""
+    """Return the problem with up to ``stages`` stages; additional devices equal the last one."""
     last = problem.devices[-1]
     added = stages - len(problem.devices)
     more = tuple(
@@ -138,10 +141,10 @@ def with_stages(problem: PartitionProblem, stages: int) -> PartitionProblem:
 
 
 def extrapolate_smaller_microbatches(problem: PartitionProblem) -> Iterator[Variant]:
-    """Variants with 2, 4, 8, ... times the microbatches of the smallest there is.
+    """Return variants with 2, 4, 8, ... times the microbatches of the smallest variant.
 
-    Their bytes and seconds lie on the line through the two smallest sizes known, or through zero:
-    estimates, to suggest a size with.
+    Their bytes and seconds are extrapolated linearly from the two smallest known sizes, or in
+    proportion: estimates, for suggestions only.
     """
     known = sorted(problem.variants, key=lambda v: (v.microbatch_size, v.microbatches))
     one = known[0]

@@ -1,7 +1,7 @@
-"""Branch and bound over variants, schedules and ranges of stage counts, above the DP.
+"""Branch and bound over variants, schedules and ranges of stage counts, around the DP.
 
-A branch whose bound cannot beat the best plan known is dropped. A range of stage counts is halved
-only where devices differ and the relaxation over the range leaves a gap.
+A branch whose bound cannot beat the best known plan is dropped. A range of stage counts is halved
+only if devices differ and the relaxation over the range leaves a gap.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import PartitionTables
 
-ALTERNATIVES = 5  # rejected choices that a solution tells of
-_RELAXED_RUNS = 6  # runs spent on a relaxation before its range of stage counts is halved
-_REFINED = 10  # alternatives looked at more closely; the best of them are told
-_REFINED_GAP = 1e-3  # how closely
+ALTERNATIVES = 5  # rejected choices in a solution
+_RELAXED_RUNS = 6  # runs on a relaxation before its range of stage counts is halved
+_REFINED = 10  # alternatives that are refined; the best of them are reported
+_REFINED_GAP = 1e-3  # gap of the refinement
 
 
 class PartitionRecord:
-    """The best choices seen: one for each number of stages, microbatches and schedule."""
+    """The best choices found: one for each number of stages, microbatches and schedule."""
 
     def __init__(self, scorer: PartitionScorer) -> None:
-        """scorer: judges every choice; infeasible ones are not kept."""
+        """scorer: evaluates every choice; infeasible ones are not stored."""
         self.scorer = scorer
         self.seconds = inf
         self.choice: PartitionChoice | None = None
         self._best: dict[tuple[int, int, str], tuple[float, PartitionChoice]] = {}
 
     def add(self, choice: PartitionChoice) -> float:
-        """Evaluate and keep a choice if it is its kind's best; returns its seconds, or infinity."""
+        """Evaluate a choice and store it if it is its kind's best.
+
+        Return its seconds, or infinity.
+        """
         evaluation = self.scorer.evaluate(choice)
         if not evaluation.feasible:
             return inf
@@ -48,12 +51,12 @@ class PartitionRecord:
         return evaluation.seconds
 
     def key(self, choice: PartitionChoice) -> tuple[int, int, str]:
-        """What makes a choice another kind: stages, microbatches, schedule."""
+        """Return the properties that distinguish kinds: stages, microbatches, schedule."""
         m = self.scorer.problem.variants[choice.variant].microbatches
         return len(choice.starts), m, choice.schedule
 
     def candidates(self) -> tuple[PartitionChoice, ...]:
-        """The choice, then the best of other kinds, by step time."""
+        """Return the choice, then the best of other kinds, by step time."""
         if self.choice is None:
             return ()
         mine = self.key(self.choice)
@@ -72,13 +75,13 @@ class _Branch:
 
 
 class PartitionSearch:
-    """Solves one problem by dynamic programmes; ``bound`` is proven at any moment."""
+    """Solves one problem by dynamic programs; ``bound`` is always proven."""
 
     def __init__(self, problem: PartitionProblem, record: PartitionRecord, deadline: float) -> None:
-        """record: takes the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        """record: stores the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
         self.problem, self.record, self.deadline = problem, record, deadline
         self.tables = PartitionTables(problem)
-        self._closed = inf  # least bound of the branches done with
+        self._closed = inf  # minimum bound of the completed branches
         low, high = problem.min_stages, min(problem.max_stages, self.tables.units)
         self._open = [
             _Branch(cheap_bound(problem, v, high), (v, s, low), low, high)
@@ -91,16 +94,16 @@ class PartitionSearch:
 
     @property
     def bound(self) -> float:
-        """No choice takes less, in seconds; infinite if nothing fits."""
+        """Return a lower bound in seconds on all choices; infinite if nothing fits."""
         least = self._open[0].bound if self._open else inf
         return min(least, self._closed, self.record.seconds)
 
     def prove(self) -> bool:
-        """Search until the best choice is proven, or the deadline; says whether it is proven."""
+        """Search until the best choice is proven, or the deadline; return whether it is proven."""
         while self._open and self._open[0].bound < self._target():
             branch = heapq.heappop(self._open)
             try:
-                exact = self._minimise(branch)
+                exact = self._minimize(branch)
             except SolverTimeout:
                 heapq.heappush(self._open, branch)
                 return False
@@ -111,7 +114,7 @@ class PartitionSearch:
         return True
 
     def feasible(self) -> PartitionChoice | None:
-        """Any choice that fits, or None if there is none. Raises :class:`SolverTimeout`."""
+        """Return any choice that fits, or None if there is none. Raise :class:`SolverTimeout`."""
         while self._open:
             branch = heapq.heappop(self._open)
             layers = self._layers(branch.order, branch.low, branch.high)
@@ -122,7 +125,7 @@ class PartitionSearch:
         return None
 
     def refine(self) -> None:
-        """Look more closely at the promising choices of other kinds, while time is left."""
+        """Refine the promising choices of other kinds, while time is left."""
         ranked: list[tuple[float, tuple[int, int, int]]] = []
         try:
             for root in self._roots:
@@ -139,7 +142,7 @@ class PartitionSearch:
             for _, order in sorted(ranked)[:_REFINED]:
                 layers = self._layers(order, order[2], order[2])
                 own = _PartitionIncumbent(partial(self._found, order))
-                StepTimeMinimizer(layers, own.found).minimise(gap=_REFINED_GAP)
+                StepTimeMinimizer(layers, own.found).minimize(gap=_REFINED_GAP)
         except SolverTimeout:
             return
 
@@ -153,22 +156,22 @@ class PartitionSearch:
     def _target(self) -> float:
         return self.record.seconds * (1 - EXACT)
 
-    def _minimise(self, branch: _Branch) -> bool:
-        """Raise the branch's bound; says whether what its best choice costs is proven."""
+    def _minimize(self, branch: _Branch) -> bool:
+        """Raise the branch's bound; return whether the cost of its best choice is proven."""
         layers = self._layers(branch.order, branch.low, branch.high)
-        minimiser = StepTimeMinimizer(layers, partial(self._found_best, branch.order), branch.bound)
+        minimizer = StepTimeMinimizer(layers, partial(self._found_best, branch.order), branch.bound)
         try:
-            minimiser.minimise(runs=None if layers.exact else _RELAXED_RUNS)
-            if self.record.choice is None and minimiser.stages:
-                # what the relaxation found does not fit: look among as many stages, exactly
-                alone = self._layers(branch.order, minimiser.stages, minimiser.stages)
+            minimizer.minimize(runs=None if layers.exact else _RELAXED_RUNS)
+            if self.record.choice is None and minimizer.stages:
+                # the solution of the relaxation does not fit: search this number of stages exactly
+                alone = self._layers(branch.order, minimizer.stages, minimizer.stages)
                 self._fit(branch.order, alone)
         finally:
-            branch.bound = max(branch.bound, minimiser.lower)
+            branch.bound = max(branch.bound, minimizer.lower)
         return layers.exact
 
     def _fit(self, order: tuple[int, int, int], layers: SuffixProgram) -> bool:
-        """Record the split whose longest load is least; says whether there is any."""
+        """Record the split with the smallest longest load; return whether there is one."""
         h = layers.run(inf, longest=True)
         stages, least = layers.best(h)
         if least < inf:
@@ -189,12 +192,12 @@ class PartitionSearch:
 
 
 class _PartitionIncumbent:
-    """The least step time among the choices of one kind."""
+    """The minimum step time among the choices of one kind."""
 
     def __init__(self, found: Callable[[list[int]], float]) -> None:
         self._found, self._seconds = found, inf
 
     def found(self, units: list[int]) -> float:
-        """Tell of a choice; returns the least seconds so far."""
+        """Record a choice; return the minimum seconds so far."""
         self._seconds = min(self._seconds, self._found(units))
         return self._seconds

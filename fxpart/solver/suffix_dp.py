@@ -1,10 +1,10 @@
-"""The suffix dynamic programme, a whole layer of states at a time.
+"""The suffix dynamic program, a whole layer of states at a time.
 
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
-memory of 1F1B exact, because the stage with q to go (itself included) holds min(m, q) microbatches.
-One run serves every number of stages in a range; where devices differ, the stage with q to go may
-lie on several devices and takes the best of their tables, which is a relaxation and is exact
-again for a range of one. The first stage has a table of its own: nothing is sent to it.
+memory of 1F1B exact, because the stage with q to go (itself included) has min(m, q) microbatches in
+flight. One run serves every number of stages in a range. If devices differ, the stage with q to go
+may be on several devices and gets the best of their tables, which is a relaxation, exact for a
+range of one. The first stage has a table of its own, because it receives nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from fxpart.solver.objective import in_flight
 from fxpart.solver.tables import Floats, PartitionTables, StageCostTable
 
-_LIVE = 8  # kinds of device whose costs under one threshold are kept at a time
+_LIVE = 8  # kinds of device whose costs under one threshold are cached at a time
 
 
 class SolverTimeout(Exception):  # noqa: N818 - a signal between parts of the solver, not a failure
-    """The deadline passed in the middle of a run."""
+    """The deadline passed during a run."""
 
 
 class SuffixProgram:
-    """The dynamic programme for one variant, one schedule and ``low`` to ``high`` stages."""
+    """The dynamic program for one variant, one schedule and ``low`` to ``high`` stages."""
 
     def __init__(
         self,
@@ -50,10 +50,11 @@ class SuffixProgram:
         self.exact = all(len(kinds) < 2 for kinds in self._kinds[1:])
 
     def run(self, threshold: float, *, longest: bool = False) -> Floats:
-        """h[q, i]: the least sum of t_s over q stages from unit i, none with a load over threshold.
+        """Return h[q, i]: the minimum sum of t_s over q stages from unit i, with loads up to
+        threshold.
 
-        With ``longest`` the least possible longest load instead of the sum. Infinite where
-        memory or the threshold leaves nothing. Raises :class:`SolverTimeout`.
+        With ``longest`` the minimum longest load instead of the sum. Infinite if memory or the
+        threshold permits none. Raises :class:`SolverTimeout`.
         """
         h = np.full((self.high + 1, self.units + 1), inf)
         h[0, self.units] = 0.0
@@ -88,7 +89,7 @@ class SuffixProgram:
         width = costs.shape[1]
         if width == 0:
             return
-        if flying > least:  # flying never falls as q grows, so what is masked stays masked
+        if flying > least:  # flying never decreases as q grows, so masked entries stay masked
             costs[table.flights[:, :width] < flying] = inf
         ahead = np.concatenate((h[q - 1, 1:], np.full(width - 1, inf)))
         h[q, : self.units] = _joined(costs, sliding_window_view(ahead, width), longest).min(axis=1)
@@ -96,7 +97,7 @@ class SuffixProgram:
     def walk(
         self, h: Floats, stages: int, threshold: float, *, longest: bool = False
     ) -> tuple[list[int], float]:
-        """The first units of the best ``stages`` stages that ``h`` found, and their longest load.
+        """Return the first units of the best ``stages`` stages of ``h``, and their longest load.
 
         Of equally good ones, the earliest cuts.
         """
@@ -108,26 +109,27 @@ class SuffixProgram:
             starts.append(unit)
             load = max(load, float(loads[width]))
             unit += width + 1
-        assert unit == self.units, "the walk left the table"
+        assert unit == self.units, "the path left the table"
         return starts, load
 
     def _row(
         self, table: StageCostTable, unit: int, q: int, threshold: float, longest: bool
     ) -> tuple[Floats, Floats]:
-        """Costs of the stages that begin with ``unit``, q to go, and their loads."""
+        """Return costs of the stages that begin with ``unit``, q to go, and their loads."""
         room = self.units - unit
         loads = table.load[unit, :room]
         allowed = (loads <= threshold) & (table.flights[unit, :room] >= self._flying(q))
         return np.where(allowed, loads if longest else table.seconds[unit, :room], inf), loads
 
     def best(self, h: Floats) -> tuple[int, float]:
-        """The number of stages in the range with the least total, the smallest if equal, and it."""
+        """Return number of stages with the minimum total, the smallest if equal, and the total."""
         totals = h[self.low : self.high + 1, 0]
         stages = int(np.argmin(totals))
         return self.low + stages, float(totals[stages])
 
     def loads(self, low: float, high: float) -> Floats:
-        """Every load strictly between low and high that a stage may have, sorted, no two equal."""
+        """Return every load strictly between low and high that a stage may have, sorted and
+        distinct."""
         rows = [(self._first.load[:1], self._first.flights[:1])]
         for kinds in sorted(set(self._kinds[1:])):
             if kinds:
@@ -145,7 +147,7 @@ def _joined(costs: Floats, after: Floats, longest: bool) -> Floats:
 
 
 def _admitted(table: StageCostTable, threshold: float, longest: bool) -> tuple[Floats, int]:
-    """Costs of the intervals under the threshold, cut to the widest, and their least flights."""
+    """Return costs of intervals under the threshold, trimmed to the widest, and their flights."""
     allowed = (table.load <= threshold) & np.isfinite(table.load) & (table.flights >= 1)
     columns = np.flatnonzero(allowed.any(axis=0))
     width = int(columns[-1]) + 1 if len(columns) else 0

@@ -1,9 +1,9 @@
-"""Costs of every interval of blocks at once, as NumPy arrays that all table-driven solvers share.
+"""Costs of every interval of blocks, as NumPy arrays that all table-driven solvers share.
 
-Where no cut is allowed, blocks are merged into units, which is exact. Tables are "bands": row i is
-the unit an interval begins with, column w its number of units less one; what lies beyond the last
-unit is infinite. Sums of bytes are exact (int64). A value or a tied weight is counted once for each
-interval, by adding rectangles of (first, last) pairs to a difference array and summing up.
+Blocks without an allowed cut are merged into units, which is exact. Tables are "bands": row i is
+the unit an interval begins with, column w its number of units less one; entries beyond the last
+unit are infinite. Sums of bytes are exact (int64). A value or a tied weight is counted once for
+each interval, by adding rectangles of (first, last) pairs to a difference array and summing up.
 Results do not depend on the number of BLAS threads: no matrix product is used.
 """
 
@@ -25,16 +25,16 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.float64, np.int64)
-# device type, memory, latency, seconds per byte, and the latter two of sums over ties
+# device type, memory, latency, seconds per byte, and the latter two for tied gradients
 Kind = tuple[int, int, float, float, float, float]
 Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
 
-_KEEP = 2**28  # bytes of stage tables kept, at least four tables
+_KEEP = 2**28  # bytes of cached stage tables, at least four tables
 
 
 @dataclass(frozen=True)
 class StageCostTable:
-    """What each interval costs as one stage: bands of shape (units, units).
+    """Cost of each interval as one stage: bands of shape (units, units).
 
     seconds: t_s; load: (m-1) t_s + beta_s; flights: the most microbatches in flight that memory
     allows (-1: none, not even without activations).
@@ -45,7 +45,7 @@ class StageCostTable:
     flights: Ints
 
     def joined(self, other: StageCostTable) -> StageCostTable:
-        """The better of both, entry by entry: a relaxation of either."""
+        """Return the better of both, entry by entry: a relaxation of either."""
         return StageCostTable(
             np.minimum(self.seconds, other.seconds),
             np.minimum(self.load, other.load),
@@ -106,29 +106,30 @@ class PartitionTables:
         )
 
     def band(self, full: NDArray[Number]) -> NDArray[Number]:
-        """A table over (first block, last block) as a band over units."""
+        """Return a table over (first block, last block) as a band over units."""
         picked = full[np.ix_(self.firsts, self.lasts)]
         return np.asarray(np.take_along_axis(picked, self._end, axis=1))
 
     def additive(self, row: NDArray[Number]) -> NDArray[Number]:
-        """The band of sums of a cost by block; integers stay exact."""
+        """Return the band of sums of a cost by block; integers stay exact."""
         total = np.concatenate((np.zeros(1, dtype=row.dtype), np.cumsum(row)))
         return np.asarray(total[self.lasts + 1][self._end] - total[self.firsts][:, None])
 
     def receipts(self, sizes: Ints) -> tuple[Ints, Ints]:
-        """Bytes received forward, and forward and back together, per interval; sizes: [value]."""
+        """Return bytes received forward, and forward and back together, per interval; sizes:
+        [value]."""
         n = len(self.problem.blocks)
         each = sizes[self._receipt_value] if self._receipts else np.zeros(0, dtype=np.int64)
         once = self.band(interval_sums(n, self._receipts, each))
         return once, self.band(interval_sums(n, self._receipts, each * self._trips))
 
     def sent(self, sizes: Ints) -> Ints:
-        """Bytes kept because they are sent, per interval; sizes: [value]."""
+        """Return bytes stored because they are sent, per interval; sizes: [value]."""
         each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
         return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
 
     def variant(self, index: int) -> VariantTables:
-        """The tables at one microbatch size, made when first asked for."""
+        """Return the tables at one microbatch size, made on first request."""
         if index not in self._variants:
             self._variants[index] = VariantTables(self, index)
         return self._variants[index]
@@ -140,7 +141,7 @@ class PartitionTables:
             del stages[kinds]
 
     def choice(self, variant: int, schedule: str, units: Iterable[int]) -> PartitionChoice:
-        """The choice whose stages begin with these units."""
+        """Return the choice whose stages begin with these units."""
         starts = tuple(int(self.firsts[u]) for u in units)
         return PartitionChoice(variant=variant, schedule=schedule, starts=starts)
 
@@ -172,20 +173,20 @@ class VariantTables:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Per device the first device whose costs and memory are the same: they share a table."""
+        """Return per device the first device with equal costs and memory: they share a table."""
         first = dict[Kind, int]()
         devices = range(len(self.tables.problem.devices))
         return tuple(first.setdefault(_kind(self.tables.problem, (k,)), k) for k in devices)
 
     def stage(self, device: int) -> StageCostTable:
-        """The table of stages on one device."""
+        """Return the table of stages on one device."""
         return self.table((self.kinds[device],))
 
     def table(self, kinds: tuple[int, ...]) -> StageCostTable:
-        """The table of stages on any of the devices: nothing is cheaper, or fits better, on one.
+        """Return the table of stages on any of the devices: a relaxation of each.
 
-        It is exact for one device. For several of one type it is that of a device with the best
-        of their links and memories; for several types the best of these entry by entry.
+        It is exact for one device. For several of one type it is that of a device with the best of
+        their links and memories; for several types the best of these entry by entry.
         """
         if kinds not in self._stages:
             problem = self.tables.problem
@@ -200,7 +201,7 @@ class VariantTables:
         return self._stages[kinds]
 
     def of_kind(self, kind: Kind) -> StageCostTable:
-        """The table of stages on a device of this type, memory and links."""
+        """Return the table of stages on a device of this type, memory and links."""
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
@@ -211,7 +212,7 @@ class VariantTables:
         )
         load = (m - 1) * seconds + sync + tables.step[type_]
         room = memory - self.standing
-        # a stage that saves nothing may have any number in flight
+        # a stage without activations may have any number in flight
         flights = np.where(
             self.per_flight > 0, room // np.maximum(self.per_flight, 1), np.int64(2**40)
         )
@@ -224,7 +225,7 @@ class VariantTables:
 
 
 def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:
-    """What a table depends on, the best of several devices of one type."""
+    """Return the key of a table, with the best properties of several devices of one type."""
     each = [problem.devices[k] for k in devices]
     ties = [get_tied_reduction_link(problem, k) for k in devices]
     return (
@@ -242,7 +243,7 @@ def _columns(pairs: list[tuple[Rectangle, int]]) -> tuple[list[Rectangle], Ints]
 
 
 def interval_sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> Ints:
-    """The (n, n) table of (first, last): the sum of the amounts whose rectangle covers the pair."""
+    """Return (n, n) table of (first, last): the sum of amounts whose rectangle covers the pair."""
     corner = np.zeros((n + 1, n + 1), dtype=np.int64)
     if rectangles:
         low, high, start, stop = np.array(rectangles, dtype=np.int64).T
@@ -254,13 +255,13 @@ def interval_sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64
 
 
 def largest(row: Ints) -> Ints:
-    """The (n, n) table of (first, last): the largest entry of a row from first to last."""
+    """Return the (n, n) table of (first, last): the largest entry of a row from first to last."""
     square = np.triu(np.broadcast_to(row, (len(row), len(row))))
     return np.asarray(np.maximum.accumulate(square, axis=1))
 
 
 def list_touching_rectangles(blocks: tuple[int, ...], after: int, n: int) -> list[Rectangle]:
-    """Disjoint rectangles of the intervals that begin after ``after`` and hold any of the blocks.
+    """Return disjoint rectangles of the intervals that begin after ``after`` and have a block.
 
     One for each block: the intervals in which it is the first of them (blocks are sorted).
     """
@@ -268,6 +269,6 @@ def list_touching_rectangles(blocks: tuple[int, ...], after: int, n: int) -> lis
 
 
 def splits(blocks: tuple[int, ...], n: int) -> list[tuple[Rectangle, int]]:
-    """Rectangles with signs that sum to 1 on intervals that hold some but not all of the blocks."""
+    """Return signed rectangles that sum to 1 on intervals with some but not all of the blocks."""
     whole = (0, blocks[0], blocks[-1], n - 1)
     return [*((r, 1) for r in list_touching_rectangles(blocks, -1, n)), (whole, -1)]

@@ -1,4 +1,4 @@
-"""Whether a partition problem makes sense: every fault of it, not the first."""
+"""Validation of partition problems: reports every error, not just the first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.spec import list_schedules
 from fxpart.solver.problem import PartitionProblem
 
-LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
+LARGEST = 2**60  # bytes and seconds: larger sums would not be exact
 MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
 MOST_MICROBATCHES = 2**31
 
 
 def check_problem(problem: PartitionProblem) -> None:
-    """Raises FXP206 with every fault of ``problem``; returns if there is none."""
+    """Raise FXP206 with every error in ``problem``."""
     faults = [
-        Problem("FXP206", where, why, "make the problem again from its model and cluster")
+        Problem("FXP206", where, why, "Make the problem again from its model and cluster.")
         for check in (_shape, _values, _weights, _costs, _sizes)
         for where, why in check(problem)
     ]
@@ -29,30 +29,33 @@ def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     n = len(problem.blocks)
     for name in ("blocks", "devices", "variants", "schedules", "step"):
         if not getattr(problem, name):
-            yield name, "there is none"
+            yield name, "The list is empty."
     known = list_schedules(chooses_cuts=True)
     if wrong := [name for name in problem.schedules if name not in known]:
-        yield "schedules", f"cuts are not chosen by {wrong[0]!r}; known are {', '.join(known)}"
+        yield (
+            "schedules",
+            f"Cuts cannot be chosen for {wrong[0]!r}. Supported schedules: {', '.join(known)}.",
+        )
     if n > MOST_BLOCKS:
-        yield "blocks", f"{n} are more than {MOST_BLOCKS}: merge some first"
+        yield "blocks", f"There are {n} blocks; at most {MOST_BLOCKS} are supported."
     if problem.min_stages < 1 or not 1 <= problem.max_stages <= len(problem.devices):
-        # more stages at least than at most is a request that nothing satisfies, not nonsense
+        # min_stages > max_stages is an unsatisfiable request, not an invalid problem
         yield (
             "min_stages, max_stages",
             f"{problem.min_stages} and {problem.max_stages} are not within 1 and "
-            f"{len(problem.devices)} devices",
+            f"{len(problem.devices)} devices.",
         )
     for name in ("once", "action"):
         if not _number(getattr(problem, name)):
-            yield name, "not a number from 0 to 2**60"
+            yield name, "It is not a number from 0 to 2**60."
     if any(not 0 <= b < n for b in problem.no_cut_after):
-        yield "no_cut_after", f"a block is not one of 0 to {n - 1}"
+        yield "no_cut_after", f"A block is not one of 0 to {n - 1}."
     for index, device in enumerate(problem.devices):
         if not 0 <= device.type < len(problem.step):
-            yield f"devices[{index}].type", f"{device.type} has no row of costs"
+            yield f"devices[{index}].type", f"The type {device.type} has no row of costs."
         for name in ("memory", "latency", "inverse_bandwidth"):
             if not _number(getattr(device, name)):
-                yield f"devices[{index}].{name}", "not a number from 0 to 2**60"
+                yield f"devices[{index}].{name}", "It is not a number from 0 to 2**60."
 
 
 def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -61,7 +64,7 @@ def _values(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         if not value.consumers or not _rising(order, len(problem.blocks)):
             yield (
                 f"values[{index}]",
-                f"producer and consumers {order} do not rise within the blocks",
+                f"Producer and consumers {order} are not ascending block indices.",
             )
 
 
@@ -69,11 +72,11 @@ def _weights(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for index, weight in enumerate(problem.weights):
         where = f"weights[{index}] ({weight.name})"
         if not weight.blocks or not _rising(weight.blocks, len(problem.blocks)):
-            yield where, f"blocks {weight.blocks} do not rise within the blocks"
+            yield where, f"The blocks {weight.blocks} are not ascending block indices."
         if not all(
             map(_number, (weight.weight, weight.gradient, weight.optimizer, weight.temporary))
         ):
-            yield where, "a size is not from 0 to 2**60 bytes"
+            yield where, "A size is not from 0 to 2**60 bytes."
 
 
 def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -83,7 +86,7 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     for index, one in enumerate(problem.variants):
         where = f"variants[{index}]"
         if not 1 <= one.microbatches <= MOST_MICROBATCHES or one.microbatch_size < 1:
-            yield where, "microbatches (2**31 at most) and their size are at least 1"
+            yield where, "Microbatches (at most 2**31) and their size must be at least 1."
         tables += [(f"{where}.forward", one.forward), (f"{where}.backward", one.backward)]
         rows += [
             (f"{where}.activation", one.activation, n),
@@ -92,13 +95,13 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         rows.append((f"{where}.value_bytes", one.value_bytes, len(problem.values)))
     for where, table in tables:
         if len(table) != types:
-            yield where, f"{len(table)} rows for {types} device types"
+            yield where, f"There are {len(table)} rows for {types} device types."
         rows += [(f"{where}[{kind}]", row, n) for kind, row in enumerate(table)]
     for where, row, length in rows:
         if len(row) != length:
-            yield where, f"{len(row)} entries, {length} are needed"
+            yield where, f"There are {len(row)} entries; {length} are needed."
         elif not all(map(_number, row)):
-            yield where, "an entry is not a number from 0 to 2**60"
+            yield where, "An entry is not a number from 0 to 2**60."
 
 
 def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
@@ -113,7 +116,7 @@ def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         default=0,
     )
     if state + flying > LARGEST or any(d.memory > LARGEST for d in problem.devices):
-        yield "bytes", "the sizes add up to more than 2**60 bytes"
+        yield "bytes", "The sizes add up to more than 2**60 bytes."
 
 
 def _number(x: float) -> bool:

@@ -82,7 +82,7 @@ def test_an_unknown_name_gives_the_nearest(wrong: str, nearest: str) -> None:
 
 
 def test_an_unknown_decision_gives_the_nearest() -> None:
-    with pytest.raises(FxpartError, match=r"for example 'recompute', the nearest name") as caught:
+    with pytest.raises(FxpartError, match=r"Use 'recompute', the nearest name") as caught:
         parse_constraint("fix", "recomput=full")
     assert caught.value.problems[0].code == "FXP109"
     with pytest.raises(FxpartError, match=r"'cut', the nearest name"):

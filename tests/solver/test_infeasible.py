@@ -72,7 +72,7 @@ def test_the_message_names_the_stage_the_parts_and_the_changes() -> None:
     worst = max(stages, key=lambda s: s.memory.total)
     assert problem.devices[worst.device].name in found.where
     assert f"stage {worst.device} of {len(stages)}" in found.where
-    assert f"{worst.memory.total / 2**20:.2f} MiB needed, 286.10 MiB there" in found.where
+    assert f"{worst.memory.total / 2**20:.2f} MiB needed, 286.10 MiB available" in found.where
     assert "activations" in found.why
     assert "optimizer" in found.why
     first, *rest = found.fix.split("; or ")
@@ -132,7 +132,7 @@ def test_too_few_pieces() -> None:
     (found,) = explain_infeasible(problem)
     assert found.code == "FXP201"
     assert "2 pieces" in found.why
-    assert "2 stages or fewer" in found.fix
+    assert "Request 2 stages or fewer" in found.fix
 
 
 def test_a_problem_with_a_plan_wants_time_only() -> None:
@@ -146,7 +146,7 @@ def test_a_problem_with_a_plan_wants_time_only() -> None:
 def test_large_problems_are_explained_in_time() -> None:
     (found,) = explain_infeasible(transformer(layers=96, hidden=12288, devices=8))
     assert found.code == "FXP204"
-    assert "7 more stages like it" in found.where
+    assert "7 more stages do not fit either" in found.where
     assert "devices like the last" in found.fix
 
 

@@ -27,7 +27,7 @@ def random_topology(seed: int, lanes: int = 6) -> AssignmentProblem:
         left -= data * tensor
         groups.append(_group(rng, rng.randrange(pools), data, tensor))
     flows = [_flow(rng, a, b) for b in range(len(groups)) for a in range(b) if _linked(rng, a, b)]
-    need = [sum(g.lanes for g in groups if g.pool == k) for k in range(pools)]
+    need = [sum(g.mesh_ranks for g in groups if g.pool == k) for k in range(pools)]
     places, hosts = [], rng.randint(1, 3)
     while len(places) < 4 and (len(places) < 2 or min(need) > 0 or rng.random() < 0.5):
         devices = [rng.randint(0, 3) for _ in range(pools)]

@@ -1,1 +1,1 @@
-"""Which devices each stage takes over the real links, and in which order unequal devices stand."""
+"""Device assignment: the devices of each stage on the real links, and the device order."""

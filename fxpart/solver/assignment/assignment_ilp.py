@@ -1,9 +1,9 @@
-"""The placement as a quadratic assignment, by CP-SAT: for few atoms, with a proven bound.
+"""Device assignment as a quadratic assignment problem for CP-SAT: few units, proven bound.
 
-x[i,p]: atom i is in place p. The seconds of a move are one of few levels (by the classes of the two
-places), so they are a sum of increments, each with a literal that x[i,p] and x[j,q] imply. Of
-places that are alike no more are offered than there are atoms, and the first of them are the
-fullest. Seconds are scaled to integers and rounded down: the bound holds.
+x[i,p]: unit i is in domain p. The seconds of a message take one of few levels (by the classes of
+the two domains), so they are a sum of increments, each with a literal that x[i,p] and x[j,q] imply.
+Of equivalent domains at most as many are offered as there are units, and the first of them are the
+fullest. Seconds are scaled to integers and rounded down, so the bound is valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fxpart.solver.assignment.objective import AssignmentScorer, ConcurrentMessages
-from fxpart.solver.assignment.problem import AssignmentProblem, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, DeviceAssignment
 from fxpart.solver.assignment.units import (
     expand_unit_assignment,
     has_whole_replicas,
@@ -23,8 +23,8 @@ from fxpart.solver.assignment.units import (
     list_equivalent_domains,
 )
 
-MOST = 16  # atoms for which it is worth trying
-SCALE = 1e8  # what the best step known is scaled to
+MOST = 16  # largest number of units for which the model is solved
+SCALE = 1e8  # scaled value of the best known step time
 WORK = 12.0  # units of CP-SAT's deterministic time, about seconds
 
 
@@ -32,9 +32,10 @@ class AssignmentModel:
     """The model of one problem."""
 
     def __init__(self, scorer: AssignmentScorer, whole: bool, most: float) -> None:
-        """whole: replicas stay whole. most: seconds of the best placement known.
+        """Build the variables.
 
-        Where that is infinite only a packing is asked for.
+        whole: replicas stay whole. most: seconds of the best known assignment; infinite: search for
+        any feasible packing.
         """
         from ortools.sat.python import cp_model
 
@@ -47,12 +48,12 @@ class AssignmentModel:
         self.places = sorted(p for group in self._alike for p in group)
         self._of = np.array([i for i, a in enumerate(self.atoms) for _ in range(a.count)])
         self.x: list[dict[int, Any]] = []
-        self._seat()
+        self._add_assignment()
         if most < inf:
             self._cost()
 
-    def _seat(self) -> None:
-        """Each atom in one place that has devices of its pool; no place too full."""
+    def _add_assignment(self) -> None:
+        """Put each unit into one domain with devices of its pool; no domain exceeds its devices."""
         model, places = self._model, self.topology.places
         for i, atom in enumerate(self.atoms):
             open_ = [p for p in self.places if places[p].devices[atom.pool] >= atom.count]
@@ -71,7 +72,7 @@ class AssignmentModel:
                 model.add(fuller >= other)
 
     def _cost(self) -> None:
-        """fill * sum t + max(rest * t + beta), every part rounded down."""
+        """Minimize fill * sum t + max((m - fill) * t + beta), with every term rounded down."""
         topology, model = self.topology, self._model
         rest = topology.microbatches - topology.fill
         fixed = sum(group.seconds for group in topology.groups)
@@ -99,7 +100,7 @@ class AssignmentModel:
         model.minimize(self._objective)
 
     def _pairs(self, move: ConcurrentMessages) -> dict[tuple[int, int], int]:
-        """Atoms that exchange, and in how many pairs of lanes."""
+        """Return the pairs of units that communicate, with the number of pairs of mesh ranks."""
         found: dict[tuple[int, int], int] = {}
         ends = (self._of[move.source].tolist(), self._of[move.target].tolist())
         for pair in zip(*ends, strict=True):
@@ -109,12 +110,12 @@ class AssignmentModel:
     def _levels(
         self, move: ConcurrentMessages, pairs: dict[tuple[int, int], int]
     ) -> list[tuple[float, Any]]:
-        """(seconds more, literal) by rising level; the first literal is 1."""
+        """Return (additional seconds, literal) by ascending level; the first literal is 1."""
         model = self._model
         ends = [(p, q) for p in self.places for q in self.places]
         source, target = (np.array(x, dtype=np.int64) for x in zip(*ends, strict=True))
         seconds = dict(zip(ends, self._scorer.wire(move, source, target).tolist(), strict=True))
-        # i and j are different lanes of one place, or one atom's own
+        # i and j are different mesh ranks of one domain, or of one unit
         asked: dict[float, list[list[Any]]] = {}
         for i, j in pairs:
             if i == j:
@@ -138,7 +139,8 @@ class AssignmentModel:
     def _crossing(
         self, pairs: dict[tuple[int, int], int]
     ) -> dict[tuple[int, int], tuple[float, Any]]:
-        """By way (0 out, 1 in) and host with a shared card: its seconds a byte, and the pairs."""
+        """Return, by direction (0 out, 1 in) and host with a shared adapter, seconds per byte and
+        pairs."""
         found: dict[tuple[int, int], tuple[float, Any]] = {}
         topology = self.topology
         hosts = dict.fromkeys(topology.places[p].host for p in self.places)
@@ -163,7 +165,8 @@ class AssignmentModel:
         levels: list[tuple[float, Any]],
         crossing: dict[tuple[int, int], tuple[float, Any]],
     ) -> Any:
-        """The move's seconds times ``weight``, scaled: no less than its wire and its cards."""
+        """Return the scaled seconds of the message times ``weight``: at least its link and adapter
+        time."""
         scale = self._scale * weight
         wire = sum(floor(scale * more) * literal for more, literal in levels)
         if not crossing:
@@ -174,15 +177,15 @@ class AssignmentModel:
             self._model.add(seconds >= floor(scale * move.share * uplink) * count)
         return seconds
 
-    def hint(self, seats: Seats) -> None:
-        """Start from a placement, moved to places that are offered."""
-        at = [place for lanes in seats for place in lanes]
+    def hint(self, assignment: DeviceAssignment) -> None:
+        """Add a hint from a device assignment, moved to the domains that are offered."""
+        at = [place for mesh_ranks in assignment for place in mesh_ranks]
         for i, place in enumerate(self._offered([at[a.first] for a in self.atoms])):
             for p, x in self.x[i].items():
                 self._model.add_hint(x, p == place)
 
     def _offered(self, places: list[int]) -> list[int]:
-        """Equal places named anew so that the first are the fullest."""
+        """Renumber equivalent domains so that the first are the fullest."""
         load: dict[int, int] = {}
         for atom, place in zip(self.atoms, places, strict=True):
             load[place] = load.get(place, 0) + atom.count
@@ -193,7 +196,7 @@ class AssignmentModel:
         return [name[p] for p in places]
 
     def solve(self, seed: int, work: float) -> tuple[list[int], float]:
-        """The place of each atom (or none), and the bound in seconds."""
+        """Return the domain of each unit (or None), and the bound in seconds."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -208,31 +211,33 @@ class AssignmentModel:
 
 
 def solve_assignment(
-    topology: AssignmentProblem, seats: Seats, *, seed: int = 0, work: float = WORK
-) -> tuple[Seats, float, float] | None:
-    """A placement no worse than ``seats``, its seconds and a bound; None if there is nothing new.
+    topology: AssignmentProblem, assignment: DeviceAssignment, *, seed: int = 0, work: float = WORK
+) -> tuple[DeviceAssignment, float, float] | None:
+    """Return an assignment no worse than ``assignment``, its seconds and a bound, or None.
 
-    Replicas stay whole if they are so in ``seats``; at most :data:`MOST` atoms.
+    Replicas that are whole in ``assignment`` stay whole; at most :data:`MOST` units.
     """
-    whole = has_whole_replicas(topology, seats)
+    whole = has_whole_replicas(topology, assignment)
     scorer = AssignmentScorer(topology)
-    best = scorer.evaluate(seats).seconds
+    best = scorer.evaluate(assignment).seconds
     if len(list_assignment_units(topology, whole=whole)) > MOST or best <= 0:
         return None
     model = AssignmentModel(scorer, whole, best)
-    model.hint(seats)
+    model.hint(assignment)
     places, bound = model.solve(seed, work)
     if not places:
         return None
     found = expand_unit_assignment(topology, model.atoms, places)
     seconds = scorer.evaluate(found).seconds
     if seconds >= best:
-        found, seconds = seats, best
+        found, seconds = assignment, best
     return found, seconds, min(seconds, bound)
 
 
-def pack_whole(topology: AssignmentProblem, *, seed: int = 0, work: float = WORK) -> Seats | None:
-    """A placement in which every replica is whole; None where none is found."""
+def pack_whole(
+    topology: AssignmentProblem, *, seed: int = 0, work: float = WORK
+) -> DeviceAssignment | None:
+    """Return an assignment in which every replica is whole; None if none is found."""
     model = AssignmentModel(AssignmentScorer(topology), whole=True, most=inf)
     places, _ = model.solve(seed, work)
     return expand_unit_assignment(topology, model.atoms, places) if places else None

@@ -1,12 +1,12 @@
-"""A lower bound on the step time of any placement: every message over the best link there is.
+"""Lower bound on the step time of any device assignment: every message over the best link.
 
-Tensor shards of a replica that fit in no place must cross links between places. Otherwise either
-every replica is whole in a place, and then two replicas meet in one place only where both fit in
-it; or some replica is cut, and its collectives cross. What is cheaper of these counts.
+The tensor shards of a replica that fit in no domain must communicate between domains. Otherwise
+either every replica is whole in a domain, and then two replicas share a domain only if both fit in
+it; or some replica is split, and its collectives cross domains. The cheaper alternative counts.
 
-Where replicas are to stay whole: stages joined by flows that cross nothing have their first replica
-in one place, all together. So what places can hold says how many such sets there are at least, and
-how many flows cross.
+If replicas are to stay whole: stages connected by flows that cross no domains have their first
+replicas in one domain. So the capacity of the domains implies a minimum number of such sets, and a
+minimum number of flows that cross.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpart.solver.assignment.problem import AssignmentProblem, RingCollective, 
 
 @dataclass(frozen=True)
 class _PoolLinks:
-    """Of two pools: the link classes of places that have them, and what one place has of both."""
+    """Links of two pools: the link classes of domains with both pools, and their capacity."""
 
     topology: AssignmentProblem
     kinds: tuple[tuple[int, ...], ...]  # classes by pool
@@ -47,7 +47,8 @@ class _PoolLinks:
         return cls(topology, tuple(tuple(sorted(k)) for k in kinds), many, room)
 
     def best(self, pools: tuple[int, int], ring: RingCollective, *, apart: bool) -> float:
-        """The least seconds of a message from one pool to another; ``apart``: of two places."""
+        """Return the minimum seconds of a message between two pools; ``apart``: in different
+        domains."""
         if ring.size <= 0:
             return 0.0
         found = inf
@@ -62,12 +63,12 @@ class _PoolLinks:
         return found if found < inf else 0.0
 
     def fits(self, pools: tuple[int, int], devices: int) -> bool:
-        """Whether some place may hold so many devices of the two pools together."""
+        """Return whether some domain has so many devices of the two pools together."""
         return self.room.get(pools, 0) >= devices
 
 
 def lower_bound(topology: AssignmentProblem, *, whole: bool = False) -> float:
-    """Seconds that no placement beats; ``whole``: that none with every replica whole beats."""
+    """Return a lower bound in seconds; ``whole``: only for assignments with every replica whole."""
     links = _PoolLinks.of(topology)
     groups = range(len(topology.groups))
     rest = topology.microbatches - topology.fill
@@ -81,7 +82,7 @@ def lower_bound(topology: AssignmentProblem, *, whole: bool = False) -> float:
         if group.data > 1:
             far = not links.fits(own, group.data)
             once[s] += (least := links.best(own, group.reduce, apart=far))
-            if fits and not links.fits(own, group.lanes):
+            if fits and not links.fits(own, group.mesh_ranks):
                 more = links.best(own, group.reduce, apart=True) - least
                 items.append(_SplitPenalty(s, (s,), more, step=True))
     for flow in topology.flows:
@@ -108,7 +109,7 @@ def lower_bound(topology: AssignmentProblem, *, whole: bool = False) -> float:
 
 @dataclass(frozen=True)
 class _SplitPenalty:
-    """Seconds that ``stage`` pays beyond the least, unless a replica of these stages is cut."""
+    """Seconds that ``stage`` pays beyond the minimum, unless a replica of these stages is split."""
 
     stage: int
     unless: tuple[int, ...]
@@ -117,10 +118,10 @@ class _SplitPenalty:
 
 
 def _extra(items: list[_SplitPenalty], cut: list[float]) -> float:
-    """What the items of a microbatch add to the sum over stages at least.
+    """Return the minimum that the items of a microbatch add to the sum over stages.
 
-    Each stage is paid for by its items or cut; cutting costs ``cut`` once. Any way to charge the
-    items so that no stage's items are charged more than its cutting costs is a bound (the dual of
+    Each stage is either charged with its items or split; splitting costs ``cut`` once. Any charge
+    of the items such that no stage is charged more than its splitting costs is a bound (the dual of
     a vertex cover).
     """
     left, total = list(cut), []
@@ -134,9 +135,9 @@ def _extra(items: list[_SplitPenalty], cut: list[float]) -> float:
 
 
 def _crossing(links: _PoolLinks, loads: list[float]) -> tuple[float, float]:
-    """What flows that must cross add to the sum over stages, and the least longest load.
+    """Return the additions of flows that must cross domains to the sum over stages and to the load.
 
-    loads: of each stage without it. Replicas are whole.
+    loads: of each stage without flows. Replicas are whole.
     """
     topology = links.topology
     rest = topology.microbatches - topology.fill
@@ -150,14 +151,14 @@ def _crossing(links: _PoolLinks, loads: list[float]) -> tuple[float, float]:
         (free if _fit_together(links, flow) else forced).append(more)
         longest.append(loads[flow.target] + rest * more)
     stages = len(topology.groups)
-    # more sets than stages: no replica can be whole, and what is said of them does not matter
+    # If there are more sets than stages, no replica can be whole, and this bound does not apply.
     count = min(_sets(topology), stages) - _components(stages, joined)
     others = sorted(free)[: max(0, count - len(forced))]
     return fsum((*forced, *others)), sorted(longest)[count - 1] if count > 0 else 0.0
 
 
 def _sets(topology: AssignmentProblem) -> int:
-    """Into how many sets stages fall at least, if the first replicas of a set share a place."""
+    """Return the minimum number of sets of stages if the first replicas of a set share a domain."""
     pools = range(len(topology.places[0].devices))
     width = [0 for _ in pools]
     for group in topology.groups:
@@ -169,7 +170,7 @@ def _sets(topology: AssignmentProblem) -> int:
 
 
 def _components(stages: int, flows: list[StageFlow]) -> int:
-    """How many parts the stages fall into that no flow joins."""
+    """Return the number of connected components of the stages under the flows."""
     part = list(range(stages))
     for flow in flows:
         a, b = part[flow.source], part[flow.target]
@@ -178,13 +179,13 @@ def _components(stages: int, flows: list[StageFlow]) -> int:
 
 
 def _fit_together(links: _PoolLinks, flow: StageFlow) -> bool:
-    """Whether a place may hold a whole replica of both stages."""
+    """Return whether a domain can contain a whole replica of both stages."""
     source, target = (links.topology.groups[x] for x in (flow.source, flow.target))
     return links.fits((source.pool, target.pool), source.tensor + target.tensor)
 
 
 def _cut(links: _PoolLinks, stage: int) -> float:
-    """Seconds a microbatch that cutting a replica costs: infinite if there is nothing to cut."""
+    """Return the seconds per microbatch of splitting a replica; infinite if it cannot be split."""
     group = links.topology.groups[stage]
     own = (group.pool, group.pool)
     if group.tensor == 1:
@@ -196,7 +197,7 @@ def _cut(links: _PoolLinks, stage: int) -> float:
 
 
 def _flow(links: _PoolLinks, flow: StageFlow, *, apart: bool) -> float:
-    """Seconds at least; ``apart``: while its lanes are in two places."""
+    """Return the minimum seconds of a flow; ``apart``: with its mesh ranks in two domains."""
     source, target = (links.topology.groups[x] for x in (flow.source, flow.target))
     pools = (source.pool, target.pool)
     far = apart or not links.fits(pools, 2)

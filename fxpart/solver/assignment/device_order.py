@@ -1,8 +1,8 @@
-"""The order of unequal devices and the cuts between stages, together.
+"""Joint choice of the order of heterogeneous devices and the cuts between stages.
 
-A partition problem has its devices in a fixed order, stage k on device k. Here that order is
-chosen, too, and which devices stay unused. Links are between pairs of devices: what comes into a
-stage is priced by the worst link from any device before it, since values may skip stages.
+A partition problem has a fixed device order, stage k on device k. Here the order is a decision too,
+and which devices stay unused. Links are between pairs of devices: the inputs of a stage are priced
+by the worst link from any earlier device, because values may skip stages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class _DeviceOrderStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class DeviceLinks(_DeviceOrderStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Links between devices: seconds, and seconds for each byte, [source][target]."""
+    """Links between devices: latency in seconds and seconds per byte, [source][target]."""
 
     latency: tuple[tuple[float, ...], ...]
     inverse: tuple[tuple[float, ...], ...]
 
     def into(self, target: int, before: tuple[int, ...]) -> tuple[float, float]:
-        """The worst latency and the worst inverse bandwidth from any of the devices before it."""
+        """Return worst latency and the worst inverse bandwidth from any of the earlier devices."""
         return (
             max((self.latency[k][target] for k in before), default=0.0),
             max((self.inverse[k][target] for k in before), default=0.0),
@@ -37,9 +37,9 @@ class DeviceLinks(_DeviceOrderStruct, frozen=True, kw_only=True, forbid_unknown_
 class DeviceOrderSolution(
     _DeviceOrderStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The devices of the stages in order, and their cuts; bound <= optimum <= objective.
+    """The ordered devices of the stages, and their cuts; bound <= optimum <= objective.
 
-    order, choice: empty and None where nothing fits, or nothing was found.
+    order, choice: empty and None if nothing fits, or nothing was found.
     """
 
     status: Status
@@ -53,7 +53,7 @@ class DeviceOrderSolution(
 def reorder_devices(
     problem: PartitionProblem, links: DeviceLinks, order: tuple[int, ...]
 ) -> PartitionProblem:
-    """The problem on these devices in this order, with the links that it gives them."""
+    """Return the problem on these devices in this order, with the resulting links."""
     devices = []
     for place, device in enumerate(order):
         latency, inverse = links.into(device, order[:place])
@@ -64,12 +64,12 @@ def reorder_devices(
 
 
 def with_stage_count(problem: PartitionProblem, stages: int) -> PartitionProblem:
-    """The problem with this number of stages alone."""
+    """Return the problem with this number of stages only."""
     return msgspec.structs.replace(problem, min_stages=stages, max_stages=stages)
 
 
 def check_links(problem: PartitionProblem, links: DeviceLinks) -> None:
-    """Raises FXP206 where the links are not one finite number for each pair of devices."""
+    """Raise FXP206 if the links are not one finite number for each pair of devices."""
     n = len(problem.devices)
     for name, table in (("latency", links.latency), ("inverse", links.inverse)):
         right = len(table) == n and all(len(row) == n for row in table)
@@ -77,6 +77,6 @@ def check_links(problem: PartitionProblem, links: DeviceLinks) -> None:
             raise error(
                 "FXP206",
                 where=f"links.{name}",
-                why=f"it is not a table of {n} by {n} finite numbers, 0 or above",
-                fix="one number for each pair of devices",
+                why=f"The table must have {n} by {n} finite nonnegative numbers.",
+                fix="Specify one number for each pair of devices.",
             )

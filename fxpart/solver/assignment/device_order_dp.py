@@ -1,9 +1,9 @@
-"""The dynamic programme over orders of devices: which have been used, and up to which unit.
+"""Dynamic program over device orders: the set of used devices, and the first free unit.
 
-What a stage costs depends on its device, on which devices stand before it (not in which order: the
-worst link counts), and on how many stages follow. So a state is the set of devices used and the
-first unit not yet done; devices that nothing tells apart are counted, not named. Only the first
-stage needs to know the one after it, over whose link it sums tied gradients.
+The cost of a stage depends on its device, on the set of earlier devices (not on their order,
+because the worst link counts), and on the number of later stages. So a state is the set of used
+devices and the first unit that is not yet assigned. Identical devices are counted, not named. Only
+the first stage depends on its successor, over whose link it reduces tied gradients.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
 
-State = tuple[int, ...]  # how many devices of each class are used
-Step = tuple[int, int]  # the class of a device, and of the one after it (-1: not looked at)
+State = tuple[int, ...]  # number of used devices of each class
+Step = tuple[int, int]  # class of a device, and of its successor (-1: irrelevant)
 Steps = dict[State, list[tuple[State, Step, Kind]]]
 
 
 class DeviceClasses:
-    """The devices of a problem in classes that nothing tells apart, and their links."""
+    """Devices of a problem in classes of identical devices, and their links."""
 
     def __init__(self, problem: PartitionProblem, links: DeviceLinks) -> None:
-        """Group the devices."""
+        """Group identical devices."""
         self.problem, self._links = problem, links
         self.classes: list[list[int]] = []
         for device in range(len(problem.devices)):
@@ -43,7 +43,7 @@ class DeviceClasses:
 
     @property
     def states(self) -> int:
-        """How many sets of devices can be told apart."""
+        """Return the number of distinguishable sets of devices."""
         return prod(len(group) + 1 for group in self.classes)
 
     def _twins(self, a: int, b: int) -> bool:
@@ -59,7 +59,7 @@ class DeviceClasses:
         return True
 
     def devices(self, classes: list[int]) -> tuple[int, ...]:
-        """The first devices of these classes, in this order."""
+        """Return the first devices of these classes, in this order."""
         used = [0] * len(self.classes)
         found = []
         for c in classes:
@@ -68,7 +68,7 @@ class DeviceClasses:
         return tuple(found)
 
     def kind(self, state: State, device: int, following: int) -> Kind:
-        """What a stage on a device of the class costs by, after those of ``state``."""
+        """Return cost kind of a stage on a device of the class, after the devices of ``state``."""
         before = tuple(d for group, n in zip(self.classes, state, strict=True) for d in group[:n])
         own = self.classes[device][state[device]]
         limit = self.problem.devices[own]
@@ -80,7 +80,7 @@ class DeviceClasses:
         return (limit.type, limit.memory, *link, *tie)
 
     def steps(self, stages: int, used: int) -> Steps:
-        """From the sets of ``used`` devices: (next set, device and following, kind)."""
+        """Yield (next set, device and successor, kind) for the sets of ``used`` devices."""
         found: Steps = {}
         sizes = [range(len(group) + 1) for group in self.classes]
         for state in product(*sizes):
@@ -101,21 +101,21 @@ class DeviceClasses:
 
 
 Known = dict[tuple[int, Kind], tuple[Floats, Floats, Floats]]  # by variant and kind
-Key = tuple[State, int]  # the second: which class must follow (-1: any)
+Key = tuple[State, int]  # second item: required class of the successor (-1: any)
 
 
 class FixedDeviceOrder(DeviceClasses):
-    """The devices in one order: stage k on the k-th."""
+    """Devices in one fixed order: stage k on the k-th."""
 
     def __init__(
         self, problem: PartitionProblem, links: DeviceLinks, order: tuple[int, ...]
     ) -> None:
-        """Each device is a class of its own."""
+        """Make each device its own class."""
         self.problem, self._links = problem, links
         self.classes = [[device] for device in order]
 
     def steps(self, stages: int, used: int) -> Steps:
-        """The one step there is."""
+        """Yield the only possible step."""
         count = len(self.classes)
         state = (1,) * used + (0,) * (count - used)
         after = (1,) * (used + 1) + (0,) * (count - used - 1)
@@ -124,9 +124,10 @@ class FixedDeviceOrder(DeviceClasses):
 
 
 class _Cell:
-    """Least totals by number of units done; the stage that led there: its source, its first unit.
+    """Minimum totals by number of assigned units, and the previous stage: its source and first
+    unit.
 
-    sources: the states before, with the device taken and what the stage costs by.
+    sources: previous states, with the device and the cost kind of the stage.
     """
 
     __slots__ = ("first", "source", "sources", "total")
@@ -139,10 +140,9 @@ class _Cell:
 
 
 class DeviceOrderProgram:
-    """One variant, schedule and number of stages; what a
-    :class:`~fxpart.solver.dp.StepTimeMinimizer` asks.
+    """One variant, schedule and number of stages, for :class:`~fxpart.solver.dp.StepTimeMinimizer`.
 
-    order: the devices of the last solution walked.
+    order: the devices of the last solution that was traced back.
     """
 
     exact = True
@@ -157,7 +157,7 @@ class DeviceOrderProgram:
         deadline: float,
         known: Known | None = None,
     ) -> None:
-        """deadline: a ``time.monotonic()`` value, in seconds. known: tables that others made."""
+        """deadline: a ``time.monotonic()`` value, in seconds. known: shared tables."""
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
         self._costs = tables.variant(variant)
         m = self._costs.variant.microbatches
@@ -167,7 +167,8 @@ class DeviceOrderProgram:
         self.order: tuple[int, ...] = ()
 
     def run(self, threshold: float, *, longest: bool = False) -> dict[Key, _Cell]:
-        """Least sums (or longest loads) of all states; SolverTimeout where the deadline passed."""
+        """Return the minimum sums (or longest loads) of all states; raise SolverTimeout at the
+        deadline."""
         start: Key = (tuple(0 for _ in self.fleet.classes), -1)
         live = {start: _Cell(self.units)}
         live[start].total[0] = 0.0
@@ -191,20 +192,20 @@ class DeviceOrderProgram:
         return cells
 
     def _admitted(self, kind: Kind, k: int, threshold: float, longest: bool) -> Floats:
-        """Costs of the intervals that may be stage ``k``."""
+        """Return the costs of the intervals that stage ``k`` may use."""
         seconds, load, flights = self._dense(kind)
         allowed = (load <= threshold) & (flights >= self._flying[k])
         return np.where(allowed, load if longest else seconds, inf)
 
     def _dense(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
-        """Seconds, loads and flights by (first unit, last unit)."""
+        """Return seconds, loads and microbatches in flight by (first unit, last unit)."""
         key = (self._variant, kind)
         if key not in self._known:
             self._known[key] = _dense(self._costs.of_kind(kind))
         return self._known[key]
 
     def best(self, h: dict[Key, _Cell]) -> tuple[int, float]:
-        """The number of stages, and the least total."""
+        """Return the number of stages, and the minimum total."""
         return self.stages, min((h[key].total[-1] for key in self._last(h)), default=inf)
 
     def _last(self, h: dict[Key, _Cell]) -> list[Key]:
@@ -213,12 +214,12 @@ class DeviceOrderProgram:
     def walk(
         self, h: dict[Key, _Cell], stages: int, threshold: float, *, longest: bool = False
     ) -> tuple[list[int], float]:
-        """The first units of the best stages, and their longest load; sets ``order``."""
+        """Return the first units of the best stages, and their longest load; set ``order``."""
         key: Key = min(self._last(h), key=lambda each: float(h[each].total[-1]))
         unit, starts, classes, load = self.units, list[int](), list[int](), 0.0
         while unit:
             cell = h[key]
-            assert cell.source[unit] >= 0, "the walk left the table"
+            assert cell.source[unit] >= 0, "the path left the table"
             first = int(cell.first[unit])
             key, step, kind = cell.sources[cell.source[unit]]
             load = max(load, float(self._dense(kind)[1][first, unit - 1]))
@@ -229,7 +230,8 @@ class DeviceOrderProgram:
         return starts[::-1], load
 
     def loads(self, low: float, high: float) -> Floats:
-        """Every load strictly between low and high that a stage may have, sorted, no two equal."""
+        """Return every load strictly between low and high that a stage may have, sorted and
+        distinct."""
         kinds = {
             kind: None for steps in self._steps for each in steps.values() for _, _, kind in each
         }
@@ -238,7 +240,7 @@ class DeviceOrderProgram:
 
 
 def _relax(cell: _Cell, target: _Cell, costs: Floats, longest: bool) -> None:
-    """Put one more stage behind every total of ``cell``; keep what betters ``target``."""
+    """Append one more stage to every total of ``cell``; store improvements in ``target``."""
     before = cell.total[: len(costs), None]
     totals = np.maximum(before, costs) if longest else before + costs
     first = np.argmin(totals, axis=0)
@@ -250,7 +252,7 @@ def _relax(cell: _Cell, target: _Cell, costs: Floats, longest: bool) -> None:
 
 
 def _dense(table: StageCostTable) -> tuple[Floats, Floats, Floats]:
-    """Bands as squares; what is not an interval is infinite and holds nothing."""
+    """Return bands as square arrays; entries that are not intervals are infinite."""
     units = len(table.seconds)
     found = []
     for band, blank in ((table.seconds, inf), (table.load, inf), (table.flights, -1)):

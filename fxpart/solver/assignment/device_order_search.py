@@ -1,9 +1,10 @@
-"""The best order of unequal devices with the best cuts: exact for few sets of devices, else search.
+"""Best order of heterogeneous devices with the best cuts: exact for few device sets, else local
+search.
 
-Exact: for each variant, schedule and number of stages the dynamic programme over sets of devices,
-under the same branch and bound on the longest load as the chain's. Where that is too much work:
-local search over orders around the chain's own solver, and the bound of a chain of ideal devices
-(the fastest, the largest, over the best link), which no order beats.
+Exact: for each variant, schedule and number of stages the dynamic program over sets of devices,
+under the same branch and bound on the longest load as for the chain. If that is too much work:
+local search over orders around the chain solver. Its bound is that of a chain of ideal devices (the
+fastest, the largest, over the best link), which no order beats.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import PartitionTables
 from fxpart.solver.validate import check_problem
 
-WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic programme is run
+WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic program runs
 ROUNDS = 100  # orders that the local search tries
-RUNS, NEAR = 6, 0.003  # of the programme on one order: runs at most, and a gap that will do
+# dynamic program on one order: maximum number of runs, and the gap at which it stops
+RUNS, NEAR = 6, 0.003
 
 
 def solve_orders(
@@ -54,15 +56,15 @@ def solve_orders(
     work: float = WORK,
     rounds: int = ROUNDS,
 ) -> DeviceOrderSolution:
-    """The devices of the stages in order with their cuts, and a proven bound.
+    """Return the ordered devices of the stages with their cuts, and a proven bound.
 
-    The devices' own latency and inverse bandwidth are not looked at: ``links`` has them for each
-    pair. Equal problems give equal answers while the time limit is not reached. work: above it
-    nothing is proved by the dynamic programme; rounds: of the local search then. Raises FXP206.
+    The devices' own latency and inverse bandwidth are ignored: ``links`` has them for each pair.
+    Equal problems give equal results if the time limit is not reached. work: the dynamic program
+    runs up to this amount. rounds: of the local search otherwise. Raises FXP206.
     """
     check_problem(problem)
     check_links(problem, links)
-    if problem.once:  # every stage takes it, so the longest does
+    if problem.once:  # every stage has this term, so the longest stage has it
         bare = solve_orders(
             without_once(problem), links, time_limit=time_limit, work=work, rounds=rounds
         )
@@ -81,12 +83,12 @@ def solve_orders(
 
 
 def without_once(problem: PartitionProblem) -> PartitionProblem:
-    """The same problem without the seconds that every stage takes once a step."""
+    """Return the same problem without the per-step seconds that every stage has."""
     return msgspec.structs.replace(problem, once=0.0)
 
 
 class _DeviceOrderIncumbent:
-    """The best order and cuts seen."""
+    """The best order and cuts found."""
 
     def __init__(self, problem: PartitionProblem, links: DeviceLinks, deadline: float) -> None:
         self.problem, self.links, self.deadline = problem, links, deadline
@@ -99,7 +101,7 @@ class _DeviceOrderIncumbent:
         self.choice: PartitionChoice | None = None
 
     def add(self, order: tuple[int, ...], choice: PartitionChoice) -> float:
-        """Score and keep it if it is the best; the seconds to beat."""
+        """Evaluate and store the solution if it is the best; return the best seconds."""
         stages = len(choice.starts)
         one = with_stage_count(reorder_devices(self.problem, self.links, order[:stages]), stages)
         found = evaluate(one, choice)
@@ -108,17 +110,17 @@ class _DeviceOrderIncumbent:
         return self.seconds
 
     def try_order(self, order: tuple[int, ...], counts: Sequence[int]) -> None:
-        """Good cuts on the first devices of this order, for these numbers of stages."""
+        """Add good cuts on the first devices of this order, for these numbers of stages."""
         queue = FixedDeviceOrder(self.problem, self.links, order)
         for variant in range(len(self.problem.variants)):
             for schedule in self.problem.schedules:
                 for stages in counts:
                     what = (variant, schedule, stages)
                     with contextlib.suppress(SolverTimeout):
-                        self.minimiser(queue, what).minimise(RUNS, NEAR)
+                        self.minimizer(queue, what).minimize(RUNS, NEAR)
 
-    def minimiser(self, fleet: DeviceClasses, what: tuple[int, str, int]) -> StepTimeMinimizer:
-        """The branch and bound for one variant, schedule and number of stages."""
+    def minimizer(self, fleet: DeviceClasses, what: tuple[int, str, int]) -> StepTimeMinimizer:
+        """Return the branch and bound for one variant, schedule and number of stages."""
         variant, schedule, stages = what
         layers = DeviceOrderProgram(
             fleet, self.tables, variant, schedule, stages, self.deadline, self._known
@@ -130,7 +132,7 @@ class _DeviceOrderIncumbent:
         return StepTimeMinimizer(cast(Any, layers), found)
 
     def solution(self, bound: float, solver: str) -> DeviceOrderSolution:
-        """What was found; ``bound``: proven."""
+        """Return the best solution; ``bound``: proven."""
         status: Status
         if self.choice is None:
             status = "infeasible" if bound == inf else "unknown"
@@ -149,22 +151,22 @@ class _DeviceOrderIncumbent:
 
 
 def _exact(fleet: DeviceClasses, best: _DeviceOrderIncumbent) -> float:
-    """Runs through everything; the bound, which is the optimum if there was time."""
+    """Run all branches; return the bound, which is the optimum unless the time expired."""
     problem, lower = best.problem, inf
     near = len(best.order)
     for variant in range(len(problem.variants)):
         cheap = cheap_bound(problem, variant, len(problem.devices))
         for schedule in problem.schedules:
             for stages in sorted(best.counts, key=lambda n: (abs(n - near), n)):
-                minimiser = best.minimiser(fleet, (variant, schedule, stages))
+                minimizer = best.minimizer(fleet, (variant, schedule, stages))
                 with contextlib.suppress(SolverTimeout):
-                    minimiser.minimise()
-                lower = min(lower, max(minimiser.lower, cheap))
+                    minimizer.minimize()
+                lower = min(lower, max(minimizer.lower, cheap))
     return lower
 
 
 def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) -> float:
-    """A chain of equal devices, each as good in every respect as the best: none is better."""
+    """Return the bound of a chain of equal devices, each with the best value of every property."""
     n = len(problem.devices)
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
     used = sorted({d.type for d in problem.devices})
@@ -194,7 +196,7 @@ def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) 
 
 
 def _search(fleet: DeviceClasses, best: _DeviceOrderIncumbent, bound: float, rounds: int) -> None:
-    """Swaps of two devices, from a few good orders, while they help."""
+    """Swap pairs of devices, from a few good orders, while that improves the step time."""
     problem = best.problem
     every = range(len(problem.devices))
     speed = [sum(problem.variants[0].forward[d.type]) for d in problem.devices]
@@ -226,7 +228,7 @@ def _search(fleet: DeviceClasses, best: _DeviceOrderIncumbent, bound: float, rou
 
 
 def _near(problem: PartitionProblem, links: DeviceLinks) -> list[int]:
-    """From the first device always on over the fastest link."""
+    """Return the order that follows the fastest link from the first device."""
     found, left = [0], list(range(1, len(problem.devices)))
     while left:
         last = found[-1]

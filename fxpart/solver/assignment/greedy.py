@@ -1,7 +1,7 @@
-"""Placements made one replica after another, each beside what it exchanges most with.
+"""Greedy device assignment: place each replica next to its communication partners.
 
-A replica (its tensor shards) is put whole into one place wherever some place has room. Of places
-that differ in nothing only the first is tried, so that thousands of hosts cost as much as a few.
+A replica (its tensor shards) is placed whole in one domain if any domain has room. Of equivalent
+domains only the first is tried, so that thousands of hosts cost as much as a few.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from fxpart.solver.assignment.objective import AssignmentScorer, pair_ranks
-from fxpart.solver.assignment.problem import AssignmentProblem, LinearCost, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, DeviceAssignment, LinearCost
 
 
 class ReplicaPacker:
-    """Fills places. ``seats[stage][lane]`` is -1 until it is known."""
+    """Fills domains. ``assignment[stage][mesh_rank]`` is -1 until it is assigned."""
 
     def __init__(self, topology: AssignmentProblem) -> None:
-        """All devices free; for each lane of a stage, whom it meets in which flow."""
+        """Start with all devices free, and list the flows and partners of each mesh rank."""
         self.topology = topology
         self.free = [list(place.devices) for place in topology.places]
-        self.seats = [[-1] * group.lanes for group in topology.groups]
+        self.assignment = [[-1] * group.mesh_ranks for group in topology.groups]
         self._alike: dict[tuple[int, ...], list[int]] = {}
         for place in range(len(topology.places)):
             self._offer(place)
@@ -30,7 +30,7 @@ class ReplicaPacker:
         for flow in topology.flows:
             times = (1 if flow.step else topology.microbatches) * (2 if flow.back else 1)
             cost = (flow.messages * times, flow.size * times)
-            a, b = (topology.groups[x].lanes for x in (flow.source, flow.target))
+            a, b = (topology.groups[x].mesh_ranks for x in (flow.source, flow.target))
             meet: tuple[list[list[int]], list[list[int]]] = (
                 [[] for _ in range(a)],
                 [[] for _ in range(b)],
@@ -42,19 +42,19 @@ class ReplicaPacker:
             self._flows[flow.target].append((flow.source, meet[1], *cost))
 
     def put(self, stage: int, replica: int, *, cut: bool = False) -> bool:
-        """Seat one replica; False where no place has room for all of it, unless ``cut``."""
+        """Assign one replica; return False if no domain has room for all of it, unless ``cut``."""
         group = self.topology.groups[stage]
         first = replica * group.tensor
-        lanes = range(first, first + group.tensor)
-        friends = self._friends(stage, lanes)
+        mesh_ranks = range(first, first + group.tensor)
+        friends = self._friends(stage, mesh_ranks)
         place = self._best(group.pool, group.tensor, friends)
         if place >= 0:
-            self._take(stage, lanes, place)
+            self._take(stage, mesh_ranks, place)
             return True
         if not cut:
             return False
-        left = list(lanes)
-        while left:  # the most in one place, the rest as near as can be
+        left = list(mesh_ranks)
+        while left:  # as many as possible in one domain, the remaining ones as near as possible
             room = max(self.free[p][group.pool] for p in self._open(group.pool, 1))
             many = min(room, len(left))
             place = self._best(group.pool, many, friends)
@@ -63,21 +63,24 @@ class ReplicaPacker:
             left = left[many:]
         return True
 
-    def _friends(self, stage: int, lanes: range) -> list[tuple[int, float, float]]:
-        """Seated places that these lanes exchange with: (place, messages, bytes) of a step."""
+    def _friends(self, stage: int, mesh_ranks: range) -> list[tuple[int, float, float]]:
+        """Return assigned domains of communication partners: (domain, messages, bytes) per step."""
         found: dict[tuple[int, int], tuple[float, float]] = {}
         for index, (other, meet, messages, size) in enumerate(self._flows[stage]):
-            for place in {self.seats[other][j]: None for lane in lanes for j in meet[lane]}:
+            for place in {
+                self.assignment[other][j]: None for mesh_rank in mesh_ranks for j in meet[mesh_rank]
+            }:
                 if place >= 0:
                     found[index, place] = (messages, size)
-        before = lanes[0] - 1
+        before = mesh_ranks[0] - 1
         ring = self.topology.groups[stage].reduce
-        if before >= 0 and self.seats[stage][before] >= 0:
-            found[-1, self.seats[stage][before]] = (ring.messages, ring.size)
+        if before >= 0 and self.assignment[stage][before] >= 0:
+            found[-1, self.assignment[stage][before]] = (ring.messages, ring.size)
         return [(place, *cost) for (_, place), cost in found.items()]
 
     def _best(self, pool: int, devices: int, friends: Sequence[tuple[int, float, float]]) -> int:
-        """The place with room that is nearest to the friends, then the fullest, then the first."""
+        """Return the domain with room that is nearest to the partners, then the fullest, then the
+        first."""
         best, found = (0.0, 0, 0), -1
         near = (place for place, _, _ in friends if self.free[place][pool] >= devices)
         for place in dict.fromkeys((*near, *self._open(pool, devices))):
@@ -97,7 +100,7 @@ class ReplicaPacker:
         )
 
     def _open(self, pool: int, devices: int) -> Iterable[int]:
-        """Places with room, one of each that differ in nothing."""
+        """Return domains with room, one of each equivalence class."""
         for key, heap in self._alike.items():
             if key[1 + pool] < devices:
                 continue
@@ -110,31 +113,31 @@ class ReplicaPacker:
         key = (self.topology.places[place].kind, *self.free[place])
         heappush(self._alike.setdefault(key, []), place)
 
-    def _take(self, stage: int, lanes: Sequence[int], place: int) -> None:
-        for lane in lanes:
-            self.seats[stage][lane] = place
-        self.free[place][self.topology.groups[stage].pool] -= len(lanes)
+    def _take(self, stage: int, mesh_ranks: Sequence[int], place: int) -> None:
+        for mesh_rank in mesh_ranks:
+            self.assignment[stage][mesh_rank] = place
+        self.free[place][self.topology.groups[stage].pool] -= len(mesh_ranks)
         self._offer(place)
 
 
 def pack(
     topology: AssignmentProblem, order: Sequence[tuple[int, int]], *, cut: bool
-) -> Seats | None:
-    """Seat replicas (stage, replica) in this order; None where one does not fit whole.
+) -> DeviceAssignment | None:
+    """Assign replicas (stage, replica) in this order; return None if one does not fit whole.
 
-    cut: put what fits nowhere whole into several places. The devices suffice.
+    cut: split a replica that fits in no domain. The devices must suffice.
     """
     packer = ReplicaPacker(topology)
     for stage, replica in order:
         if not packer.put(stage, replica, cut=cut):
             return None
-    return tuple(tuple(lanes) for lanes in packer.seats)
+    return tuple(tuple(mesh_ranks) for mesh_ranks in packer.assignment)
 
 
 def replicas(
     topology: AssignmentProblem, stages: Iterable[int] | None = None
 ) -> list[tuple[int, int]]:
-    """All (stage, replica), stage by stage in the given order."""
+    """Return all (stage, replica), stage by stage in the given order."""
     every = range(len(topology.groups)) if stages is None else stages
     return [(s, r) for s in every for r in range(topology.groups[s].data)]
 
@@ -142,29 +145,29 @@ def replicas(
 def by_width(
     topology: AssignmentProblem, order: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The same with the widest first: first fit decreasing leaves the fewest cut."""
+    """Return them with the widest first: first fit decreasing splits the fewest."""
     return sorted(order, key=lambda item: -topology.groups[item[0]].tensor)
 
 
 def has_enough_devices(topology: AssignmentProblem) -> bool:
-    """Whether every pool has as many devices as its stages take."""
+    """Return whether every pool has enough devices for its stages."""
     pools = max((len(p.devices) for p in topology.places), default=0)
     there = [sum(p.devices[k] for p in topology.places) for k in range(pools)]
     for group in topology.groups:
         if group.pool >= pools:
             return False
-        there[group.pool] -= group.lanes
+        there[group.pool] -= group.mesh_ranks
     return min(there, default=0) >= 0
 
 
 def by_replica(topology: AssignmentProblem) -> list[tuple[int, int]]:
-    """The first replica of every stage, then the second: each replica's pipeline lies together."""
+    """Return first replica of every stage, then the second, so that pipelines are contiguous."""
     groups = topology.groups
     return sorted(replicas(topology), key=lambda item: (item[1] / groups[item[0]].data, item[0]))
 
 
-def build_initial_assignment(topology: AssignmentProblem) -> Seats | None:
-    """The best of a few first placements, those in which no replica is cut before others."""
+def build_initial_assignment(topology: AssignmentProblem) -> DeviceAssignment | None:
+    """Return the best of a few initial assignments; those without split replicas come first."""
     if not has_enough_devices(topology):
         return None
     plain = replicas(topology)
@@ -172,8 +175,8 @@ def build_initial_assignment(topology: AssignmentProblem) -> Seats | None:
     tried = [*tried, *(by_width(topology, order) for order in tried)]
     different = [order for k, order in enumerate(tried) if order not in tried[:k]]
     found = [pack(topology, order, cut=False) for order in different]
-    whole = [seats for seats in found if seats is not None]
+    whole = [assignment for assignment in found if assignment is not None]
     if not whole:
         return pack(topology, by_width(topology, plain), cut=True)
     scorer = AssignmentScorer(topology)
-    return min(whole, key=lambda seats: scorer.evaluate(seats).seconds)
+    return min(whole, key=lambda assignment: scorer.evaluate(assignment).seconds)

@@ -1,8 +1,8 @@
-"""The one entrance: the best placement found, with a proven bound.
+"""Entry point of device assignment: the best assignment found, with a proven bound.
 
-Greedy packing, local search, and for few atoms CP-SAT, which proves. Replicas that can all be whole
-in one place each stay whole, even where cutting one would be faster: then the bound is over such
-placements alone.
+Greedy packing, local search, and for few units CP-SAT, which proves optimality. If all replicas can
+be whole in one domain each, they stay whole, even if splitting one would be faster; the bound then
+applies to such assignments only.
 """
 
 from __future__ import annotations
@@ -12,58 +12,66 @@ from math import inf
 from fxpart.solver.assignment.bounds import lower_bound
 from fxpart.solver.assignment.greedy import build_initial_assignment
 from fxpart.solver.assignment.objective import AssignmentScorer
-from fxpart.solver.assignment.problem import AssignmentProblem, AssignmentSolution, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, AssignmentSolution, DeviceAssignment
 from fxpart.solver.assignment.search import improve
 from fxpart.solver.assignment.units import count_replicas, has_whole_replicas
 from fxpart.solver.joint.problem import Status
 
 PROVEN = 1e-6  # a gap up to this is "optimal": sums are rounded
-CLOSE = 0.01  # and up to this "within gap"
-PACKED = 64  # replicas for which CP-SAT looks for a packing that greedy has missed
+CLOSE = 0.01  # a larger gap up to this is "within gap"
+PACKED = 64  # replicas for which CP-SAT searches a packing that the greedy algorithm has missed
 
 
 def solve_device_assignment(topology: AssignmentProblem, *, seed: int = 0) -> AssignmentSolution:
-    """The best placement found; "infeasible" where a pool has too few devices.
+    """Return the best assignment found; "infeasible" if a pool has too few devices.
 
-    Equal problems and seeds give equal answers: effort is counted, not timed.
+    Equal problems and seeds give equal results: effort is counted, not timed.
     """
-    seats = _packed(topology, seed)
-    if seats is None:
+    assignment = _packed(topology, seed)
+    if assignment is None:
         return AssignmentSolution(
-            status="infeasible", seats=(), seconds=inf, bound=inf, solver="greedy"
+            status="infeasible", assignment=(), seconds=inf, bound=inf, solver="greedy"
         )
     scorer, solver = AssignmentScorer(topology), "search"
-    bound = lower_bound(topology, whole=has_whole_replicas(topology, seats))
-    seconds = scorer.evaluate(seats).seconds
+    bound = lower_bound(topology, whole=has_whole_replicas(topology, assignment))
+    seconds = scorer.evaluate(assignment).seconds
     if not _proven(seconds, bound):
-        seats, seconds = improve(topology, seats, scorer)
+        assignment, seconds = improve(topology, assignment, scorer)
     if not _proven(seconds, bound):
         from fxpart.solver.assignment.assignment_ilp import solve_assignment  # slow to import
 
-        found = solve_assignment(topology, seats, seed=seed)
+        found = solve_assignment(topology, assignment, seed=seed)
         if found is not None:
-            seats, seconds, solver = found[0], found[1], "cp-sat"
+            assignment, seconds, solver = found[0], found[1], "cp-sat"
             bound = max(bound, found[2])
     bound = min(seconds, bound)
     return AssignmentSolution(
-        status=_status(seconds, bound), seats=seats, seconds=seconds, bound=bound, solver=solver
+        status=_status(seconds, bound),
+        assignment=assignment,
+        seconds=seconds,
+        bound=bound,
+        solver=solver,
     )
 
 
-def _packed(topology: AssignmentProblem, seed: int) -> Seats | None:
-    """A placement in which all replicas are whole, if one is found; else one that fits."""
-    seats = build_initial_assignment(topology)
-    if seats is None or has_whole_replicas(topology, seats) or count_replicas(topology) > PACKED:
-        return seats
+def _packed(topology: AssignmentProblem, seed: int) -> DeviceAssignment | None:
+    """Return an assignment with all replicas whole, if one is found; otherwise any that fits."""
+    assignment = build_initial_assignment(topology)
+    if (
+        assignment is None
+        or has_whole_replicas(topology, assignment)
+        or count_replicas(topology) > PACKED
+    ):
+        return assignment
     if any(_too_wide(topology, group.pool, group.tensor) for group in topology.groups):
-        return seats
+        return assignment
     from fxpart.solver.assignment.assignment_ilp import pack_whole
 
-    return pack_whole(topology, seed=seed) or seats
+    return pack_whole(topology, seed=seed) or assignment
 
 
 def _too_wide(topology: AssignmentProblem, pool: int, devices: int) -> bool:
-    """Whether no place has so many devices of the pool."""
+    """Return whether no domain has so many devices of the pool."""
     return all(place.devices[pool] < devices for place in topology.places)
 
 

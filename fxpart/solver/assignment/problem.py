@@ -1,8 +1,8 @@
-"""Placement of stages on devices as numbers: what moves, and over what.
+"""Device assignment of stages as numbers: messages and links.
 
-Devices stand in *places*: those of one host that no link tells apart, or a single device that a
-link names. Places of one *class* have equal links, so that 16,384 devices are a few thousand places
-of a handful of classes, and links are a small table by class. Seconds and bytes everywhere.
+Devices belong to *domains*: the devices of one host with identical links, or a single device that a
+link names. Domains of one *class* have equal links, so that 16,384 devices are a few thousand
+domains of a few classes, and links are a small table by class. All units are seconds and bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = [
     "AssignmentProblem",
     "AssignmentSolution",
     "AssignmentStage",
+    "DeviceAssignment",
     "InterconnectDomain",
     "LinearCost",
     "RingCollective",
-    "Seats",
     "StageFlow",
 ]
 
-Seats = tuple[tuple[int, ...], ...]  # of each stage, the place of each lane
+DeviceAssignment = tuple[tuple[int, ...], ...]  # by stage, the domain of each mesh rank
 
 
 class _AssignmentStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,11 +37,12 @@ class RingCollective(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknow
 
 
 class AssignmentStage(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stage: data * tensor lanes on devices of one pool; lane = replica * tensor + shard.
+    """A stage: data * tensor mesh ranks on devices of one pool; mesh rank = replica * tensor +
+    shard.
 
-    seconds, once: what it costs wherever it is, for each microbatch and each step. exchange: the
-    tensor shards' collectives of one microbatch, among consecutive lanes. reduce: the replicas'
-    collectives of one step, among lanes of equal shard.
+    seconds, once: its cost anywhere, per microbatch and per step. exchange: the tensor shards'
+    collectives of one microbatch, among consecutive mesh ranks. reduce: the replicas' collectives
+    of one step, among mesh ranks of equal shard.
     """
 
     pool: int = 0
@@ -53,16 +54,16 @@ class AssignmentStage(_AssignmentStruct, frozen=True, kw_only=True, forbid_unkno
     reduce: RingCollective = RingCollective()
 
     @property
-    def lanes(self) -> int:
-        """How many devices it takes."""
+    def mesh_ranks(self) -> int:
+        """Return the number of its devices."""
         return self.data * self.tensor
 
 
 class StageFlow(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stage ``target`` receives from stage ``source``, and pays for.
+    """Values that stage ``target`` receives from stage ``source``, and is charged for.
 
-    size: bytes that each of its lanes receives, in ``messages`` messages; back: as much returns.
-    step: once a step (sums over ties), else for each microbatch.
+    size: bytes that each of its mesh ranks receives, in ``messages`` messages; back: the same
+    amount returns. step: per step (tied-parameter gradient reduction), else per microbatch.
     """
 
     source: int
@@ -74,9 +75,9 @@ class StageFlow(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class InterconnectDomain(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices that no link tells apart: on which host, of which class of links, how many by pool.
+    """Devices with identical links: their host, link class, and number by pool.
 
-    Two places of one class differ in nothing but host and devices.
+    Two domains of one class differ only in host and devices.
     """
 
     host: int
@@ -87,10 +88,10 @@ class InterconnectDomain(_AssignmentStruct, frozen=True, kw_only=True, forbid_un
 class AssignmentProblem(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole problem.
 
-    inside: the link of two devices of a place, by class. between: of devices in two places, by
-    class of the source and of the target. uplinks: by host, seconds for each byte that leaves or
-    enters it, all its devices together (a network card that they share); 0: each has its own.
-    fill: the share of the pipeline's filling that the schedule cannot hide, 1 for 1F1B.
+    inside: the link of two devices of a domain, by class. between: of devices in two domains, by
+    class of the source and of the target. uplinks: by host, seconds per byte that leaves or enters
+    it over the network adapter that its devices share; 0: each device has its own. fill: the share
+    of the pipeline's filling that the schedule cannot hide, 1 for 1F1B.
     """
 
     groups: tuple[AssignmentStage, ...]
@@ -104,13 +105,13 @@ class AssignmentProblem(_AssignmentStruct, frozen=True, kw_only=True, forbid_unk
 
 
 class AssignmentSolution(_AssignmentStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Places by stage and lane, the step's seconds, and a bound: bound <= optimum <= seconds.
+    """Domains by stage and mesh rank, the step time, and a bound: bound <= optimum <= seconds.
 
-    seats is empty where the stages do not fit ("infeasible"); solver: which one found it.
+    assignment is empty if the stages do not fit ("infeasible"); solver: which one found it.
     """
 
     status: Status
-    seats: Seats
+    assignment: DeviceAssignment
     seconds: float
     bound: float
     solver: str

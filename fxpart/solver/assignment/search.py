@@ -1,8 +1,8 @@
-"""Local search over placements: two replicas change places, or one moves, while that helps.
+"""Local search over device assignments: swap two replicas or move one, while that improves.
 
 The moves of quadratic assignment's 2-opt (Burkard, Dell'Amico and Martello, "Assignment Problems",
-2009, section 8.2), scored by the one objective. Whole stages of equal width swap first; single
-replicas, and single lanes of cut ones, only where there are few.
+2009, section 8.2), scored by the common objective. Whole stages of equal width are swapped first;
+single replicas, and single mesh ranks of split replicas, only if there are few.
 """
 
 from __future__ import annotations
@@ -11,94 +11,98 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from fxpart.solver.assignment.objective import AssignmentScorer
-from fxpart.solver.assignment.problem import AssignmentProblem, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, DeviceAssignment
 
-FEW = 48  # replicas (or lanes, where one is cut) up to which they move singly
-WORK = 4_000_000  # lanes scored, all placements together
-COST = 200  # what scoring a move costs besides its lanes, in lanes
+FEW = 48  # replicas (or mesh ranks, if one is split) up to which they move individually
+WORK = 4_000_000  # budget: mesh ranks scored, over all assignments
+COST = 200  # cost of scoring a move in addition to its mesh ranks, in mesh ranks
 
-_Part = tuple[int, int, int]  # stage, first lane, number of lanes
+_Part = tuple[int, int, int]  # stage, first mesh rank, number of mesh ranks
 
 
 def improve(
-    topology: AssignmentProblem, seats: Seats, scorer: AssignmentScorer
-) -> tuple[Seats, float]:
-    """A placement that no swap of two parts and no move of one betters, within :data:`WORK`."""
-    best = scorer.evaluate(seats).seconds
+    topology: AssignmentProblem, assignment: DeviceAssignment, scorer: AssignmentScorer
+) -> tuple[DeviceAssignment, float]:
+    """Return an assignment that no swap or move improves, within the budget :data:`WORK`."""
+    best = scorer.evaluate(assignment).seconds
     moved = sum(len(move.source) for move in scorer.moves)
     budget = WORK // max(1, COST * len(scorer.moves) + moved)
     better = True
     while better:
         better = False
-        for candidate in _neighbours(topology, seats):
+        for candidate in _list_moves(topology, assignment):
             if budget <= 0:
-                return seats, best
+                return assignment, best
             budget -= 1
             found = scorer.evaluate(candidate).seconds
             if found < best * (1 - 1e-12):
-                seats, best, better = candidate, found, True
+                assignment, best, better = candidate, found, True
                 break
-    return seats, best
+    return assignment, best
 
 
-def _neighbours(topology: AssignmentProblem, seats: Seats) -> Iterator[Seats]:
+def _list_moves(
+    topology: AssignmentProblem, assignment: DeviceAssignment
+) -> Iterator[DeviceAssignment]:
     groups = topology.groups
     for a, b in combinations(range(len(groups)), 2):
         same = (groups[a].pool, groups[a].data, groups[a].tensor) == (
             groups[b].pool, groups[b].data, groups[b].tensor,
         )  # fmt: skip
-        if same and seats[a] != seats[b]:
-            yield _swapped(seats, (a, 0, groups[a].lanes), (b, 0, groups[b].lanes))
-    parts = _parts(topology, seats)
+        if same and assignment[a] != assignment[b]:
+            yield _swapped(assignment, (a, 0, groups[a].mesh_ranks), (b, 0, groups[b].mesh_ranks))
+    parts = _parts(topology, assignment)
     if len(parts) > FEW:
         return
     for one, other in combinations(parts, 2):
         alike = groups[one[0]].pool == groups[other[0]].pool and one[2] == other[2]
-        if alike and _of(seats, one) != _of(seats, other):
-            yield _swapped(seats, one, other)
-    yield from _moved(topology, seats, parts)
+        if alike and _of(assignment, one) != _of(assignment, other):
+            yield _swapped(assignment, one, other)
+    yield from _moved(topology, assignment, parts)
 
 
-def _moved(topology: AssignmentProblem, seats: Seats, parts: list[_Part]) -> Iterator[Seats]:
-    """One part to a place with room; of places that differ in nothing the first alone."""
+def _moved(
+    topology: AssignmentProblem, assignment: DeviceAssignment, parts: list[_Part]
+) -> Iterator[DeviceAssignment]:
+    """Yield assignments with one part in another domain with room; one of equivalent domains."""
     free = [list(place.devices) for place in topology.places]
-    for group, lanes in zip(topology.groups, seats, strict=True):
-        for place in lanes:
+    for group, mesh_ranks in zip(topology.groups, assignment, strict=True):
+        for place in mesh_ranks:
             free[place][group.pool] -= 1
     kinds: dict[tuple[int, ...], int] = {}
     for place, left in enumerate(free):
         used = tuple(left) != topology.places[place].devices
-        # an empty place is like any other empty one; a used one is like no other
+        # empty domains of a class are equivalent; each used one is distinct
         key = (topology.places[place].kind, place if used else -1, *left)
         kinds.setdefault(key, place)
     for part in parts:
         pool = topology.groups[part[0]].pool
         for place in kinds.values():
-            if free[place][pool] >= part[2] and _of(seats, part) != (place,) * part[2]:
-                yield _with(seats, part, (place,) * part[2])
+            if free[place][pool] >= part[2] and _of(assignment, part) != (place,) * part[2]:
+                yield _with(assignment, part, (place,) * part[2])
 
 
-def _parts(topology: AssignmentProblem, seats: Seats) -> list[_Part]:
-    """Replicas; lanes where a replica is in several places."""
+def _parts(topology: AssignmentProblem, assignment: DeviceAssignment) -> list[_Part]:
+    """Return the replicas; their mesh ranks if a replica is in several domains."""
     found: list[_Part] = []
     for s, group in enumerate(topology.groups):
-        for first in range(0, group.lanes, group.tensor):
-            whole = len(set(seats[s][first : first + group.tensor])) == 1
+        for first in range(0, group.mesh_ranks, group.tensor):
+            whole = len(set(assignment[s][first : first + group.tensor])) == 1
             step = group.tensor if whole else 1
             found += [(s, at, step) for at in range(first, first + group.tensor, step)]
     return found
 
 
-def _of(seats: Seats, part: _Part) -> tuple[int, ...]:
+def _of(assignment: DeviceAssignment, part: _Part) -> tuple[int, ...]:
     stage, first, count = part
-    return seats[stage][first : first + count]
+    return assignment[stage][first : first + count]
 
 
-def _swapped(seats: Seats, one: _Part, other: _Part) -> Seats:
-    return _with(_with(seats, one, _of(seats, other)), other, _of(seats, one))
+def _swapped(assignment: DeviceAssignment, one: _Part, other: _Part) -> DeviceAssignment:
+    return _with(_with(assignment, one, _of(assignment, other)), other, _of(assignment, one))
 
 
-def _with(seats: Seats, part: _Part, places: tuple[int, ...]) -> Seats:
+def _with(assignment: DeviceAssignment, part: _Part, places: tuple[int, ...]) -> DeviceAssignment:
     stage, first, count = part
-    lanes = (*seats[stage][:first], *places, *seats[stage][first + count :])
-    return (*seats[:stage], lanes, *seats[stage + 1 :])
+    mesh_ranks = (*assignment[stage][:first], *places, *assignment[stage][first + count :])
+    return (*assignment[:stage], mesh_ranks, *assignment[stage + 1 :])

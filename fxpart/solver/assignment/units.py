@@ -1,15 +1,15 @@
-"""What is placed as one: a replica that stays whole, or a single lane; and which places suffice."""
+"""Assignment units (whole replicas or single mesh ranks) and equivalent domains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpart.solver.assignment.problem import AssignmentProblem, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, DeviceAssignment
 
 
 @dataclass(frozen=True)
 class AssignmentUnit:
-    """``count`` lanes from ``first`` on (counted through all stages) in one place."""
+    """``count`` mesh ranks from ``first`` on (numbered through all stages) in one domain."""
 
     pool: int
     first: int
@@ -17,47 +17,47 @@ class AssignmentUnit:
 
 
 def list_assignment_units(topology: AssignmentProblem, *, whole: bool) -> list[AssignmentUnit]:
-    """Replicas (``whole``) or lanes, in order."""
+    """Return replicas (``whole``) or mesh ranks, in order."""
     found, first = [], 0
     for group in topology.groups:
         count = group.tensor if whole else 1
         found += [
-            AssignmentUnit(group.pool, first + k, count) for k in range(0, group.lanes, count)
+            AssignmentUnit(group.pool, first + k, count) for k in range(0, group.mesh_ranks, count)
         ]
-        first += group.lanes
+        first += group.mesh_ranks
     return found
 
 
 def count_replicas(topology: AssignmentProblem) -> int:
-    """How many replicas there are in all stages."""
+    """Return the number of replicas in all stages."""
     return sum(group.data for group in topology.groups)
 
 
 def expand_unit_assignment(
     topology: AssignmentProblem, made: list[AssignmentUnit], places: list[int]
-) -> Seats:
-    """The placement in which each atom has its place."""
+) -> DeviceAssignment:
+    """Return the assignment in which each unit has its domain."""
     at = [place for atom, place in zip(made, places, strict=True) for _ in range(atom.count)]
-    seats, first = [], 0
+    assignment, first = [], 0
     for group in topology.groups:
-        seats.append(tuple(at[first : first + group.lanes]))
-        first += group.lanes
-    return tuple(seats)
+        assignment.append(tuple(at[first : first + group.mesh_ranks]))
+        first += group.mesh_ranks
+    return tuple(assignment)
 
 
-def has_whole_replicas(topology: AssignmentProblem, seats: Seats) -> bool:
-    """Whether every replica is in one place."""
+def has_whole_replicas(topology: AssignmentProblem, assignment: DeviceAssignment) -> bool:
+    """Return whether every replica is in one domain."""
     return all(
-        len(set(lanes[first : first + group.tensor])) == 1
-        for group, lanes in zip(topology.groups, seats, strict=True)
-        for first in range(0, group.lanes, group.tensor)
+        len(set(mesh_ranks[first : first + group.tensor])) == 1
+        for group, mesh_ranks in zip(topology.groups, assignment, strict=True)
+        for first in range(0, group.mesh_ranks, group.tensor)
     )
 
 
 def list_equivalent_domains(topology: AssignmentProblem) -> list[list[int]]:
-    """Places in classes that may change places with each other and nothing changes.
+    """Return classes of domains that can be exchanged without changing the cost.
 
-    They have equal devices and links, and each is all of its host, whose card is as fast.
+    They have equal devices and links, and each covers its whole host, with adapters of equal speed.
     """
     on_host = [0] * len(topology.uplinks)
     for place in topology.places:

@@ -1,1 +1,1 @@
-"""Cuts for a stream of microbatches that is never drained: asynchronous 1F1B."""
+"""Cuts for asynchronous 1F1B, which runs without flushes."""

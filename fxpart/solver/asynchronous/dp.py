@@ -1,7 +1,7 @@
-"""Exact cuts of a stream: the least longest stage, by dynamic programming from the last stage.
+"""Exact cuts for asynchronous 1F1B: minimize the longest stage by dynamic programming.
 
-What a stage costs depends on its blocks, its device and the number of stages alone, so that with
-least(k, b) the least longest stage of stages k, ... of blocks b, ...
+The cost of a stage depends only on its blocks, its device and the number of stages. With least(k,
+b) the minimum of the longest stage of stages k, ... with blocks b, ...
 
     least(k, b) = min over ends e of max(cost(k, b, e), least(k + 1, e + 1))
 
@@ -41,11 +41,11 @@ from fxpart.solver.validate import check_problem
 
 
 def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.0) -> Solution:
-    """The choice whose stream takes least a minibatch, proven, and the best of other kinds.
+    """Return the choice with the shortest time per minibatch, and the proven bound.
 
-    Choices carry the name "1f1b", the order of each stage. time_limit: seconds; after that, numbers
-    of stages that were not looked at bound the answer by their work. Status "infeasible" where
-    nothing fits. Raises FXP206 for a problem that is not valid.
+    Choices carry the schedule name "1f1b", the order of each stage. time_limit: seconds; numbers of
+    stages that were not searched by then are bounded by their work. Status "infeasible" if nothing
+    fits. Raises FXP206 for an invalid problem.
     """
     check_problem(given.problem)
     return _AsyncPipelineSearch(given, time.monotonic() + time_limit).solve()
@@ -53,7 +53,7 @@ def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.
 
 @dataclass(order=True)
 class _AsyncSubproblem:
-    """Choices of one microbatch size and number of stages; none takes less than ``bound``."""
+    """Choices of one microbatch size and number of stages; ``bound`` is a lower bound."""
 
     bound: float
     variant: int
@@ -61,7 +61,7 @@ class _AsyncSubproblem:
 
 
 class _AsyncPipelineSearch:
-    """One problem's tables."""
+    """Tables of one problem."""
 
     def __init__(self, given: AsyncPipelineProblem, deadline: float) -> None:
         self.given, self.deadline = given, deadline
@@ -81,7 +81,7 @@ class _AsyncPipelineSearch:
         self._after = np.minimum(span[:, None] + span[None, :] + 1, self.tables.units)
 
     def solve(self) -> Solution:
-        """The answer."""
+        """Return the solution."""
         found: list[tuple[float, PartitionChoice]] = []
         left = inf
         for kind in sorted(self._kinds()):
@@ -108,7 +108,7 @@ class _AsyncPipelineSearch:
         )
 
     def _kinds(self) -> Iterator[_AsyncSubproblem]:
-        """What the mode allows, with the bound by its work."""
+        """Return the subproblems that the weight mode permits, with bounds by their work."""
         problem = self.given.problem
         for variant, costs in enumerate(problem.variants):
             m = costs.microbatches
@@ -123,7 +123,7 @@ class _AsyncPipelineSearch:
                     yield _AsyncSubproblem((work / stages + own) * (1 - 1e-12), variant, stages)
 
     def _best(self, kind: _AsyncSubproblem) -> list[int] | None:
-        """The first units of the stages of the best choice; None where nothing fits."""
+        """Return the first units of the stages of the best choice; None if nothing fits."""
         units, count = self.tables.units, kind.stages
         below: Floats = np.full(units + 1, inf)
         below[units] = 0.0
@@ -142,7 +142,7 @@ class _AsyncPipelineSearch:
         return starts
 
     def _stage(self, kind: _AsyncSubproblem, k: int) -> Floats:
-        """Seconds of every interval as stage k, infinite where it does not fit."""
+        """Return the seconds of every interval as stage k, infinite if it does not fit."""
         problem, tables = self.given.problem, self.tables
         variant, device = tables.variant(kind.variant), problem.devices[k]
         m = variant.variant.microbatches

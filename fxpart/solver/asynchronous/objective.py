@@ -1,14 +1,14 @@
-"""What a choice costs as a stream, once: the one definition that the solver is judged by.
+"""Cost of a choice under asynchronous 1F1B: the one definition that judges the solver.
 
-In a stream each stage goes on with the next minibatch, so that only the busiest stage counts
-(PipeDream, SOSP 2019). With m microbatches a minibatch, t_s the seconds of one on stage s (forward,
-backward, what it receives), beta_s those of the update and of messages about ties, and p_s those of
-the sets of weights that are predicted:
+Without flushes each stage continues with the next minibatch, so that only the busiest stage counts
+(PipeDream, SOSP 2019). With m microbatches per minibatch, t_s the seconds of one on stage s
+(forward, backward, received values), beta_s those of the update and of messages for tied
+parameters, and p_s those of predicted weights:
 
     T = max_s (m t_s + beta_s + p_s)
 
-Memory: as of a step, with S - s microbatches in flight on stage s of S (also where a minibatch has
-fewer), and the weight mode's copies of the stage's trained weights.
+Memory: as for a synchronous step, with S - s microbatches in flight on stage s of S (even if a
+minibatch has fewer), plus the weight mode's copies of the stage's trained weights.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
 from fxpart.solver.objective import PartitionScorer, StageCost
 from fxpart.solver.problem import PartitionChoice
 
-_NONE = WeightModeRequirements(staleness=0, copies=0, passes=0)  # where the mode cannot be at all
+_NONE = WeightModeRequirements(staleness=0, copies=0, passes=0)  # if the mode is impossible
 
 
 class AsyncStageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage: what it costs in a step, and beside that in a stream.
+    """Cost of one stage: that of a synchronous step, and the additions of asynchronous training.
 
-    cost: with what the stream keeps in flight. copies: bytes of weights beside the parameters;
-    updating: of everything while the optimizer steps, with what is in flight then.
-    predict_seconds: a minibatch. staleness: of its forwards, at most.
+    cost: with the microbatches in flight. copies: bytes of weight copies besides the parameters;
+    updating: total bytes during the optimizer step, with the microbatches in flight then.
+    predict_seconds: per minibatch. staleness: maximum of its forwards.
     """
 
     cost: StageCost
@@ -46,14 +46,14 @@ class AsyncStageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def total(self) -> int:
-        """Bytes at its peak, in a pass or in an update."""
+        """Return the bytes at the peak, in a pass or in an update."""
         return max(self.cost.memory.total + self.copies, self.updating)
 
 
 class AsyncPipelineEvaluation(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Seconds a minibatch once the pipeline is full, its stages, and what it violates."""
+    """Seconds per minibatch once the pipeline is full, the stages, and violations."""
 
     seconds: float
     stages: tuple[AsyncStageCost, ...]
@@ -61,7 +61,7 @@ class AsyncPipelineEvaluation(
 
     @property
     def feasible(self) -> bool:
-        """Whether the choice fits every memory and keeps every constraint."""
+        """Return whether the choice fits every memory and satisfies every constraint."""
         return not self.faults
 
 
@@ -77,9 +77,9 @@ class AsyncPipelineScorer:
                 self._trained.setdefault(block, []).append(index)
 
     def evaluate(self, choice: PartitionChoice) -> AsyncPipelineEvaluation:
-        """The one definition of what ``choice`` costs; FXP109 as for a step's."""
+        """Return the cost of ``choice``, by definition; raise FXP109 as for a synchronous step."""
         problem = self.given.problem
-        stepped = self._scorer.evaluate(choice)  # for its constraints; memory differs
+        stepped = self._scorer.evaluate(choice)  # used for its constraints; memory differs
         faults = [f for f in stepped.faults if " bytes, " not in f and "schedule" not in f]
         variant, count = problem.variants[choice.variant], len(choice.starts)
         m = variant.microbatches
@@ -108,7 +108,7 @@ class AsyncPipelineScorer:
         )
 
     def _stage(self, cost: StageCost, asked: WeightModeRequirements) -> AsyncStageCost:
-        """A stage with what the weight mode asks of it."""
+        """Return the stage with the requirements of the weight mode."""
         blocks = range(cost.first, cost.last + 1)
         held = {w for b in blocks for w in self._trained.get(b, ())}
         passes = self.given.passes[self.given.problem.devices[cost.device].type]
@@ -124,6 +124,6 @@ class AsyncPipelineScorer:
 
 
 def busy_seconds(stage: AsyncStageCost, microbatches: int) -> float:
-    """Seconds of a minibatch in which the stage is busy, what it receives included."""
+    """Return the seconds per minibatch in which the stage is busy, received values included."""
     cost = stage.cost
     return fsum((microbatches * cost.seconds, cost.step_only_seconds, stage.predict_seconds))

@@ -1,4 +1,4 @@
-"""The partition problem of a stream: that of a step, a weight mode, and what predicting costs."""
+"""Partition problem of asynchronous 1F1B, with a weight mode and the costs of predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxpart.solver.problem import PartitionProblem
 class AsyncPipelineProblem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cut these blocks for an asynchronous pipeline.
 
-    problem: as for a synchronous one; its schedules are not looked at. weights: the weight mode's
+    problem: as for a synchronous pipeline; its schedules are ignored. weights: the weight mode's
     name. passes: seconds to make one set of predicted weights, [device type][block].
     """
 

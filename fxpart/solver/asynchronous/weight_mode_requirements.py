@@ -1,6 +1,7 @@
-"""What a weight mode asks of one stage of a full stream: staleness, weight copies, predictions.
+"""Requirements of a weight mode for one stage of a full asynchronous pipeline.
 
-Everything is counted from the schedule's version counters (:mod:`fxpart.schedule.versions`).
+Staleness, weight copies and predictions are counted from the schedule's version counters
+(:mod:`fxpart.schedule.versions`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from fxpart.schedule.weight_modes import WeightMode, weight_mode
 
 @dataclass(frozen=True)
 class WeightModeRequirements:
-    """Of one stage. staleness: the most updates applied between a forward and its backward.
+    """Requirements of one stage.
 
-    copies: sets of the stage's trained weights held at once beside the parameters, predicted ones
-    included. passes: how often in a minibatch a set is made from the parameters and from what the
-    optimizer, or a correction, keeps beside them.
+    staleness: the most updates applied between a forward and its backward. copies: simultaneous
+    sets of the stage's trained weights besides the parameters, predicted ones included. passes: how
+    often per minibatch a set is made from the parameters and the state of the optimizer (or of a
+    correction).
     """
 
     staleness: int
@@ -33,9 +35,8 @@ class WeightModeRequirements:
 def compute_weight_mode_requirements(
     mode: str, ahead: tuple[int, ...], every: int, stage: int
 ) -> WeightModeRequirements:
-    """What the mode of this name asks of a stage; ahead, every: as :class:`WeightVersionCounters`
-    has them.
-    """
+    """Return the requirements of a mode for a stage; ahead, every: see
+    :class:`WeightVersionCounters`."""
     found, versions = weight_mode(mode), WeightVersionCounters(ahead, every)
     return WeightModeRequirements(
         staleness=versions.gap(stage),
@@ -46,7 +47,7 @@ def compute_weight_mode_requirements(
 
 @lru_cache(maxsize=4096)
 def explain_unsupported_weight_mode(mode: str, ahead: tuple[int, ...], every: int) -> str:
-    """Why the mode is not made for such a stream, in words; "" where it is."""
+    """Return why the mode does not support this asynchronous pipeline; "" if it does."""
     try:
         WeightVersionCounters(ahead, every).check(weight_mode(mode))
     except FxpartError as wrong:
@@ -55,11 +56,12 @@ def explain_unsupported_weight_mode(mode: str, ahead: tuple[int, ...], every: in
 
 
 def _passes(mode: WeightMode, versions: WeightVersionCounters, stage: int) -> int:
-    """Sets of weights made in a minibatch of the full stream.
+    """Return the sets of weights made per minibatch of the full pipeline.
 
-    A set serves every computation that looks equally far from the same version, as long as one of
-    them is next (the next forward or the next backward); what backwards see again is kept until
-    then. A correction costs one more at an update, for its running mean (PipeMare, T2).
+    A set serves every computation that predicts equally far from the same version, as long as one
+    of them is next (the next forward or the next backward); sets that backwards read again are
+    stored until then. A correction costs one more set per update, for its running mean (PipeMare,
+    T2).
     """
     period, every = versions.period(), versions.every
     if mode.backward == "forward":
@@ -83,7 +85,7 @@ def _passes(mode: WeightMode, versions: WeightVersionCounters, stage: int) -> in
 def _sources(
     mode: WeightMode, versions: WeightVersionCounters, stage: int, microbatch: int
 ) -> Iterator[tuple[int, int]]:
-    """(version, how far from it) of a backward and of the forward that follows it on the stage."""
+    """Return (version, distance) of a backward and of the forward that follows it on the stage."""
     back = versions.read(mode, stage, microbatch)
     corrected = mode.backward == "corrected"
     yield back.backward, -back.staleness if corrected else back.look_backward
@@ -92,10 +94,10 @@ def _sources(
 
 
 def count_prediction_bytes(mode: str, weight: int, optimizer: int) -> int:
-    """Bytes read and written to make one set: weights and state are read, weights are written.
+    """Return the bytes moved to make one set: weights and state are read, weights are written.
 
-    weight, optimizer: bytes of the trained weights and of what the optimizer keeps for them. A
-    correction reads its running mean, as large as the weights, instead of the state.
+    weight, optimizer: bytes of the trained weights and of their optimizer state. A correction reads
+    its running mean, as large as the weights, instead of the state.
     """
     other = weight if weight_mode(mode).backward == "corrected" else optimizer
     return 2 * weight + other

@@ -1,4 +1,4 @@
-"""Joint problems as JSON beside their plans, so that questions need no model and no torch."""
+"""Joint problems as JSON files beside their plans, for later questions without model and torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ save = save_problem
 
 
 def from_json(data: bytes | str, where: str = "problem") -> JointProblem:
-    """The problem that :func:`to_json` wrote; FXP206 with every fault of its numbers."""
+    """Return the problem that :func:`to_json` wrote; raise FXP206 with every invalid number."""
     return decode(data, JointProblem, check_joint_problem, where)
 
 
 def load(path: str | Path) -> JointProblem:
-    """The problem in a file; FXP206 if it cannot be read or is not one."""
+    """Return the problem in a file; raise FXP206 if it cannot be read or is not a problem."""
     return from_json(read(path), str(path))
 
 
 def get_problem_path(plan: str | Path) -> Path:
-    """Where the costed problem of a plan file lies: ``plan.json`` -> ``plan.problem.json``."""
+    """Return the path of a plan file's costed problem: ``plan.json`` -> ``plan.problem.json``."""
     path = Path(plan)
     return path.with_name(f"{path.stem}.problem.json")

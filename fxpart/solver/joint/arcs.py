@@ -1,7 +1,7 @@
-"""The stages that a choice can be made of, for one microbatch count and one schedule.
+"""Candidate stages for one microbatch count and one schedule.
 
-An arc is a run of blocks with an option. It is left out where it cannot belong to a choice better
-than the cutoff, or where another arc over the same blocks is no worse in anything.
+An arc is a run of blocks with an option. It is omitted if it cannot belong to a choice better than
+the cutoff, or if another arc over the same blocks is at least as good in everything.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, count_option_devices
 from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream, keeps_all
 
-_KEEP = 1e-6  # of the cutoff: what is above it by less may be rounding
+_KEEP = 1e-6  # relative to the cutoff: a smaller excess may be a rounding error
 
 
 @dataclass(frozen=True)
 class Arc:
-    """Blocks first..last with an option: t and load in seconds, and how deep it may lie.
+    """Blocks first..last with an option: t and load in seconds, and the largest depth.
 
     deepest: the most stages from this one to the end, itself included, with which it fits; under
     ZB-H1 the most stages of the whole pipeline.
@@ -43,10 +43,10 @@ def list_candidate_arcs(
     cutoff: float = inf,
     keep: frozenset[tuple[int, int, int]] = frozenset(),
 ) -> list[Arc]:
-    """Every stage worth considering, ordered by first block, last block and option.
+    """Return every candidate stage, ordered by first block, last block and option.
 
-    cutoff: seconds of a step; a stage that alone takes more is left out. keep: stages (first, last,
-    option) that are not left out for being dominated.
+    cutoff: seconds of a step; a stage that alone takes more is omitted. keep: stages (first, last,
+    option) that are not omitted when dominated.
     """
     problem, share = tables.problem, get_fill_fraction(schedule)
     by_interval: dict[tuple[int, int], list[Arc]] = {}
@@ -83,11 +83,11 @@ def compute_max_depth(
     microbatches: int,
     schedule: str,
 ) -> Bytes:
-    """The most stages to the end with which each interval fits; 0 where it never does.
+    """Return the most stages to the end with which each interval fits; 0 if it never does.
 
-    max_stages where depth does not matter: what is in flight grows with the stages to the end, one
-    by one up to the number of microbatches (in a stream without an end), except under GPipe, which
-    has all of them in flight.
+    max_stages if depth is irrelevant. The number in flight grows with the stages to the end, up to
+    the number of microbatches (without limit in an asynchronous pipeline), except under GPipe,
+    which has all of them in flight.
     """
     problem = tables.problem
     moving, room = sizes.each, problem.pools[pool].memory - sizes.standing
@@ -104,7 +104,7 @@ def compute_max_depth(
 def _wanted(
     problem: JointProblem, arc: Arc, others: list[Arc], keep: frozenset[tuple[int, int, int]]
 ) -> bool:
-    """Whether no other arc over the same blocks can always take this one's place."""
+    """Return whether no other arc over the same blocks can always replace this one."""
     if (arc.first, arc.last, arc.option) in keep:
         return True
     pool = problem.options[arc.option].pool
@@ -125,9 +125,9 @@ def _wanted(
 
 
 def least_seconds(tables: IntervalTables, microbatches: int, schedule: str) -> float:
-    """A bound from below on any choice's step: its work spread evenly over all devices.
+    """Return a lower bound on any choice's step time: its work spread evenly over all devices.
 
-    Infinite where no option can run so many microbatches.
+    Infinite if no option can run so many microbatches.
     """
     problem, share = tables.problem, get_fill_fraction(schedule)
     work, alone = _least(tables, microbatches)
@@ -140,7 +140,7 @@ def least_seconds(tables: IntervalTables, microbatches: int, schedule: str) -> f
 
 
 def _least(tables: IntervalTables, microbatches: int) -> tuple[Floats, Floats]:
-    """By block, over the options: least device seconds, and least seconds, of a microbatch."""
+    """Return by block minimum over options of device seconds, and of seconds, per microbatch."""
     problem = tables.problem
     work = np.full(len(problem.blocks), inf)
     alone = work.copy()

@@ -1,4 +1,4 @@
-"""A joint problem's numbers as NumPy arrays: options, layouts and works, one row each."""
+"""A joint problem as NumPy arrays: a row for each option, layout or work."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Mask = NDArray[np.bool_]
 
 
 class LinearCosts:
-    """Straight lines, one for each option or pool: latency and seconds per byte."""
+    """Linear costs, one for each option or pool: latency and seconds per byte."""
 
     def __init__(self, lines: Iterable[LinearCost]) -> None:
-        """Stack them."""
+        """Stack the costs."""
         both = np.array([(x.latency, x.inverse) for x in lines], dtype=np.float64)
         self.latency, self.inverse = both[:, 0], both[:, 1]
 
     def __call__(self, which: Ints, sizes: Ints) -> Floats:
-        """Seconds for sizes in bytes, each on its line; nothing for 0 bytes."""
+        """Return seconds for sizes in bytes, each with its own line; 0 for 0 bytes."""
         seconds = self.latency[which] + self.inverse[which] * sizes
         return np.where(sizes > 0, seconds, 0.0)
 
@@ -39,7 +39,7 @@ class ParameterFootprints:
     """Parameters of all layouts: bytes (layouts, kinds) and seconds (layouts, pools, kinds)."""
 
     def __init__(self, states: Sequence[ParameterFootprint | None], kinds: int, pools: int) -> None:
-        """Stack them; what a layout has not is 0."""
+        """Stack the footprints; missing entries are 0."""
         none = ((0,) * kinds,) * len(states)
         rows = {
             part: [getattr(s, part) if s else z for s, z in zip(states, none, strict=True)]
@@ -49,7 +49,8 @@ class ParameterFootprints:
         self.gradient = np.array(rows["gradient"], dtype=np.int64)
         self.optimizer = np.array(rows["optimizer"], dtype=np.int64)
         left = [s.unsent if s and s.unsent else z for s, z in zip(states, none, strict=True)]
-        self.sent = self.gradient - np.array(left, dtype=np.int64)  # by sums over replicas
+        # by gradient all-reduce over replicas
+        self.sent = self.gradient - np.array(left, dtype=np.int64)
         zero = ((0.0,) * kinds,) * pools
         self.step = np.array([s.step if s else zero for s in states], dtype=np.float64)
         self.there = np.array([s is not None for s in states])
@@ -59,7 +60,7 @@ class JointArrays:
     """All tables of a problem; a row for each option (``pool``, ``size`` ...), layout or work."""
 
     def __init__(self, problem: JointProblem) -> None:
-        """Stack everything once."""
+        """Stack all tables."""
         self.problem = problem
         kinds, pools = max(problem.kinds) + 1, len(problem.pools)
         options = problem.options
@@ -87,7 +88,7 @@ class JointArrays:
         self.tie_weight = np.array([x.tie_weight for x in layouts], dtype=np.int64)
         self.tie_gradient = np.array([x.tie_gradient for x in layouts], dtype=np.int64)
         self.tie_optimizer = np.array([x.tie_optimizer for x in layouts], dtype=np.int64)
-        works, none = problem.works, (0,) * kinds  # row -1 of no works is a row of nothing
+        works, none = problem.works, (0,) * kinds  # row -1 of an empty table is a row of zeros
         ahead = np.array([w.forward for w in works] or [none], dtype=np.float64)
         back = np.array([w.backward for w in works] or [none], dtype=np.float64)
         self.seconds = ahead + back
@@ -97,9 +98,9 @@ class JointArrays:
         self._index = {(w.pool, w.layout, w.rows, w.recompute): i for i, w in enumerate(works)}
 
     def work(self, microbatches: int) -> Ints:
-        """By option the row of its work, -1 where it cannot run so many or needs too many devices.
+        """Return by option the row of its work, -1 if it cannot run or needs too many devices.
 
-        An option whose work or devices are not there cannot be chosen.
+        An option without a work or without enough devices cannot be chosen.
         """
         batch = self.problem.batch
         found = [
@@ -112,7 +113,7 @@ class JointArrays:
         return np.where(self.size <= self.devices[self.pool], np.array(found, dtype=np.int64), -1)
 
     def groups(self) -> list[Ints]:
-        """Options that one plan may combine: all of them, or where uniform those of one degree."""
+        """Return sets of options that one plan may combine: all, or one degree's if uniform."""
         every = np.arange(len(self.problem.options))
         if not self.problem.uniform:
             return [every]

@@ -1,8 +1,8 @@
-"""Runs of blocks, sorted into classes that cost the same whatever the option: 96 equal layers few.
+"""Classes of runs of blocks with equal cost under every option: few for 96 equal layers.
 
 Blocks that no cut may divide, and those of one pin, are merged into units, which is exact. A run is
-(first unit, number of units less one), its class is that of all runs with the same sequence of
-kinds, bytes received and sent, and ties; costs are computed for one run of each class.
+(first unit, number of units less one). Its class contains all runs with the same sequence of kinds,
+bytes received and sent, and ties; costs are computed for one run of each class.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fxpart.solver.tables import interval_sums, list_touching_rectangles, splits
 
 
 class BlockRuns:
-    """All runs of a problem. ``band[i, w]`` is the class of units i..i+w; ``count`` is "none".
+    """All runs of a problem. ``band[i, w]`` is the class of units i..i+w; ``count`` means "none".
 
-    Of each class a run as its first and last block, and: arrived, arrived_fixed: row and fixed
-    bytes received, with gradients returned; messages: how many are not empty; held, held_fixed:
-    bytes received or kept to be sent; holds, apart: ties present, and of those the ones whose other
-    blocks lie outside, (ties, classes).
+    Each class has a representative run with its first and last block. arrived, arrived_fixed: row
+    and fixed bytes received, with gradients returned. messages: the number of nonempty ones.
+    stored, stored_fixed: bytes received or stored to be sent. contained, apart: ties present, and
+    of those the ones with other blocks outside the run, (ties, classes).
     """
 
     def __init__(self, problem: JointProblem) -> None:
-        """Merge blocks into units and sort all runs."""
+        """Merge blocks into units and sort all runs into classes."""
         self.problem = problem
         n = len(problem.blocks)
         cuts = np.ones(n, dtype=bool)
@@ -51,16 +51,16 @@ class BlockRuns:
         starts, widths = (x[where] for x in np.nonzero(valid))
         self.first, self.last = self.firsts[starts], self.lasts[starts + widths]
         found = found.T
-        self.arrived, self.arrived_fixed, self.messages, self.held, self.held_fixed = found[1:6]
-        self.holds, self.apart = found[6::2].astype(bool), found[7::2].astype(bool)
+        self.arrived, self.arrived_fixed, self.messages, self.stored, self.stored_fixed = found[1:6]
+        self.contained, self.apart = found[6::2].astype(bool), found[7::2].astype(bool)
 
     def holding(self, block: int) -> Mask:
-        """Which runs hold a block, as a band."""
+        """Return which runs contain a block, as a band."""
         unit, span = int(self.unit_of[block]), np.arange(self.units)
         return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
 
     def _uncut(self) -> Mask:
-        """Runs without a wished cut inside; none where a unit itself would have to be cut."""
+        """Return runs without a required cut inside; none if a unit itself would have to be cut."""
         allowed = np.ones((self.units, self.units), dtype=bool)
         ends = set(self.lasts[:-1].tolist())
         for block in self.problem.cut_after:
@@ -71,12 +71,13 @@ class BlockRuns:
         return allowed
 
     def _band(self, full: Ints) -> Ints:
-        """A table over (first block, last block) as a band over units."""
+        """Return a table over (first block, last block) as a band over units."""
         picked = full[np.ix_(self.firsts, self.lasts)]
         return np.asarray(np.take_along_axis(picked, self._end, axis=1))
 
     def _sequences(self) -> Ints:
-        """Equal numbers for equal sequences of kinds: each run is the one before and a unit."""
+        """Number sequences of kinds, equal numbers for equal sequences; each run extends a shorter
+        one."""
         contents = dict[tuple[int, ...], int]()
         kinds = self.problem.kinds
         units = [
@@ -94,7 +95,7 @@ class BlockRuns:
         return numbers
 
     def _traffic(self) -> list[Ints]:
-        """Received row bytes, fixed bytes and messages; then row and fixed bytes held."""
+        """Return received row bytes, fixed bytes and messages; then row and fixed bytes stored."""
         n, values = len(self.problem.blocks), self.problem.boundaries
         arrived = [
             (r, v) for v in values for r in list_touching_rectangles(v.consumers, v.producer, n)
@@ -121,7 +122,7 @@ class BlockRuns:
         ]
 
     def _ties(self) -> list[tuple[Ints, Ints]]:
-        """For each tie: 1 where a run holds any of its blocks, and 1 where some but not all."""
+        """Return for each tie 1 if a run has any of its blocks, and 1 if it has only some."""
         n, made = len(self.problem.blocks), []
         for tie in self.problem.ties:
             present, some = list_touching_rectangles(tie.blocks, -1, n), splits(tie.blocks, n)
@@ -137,8 +138,8 @@ class BlockRuns:
 
 
 def _classes(keys: Ints) -> tuple[Ints, Ints, Ints]:
-    """Distinct rows, where each comes first, and which one each row is."""
-    order = np.lexsort(keys.T[::-1])  # stable: of equal rows the first stays first
+    """Return distinct rows: the index of the first of each, and the class of each row."""
+    order = np.lexsort(keys.T[::-1])  # stable: the first of equal rows stays first
     ordered = keys[order]
     fresh = np.ones(len(keys), dtype=bool)
     fresh[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)

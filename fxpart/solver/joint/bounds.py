@@ -1,13 +1,14 @@
-"""Cheap lower bounds on the joint objective, from sums over blocks: no search, no intervals.
+"""Cheap lower bounds on the joint objective from sums over blocks: no search, no intervals.
 
-What a stage costs is at least the sum over its blocks of what grows with them: seconds of work,
-bytes of gradients over the bandwidth; latencies, transfers and ties are left out. So for any
-weights mu >= 0 of the pools with sum_p mu_p N_p = 1
+A stage costs at least the sum over its blocks of the additive terms: seconds of work, and bytes of
+gradients over the bandwidth. Latencies, transfers and ties are omitted. So for any weights mu >= 0
+of the pools with sum_p mu_p N_p = 1
 
     T >= sum over blocks of min over options (fill t + mu_pool devices ((m - fill) t + beta))
 
-(the longest stage is no shorter than the average over devices), and T is no less than the largest
-block's load over the whole filling. Options in which a block alone exceeds the memory are left out.
+(the longest stage is no shorter than the average over devices). T is also no less than the largest
+block's load plus the whole filling. Options under which a block alone exceeds the memory are
+omitted.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _SCALES = (
     1.25,
     2.0,
     5.0,
-)  # of a pool's weight, in search of a better
+)  # trial changes of a pool's weight
 
 
 @dataclass(frozen=True)
 class Prices:
-    """A cheap bound in seconds, and its parts: a plan costs no less than its stages' prices.
+    """A cheap bound in seconds, and its parts: a plan costs at least its stages' prices.
 
-    pools: mu, the price of a device for each second of load; blocks: the least price of each
-    block, filling and load together, ``total`` of all; filling: of the filling alone, ``least``.
+    pools: mu, the price of a device per second of load; blocks: the minimum price of each block,
+    filling and load together, ``total`` of all; filling: of the filling alone, ``least``.
     """
 
     bound: float
@@ -45,17 +46,17 @@ class Prices:
 
     @property
     def total(self) -> float:
-        """The least price of all blocks."""
+        """Return the minimum price of all blocks."""
         return float(self.blocks.sum())
 
     @property
     def least(self) -> float:
-        """The least filling of all blocks."""
+        """Return the minimum filling of all blocks."""
         return float(self.filling.sum())
 
 
 class CheapBounds:
-    """Bounds for one problem; holds what a block costs at each count of microbatches."""
+    """Bounds for one problem; caches the costs of blocks for each microbatch count."""
 
     def __init__(self, stacked: JointArrays) -> None:
         """stacked: the problem."""
@@ -64,9 +65,10 @@ class CheapBounds:
         self._prices: dict[tuple[int, str, int, int, int], Prices] = {}
 
     def costs(self, microbatches: int) -> tuple[Floats, Floats]:
-        """At least what each kind of block adds to t and to beta, (options, kinds), in seconds.
+        """Return minimum additions of each kind of block to t and to beta, (options, kinds), in
+        seconds.
 
-        Infinite where it cannot be, because of its memory or because there is no work.
+        Infinite if impossible, because of memory or because the option has no work.
         """
         if microbatches not in self._costs:
             self._costs[microbatches] = self._block_costs(microbatches)
@@ -88,7 +90,8 @@ class CheapBounds:
             once += states.step[layout, s.pool] / np.where(zero > 0, shares, 1)
             needed = (zero == 3) | ((zero > 0) & (gradient > 0))
             gathers += np.where(needed, gather.inverse[:, None] * weight, 0.0)
-            # a sum of parts rounded up is no less than the sum rounded up: floors are safe
+            # the sum of rounded-up parts is no less than the rounded-up sum, so rounding down is
+            # safe
             standing = standing + np.where(zero >= 3, weight // shares, weight)
             standing = standing + np.where(zero >= 2, gradient // shares, gradient)
             standing = standing + np.where(zero >= 1, optimizer // shares, optimizer)
@@ -99,11 +102,11 @@ class CheapBounds:
         return np.where(wrong, inf, t), np.where(wrong, inf, once)
 
     def bound(self, microbatches: int, schedule: str, options: Ints, virtual: int = 1) -> float:
-        """No plan of this count, this schedule and these options takes less, in seconds."""
+        """Return bound in seconds on plans of this microbatch count, schedule and these options."""
         return self.prices(microbatches, schedule, options, virtual).bound
 
     def prices(self, microbatches: int, schedule: str, options: Ints, virtual: int = 1) -> Prices:
-        """The bound and what it is made of."""
+        """Return the bound and its parts."""
         key = (microbatches, schedule, virtual, int(options[0]), len(options))
         if key not in self._prices:
             self._prices[key] = self._priced(microbatches, schedule, options, virtual)
@@ -130,7 +133,7 @@ class CheapBounds:
     def _averaged(
         self, filling: Floats, load: Floats, options: Ints
     ) -> tuple[float, Floats, Floats]:
-        """The bound over weights of the pools, improved one at a time; weights; its summands."""
+        """Return the bound over pool weights, improved one at a time; the weights; the summands."""
         s = self.stacked
         size, pool = s.size[options], s.pool[options]
         usable = s.devices.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Every joint choice, one by one: the oracle of the other solvers, for small problems only."""
+"""Enumeration of every joint choice: the reference of other solvers, for small problems only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 2_000_000  # choices that may be enumerated
 def choices(
     problem: JointProblem, schedules: tuple[str, ...] | None = None
 ) -> Iterator[JointChoice]:
-    """All choices whose cuts are allowed and whose devices suffice, in a fixed order.
+    """Yield all choices whose cuts are allowed and whose devices suffice, in a fixed order.
 
     schedules: only these, by default all of the problem.
     """
@@ -46,7 +46,7 @@ def choices(
 
 
 def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> int:
-    """No less than the number of choices that :func:`choices` yields."""
+    """Return an upper bound on the number of choices that :func:`choices` yields."""
     cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
     pieces = [
         v
@@ -62,16 +62,16 @@ def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> in
 
 
 def solve_joint_brute(problem: JointProblem) -> JointSolution:
-    """The optimum by enumeration; of equally good choices the first.
+    """Return the optimum by enumeration; of equally good choices the first.
 
-    Raises FXP109 where there are more than :data:`LIMIT` choices.
+    Raises FXP109 if there are more than :data:`LIMIT` choices.
     """
     if count(problem) > LIMIT:
         raise error(
             "FXP109",
             where="solver='brute'",
-            why=f"{count(problem)} choices are too many to enumerate (at most {LIMIT})",
-            fix="use solver='dp'",
+            why=f"There are {count(problem)} choices; at most {LIMIT} can be enumerated.",
+            fix="Use solver='dp'.",
         )
     scorer, best, seconds = JointScorer(problem), None, inf
     for choice in choices(problem):
@@ -89,7 +89,7 @@ def solve_joint_brute(problem: JointProblem) -> JointSolution:
 
 
 def _options(problem: JointProblem, stages: int) -> Iterator[tuple[int, ...]]:
-    """Options by stage that take no more devices than there are."""
+    """Return options by stage that use no more devices than there are."""
     taken = [count_option_devices(problem, o) for o in problem.options]
     left = [pool.devices for pool in problem.pools]
 

@@ -1,4 +1,4 @@
-"""Choices of one joint problem as choices of another that has the same blocks."""
+"""Translation of choices between joint problems with the same blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fxpart.solver.joint.problem import JointChoice, JointProblem
 
 
 class ChoiceTranslation:
-    """Finds the options of ``old`` among those of ``new``: equal degrees on the same pool."""
+    """Maps options of ``old`` to those of ``new`` with equal degrees on the same pool."""
 
     def __init__(self, old: JointProblem, new: JointProblem) -> None:
         """Index the new options."""
@@ -20,7 +20,7 @@ class ChoiceTranslation:
         }
 
     def __call__(self, choice: JointChoice) -> JointChoice:
-        """The same decisions; LookupError where the new problem has no such option."""
+        """Return the same decisions; raise LookupError if the new problem lacks such an option."""
         old = self.old
         options = tuple(self._where[degrees(old, o), old.options[o].pool] for o in choice.options)
         return msgspec.structs.replace(choice, options=options)

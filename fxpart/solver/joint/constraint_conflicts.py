@@ -1,8 +1,8 @@
-"""What a user has asked of a joint problem, one by one, to find which of it cannot hold together.
+"""Conflicting constraints of a joint problem, found one by one.
 
-With the wishes as they were written, each is a limit; of a problem alone, its pins, cuts and
-numbers of stages are. A conflict is found by deletion filtering: a limit without which the rest
-still cannot hold is no part of it.
+If the user's constraints are known, each is a limit; otherwise the problem's pins, cuts and numbers
+of stages are. A conflict is found by deletion filtering: a limit without which the remaining limits
+still conflict is not part of it.
 """
 
 from __future__ import annotations
@@ -17,37 +17,44 @@ from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.problem import JointProblem, StagePin
 
-_PLENTY = 2**55  # bytes: more memory than anything needs, and sums of it are exact
+_PLENTY = 2**55  # bytes: more memory than anything needs; sums of it are exact
 Change = Callable[[JointProblem], JointProblem]
 
 
 class RelaxableConstraints:
-    """The limits of a problem, as words and as what can be dropped."""
+    """The limits of a problem, each with a description and a relaxation."""
 
     def __init__(
-        self, problem: JointProblem, wider: JointProblem | None, wishes: Sequence[PlanConstraint]
+        self,
+        problem: JointProblem,
+        wider: JointProblem | None,
+        constraints: Sequence[PlanConstraint],
     ) -> None:
-        """wishes: those that made ``problem`` out of ``wider``; without them, its own limits."""
-        self.wishes = tuple(wishes) if wider is not None else ()
-        self.base = wider if wider is not None and self.wishes else problem
-        self._drops = [] if self.wishes else _own(problem)
-        self.texts = [str(w) for w in self.wishes] or [text for text, _ in self._drops]
+        """Collect the limits.
+
+        constraints: the constraints that made ``problem`` out of ``wider``; without them, the
+        problem's own limits.
+        """
+        self.constraints = tuple(constraints) if wider is not None else ()
+        self.base = wider if wider is not None and self.constraints else problem
+        self._drops = [] if self.constraints else _own(problem)
+        self.texts = [str(w) for w in self.constraints] or [text for text, _ in self._drops]
 
     def problem(
         self, dropped: Collection[int] = (), change: Change | None = None
     ) -> JointProblem | None:
-        """The problem without these limits, changed; None where a limit leaves nothing of it.
+        """Return the problem without these limits, changed; None if a limit leaves no choice.
 
-        A change comes before the limits, so that none of those kept is lost by it.
+        A change is applied before the limits, so that all remaining limits apply to it.
         """
         changed = change(self.base) if change is not None else self.base
-        if self.wishes:
-            kept = [w for i, w in enumerate(self.wishes) if i not in dropped]
+        if self.constraints:
+            kept = [w for i, w in enumerate(self.constraints) if i not in dropped]
             try:
                 return apply_constraints(changed, kept)
             except FxpartError:
                 return None
-        if self.base.min_stages == self.base.max_stages:  # a fixed number stays fixed
+        if self.base.min_stages == self.base.max_stages:  # a fixed number of stages stays fixed
             changed = msgspec.structs.replace(changed, max_stages=self.base.max_stages)
         for i in sorted(dropped):
             changed = self._drops[i][1](changed)
@@ -59,17 +66,17 @@ class RelaxableConstraints:
         dropped: Collection[int] = (),
         change: Change | None = None,
     ) -> bool:
-        """Whether anything fits then."""
+        """Return whether any choice fits then."""
         problem = self.problem(dropped, change)
         return problem is not None and find_feasible_joint_choice(problem, deadline) is not None
 
     def conflict(
         self, deadline: float, change: Change | None = None, given_up: Collection[int] = ()
     ) -> list[int]:
-        """Limits that cannot hold together, none of them needless; [] where others are to blame.
+        """Return a minimal set of limits that conflict; [] if limits are not the cause.
 
-        given_up: limits that are out already. Nothing may fit with all the others. Raises
-        :class:`~fxpart.solver.suffix_dp.SolverTimeout`.
+        given_up: limits that are already relaxed. Precondition: nothing fits with all the others.
+        Raises :class:`~fxpart.solver.suffix_dp.SolverTimeout`.
         """
         everything = range(len(self.texts))
         if not self.fit(deadline, everything, change):
@@ -82,13 +89,13 @@ class RelaxableConstraints:
 
 
 def with_unlimited_memory(problem: JointProblem) -> JointProblem:
-    """The problem with more memory than anything needs."""
+    """Return the problem with more memory than anything needs."""
     pools = tuple(msgspec.structs.replace(p, memory=_PLENTY) for p in problem.pools)
     return msgspec.structs.replace(problem, pools=pools)
 
 
 def _own(problem: JointProblem) -> list[tuple[str, Change]]:
-    """(words, how to drop it) of the limits that a problem has by itself."""
+    """Return (description, relaxation) of the limits of the problem itself."""
     limits: list[tuple[str, Change]] = [
         (_pin(problem, pin), _without_pin(pin)) for pin in problem.pins
     ]

@@ -1,9 +1,10 @@
-"""The dynamic programme that counts devices: states (stages to go, unit, devices used by pool).
+"""Dynamic program that counts devices: states (stages to go, unit, used devices by pool).
 
-Only states that may still lead to a plan within a goal are kept, as sorted arrays: what comes
-before a state costs at least the least filling of its units, and at least their least price
-(:mod:`fxpart.solver.joint.multipliers`) less what the devices left are worth. Where even so there
-are too many, the most promising go on; the least estimate among the others bounds what is lost.
+Only states that may still lead to a plan within a goal are kept, as sorted arrays. The part before
+a state costs at least the minimum filling of its units, and at least their minimum price
+(:mod:`fxpart.solver.joint.multipliers`) less the value of the remaining devices. If there are still
+too many states, only the most promising are kept; the minimum estimate of the dropped ones bounds
+the loss.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 from fxpart.solver.suffix_dp import SolverTimeout
 
-_NEIGHBOURS = 4  # rounds in which each state is compared with the one before it
+_MERGE_ROUNDS = 4  # rounds in which each state is compared with the previous one
 
 
 @dataclass(frozen=True)
 class StagePathResult:
-    """What a run found: no path costs less than ``bound``, ``path`` costs ``filling``.
+    """Result of a run: no path costs less than ``bound``, ``path`` costs ``filling``.
 
-    path: None where there is none up to the goal; then the bound is infinite if none was dropped.
+    path: None if there is none up to the goal; then the bound is infinite unless states were
+    dropped.
     """
 
     path: StagePath | None
@@ -35,7 +37,7 @@ class StagePathResult:
 
 @dataclass(frozen=True)
 class _States:
-    """Sorted codes (unit * combinations of devices used + which), and the least filling of each."""
+    """Sorted codes (unit * combinations of devices + combination), and minimum filling of each."""
 
     code: Ints
     filling: Floats
@@ -43,10 +45,10 @@ class _States:
 
 @dataclass(frozen=True)
 class _Arcs:
-    """Possible stages with some stages to go, sorted by the unit after them, then by ``price``.
+    """Candidate stages at one position, sorted by the unit after them, then by ``price``.
 
-    price: of the stage's devices and all before it, with its filling and theirs, at the least;
-    start: of each unit's arcs.
+    price: a lower bound on the price and filling of the stage and all before it. start: index of
+    each unit's first arc.
     """
 
     first: Ints
@@ -72,22 +74,22 @@ class DeviceCountProgram:
             self._room.append(min(count, most) // unit)
         self._devices = devices.astype(np.float64)
         while prod(r + 1 for r in self._room) > 2**62 // (branch.units + 1):
-            # many large pools: so few devices more or less are not told apart, a relaxation
+            # relaxation for many large pools: similar numbers of devices are not distinguished
             largest = int(np.argmax(self._room))
             self._unit[largest] *= 2
             self._room[largest] = int(devices[largest]) // self._unit[largest]
         shape = [r + 1 for r in self._room]
-        self._all = prod(shape)  # combinations of devices used
+        self._all = prod(shape)  # combinations of used devices
         self._stride = [prod(shape[p + 1 :]) for p in range(len(shape))]
         self._taken = entries.size // np.array(self._unit)[entries.pool]
         self._shift = self._taken * np.array(self._stride)[entries.pool]
-        self.work = 0  # stages put before states so far
+        self.work = 0  # number of state extensions so far
 
     def run(self, costs: BranchCosts, goal: float, prices: Floats, most: int) -> StagePathResult:
-        """The least filling up to ``goal`` under the costs' threshold.
+        """Return the minimum filling up to ``goal`` under the costs' threshold.
 
-        prices: seconds a device, any (good ones leave few states); most: states kept of each
-        number of stages. Raises :class:`SolverTimeout`.
+        prices: any seconds per device; good ones keep few states. most: states kept for each number
+        of stages. Raises :class:`SolverTimeout`.
         """
         branch = self.branch
         code = np.array([branch.units * self._all], dtype=np.int64)
@@ -97,7 +99,7 @@ class DeviceCountProgram:
         for q in range(1, branch.high + 1):
             if time.monotonic() > self.deadline:
                 raise SolverTimeout
-            fresh = q & (q - 1) == 0  # stages before this one have at least as many in flight
+            fresh = q & (q - 1) == 0  # earlier stages have at least as many microbatches in flight
             if fresh:
                 ahead = self._ahead(costs, q, prices)
             if arcs is None or fresh or costs.level(q) != level or branch.allowed(q) is not None:
@@ -115,7 +117,8 @@ class DeviceCountProgram:
         return StagePathResult(path, best, min(best, dropped))
 
     def _bands(self, costs: BranchCosts, q: int) -> Floats:
-        """Fillings with q to go, (groups, units, widths); none that fewer devices do as well."""
+        """Return fillings with q to go, (groups, units, widths); omit those that fewer devices
+        match."""
         branch = self.branch
         bands = costs.under(q)[:, branch.band]
         allowed = branch.allowed(q)
@@ -141,7 +144,8 @@ class DeviceCountProgram:
         return _Arcs(first[order], group[order], filling[order], price[order], start)
 
     def _ahead(self, costs: BranchCosts, q: int, prices: Floats) -> Floats:
-        """Least filling, and least filling and price, of the units before each, (2, units + 1)."""
+        """Return minimum filling, and minimum of filling and price, of earlier units, (2, units +
+        1)."""
         branch = self.branch
         table = costs.under(q)
         each = prices[branch.entries.pool] * branch.entries.size
@@ -164,14 +168,16 @@ class DeviceCountProgram:
         goal: float,
         most: int,
     ) -> tuple[_States, float]:
-        """Every possible stage before every state, the better of equal ones; the least dropped."""
+        """Prepend every candidate stage to every state; return the best of equal ones, least
+        dropped."""
         unit, used = np.divmod(states.code, self._all)
         taken = [
             used // stride % (room + 1)
             for stride, room in zip(self._stride, self._room, strict=True)
         ]
         price = states.filling + sum(prices[p] * self._unit[p] * x for p, x in enumerate(taken))
-        # what is paid for all devices may be far larger than the rest: no rounding may lift this
+        # The price of all devices may be much larger than the other terms; rounding must not raise
+        # this bound.
         slack = 1e-12 * float((prices * self._devices).sum())
         slack += 1e-12 * goal if goal < inf else 0.0
         count = self._counts(arcs, unit, goal + slack - price)
@@ -190,7 +196,7 @@ class DeviceCountProgram:
         return _merged(code, filling[fits], estimate[fits], self._room[-1] + 1, most)
 
     def _counts(self, arcs: _Arcs, unit: Ints, limit: Floats) -> Ints:
-        """How many arcs before each state cost no more than ``limit``; states sorted by unit."""
+        """Return how many arcs before each state cost at most ``limit``; states sorted by unit."""
         count = np.zeros(len(unit), dtype=np.int64)
         ends = np.searchsorted(unit, np.arange(self.branch.units + 2))
         for k in np.unique(unit).tolist():
@@ -200,7 +206,8 @@ class DeviceCountProgram:
         return count
 
     def _walk(self, costs: BranchCosts, rows: list[_States], stages: int) -> StagePath:
-        """The best path of so many stages; of equal ones the first group, the earliest cuts."""
+        """Return the best path with so many stages; of equal ones the first group, the earliest
+        cuts."""
         branch = self.branch
         whole = rows[stages]
         inside = np.flatnonzero(whole.code < self._all)
@@ -215,7 +222,7 @@ class DeviceCountProgram:
             there = (rows[q - 1].code[place] == code) & self._within(used, group)
             total = np.where(there, rows[q - 1].filling[place] + bands[group, width], inf)
             chosen = int(np.argmin(total))
-            assert total[chosen] < inf, "the walk left the table"
+            assert total[chosen] < inf, "the path left the table"
             cls = int(branch.band[unit, width[chosen]])
             units.append(unit)
             entries.append(costs.entry(q, int(group[chosen]), cls))
@@ -224,7 +231,7 @@ class DeviceCountProgram:
         return StagePath(tuple(units), tuple(entries))
 
     def _within(self, used: int, group: Ints) -> Ints:
-        """Whether so many devices are used that a stage of the group can be one of the stages."""
+        """Return whether enough devices are used for a stage of group to be among the stages."""
         pool = self.branch.entries.pool[group]
         have = np.array(
             [used // s % (r + 1) for s, r in zip(self._stride, self._room, strict=True)]
@@ -235,10 +242,11 @@ class DeviceCountProgram:
 def _merged(
     code: Ints, filling: Floats, estimate: Floats, last: int, most: int
 ) -> tuple[_States, float]:
-    """One state for each code, at most so many, and the least estimate of those left out.
+    """Return one state for each code, at most ``most``, and the minimum estimate of dropped ones.
 
-    last: combinations of devices of the last pool; of states that differ there alone those are
-    dropped that fill no less with more devices (nearly all of them: some neighbours are compared).
+    last: combinations of devices of the last pool. Of states that differ only there, those are
+    dropped whose filling is no less with more devices (nearly all of them: only some adjacent
+    states are compared).
     """
     order = np.argsort(code)
     code = code[order]
@@ -246,10 +254,10 @@ def _merged(
     if not len(fresh):
         return _States(code, filling), inf
     code = code[fresh]
-    # filling and estimate rise together among equal codes
+    # filling and estimate ascend together among equal codes
     filling = np.minimum.reduceat(filling[order], fresh)
     estimate = np.minimum.reduceat(estimate[order], fresh)
-    for _ in range(_NEIGHBOURS):
+    for _ in range(_MERGE_ROUNDS):
         beaten = np.zeros(len(code), dtype=bool)
         same = code[1:] // last == code[:-1] // last
         beaten[1:] = same & (filling[:-1] <= filling[1:])

@@ -1,10 +1,10 @@
-"""The suffix dynamic programmes over (stages to go, unit), what both have in common.
+"""Suffix dynamic programs over (stages to go, unit): the common part of both solvers.
 
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
-memory of 1F1B exact, because the stage with q to go (itself included) holds min(m, q) microbatches.
-Under ZB-H1 each holds as many as there are stages: a branch is exact where it makes no difference
-for any entry how many of its stages there are, and else takes the fewest, which is a relaxation.
-A *threshold* on the load of every stage turns T = sum filling + max load into a sum.
+memory of 1F1B exact, because the stage with q to go (itself included) has min(m, q) microbatches in
+flight. Under ZB-H1 each stage has as many as there are stages. A branch is exact if the number of
+its stages is irrelevant for every entry; otherwise it assumes the fewest, which is a relaxation. A
+*threshold* on the load of every stage turns T = sum filling + max load into a sum.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fxpart.solver.joint.tables import StageEntries
 
 @dataclass(frozen=True)
 class StagePath:
-    """A path through the programme: first unit and entry of each stage, front to back."""
+    """A path through the program: first unit and entry of each stage, front to back."""
 
     units: tuple[int, ...]
     entries: tuple[int, ...]
 
 
 class SearchBranch:
-    """The plans of one count of microbatches, one schedule, and ``low`` to ``high`` stages."""
+    """The plans of one microbatch count, one schedule, and ``low`` to ``high`` stages."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class SearchBranch:
         low: int,
         high: int,
     ) -> None:
-        """entries: the stages that may be used. high: no more than units, or devices allow."""
+        """entries: the stages that may be used. high: at most number of units, and of devices."""
         self.runs, self.entries = runs, entries
         self.microbatches, self.schedule = microbatches, schedule
         self.low, self.high = low, high
         alive, self.cls = np.unique(entries.cls, return_inverse=True)
-        self.classes = len(alive)  # the number of "no class"
+        self.classes = len(alive)  # the index of "no class"
         compact = np.full(runs.count + 1, self.classes, dtype=np.int64)
         compact[alive] = np.arange(self.classes)
         band = compact[runs.band]
@@ -67,18 +67,24 @@ class SearchBranch:
             self.exact = self.exact and not between.any()
 
     def flying(self, q: int) -> int:
-        """Microbatches in flight in the stage with q to go; the fewest where that is open."""
+        """Return the microbatches in flight in the stage with q to go.
+
+        The fewest if that is open.
+        """
         stages = self.low if needs_whole_depth(self.schedule) else q
         return count_stage_in_flight(self.schedule, self.microbatches, stages, 0)
 
     @cached_property
     def _pinned(self) -> list[tuple[int, Mask]]:
-        """(stage, runs that hold the pinned blocks), as bands."""
+        """Return (stage, runs that contain the pinned blocks), as bands."""
         pins = self.runs.problem.pins
         return [(p.stage, self.runs.holding(p.first)[:, : self.width]) for p in pins]
 
     def allowed(self, q: int) -> Mask | None:
-        """Runs that pins allow to have q to go; None: all. Unknown stages are allowed any."""
+        """Return the runs that pins allow with q to go.
+
+        None: all. Unknown stages are allowed any.
+        """
         if not self._pinned:
             return None
         allowed = np.ones((self.units, self.width), dtype=bool)
@@ -91,7 +97,7 @@ class SearchBranch:
         return allowed
 
     def choice(self, stages: StagePath) -> JointChoice:
-        """A path as a choice."""
+        """Return a path as a choice."""
         return JointChoice(
             microbatches=self.microbatches,
             schedule=self.schedule,
@@ -100,7 +106,7 @@ class SearchBranch:
         )
 
     def used(self, stages: StagePath, pools: int) -> Ints:
-        """Devices of each pool that a path takes."""
+        """Return the devices of each pool that a path uses."""
         group = self.entries.group[list(stages.entries)]
         return np.bincount(
             self.entries.pool[group], weights=self.entries.size[group], minlength=pools
@@ -120,11 +126,11 @@ class BranchCosts:
         self._kept: dict[int, Floats] = {}
 
     def level(self, q: int) -> int:
-        """A number that is equal for stages to go with equal costs."""
+        """Return a number that is equal for numbers of stages to go with equal costs."""
         return int(np.searchsorted(self._ranked, self.branch.flying(q), side="left"))
 
     def under(self, q: int) -> Floats:
-        """The least by (group, class) for a stage with q to go; a last column of infinities."""
+        """Return minima by (group, class) for a stage with q to go; the last column is infinite."""
         level = self.level(q)
         if level not in self._kept:
             branch = self.branch
@@ -137,7 +143,7 @@ class BranchCosts:
         return self._kept[level]
 
     def entry(self, q: int, group: int, cls: int) -> int:
-        """The first entry of a group and class that has the least cost with q to go."""
+        """Return the first entry of a group and class that has the minimum cost with q to go."""
         branch = self.branch
         mine = np.flatnonzero((branch.entries.group == group) & (branch.cls == cls))
         return int(mine[int(np.argmin(self._admitted(q)[mine]))])

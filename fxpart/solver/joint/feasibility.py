@@ -1,7 +1,7 @@
-"""Whether any choice fits, whatever it costs: what explanations and remedies ask again and again.
+"""Feasibility: whether any choice fits, regardless of its time. Used by explanations and remedies.
 
-A suffix DP: the fewest devices of the last pool for blocks i.. in q stages, by what is taken of the
-first pool. Seconds are not computed, so an answer takes a fraction of what a solution takes.
+A suffix DP: the minimum devices of the last pool for blocks i.. in q stages, by the used devices of
+the first pool. Times are not computed, so it takes a fraction of the time of a solution.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fxpart.solver.joint.problem import (
 from fxpart.solver.joint.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
 
-_NONE = 2**40  # devices that no pool has
+_NONE = 2**40  # more devices than any pool has
 _CHUNK = 2_000_000  # entries of a temporary array
 
 
 def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointChoice | None:
-    """Any choice that keeps all constraints and fits the memory, or None if there is none.
+    """Return any choice that satisfies all constraints and fits the memory, or None.
 
     deadline: a ``time.monotonic()`` value; raises :class:`SolverTimeout` after it.
     """
@@ -56,8 +56,8 @@ def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointC
 
 
 def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
-    """The same by the joint solver, for what the DP here does not model."""
-    from fxpart.solver.joint.portfolio import solve  # it may want explanations itself
+    """Return a feasible choice from the joint solver, for features that the DP does not model."""
+    from fxpart.solver.joint.portfolio import solve  # circular: it may need explanations itself
 
     left = deadline - time.monotonic()
     if left <= 0:
@@ -69,7 +69,7 @@ def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
 
 
 def _groups(problem: JointProblem) -> list[list[int]]:
-    """Options that may stand together in one choice."""
+    """Return sets of options that may be combined in one choice."""
     if not problem.uniform:
         return [list(range(len(problem.options)))]
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -80,7 +80,7 @@ def _groups(problem: JointProblem) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _IntervalDepths:
-    """Stages on so many devices of a pool: how deep each interval may lie, and by which option."""
+    """Stages on a number of devices of a pool: maximum depth of each interval, and its option."""
 
     pool: int
     devices: int
@@ -108,18 +108,24 @@ class _FeasibilityProgram:
         self.apart, self.room = False, 0  # whether the first pool is counted, and its units
 
     def possible(self) -> bool:
-        """Whether anything would fit if all devices were of one pool; settles most, quickly."""
+        """Return whether anything fits if all devices were of one pool.
+
+        Quickly decides most cases.
+        """
         self.apart, self.room = False, 0
         return self._any() is not None
 
     def choice(self) -> JointChoice | None:
-        """A choice that fits, with the fewest stages, or None; for one pool or two."""
+        """Return a choice that fits, with the fewest stages, or None; for one pool or two."""
         if self.last:
             self.apart, self.room = True, self.problem.pools[0].devices // self.unit
         return self._any()
 
     def _any(self) -> JointChoice | None:
-        """A choice; its devices are of the right pools only where they are counted apart."""
+        """Return a choice.
+
+        Its devices are of the right pools only if they are counted separately.
+        """
         problem = self.problem
         most = min(problem.max_stages, len(problem.blocks))
         apart = any(pin.stage >= 0 for pin in problem.pins)
@@ -130,9 +136,9 @@ class _FeasibilityProgram:
         return None
 
     def _counts(self, every: range, apart: bool) -> Iterator[range]:
-        """Numbers of stages that can be looked at together: with the same ways of a depth to fit.
+        """Return numbers of stages that can be searched together, with equal depth limits.
 
-        apart: each by itself, as pins from the front ask for.
+        apart: each separately, as required by pins from the front.
         """
         if apart:
             yield from (range(stages, stages + 1) for stages in every)
@@ -147,11 +153,11 @@ class _FeasibilityProgram:
             yield range(low, every.stop)
 
     def _deep(self, allowed: range, to_end: int) -> int:
-        """How deep a stage has to be able to lie: as itself, or as the whole pipeline."""
+        """Return the required depth of a stage: its own, or that of the whole pipeline."""
         return allowed.start if needs_whole_depth(self.schedule) else to_end
 
     def _ways(self, group: Sequence[int]) -> list[_IntervalDepths]:
-        """By pool and devices: the deepest of the options that take so many."""
+        """Return by pool and number of devices the deepest of the options."""
         problem, found = self.problem, dict[tuple[int, int], _IntervalDepths]()
         for index in group:
             self._check()
@@ -180,7 +186,8 @@ class _FeasibilityProgram:
         return [way for _, way in sorted(found.items()) if way.depth.any()]
 
     def _within(self, allowed: range, stages: int | None) -> JointChoice | None:
-        """A choice whose number of stages is among ``allowed``; pins from the front need it."""
+        """Return a choice with a number of stages among ``allowed``, as required by pins from the
+        front."""
         n = len(self.problem.blocks)
         need = np.full((n + 1, self.room + 1), _NONE)  # [block, units of the first pool]
         need[n] = 0
@@ -196,13 +203,13 @@ class _FeasibilityProgram:
         return None
 
     def _takes(self, way: _IntervalDepths) -> tuple[int, int]:
-        """Units of the first pool, and devices of the rest."""
+        """Return the units of the first pool, and devices of the other pools."""
         if self.apart and way.pool < self.last:
             return way.devices // self.unit, 0
         return 0, way.devices
 
     def _pinned(self, to_end: int, stages: int | None) -> Mask:
-        """Intervals that keep the pins as the stage so far from the end."""
+        """Return intervals that satisfy the pins as the stage so far from the end."""
         n = len(self.problem.blocks)
         mask = np.ones((n, n), bool)
         first, last = np.arange(n)[:, None], np.arange(n)[None, :]
@@ -213,7 +220,7 @@ class _FeasibilityProgram:
         return mask
 
     def _grown(self, after: Bytes, pinned: Mask, deep: int) -> Bytes:
-        """The devices needed with one stage more in front."""
+        """Return the devices needed with one more stage in front."""
         n, width = len(self.problem.blocks), after.shape[1]
         need = np.full_like(after, _NONE)
         rows = max(1, _CHUNK // (n * width))
@@ -231,7 +238,7 @@ class _FeasibilityProgram:
         return need
 
     def _traced(self, steps: list[Bytes], stages: int | None, allowed: range) -> JointChoice:
-        """The stages behind the last step's need of all blocks."""
+        """Return the stages after the last step's need of all blocks."""
         block, unit = 0, int(steps[-1][0].argmin())
         starts, options = list[int](), list[int]()
         for to_end in range(len(steps) - 1, 0, -1):
@@ -257,7 +264,7 @@ class _FeasibilityProgram:
     def _behind(
         self, after: Bytes, wanted: int, place: tuple[int, int], pinned: Mask, deep: int
     ) -> Iterator[tuple[int, int, int]]:
-        """(next block, units left, option) that give the need at a place: a block, and units."""
+        """Return (next block, units left, option) that yields the need at (block, units)."""
         block, unit = place
         for way in self.ways:
             shift, add = self._takes(way)

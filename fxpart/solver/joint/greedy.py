@@ -1,4 +1,4 @@
-"""Balanced splits with one option for all stages: first plans, before anything is searched."""
+"""Balanced splits with one option for all stages: first plans, before the search."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fxpart.solver.joint.schedule_costs import (
 )
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 
-_TRIES = 60  # choices looked at before it is left to the search
-_ENOUGH = 3  # feasible ones after which no more is tried
+_TRIES = 60  # choices tried before the search
+_ENOUGH = 3  # feasible ones after which it stops
 
 
 def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) -> None:
-    """Record a few balanced choices, the most promising by a rough estimate first."""
+    """Record a few balanced choices, in the order of a rough estimate."""
     ranked: list[tuple[float, int, int, int, int]] = []
     for k, m in enumerate(stacked.problem.microbatches):
         for s, schedule in enumerate(stacked.problem.schedules):
@@ -52,7 +52,10 @@ def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) 
 def estimates(
     stacked: JointArrays, bounds: CheapBounds, m: int, schedule: str, virtual: int = 1
 ) -> Iterator[tuple[float, int, int]]:
-    """(seconds, option, stages) as if blocks could be cut anywhere; too much memory left out."""
+    """Yield (seconds, option, stages) as if blocks could be cut anywhere.
+
+    Omit those over memory.
+    """
     problem, share = stacked.problem, get_fill_fraction(schedule, virtual)
     counts, work = stacked.counts, stacked.work(m)
     t, once = bounds.costs(m)
@@ -80,7 +83,7 @@ def estimates(
 
 
 def _bytes(stacked: JointArrays, m: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float64]]]:
-    """By option: bytes of state, of weights, of a microbatch's activations, and of one value."""
+    """Return by option bytes of state, weights, a microbatch's activations, and one value."""
     counts, layout, work = stacked.counts, stacked.layout, stacked.work(m)
     standing, weights = np.zeros(len(layout)), np.zeros(len(layout))
     for states, share in ((stacked.dense, stacked.data), (stacked.experts, stacked.experts_share)):
@@ -96,7 +99,7 @@ def _bytes(stacked: JointArrays, m: int) -> list[np.ndarray[tuple[int, ...], np.
 
 
 def _counts(least: int, most: int) -> Iterator[int]:
-    """Numbers of stages: the most, half as many, and so on, and the least."""
+    """Return numbers of stages: the most, half as many, and so on, and the least."""
     while most > least:
         yield most
         most //= 2
@@ -105,7 +108,7 @@ def _counts(least: int, most: int) -> Iterator[int]:
 
 
 def balanced(stacked: JointArrays, seconds: list[float], pieces: int) -> tuple[int, ...] | None:
-    """First blocks of pieces of about equal seconds, cut only where that is allowed."""
+    """Return first blocks of pieces of about equal seconds, cut only at allowed cuts."""
     problem: JointProblem = stacked.problem
     fused, n = set(problem.no_cut_after), len(seconds)
     cuts = [b + 1 for b in range(n - 1) if b not in fused]
@@ -115,7 +118,7 @@ def balanced(stacked: JointArrays, seconds: list[float], pieces: int) -> tuple[i
     before = [float(done[c - 1]) for c in cuts]
     starts, least = [0], 0
     for k in range(1, pieces):
-        most = len(cuts) - (pieces - k)  # leave one cut for each piece that follows
+        most = len(cuts) - (pieces - k)  # leave one cut for each later piece
         target = float(done[-1]) * k / pieces
         place = bisect_left(before, target, least, most)
         if place > least and target - before[place - 1] < before[place] - target:

@@ -1,4 +1,4 @@
-"""Why no plan fits a joint problem, and the smallest changes that help, each tried before."""
+"""Explanations why no plan fits a joint problem, and the smallest verified changes that help."""
 
 from __future__ import annotations
 
@@ -28,37 +28,41 @@ def explain_joint_infeasible(
     problem: JointProblem,
     *,
     wider: JointProblem | None = None,
-    wishes: Sequence[PlanConstraint] = (),
+    constraints: Sequence[PlanConstraint] = (),
     time_limit: float = 10.0,
 ) -> tuple[Problem, ...]:
-    """What stands in the way of any plan, as problems to raise.
+    """Explain why no plan is possible, as problems to raise.
 
-    wider: the same problem with more to choose from. wishes: those that made ``problem`` out of
-    ``wider``; then conflicts are named in their words, otherwise by the problem's own limits.
-    FXP202 where limits contradict each other whatever the memory, FXP201 where devices or rows are
-    too few for any stage, FXP204 where memory is too small; each with changes that were tried and
-    do make a plan fit. FXP205 where a plan does exist, or ``time_limit`` (seconds) was too short.
+    wider: the same problem with more options. constraints: the constraints that made ``problem``
+    out of ``wider``; conflicts are then described by them, otherwise by the problem's own limits.
+    FXP202 if limits contradict each other regardless of memory, FXP201 if devices or rows are too
+    few for any stage, FXP204 if memory is too small; each with changes for which a plan was
+    verified to fit. FXP205 if a plan does exist, or ``time_limit`` (seconds) was too short.
     """
     deadline = time.monotonic() + time_limit
-    limits = RelaxableConstraints(problem, wider, wishes)
+    limits = RelaxableConstraints(problem, wider, constraints)
     try:
         if find_feasible_joint_choice(problem, deadline) is not None:
-            return (_too_little_time("a plan fits, but none was found in time"),)
+            return (_too_little_time("A plan fits, but none was found within the time limit."),)
         if find_feasible_joint_choice(with_unlimited_memory(problem), deadline) is None:
             blamed = limits.conflict(deadline, with_unlimited_memory)
             if blamed:
                 return (_contradiction(problem, limits, wider, blamed, deadline),)
             return (_nothing_runs(problem, limits, wider, deadline),)
     except SolverTimeout:
-        return (_too_little_time("whether a plan fits was not settled in time"),)
-    lacking = extra_memory(problem, (time.monotonic() + deadline) / 2)  # time for remedies, too
+        return (_too_little_time("The time limit was too short to decide whether a plan fits."),)
+    lacking = extra_memory(problem, (time.monotonic() + deadline) / 2)  # leave time for remedies
     if lacking is None:
-        return (_too_little_time("how much memory is missing was not settled in time"),)
+        return (
+            _too_little_time(
+                "The time limit was too short to determine how much memory is missing."
+            ),
+        )
     return (_too_little_memory(problem, limits, wider, lacking, deadline),)
 
 
 def _too_little_time(why: str) -> Problem:
-    return Problem("FXP205", where="solver", why=why, fix="allow more seconds (time_limit)")
+    return Problem("FXP205", where="solver", why=why, fix="Increase time_limit.")
 
 
 def _contradiction(
@@ -68,34 +72,34 @@ def _contradiction(
     blamed: Sequence[int],
     deadline: float,
 ) -> Problem:
-    """Limits that leave nothing, whatever the memory."""
+    """Return the limits that leave no choice, regardless of memory."""
     names = [limits.texts[i] for i in blamed]
     fixes = list(remedies(problem, limits, wider, None, deadline))
     return Problem(
         "FXP202",
         where="; ".join(names),
-        why=("it leaves" if len(names) == 1 else "together they leave")
-        + f" no choice, whatever the memory: {', '.join(_facts(problem))}",
-        fix="; or ".join(fixes) or "give up one of them; memory may be too small as well",
+        why=("This constraint leaves" if len(names) == 1 else "Together they leave")
+        + f" no choice, regardless of memory: {', '.join(_facts(problem))}.",
+        fix="; or ".join(fixes) or "Remove one of them; memory may be too small as well.",
     )
 
 
 def _facts(problem: JointProblem) -> Iterator[str]:
-    """Pieces, devices, and what a stage takes at least."""
+    """Yield pieces, devices, and the minimum devices of a stage."""
     n = len(problem.blocks)
     pieces = n - len({b for b in problem.no_cut_after if b < n - 1})
-    yield f"{n} blocks make {pieces} {'piece' if pieces == 1 else 'pieces'} at most"
+    yield f"{n} blocks can be cut into at most {pieces} {'piece' if pieces == 1 else 'pieces'}"
     for p, pool in enumerate(problem.pools):
         taken = [count_option_devices(problem, o) for o in problem.options if o.pool == p]
         if taken:
-            yield f"a stage takes {min(taken)} or more of {pool.devices} devices of {pool.name}"
+            yield f"a stage needs {min(taken)} or more of {pool.devices} devices of {pool.name}"
     yield f"{problem.min_stages} to {problem.max_stages} stages"
 
 
 def _nothing_runs(
     problem: JointProblem, limits: RelaxableConstraints, wider: JointProblem | None, deadline: float
 ) -> Problem:
-    """No option has devices and rows enough, or too few have."""
+    """Return the problem if no option has enough devices and rows, or too few options have."""
     rows = [
         o
         for o in problem.options
@@ -124,53 +128,53 @@ def _too_little_memory(
     lacking: tuple[int, JointChoice],
     deadline: float,
 ) -> Problem:
-    """The worst stage of the closest choice, what nothing can help, and the fixes tried."""
+    """Return the worst stage of the closest choice, unavoidable facts, and the verified fixes."""
     more, choice = lacking
     stages = JointScorer(problem).evaluate(choice).stages
     k = max(range(len(stages)), key=lambda s: stages[s].memory.total - stages[s].memory_limit)
     stage = stages[k]
     over = sum(s.memory.total > s.memory_limit for s in stages)
-    others = f", and {over - 1} more like it" if over > 1 else ""
+    others = f"; {over - 1} more stages do not fit either" if over > 1 else ""
     why = [
         *_certain(problem),
         f"{_parts(stage)}, with {stage.in_flight} of {choice.microbatches} microbatches in "
-        f"flight, under {choice.schedule}; no choice comes closer",
+        f"flight, under {choice.schedule}; this is the closest choice",
     ]
     return Problem(
         "FXP204",
         where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
         f"{_shape(problem, stage.option)}: {format_byte_count(stage.memory.total)} needed, "
-        f"{format_byte_count(stage.memory_limit)} there{others}",
+        f"{format_byte_count(stage.memory_limit)} available{others}",
         why="\n".join(why),
         fix="; or ".join(remedies(problem, limits, wider, more, deadline)),
     )
 
 
 def _certain(problem: JointProblem) -> Iterator[str]:
-    """What no choice at all can avoid."""
+    """Yield memory that no choice can avoid."""
     there = sum(pool.devices * pool.memory for pool in problem.pools)
     state = compute_min_state_bytes(problem)
     if state > there:
         yield (
-            f"parameters, gradients and optimizer state need {format_byte_count(state)} "
-            "in all at least, "
+            f"parameters, gradients and optimizer state need at least "
+            f"{format_byte_count(state)} in total, but "
             f"{sum(pool.devices for pool in problem.pools)} devices have {format_byte_count(there)}"
         )
     for block, (need, room) in enumerate(compute_min_block_bytes(problem)):
         if need > room:
             yield (
-                f"{problem.blocks[block]} alone needs {format_byte_count(need)} at least, "
-                f"more than the {format_byte_count(room)} of any device that could hold it"
+                f"{problem.blocks[block]} alone needs at least {format_byte_count(need)}, "
+                f"more than the {format_byte_count(room)} of any device for it"
             )
             return
 
 
 def _shape(problem: JointProblem, option: int) -> str:
-    """An option in words: devices of which pool, and what is not the default."""
+    """Return a description of an option: devices and pool, and values that are not defaults."""
     data, tensor, expert, zero, recompute = degrees(problem, option)
     one = problem.options[option]
-    words = [f"dp={data}", f"tp={tensor}", f"ep={expert}", f"zero={zero}"]
-    shown = [w for w, v in zip(words, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
+    texts = [f"dp={data}", f"tp={tensor}", f"ep={expert}", f"zero={zero}"]
+    shown = [w for w, v in zip(texts, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
     if recompute != "none":
         shown.append(f"recompute={recompute}")
     count = count_option_devices(problem, one)
@@ -185,7 +189,7 @@ def _blocks(problem: JointProblem, stage: JointStage) -> str:
 
 
 def _parts(stage: JointStage) -> str:
-    """A stage's memory by cause, largest first, without what is nothing."""
+    """Return a stage's memory by cause, largest first, without zero entries."""
     parts = sorted(msgspec.structs.asdict(stage.memory).items(), key=lambda part: -part[1])
     return (
         ", ".join(f"{name} {format_byte_count(size)}" for name, size in parts if size) or "nothing"

@@ -1,8 +1,8 @@
-"""Interleaved pipelines, in which a stage holds several pieces: enumerated, or tried.
+"""Interleaved pipelines, in which a stage has several pieces: enumeration or heuristic search.
 
-Few choices are enumerated, which is exact. Of many, balanced pieces with one option for all stages
-are tried and their cuts shifted while that helps; the bound is then the cheap one, which holds
-for pieces anywhere.
+If there are few choices, they are enumerated, which is exact. Otherwise balanced pieces with one
+option for all stages are tried, and their cuts shifted while that improves. The bound is then the
+cheap one, which is valid for pieces anywhere.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SHIFTS = 300  # shifts of one cut that are tried
 
 
 class InterleavedSearch:
-    """The interleaved choices of one problem; ``bound`` is proven at any moment."""
+    """The interleaved choices of one problem; ``bound`` is always proven."""
 
     def __init__(
         self, stacked: JointArrays, bounds: CheapBounds, record: JointRecord, deadline: float
     ) -> None:
-        """record: takes the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        """record: stores the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
         self.stacked, self.bounds, self.record = stacked, bounds, record
         self.deadline = deadline
         problem = stacked.problem
@@ -46,7 +46,7 @@ class InterleavedSearch:
         )
 
     def enumerate(self) -> None:
-        """Settle all choices if they are few and one may still be the best."""
+        """Enumerate all choices if they are few and one may still be the best."""
         problem = self.stacked.problem
         if self.bound >= self.record.seconds or count(problem, (INTERLEAVED,)) > _FEW:
             return
@@ -90,7 +90,7 @@ class InterleavedSearch:
             self._shift(chosen, best)
 
     def _shift(self, choice: JointChoice, seconds: float) -> None:
-        """Move one cut by one block while that helps."""
+        """Move one cut by one block while that improves."""
         tries, better = 0, True
         while better:
             better = False

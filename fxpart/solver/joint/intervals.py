@@ -1,7 +1,7 @@
-"""What every run of blocks would cost as a stage: arrays [first, last], one option at a time.
+"""Cost of every run of blocks as a stage: arrays [first, last], one option at a time.
 
-A second computation of what :meth:`JointScorer.stage` defines, by prefix sums: bytes are equal,
-seconds are equal up to rounding. Entries with last < first mean nothing.
+A second implementation of :meth:`JointScorer.stage` with prefix sums: bytes are equal, seconds are
+equal up to rounding. Entries with last < first are undefined.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _CUT_FROM: tuple[tuple[Part, int], ...] = (("weight", 3), ("gradient", 2), ("opt
 class IntervalSizes:
     """Bytes of one option at one microbatch count, [first, last].
 
-    standing: with one copy of the weights and nothing in flight; each: for a microbatch in flight;
-    weights: of one copy. copied: how many more a stream holds.
+    standing: with one copy of the weights and nothing in flight; each: per microbatch in flight;
+    weights: of one copy. copied: additional copies of an asynchronous pipeline.
     """
 
     standing: Bytes
@@ -47,7 +47,7 @@ class IntervalSizes:
     copied: WeightCopyCounts
 
     def memory(self, schedule: str, microbatches: int, to_end: int, stages: int) -> Bytes:
-        """Bytes as the stage of ``stages`` that has ``to_end`` to the end, itself included."""
+        """Return bytes as one of ``stages`` stages, with ``to_end`` to the end, itself included."""
         flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if is_stream(schedule) else 0
         return self.standing + flying * self.each + extra * self.weights
@@ -60,7 +60,7 @@ class IntervalSizes:
         to_end: int,
         stages: int,
     ) -> int:
-        """The entry of :meth:`memory` for one interval."""
+        """Return the entry of :meth:`memory` for one interval."""
         flying = count_stage_in_flight(schedule, microbatches, stages, stages - to_end)
         extra = self.copied.extra(microbatches, to_end) if is_stream(schedule) else 0
         return int(self.standing[at] + flying * self.each[at] + extra * self.weights[at])
@@ -70,8 +70,8 @@ class IntervalSizes:
 class IntervalCosts:
     """One option at one microbatch count, [first, last].
 
-    seconds: t, a microbatch; forward: of it, the forward pass and the values received; once: beta,
-    a step.
+    seconds: t, per microbatch; forward: the part of the forward pass and the received values; once:
+    beta, per step.
     """
 
     seconds: Floats
@@ -80,7 +80,7 @@ class IntervalCosts:
     sizes: IntervalSizes
 
     def load(self, microbatches: int, share: float) -> Floats:
-        """(m - fill) t + beta: what the stage would add to the step as its bottleneck."""
+        """Return (m - fill) t + beta: the addition to the step time as the bottleneck stage."""
         return (microbatches - share) * self.seconds + self.once
 
 
@@ -95,10 +95,10 @@ class _IntervalParameters:
 
 
 class IntervalTables:
-    """Costs of intervals of one problem; keeps what several options share."""
+    """Costs of intervals of one problem; caches the common parts of options."""
 
     def __init__(self, problem: JointProblem) -> None:
-        """Find which values and ties each interval receives, sends and holds."""
+        """Find the values and ties that each interval receives, sends and contains."""
         self.problem, self.scorer = problem, JointScorer(problem)
         n = len(problem.blocks)
         self.kinds = np.array(problem.kinds)
@@ -124,7 +124,7 @@ class IntervalTables:
         self._held: dict[ParallelOption, _IntervalParameters] = {}
 
     def costs(self, index: int, microbatches: int) -> IntervalCosts | None:
-        """Tables of option ``index``; None where it cannot run so many microbatches."""
+        """Return the tables of option ``index``; None if it cannot run so many microbatches."""
         option = self.problem.options[index]
         work = self.scorer.work(option, microbatches)
         if work is None:
@@ -150,7 +150,7 @@ class IntervalTables:
         )
 
     def sizes(self, index: int, microbatches: int) -> IntervalSizes | None:
-        """The bytes of :meth:`costs` alone, which take less time to compute."""
+        """Return only the bytes of :meth:`costs`, which are faster to compute."""
         option = self.problem.options[index]
         work = self.scorer.work(option, microbatches)
         return None if work is None else self._sizes(option, work)
@@ -174,7 +174,7 @@ class IntervalTables:
         return np.asarray(total[None, 1:] - total[:-1, None])
 
     def _most(self, by_kind: Sequence[int]) -> Bytes:
-        """The largest of each interval's blocks."""
+        """Return the maximum over each interval's blocks."""
         row = np.array(by_kind, np.int64)[self.kinds]
         wide = np.where(self._upper(), row[None, :], 0)
         return np.asarray(np.maximum.accumulate(wide, axis=1))
@@ -183,7 +183,7 @@ class IntervalTables:
         return np.triu(np.ones((len(self.kinds), len(self.kinds)), bool))
 
     def _values(self, rows: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-        """Messages in and back [2], bytes in, bytes back, bytes kept for one in flight."""
+        """Return messages in and back [2], bytes in, bytes back, bytes stored for one in flight."""
         if rows not in self._moved:
             n = len(self.kinds)
             count = np.zeros((2, n, n), np.int64)
@@ -205,7 +205,7 @@ class IntervalTables:
         return self._moved[rows]
 
     def _state(self, option: ParallelOption) -> _IntervalParameters:
-        """What does not depend on microbatches or recompute."""
+        """Return the costs that do not depend on microbatches or recompute."""
         key = msgspec.structs.replace(option, recompute="none")
         if key not in self._held:
             self._held[key] = self._parameters(key)
@@ -242,7 +242,7 @@ class IntervalTables:
         )
 
     def _whole(self, layout: ParallelLayout, part: Part) -> tuple[Bytes, Bytes]:
-        """Bytes before ZeRO: dense ones with ties, and experts'."""
+        """Return bytes before ZeRO: dense ones with ties, and experts'."""
 
         def of(state: ParameterFootprint | None) -> Bytes:
             empty = np.zeros(self.allowed.shape, np.int64)
@@ -270,7 +270,7 @@ def _line(line: LinearCost, size: Bytes) -> Floats:
 
 
 def _allowed(problem: JointProblem) -> Mask:
-    """Intervals that can be a stage as far as cuts are concerned."""
+    """Return intervals that the cut constraints permit as a stage."""
     n = len(problem.blocks)
     allowed = np.triu(np.ones((n, n), bool))
     for block in problem.no_cut_after:

@@ -1,11 +1,11 @@
-"""The joint problem as an integer programme for CP-SAT: a second solver beside the DP.
+"""The joint problem as an integer program for CP-SAT: a second solver besides the DP.
 
-One programme for each microbatch count and schedule. A variable for each arc (a run of blocks with
-an option, :mod:`fxpart.solver.joint.list_candidate_arcs`); arcs form a path through the blocks;
-every block's arc bounds the longest stage and the stages after it, which is stronger than bounds by
-arc, because exactly one arc covers a block. Seconds become integers by scaling and rounding down,
-which only lowers the objective: CP-SAT's own bound, scaled back, is a bound on ours. Choices are
-judged again by :func:`fxpart.solver.joint.objective.evaluate`.
+One integer program for each microbatch count and schedule. There is a variable for each arc (a run
+of blocks with an option, :mod:`fxpart.solver.joint.list_candidate_arcs`), and arcs form a path
+through the blocks. Every block's arc bounds the longest stage and the stages after it, which is
+stronger than bounds by arc, because exactly one arc covers a block. Seconds become integers by
+scaling and rounding down, which only lowers the objective: CP-SAT's own bound, scaled back, is a
+bound on ours. Choices are evaluated again by :func:`fxpart.solver.joint.objective.evaluate`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces, ne
 from fxpart.solver.progress import Progress
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
-_SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
-_EXACT = 1e-9  # a part whose bound is this near to the best cannot improve on it
-_MOST_ARCS = 60_000  # blocks^2 / 2 * options of one programme
-_EFFORT = 120.0  # deterministic seconds for one programme
+# relative margin of the cutoff above the step time, so that rounding does not exclude it
+_SLACK = 1e-4
+_EXACT = 1e-9  # a part whose bound is this close to the best cannot improve it
+_MOST_ARCS = 60_000  # blocks^2 / 2 * options of one program
+_EFFORT = 120.0  # deterministic seconds for one program
 
 Expression = Any  # a linear expression of CP-SAT, or an int
 
 
 def accepts(problem: JointProblem) -> str | None:
-    """Why CP-SAT is not for this problem, or None if it is."""
+    """Return why CP-SAT does not support this problem, or None if it does."""
     if any(map(has_pieces, problem.schedules)):
-        return f"CP-SAT does not model {INTERLEAVED} stages"
+        return f"The CP-SAT model has no {INTERLEAVED} stages."
     n = len(problem.blocks)
     size = n * (n + 1) // 2 * len(problem.options)
     if size > _MOST_ARCS:
-        return f"{size} stages to choose from are more than CP-SAT's {_MOST_ARCS}"
+        return f"The problem has {size} candidate stages; the CP-SAT model supports {_MOST_ARCS}."
     return None
 
 
@@ -54,11 +55,11 @@ def solve_cp_sat(
     seed: int,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[JointChoice | None, float]:
-    """The best choice found and a proven lower bound in seconds, infinite if none exists.
+    """Return the best choice found and a proven lower bound in seconds, infinite if none exists.
 
     incumbent: a choice that fits, as hint and cutoff. deadline: a ``time.monotonic()`` value. One
-    worker, a fixed seed and a deterministic limit make equal runs equal unless the deadline cuts
-    them. An interrupt (SIGINT) ends the search with what there is.
+    worker, a fixed seed and a deterministic limit make equal runs equal unless the deadline
+    interrupts them. An interrupt (SIGINT) ends the search with the current result.
     """
     tables = IntervalTables(problem)
     best = _JointIncumbent(tables, incumbent)
@@ -72,8 +73,8 @@ def solve_cp_sat(
         left = deadline - time.monotonic()
         if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
             continue
-        programme = _JointModel(tables, microbatches, problem.schedules[s], best)
-        found, stopped = programme.solve(seed, deadline)
+        program = _JointModel(tables, microbatches, problem.schedules[s], best)
+        found, stopped = program.solve(seed, deadline)
         bounds[k] = max(cheap, found)
         if progress is not None:
             bound = min([*bounds, best.seconds])
@@ -82,7 +83,7 @@ def solve_cp_sat(
 
 
 class _JointIncumbent:
-    """The best choice known and its seconds."""
+    """The best known choice and its seconds."""
 
     def __init__(self, tables: IntervalTables, choice: JointChoice | None) -> None:
         self.scorer = tables.scorer
@@ -92,14 +93,14 @@ class _JointIncumbent:
             self.add(choice)
 
     def add(self, choice: JointChoice) -> None:
-        """Keep the choice if it fits and is faster."""
+        """Store the choice if it fits and is faster."""
         found = self.scorer.evaluate(choice)
         if found.feasible and found.seconds < self.seconds:
             self.choice, self.seconds = choice, found.seconds
 
 
 class _JointModel:
-    """One microbatch count under one schedule; the number of stages is left open."""
+    """One microbatch count under one schedule; the number of stages is a decision."""
 
     def __init__(
         self,
@@ -135,10 +136,10 @@ class _JointModel:
             self._hint(hinted)
 
     def solve(self, seed: int, deadline: float) -> tuple[float, bool]:
-        """Run CP-SAT, keep what it finds; the lower bound in seconds, and whether interrupted."""
+        """Run CP-SAT and store its choices; return the lower bound, and whether interrupted."""
         solver = cp_model.CpSolver()
-        # OR-Tools 9.15's presolve calls some models infeasible that are not
-        # (google/or-tools#5274); without it the proofs are slower, and right.
+        # OR-Tools 9.15's presolve reports some feasible models as infeasible
+        # (google/or-tools#5274); without it the proofs are slower but correct.
         solver.parameters.cp_model_presolve = False
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
@@ -174,7 +175,7 @@ class _JointModel:
         return floor(seconds * self.scale)
 
     def _hinted(self) -> frozenset[tuple[int, int, int]]:
-        """The arcs of the best choice, if it is of this microbatch count and schedule."""
+        """Return the arcs of the best choice, if it has this microbatch count and schedule."""
         choice = self.best.choice
         if choice is None or (choice.microbatches, choice.schedule) != (
             self.microbatches,
@@ -188,18 +189,19 @@ class _JointModel:
         )
 
     def _worst(self) -> float:
-        """Seconds that no choice exceeds: the longest arc from each block, and the largest load."""
+        """Return seconds that no choice exceeds: the longest arc of each block, and the largest
+        load."""
         longest = [0.0] * len(self.problem.blocks)
         for arc in self.arcs:
             longest[arc.first] = max(longest[arc.first], arc.seconds)
         return self.share * sum(longest) + max((arc.load for arc in self.arcs), default=0.0)
 
     def _cut(self, block: int) -> Expression:
-        """1 if a stage starts with the block."""
+        """Return a literal: a stage starts with the block."""
         return sum(self.used[k] for k in self.starting[block])
 
     def _path(self) -> None:
-        """Exactly one arc covers each block, and where one ends another starts."""
+        """Cover each block by exactly one arc; where one ends another starts."""
         ending: list[list[int]] = [[] for _ in self.problem.blocks]
         for k, arc in enumerate(self.arcs):
             ending[arc.last].append(k)
@@ -212,7 +214,7 @@ class _JointModel:
             self.model.add_exactly_one(self.used[k] for k in covers)
 
     def _constraints(self) -> None:
-        """Stages, devices, pins, depth and uniform degrees."""
+        """Constrain stages, devices, pins, depth and uniform degrees."""
         problem, n = self.problem, len(self.problem.blocks)
         after = [
             sum(self.used[k] for k, a in enumerate(self.arcs) if a.first > b) for b in range(n)
@@ -241,7 +243,7 @@ class _JointModel:
             self._uniform()
 
     def _uniform(self) -> None:
-        """All arcs have the degrees of the one that covers the first block."""
+        """Give all arcs the degrees of the arc that covers the first block."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for k, arc in enumerate(self.arcs):
             groups.setdefault(degrees(self.problem, arc.option), []).append(k)
@@ -252,7 +254,7 @@ class _JointModel:
                 self.model.add(one == other)
 
     def _measure(self, cutoff: int) -> None:
-        """Seconds: the objective and its cutoff, in integer steps."""
+        """Add the objective in seconds and its cutoff, in integer steps."""
         self.longest = self.model.new_int_var(0, cutoff, "")
         for covers in self.covering:
             load = sum(self._int(self.arcs[k].load) * self.used[k] for k in covers)
@@ -265,7 +267,7 @@ class _JointModel:
         self.model.minimize(total)
 
     def _hint(self, hinted: frozenset[tuple[int, int, int]]) -> None:
-        """A full assignment."""
+        """Add a complete assignment as hint."""
         taken = [(a.first, a.last, a.option) in hinted for a in self.arcs]
         for x, one in zip(self.used, taken, strict=True):
             self.model.add_hint(x, one)

@@ -1,4 +1,4 @@
-"""Bytes that no choice can do without: reasons that hold whatever is chosen."""
+"""Lower bounds on memory that hold for every choice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fxpart.solver.joint.problem import (
     count_option_devices,
 )
 
-_CUT_FROM = {"weight": 3, "gradient": 2, "optimizer": 1}  # ZeRO's levels
+_CUT_FROM = {"weight": 3, "gradient": 2, "optimizer": 1}  # ZeRO levels
 
 
 def compute_min_state_bytes(problem: JointProblem) -> int:
-    """Bytes of parameters, gradients, optimizer state and buffers over all devices together.
+    """Return the minimum bytes of parameters, gradients, optimizer state and buffers on all
+    devices.
 
-    By block the least over the options, on all of a stage's devices; rounding down.
+    The minimum over the options for each block, on all of a stage's devices, rounded down.
     """
     rows = [_spread(problem, option) for option in problem.options if _can(problem, option)]
     if not rows:
@@ -34,7 +35,7 @@ def _can(problem: JointProblem, option: ParallelOption) -> bool:
 
 
 def _spread(problem: JointProblem, option: ParallelOption) -> list[float]:
-    """Bytes by kind on all devices of a stage with this option."""
+    """Return bytes by kind on all devices of a stage with this option."""
     layout = problem.layouts[option.layout]
     shares = {"dense": option.data, "experts": option.data // layout.expert}
     total = [float(b) for b in layout.buffer]
@@ -47,9 +48,9 @@ def _spread(problem: JointProblem, option: ParallelOption) -> list[float]:
 
 
 def compute_min_block_bytes(problem: JointProblem) -> list[tuple[int, int]]:
-    """By block: the bytes that its stage needs on one device at least, and those there.
+    """Return by block the minimum bytes of its stage on one device, and the device's memory.
 
-    Of all options the one that lacks least (or has most to spare).
+    For the option with the smallest deficit (or largest surplus).
     """
     tables, n = IntervalTables(problem), len(problem.blocks)
     best: list[tuple[int, int] | None] = [None] * n

@@ -1,8 +1,8 @@
-"""A lower bound without counting devices: each has a price, and what is not used is paid back.
+"""Lagrangian lower bound: devices have prices instead of being counted.
 
-For prices lambda_p >= 0, the least over all paths of sum (filling + lambda devices), less
-sum lambda_p N_p, is at most the least filling of any path within the devices (Lagrangian
-relaxation); the best prices are found by Kelley's cutting planes. Any number of pools.
+For prices lambda_p >= 0, the minimum over all paths of sum (filling + lambda devices), less sum
+lambda_p N_p, is at most the minimum filling of any path within the devices (Lagrangian relaxation).
+The best prices are found by Kelley's cutting planes. Supports any number of pools.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 
 _MOST_CUTS = 10  # cutting planes kept; the prices are searched among their corners
-_MOST_POOLS = 3  # beyond that one common price is sought
+_MOST_POOLS = 3  # for more pools one common price is used
 _ROUNDS = 12
 
 
 class LagrangeMultipliers:
-    """Bounds on the filling of one branch under thresholds; remembers good prices."""
+    """Bounds on the filling of one branch under thresholds; caches good prices."""
 
     def __init__(
         self, branch: SearchBranch, devices: Ints, found: Callable[[StagePath], float], scale: float
     ) -> None:
-        """found: told of paths within the devices. scale: seconds that no plan sought exceeds."""
+        """found: receives paths within the devices. scale: upper bound on relevant plans, in
+        seconds."""
         self.branch, self.found = branch, found
         self.devices, self._scale = devices.astype(np.float64), scale
         self._cap = np.full(len(devices), 2 * scale)  # one device too many costs two plans
@@ -36,7 +37,10 @@ class LagrangeMultipliers:
         self.runs = 0
 
     def bound(self, threshold: float, goal: float) -> float:
-        """At least this much filling without loads over ``threshold``; stops at ``goal``."""
+        """Return a lower bound on the filling without loads over ``threshold``.
+
+        Stop at ``goal``.
+        """
         costs, goal = BranchCosts(self.branch, threshold), min(goal, self._scale)
         planes: list[tuple[float, Floats]] = []
         best, prices = -inf, self.prices
@@ -60,7 +64,8 @@ class LagrangeMultipliers:
     def _price(
         self, costs: BranchCosts, prices: Floats, goal: float
     ) -> tuple[float, StagePath | None, float]:
-        """The bound at some prices, its path, and the path's filling; no path: at least goal."""
+        """Return the bound at some prices, its path, and the path's filling; no path: at least
+        goal."""
         self.runs += 1
         branch = self.branch
         paid = float((prices * self.devices).sum())
@@ -72,18 +77,18 @@ class LagrangeMultipliers:
         stages = branch.low + int(np.argmin(least))
         path = self._walk(costs, each, rows, stages)
         filling = float(branch.entries.filling[list(path.entries)].sum())
-        # paid may be far larger than what is left: no rounding may lift the bound
+        # the price paid may be much larger than the difference; rounding must not raise the bound
         return min(least) - paid - 1e-14 * (paid + min(least)), path, filling
 
     def _band(self, costs: BranchCosts, each: Floats, q: int) -> Floats:
-        """Costs of runs with q to go, at the cheapest group."""
+        """Return costs of runs with q to go, at the cheapest group."""
         by_class = (costs.under(q) + each[:, None]).min(axis=0)
         allowed = self.branch.allowed(q)
         band = by_class[self.branch.band]
         return band if allowed is None else np.where(allowed, band, inf)
 
     def _sweep(self, costs: BranchCosts, each: Floats, limit: float) -> list[Floats]:
-        """Rows h_q over units; what is over ``limit`` is left out, and the end once all is."""
+        """Return rows h_q over units without values over ``limit``; stop when a row is empty."""
         branch = self.branch
         width = branch.width
         row = np.full(branch.units + width, inf)
@@ -106,7 +111,7 @@ class LagrangeMultipliers:
         return rows
 
     def _walk(self, costs: BranchCosts, each: Floats, rows: list[Floats], stages: int) -> StagePath:
-        """The path of the best ``stages`` stages; of equal ones the earliest cuts."""
+        """Return the path of the best ``stages`` stages; of equal ones the earliest cuts."""
         branch, unit = self.branch, 0
         units, entries = [], []
         for q in range(stages, 0, -1):
@@ -120,15 +125,15 @@ class LagrangeMultipliers:
             units.append(unit)
             entries.append(costs.entry(q, int(np.argmin(by_group[:, cls])), cls))
             unit += width + 1
-        assert unit == branch.units, "the walk left the table"
+        assert unit == branch.units, "the path left the table"
         return StagePath(tuple(units), tuple(entries))
 
     def _corner(self, planes: list[tuple[float, Floats]]) -> tuple[float, Floats]:
-        """The prices at which the least of the planes is greatest, and that value."""
+        """Return the prices at which the minimum of the planes is greatest, and that value."""
         pools = len(self.devices)
         base = np.array([b for b, _ in planes])
         slope = np.array([g for _, g in planes])
-        if pools > _MOST_POOLS:  # one price a device, in proportion
+        if pools > _MOST_POOLS:  # one price per device, in proportion
             unit = 1.0 / self.devices
             value, price = _highest(
                 base, (slope @ unit)[:, None], np.array([self._cap @ self.devices / pools])
@@ -138,7 +143,7 @@ class LagrangeMultipliers:
 
 
 def _highest(base: Floats, slope: Floats, cap: Floats) -> tuple[float, Floats]:
-    """Maximise min_k (base_k + slope_k . x) over 0 <= x <= cap, by its corners."""
+    """Maximize min_k (base_k + slope_k . x) over 0 <= x <= cap, by enumeration of corners."""
     count, pools = slope.shape
     # rows (a, b): a . (x, z) = b at a corner; planes: z - slope . x = base; walls: x_p = 0 or cap_p
     rows = np.concatenate((-slope, np.eye(pools), np.eye(pools)))
@@ -147,7 +152,7 @@ def _highest(base: Floats, slope: Floats, cap: Floats) -> tuple[float, Floats]:
     picks = np.array(list(combinations(range(len(rows)), pools + 1)))
     picks = picks[(picks < count).any(axis=1)]
     scale = np.append(cap, 1.0)
-    matrices = rows[picks] * scale  # in units of the caps: well scaled
+    matrices = rows[picks] * scale  # in units of the caps, so that the matrices are well scaled
     regular = np.abs(np.linalg.det(matrices)) > 1e-12 * np.prod(
         np.abs(matrices).max(axis=2), axis=1
     )

@@ -1,16 +1,16 @@
-"""What a joint choice costs and needs: the one definition that every joint solver is judged by.
+"""Cost and memory of a joint choice: the one definition that judges every joint solver.
 
 For a stage with option o, m microbatches and ``flying`` microbatches in flight, with sums over its
-blocks, the values that it receives, and the ties that it holds:
+blocks, received values, and ties:
 
     t = forward + backward + received * (1, or 2 with a gradient) [+ ZeRO-3: 2 gathers]
     beta = reduce(gradient) + [ZeRO 1, 2: gather(weight)] + tie messages + optimizer
     T = fill * sum_s t_s + max_s((m - fill) t_s + beta_s)
 
-The optimizer's seconds fall by the number of replicas that share it (ZeRO 1 to 3). Memory:
-weights * (1 + extra copies of a stream) + gradients + optimizer state (each cut by its ZeRO level)
-+ buffers + flying * (activations + received and sent values) + the largest workspace (with ZeRO 3
-also the largest block's whole weights, gathered).
+The optimizer time is divided by the number of replicas that share it (ZeRO 1 to 3). Memory: weights
+* (1 + extra copies of an asynchronous pipeline) + gradients + optimizer state (each sharded by its
+ZeRO level) + buffers + flying * (activations + received and sent values) + the largest workspace
+(with ZeRO 3 including the largest block's gathered weights).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _JointCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage of a choice: its pieces as (first, last) block, its option, and what it costs.
+    """One stage of a choice: its pieces as (first, last) block, its option, and its costs.
 
     Seconds per microbatch: forward, backward (collectives in both), collective (their share),
     transfer (values received and gradients returned), gather (ZeRO 3). Seconds per step: reduce
-    (gradient sums and ZeRO's gathering of weights), tie (messages about ties), optimizer.
-    workspace is counted in ``memory.activations``.
+    (gradient reduction and ZeRO's all-gather of weights), tie (messages of tied parameters),
+    optimizer. workspace is included in ``memory.activations``.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -72,7 +72,7 @@ class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def seconds(self) -> float:
-        """t: seconds for one microbatch."""
+        """Return t: seconds for one microbatch."""
         return fsum(
             (self.forward_seconds, self.backward_seconds, self.transfer_seconds,
              self.gather_seconds)
@@ -80,12 +80,12 @@ class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def step_only_seconds(self) -> float:
-        """beta: seconds once a step."""
+        """Return beta: seconds per step."""
         return fsum((self.reduce_seconds, self.tie_seconds, self.optimizer_seconds))
 
 
 class JointEvaluation(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A choice's step time T in seconds, its parts by stage, and what it violates."""
+    """A choice's step time T in seconds, its parts by stage, and its violations."""
 
     seconds: float
     stages: tuple[JointStage, ...]
@@ -93,20 +93,20 @@ class JointEvaluation(_JointCostStruct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def feasible(self) -> bool:
-        """Whether the choice fits every memory and keeps every constraint."""
+        """Return whether the choice fits every memory and satisfies every constraint."""
         return not self.faults
 
 
 def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
-    """T from t_s, beta_s, the number of microbatches and the schedule's ``get_fill_fraction``."""
+    """Return T from t_s, beta_s, the microbatches and the schedule's ``get_fill_fraction``."""
     return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
 
 
 class JointScorer:
-    """Evaluates many choices of one problem; holds its indices."""
+    """Evaluates many choices of one problem, with precomputed indices."""
 
     def __init__(self, problem: JointProblem) -> None:
-        """Index works by what needs them, values by consumer, and ties by block."""
+        """Index works by key, values by consumer, and ties by block."""
         self.problem = problem
         self.copied = WeightCopyCounts(problem.weights, problem.max_stages)
         self.works: dict[tuple[int, int, int, str], MicrobatchCost] = {
@@ -125,12 +125,12 @@ class JointScorer:
                 self._tied[block].append(index)
 
     def work(self, option: ParallelOption, microbatches: int) -> MicrobatchCost | None:
-        """What one microbatch costs on this option; None where it cannot be had."""
+        """Return the cost of one microbatch with this option; None if unavailable."""
         rows = count_microbatch_rows(self.problem.batch, microbatches, option.data)
         return self.works.get((option.pool, option.layout, rows, option.recompute))
 
     def evaluate(self, choice: JointChoice) -> JointEvaluation:
-        """What :func:`evaluate` returns."""
+        """Return the same as :func:`evaluate`."""
         problem = self.problem
         _well_formed(problem, choice)
         count, m = len(choice.options), choice.microbatches
@@ -172,7 +172,7 @@ class JointScorer:
         flying: int,
         extra: int = 0,
     ) -> JointStage:
-        """These pieces as one stage with option ``index``. extra: copies of its weights."""
+        """Return these pieces as one stage with option ``index``. extra: copies of its weights."""
         problem = self.problem
         option = problem.options[index]
         layout, pool = problem.layouts[option.layout], problem.pools[option.pool]
@@ -216,7 +216,7 @@ class JointScorer:
     def _values(
         self, pieces: tuple[tuple[int, int], ...], rows: int
     ) -> tuple[list[tuple[int, int]], int]:
-        """(bytes, times) of each message of a microbatch; bytes kept for one in flight."""
+        """Return (bytes, times) of each message of a microbatch; bytes stored for one in flight."""
         values, moved, held = self.problem.boundaries, [], 0
         for first, last in pieces:
             blocks = range(first, last + 1)
@@ -234,34 +234,37 @@ class JointScorer:
 
 
 def evaluate(problem: JointProblem, choice: JointChoice) -> JointEvaluation:
-    """The one definition of what ``choice`` costs.
+    """Return the cost of ``choice``, by definition.
 
-    Raises FXP109 for a choice that names nothing of this problem; one that merely breaks a
+    Raises FXP109 for a choice that does not belong to this problem; one that only violates a
     constraint or a memory limit is evaluated, with its faults.
     """
     return JointScorer(problem).evaluate(choice)
 
 
 def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
-    """Refuse a choice whose numbers do not belong to the problem at all."""
+    """Raise FXP109 for a choice whose numbers do not belong to the problem."""
     starts, n = choice.starts, len(problem.blocks)
     why = ""
     if not starts or starts[0] != 0 or starts[-1] >= n or any(a >= b for a, b in pairwise(starts)):
-        why = f"starts {starts} do not cut {n} blocks into contiguous pieces"
+        why = f"The starts {starts} do not cut {n} blocks into contiguous pieces."
     elif choice.virtual < 1 or len(starts) != len(choice.options) * choice.virtual:
-        why = f"{len(starts)} pieces are not {choice.virtual} for each of the options"
+        why = f"{len(starts)} pieces are not {choice.virtual} for each of the options."
     elif not all(0 <= o < len(problem.options) for o in choice.options):
-        why = f"options {choice.options} are not all among {len(problem.options)}"
+        why = f"The options {choice.options} are not all among {len(problem.options)}."
     elif choice.schedule not in SCHEDULES:
-        why = f"there is no schedule {choice.schedule!r}"
+        why = f"There is no schedule {choice.schedule!r}."
     elif choice.microbatches < 1 or (choice.virtual > 1) != has_pieces(choice.schedule):
-        why = f"{choice.microbatches} microbatches, {choice.schedule}, virtual {choice.virtual}"
+        why = f"{choice.schedule} does not support {choice.microbatches} microbatches and "
+        why += f"virtual={choice.virtual}."
     if why:
-        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+        raise error(
+            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
+        )
 
 
 def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
-    """Constraints other than memory that the choice violates, as text."""
+    """Return violated constraints other than memory, as text."""
     faults, count = [], len(choice.options)
     if not problem.min_stages <= count <= problem.max_stages:
         allowed = f"{problem.min_stages} to {problem.max_stages}"
@@ -273,10 +276,10 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     most = WeightCopyCounts(problem.weights, problem.max_stages).limit(choice.microbatches)
     if is_stream(choice.schedule) and count > most:
         faults.append(
-            f"{count} stages, {problem.weights} is made for {most} with so few microbatches"
+            f"{count} stages, {problem.weights} supports at most {most} with so few microbatches"
         )
     if choice.virtual > 1 and choice.virtual not in problem.virtual:
-        faults.append(f"{choice.virtual} pieces a stage, allowed are {problem.virtual}")
+        faults.append(f"{choice.virtual} pieces per stage, allowed are {problem.virtual}")
     ends = {start - 1 for start in choice.starts[1:]}
     faults.extend(f"cut after block {b}" for b in sorted(ends & set(problem.no_cut_after)))
     faults.extend(f"no cut after block {b}" for b in sorted(set(problem.cut_after) - ends))
@@ -285,7 +288,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     for index in choice.options:
         used[problem.options[index].pool] += count_option_devices(problem, problem.options[index])
     faults.extend(
-        f"{taken} devices of {pool.name}, there are {pool.devices}"
+        f"{taken} devices of {pool.name}, available are {pool.devices}"
         for taken, pool in zip(used, problem.pools, strict=True)
         if taken > pool.devices
     )
@@ -295,7 +298,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
 
 
 def _strayed(problem: JointProblem, choice: JointChoice) -> list[str]:
-    """Pins that the choice does not keep."""
+    """Return violated pins."""
     count, faults = len(choice.options), []
     for pin in problem.pins:
         wanted = pin.stage if pin.stage >= 0 else count + pin.stage
@@ -308,7 +311,7 @@ def _strayed(problem: JointProblem, choice: JointChoice) -> list[str]:
 
 
 def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str]:
-    """(data, tensor, expert, ZeRO, recompute) of an option."""
+    """Return (data, tensor, expert, ZeRO, recompute) of an option."""
     o = problem.options[option]
     layout = problem.layouts[o.layout]
     return (o.data, layout.tensor, layout.expert, o.zero, o.recompute)

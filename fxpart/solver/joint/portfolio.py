@@ -1,4 +1,4 @@
-"""The one entrance to the joint solvers: the best plan within a time limit, with a proven bound."""
+"""Entry point of the joint solvers: the best plan within a time limit, with a proven bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
-CLOSE = 0.01  # and up to this "within gap"
+CLOSE = 0.01  # a larger gap up to this is "within gap"
 _PAUSE = 0.25  # seconds between two calls of progress
 Solver = Literal["auto", "dp", "cp-sat", "brute"]
 
@@ -34,33 +34,33 @@ def solve(
     solver: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> JointSolution:
-    """The best choice found within ``time_limit`` seconds, its proven bound, and the runners-up.
+    """Return the best choice found within ``time_limit`` seconds, its bound, and alternatives.
 
-    "auto" is "dp", the dynamic programmes of :mod:`fxpart.solver.joint.search`; "cp-sat" solves
-    the same problem independently (``seed`` is its random seed), "brute" enumerates. Equal
-    problems give equal answers as long as the time limit is not reached. An interrupt (SIGINT)
-    ends the search: the best choice so far is returned with what is proven of it. progress: told
-    a few times a second. Bounds of interleaved schedules are cheap ones where there are too many
-    choices to enumerate; the gap, and so the status, says so.
-    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    "auto" is "dp", the dynamic programs of :mod:`fxpart.solver.joint.search`; "cp-sat" solves the
+    same problem independently (``seed`` is its random seed), "brute" enumerates. Equal problems
+    give equal results if the time limit is not reached. An interrupt (SIGINT) ends the search: the
+    best choice so far is returned with its proven bound. progress: called a few times a second.
+    Bounds of interleaved schedules are cheap ones if there are too many choices to enumerate; the
+    gap and the status reflect that. Raises FXP206 for an invalid problem, FXP109 for an unknown
+    solver or an invalid time limit.
     """
     deadline = time.monotonic() + time_limit
     _check(problem, solver, time_limit)
     check_joint_problem(problem)
     if solver == "brute":
         return solve_joint_brute(problem)
-    told = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
+    reporter = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
     try:
         stacked = JointArrays(problem)
         bounds = CheapBounds(stacked)
-        first_plans(stacked, bounds, told.record)
+        first_plans(stacked, bounds, reporter.record)
         if solver == "cp-sat":
-            _by_cp_sat(problem, told, deadline, seed)
+            _by_cp_sat(problem, reporter, deadline, seed)
         else:
-            _by_dp(stacked, bounds, told, deadline)
+            _by_dp(stacked, bounds, reporter, deadline)
     except KeyboardInterrupt:
-        told.update()
-    return solution(told.record, told.bound, "cp-sat" if solver == "cp-sat" else "dp")
+        reporter.update()
+    return solution(reporter.record, reporter.bound, "cp-sat" if solver == "cp-sat" else "dp")
 
 
 def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
@@ -68,50 +68,50 @@ def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
         raise error(
             "FXP109",
             where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
-            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
-            fix="solver 'auto', 'dp', 'cp-sat' or 'brute'; a time limit of at least 0 seconds",
+            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
+            fix="Use solver 'auto', 'dp', 'cp-sat' or 'brute', and a time limit of 0 or more.",
         )
     if solver == "cp-sat":
         from fxpart.solver.joint.joint_ilp import accepts  # OR-Tools is slow to import
 
         why = accepts(problem)
         if why is not None:
-            raise error("FXP109", where="solver='cp-sat'", why=why, fix="use solver='dp'")
+            raise error("FXP109", where="solver='cp-sat'", why=why, fix="Use solver='dp'.")
 
 
 def _by_dp(
-    stacked: JointArrays, bounds: CheapBounds, told: JointProgressReporter, deadline: float
+    stacked: JointArrays, bounds: CheapBounds, reporter: JointProgressReporter, deadline: float
 ) -> None:
     """Search contiguous stages, then interleaved ones."""
-    search = JointSearch(stacked, bounds, told.record, deadline, told.tell)
-    pieces = InterleavedSearch(stacked, bounds, told.record, deadline)
-    told.bounded = lambda: min(search.bound, pieces.bound)
-    told.tell("first plans")
+    search = JointSearch(stacked, bounds, reporter.record, deadline, reporter.report)
+    pieces = InterleavedSearch(stacked, bounds, reporter.record, deadline)
+    reporter.bounded = lambda: min(search.bound, pieces.bound)
+    reporter.report("first plans")
     pieces.attempt()
     if search.prove():
         pieces.enumerate()
-    told.update()
+    reporter.update()
 
 
 def _by_cp_sat(
-    problem: JointProblem, told: JointProgressReporter, deadline: float, seed: int
+    problem: JointProblem, reporter: JointProgressReporter, deadline: float, seed: int
 ) -> None:
     from fxpart.solver.joint.joint_ilp import solve_cp_sat  # OR-Tools is slow to import
 
     choice, bound = solve_cp_sat(
         problem,
-        incumbent=told.record.choice,
+        incumbent=reporter.record.choice,
         deadline=deadline,
         seed=seed,
-        progress=told.progress,
+        progress=reporter.progress,
     )
     if choice is not None:
-        told.record.add(choice)
-    told.bound = bound
+        reporter.record.add(choice)
+    reporter.bound = bound
 
 
 class JointProgressReporter:
-    """What is proven so far, and who is told of it, at most a few times a second."""
+    """The current proven state, reported to the callback at most a few times a second."""
 
     def __init__(
         self,
@@ -119,18 +119,18 @@ class JointProgressReporter:
         deadline: float,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        """progress: is called with each new state; may raise KeyboardInterrupt to stop."""
+        """progress: called with each new state; may raise KeyboardInterrupt to stop."""
         self.record, self.deadline, self.progress = record, deadline, progress
         self.bound = 0.0
         self.bounded: Callable[[], float] = lambda: 0.0
         self._last = ("", -inf)
 
     def update(self) -> None:
-        """Take over what is proven."""
+        """Update the proven bound."""
         self.bound = max(self.bound, self.bounded())
 
-    def tell(self, phase: str) -> None:
-        """Tell how far it is, if the phase is new or some time has passed."""
+    def report(self, phase: str) -> None:
+        """Report the state, if the phase is new or some time has passed."""
         now = time.monotonic()
         if self.progress is None or (phase == self._last[0] and now < self._last[1] + _PAUSE):
             return
@@ -141,7 +141,7 @@ class JointProgressReporter:
 
 
 def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:
-    """What ``record`` and a proven lower bound in seconds amount to."""
+    """Return the solution for ``record`` and a proven lower bound in seconds."""
     bound = min(bound, record.seconds)
     return JointSolution(
         status=status_of(record.seconds, bound),
@@ -154,7 +154,7 @@ def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:
 
 
 def status_of(objective: float, bound: float) -> Status:
-    """What an objective and a bound in seconds amount to."""
+    """Return the status for an objective and a bound in seconds."""
     if objective == inf:
         return "infeasible" if bound == inf else "unknown"
     if bound >= objective * (1 - PROVEN):

@@ -1,13 +1,13 @@
-"""The joint problem as numbers, archived as JSON: everything that a plan decides at once.
+"""The joint problem as numbers, archived as JSON: all decisions of a plan at once.
 
-Blocks 0..n-1 stand in a fixed topological order. Blocks that cost the same are of one *kind*, and
-all tables are by kind, so that 96 equal layers cost one. A choice cuts the blocks into contiguous
-stages and gives each stage an *option*: how many devices of which pool, and how they share its
-work. Seconds and bytes everywhere.
+Blocks 0..n-1 are in a fixed topological order. Blocks of equal cost are of one *kind*, and all
+tables are by kind, so that 96 equal layers cost one. A choice cuts the blocks into contiguous
+stages and gives each stage an *option*: a number of devices of a pool, and how they share its work.
+All units are seconds and bytes.
 
-Where a :class:`~fxpart.solver.problem.PartitionProblem` has its degrees fixed and prices the graph
-of one rank exactly, this problem prices each kind of block by itself for each tensor and expert
-degree, with the batch cut over the data replicas. It is what chooses those degrees.
+A :class:`~fxpart.solver.problem.PartitionProblem` has fixed degrees and prices the graph of one
+rank exactly. This problem prices each kind of block separately for each tensor and expert degree,
+with the batch divided over the data replicas. It is used to choose those degrees.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class _JointStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class LinearCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds as a straight line in bytes: ``latency + inverse * bytes``, and 0 for 0 bytes."""
+    """Linear cost in bytes: ``latency + inverse * bytes`` seconds, and 0 for 0 bytes."""
 
     latency: float = 0.0
     inverse: float = 0.0
 
     def __call__(self, size: float) -> float:
-        """Seconds for ``size`` bytes."""
+        """Return the seconds for ``size`` bytes."""
         return self.latency + self.inverse * size if size > 0 else 0.0
 
 
 class Pool(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Devices of one type: how many, bytes usable on each, and how many share a host.
+    """Devices of one type: their number, usable bytes on each, and devices per host.
 
-    transfer: of a value into a stage on this pool from another stage, over the worst link that may
-    lie between (nothing to pay where the cluster is one device).
+    transfer: of a value into a stage on this pool from another stage, over the worst possible link
+    (0 if the cluster is one device).
     """
 
     name: str
@@ -53,11 +53,11 @@ class Pool(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ParameterFootprint(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes that one rank holds of parameters, by kind of block, before ZeRO; and their step.
+    """Bytes of parameters on one rank, by kind of block, before ZeRO, and optimizer seconds.
 
-    step: optimizer seconds, [pool][kind]. unsent: of the gradients' bytes those that sums over
-    replicas do not move, at most ``gradient``: of rows of tables what an all-reduce would move and
-    a gathering does not. Empty: none.
+    step: optimizer seconds, [pool][kind]. unsent: bytes of gradients that gradient reduction does
+    not move, at most ``gradient``: for rows of embedding tables, the difference between an
+    all-reduce and an all-gather. Empty: none.
     """
 
     weight: tuple[int, ...]
@@ -70,12 +70,12 @@ class ParameterFootprint(_JointStruct, frozen=True, kw_only=True, forbid_unknown
 class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How ``tensor`` ranks share each block, and ``expert`` data replicas its experts.
 
-    dense: parameters that every data replica has whole (their gradients are summed over all of
-    them); experts: parameters of which each of ``expert`` replicas has a part (summed over
-    data / expert replicas), None where expert is 1 (then they are among ``dense``). buffer: bytes
-    by kind. tie_weight, tie_gradient, tie_optimizer: bytes on one rank, by tie of the problem;
-    tied parameters are in no other table, except that their optimizer seconds are in the ``step``
-    of the kind of their first block.
+    dense: parameters that every data replica has in full (gradients are reduced over all of them).
+    experts: parameters of which each of ``expert`` replicas has a part (reduced over data / expert
+    replicas), None if expert is 1 (then they are in ``dense``). buffer: bytes by kind. tie_weight,
+    tie_gradient, tie_optimizer: bytes on one rank, by tie of the problem. Tied parameters are in no
+    other table, except that their optimizer seconds are in the ``step`` of the kind of their first
+    block.
     """
 
     tensor: int
@@ -91,10 +91,10 @@ class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
 class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One microbatch of ``rows`` rows on each data replica, by kind of block.
 
-    pool, layout: indices. forward, backward: seconds; recomputation and the collectives of tensor
-    and expert parallelism are in them. collective: the collectives' share, forward and backward
-    together. activation: bytes kept for each microbatch in flight; workspace: bytes live only
-    while the block runs.
+    pool, layout: indices. forward, backward: seconds, including recomputation and the collectives
+    of tensor and expert parallelism. collective: the collectives' share, forward and backward
+    together. activation: bytes stored per microbatch in flight; workspace: bytes live only while
+    the block runs.
     """
 
     pool: int
@@ -109,11 +109,11 @@ class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to run a stage: on data * tensor devices of a pool, layout.expert divides data.
+    """One way to run a stage: on data * tensor devices of a pool; layout.expert divides data.
 
-    reduce: sum of gradients over the data replicas, a line in bytes of gradient on one rank
-    (all-reduce; with ZeRO reduce-scatter). gather: ZeRO's gathering of weights, a line in bytes of
-    weight on one rank: once a step with ZeRO 1 and 2, in each forward and each backward of a
+    reduce: gradient reduction over the data replicas, linear in bytes of gradient on one rank
+    (all-reduce; with ZeRO reduce-scatter). gather: ZeRO's all-gather of weights, linear in bytes of
+    weight on one rank: per step with ZeRO 1 and 2, in each forward and each backward of a
     microbatch with 3. reduce_experts, gather_experts: the same for the experts' parameters.
     """
 
@@ -131,11 +131,11 @@ class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
 class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
 
-    A stage that uses it without holding its producer receives it once for each microbatch
-    (``row_bytes`` for each row of the replica's share, and ``fixed_bytes``), and where ``gradient``
-    holds returns as much. saved: its stage keeps it for the backward in any case; otherwise a stage
-    that sends it keeps it for each microbatch in flight. widened: how many times the bytes that
-    are sent are kept (2 where float32 is sent as bfloat16).
+    A stage that uses it without its producer receives it per microbatch (``row_bytes`` for each row
+    of the replica's share, plus ``fixed_bytes``), and returns the same amount if ``gradient`` is
+    set. saved: its stage stores it for the backward in any case; otherwise a stage that sends it
+    stores it per microbatch in flight. widened: ratio of stored to sent bytes (2 if float32 is sent
+    as bfloat16).
     """
 
     producer: int
@@ -150,8 +150,8 @@ class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fiel
 class JointTiedParameter(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter used by more than one block (sorted); its bytes are in each Layout.
 
-    A stage that holds any of the blocks holds a copy; where not all are in one stage, each holder
-    pays (m + 1) messages of its gradient a step over its pool's ``transfer``.
+    A stage with any of the blocks has a copy. If they are not all in one stage, each such stage
+    pays (m + 1) messages of its gradient per step over its pool's ``transfer``.
     """
 
     name: str
@@ -159,7 +159,7 @@ class JointTiedParameter(_JointStruct, frozen=True, kw_only=True, forbid_unknown
 
 
 class StagePin(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Wish: blocks [first, last] all lie on stage ``stage`` (negative counts from the end)."""
+    """Constraint: blocks [first, last] are all on stage ``stage`` (negative: from the end)."""
 
     first: int
     last: int
@@ -170,13 +170,13 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     """The whole problem.
 
     blocks: names; kinds: by block, its row in all tables of length K = max(kinds) + 1. batch: rows
-    of a step; microbatches: counts to choose from, each giving rows = ceil(batch / (m * data)) on
-    a replica, with a ``MicrobatchCost`` for each (pool, layout, rows, recompute) that an option can
-    need: an option without one cannot be chosen with that count (nor where data * m exceeds the
+    of a step. microbatches: candidate counts, each with rows = ceil(batch / (m * data)) on a
+    replica. There is a ``MicrobatchCost`` for each (pool, layout, rows, recompute) that an option
+    can need; an option without one cannot be chosen with that count (nor if data * m exceeds the
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
-    these. pins: wishes. virtual: stages per rank that "interleaved" may use. uniform: every stage
-    has the same data, tensor and expert degree, ZeRO level and recompute. weights: the weight mode
-    of "async". bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedule_costs`.
+    these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
+    stage has the same data, tensor and expert degree, ZeRO level and recompute. weights: the weight
+    mode of "async". Bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -206,7 +206,7 @@ class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """A candidate: microbatch count, schedule, the first block of each piece, options by stage.
 
     starts[0] = 0. With virtual = v > 1 (interleaved only) there are v pieces for each of the S
-    stages, len(starts) = S * v, and piece k lies on stage k mod S; otherwise a piece is a stage.
+    stages, len(starts) = S * v, and piece k is on stage k mod S; otherwise a piece is a stage.
     """
 
     microbatches: int
@@ -217,9 +217,9 @@ class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class JointSolution(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's answer. bound <= optimum <= objective; choice None: infeasible or unknown.
+    """A solver's result. bound <= optimum <= objective; choice None: infeasible or unknown.
 
-    candidates: the choice first, then the best others found, by rising objective, that differ in
+    candidates: the choice first, then the best others found, by ascending objective, that differ in
     number of stages, microbatches, schedule or some stage's degrees (not merely in cuts).
     """
 
@@ -232,10 +232,10 @@ class JointSolution(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def count_option_devices(problem: JointProblem, option: ParallelOption) -> int:
-    """Devices that a stage with this option takes."""
+    """Return the devices of a stage with this option."""
     return option.data * problem.layouts[option.layout].tensor
 
 
 def count_microbatch_rows(batch: int, microbatches: int, data: int) -> int:
-    """Rows of a microbatch on each data replica; 0 where there are not enough for each."""
+    """Return the rows of a microbatch on each data replica; 0 if there are too few for each."""
     return -(-batch // (microbatches * data)) if microbatches * data <= batch else 0

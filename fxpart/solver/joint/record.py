@@ -1,4 +1,4 @@
-"""The best joint choices seen, one of each sort, each judged by the one objective."""
+"""The best joint choices found, one of each class, evaluated by the common objective."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeAlias
 from fxpart.solver.joint.objective import JointScorer, degrees
 from fxpart.solver.joint.problem import JointChoice
 
-ALTERNATIVES = 8  # other choices that a solution tells of
+ALTERNATIVES = 8  # alternative choices in a solution
 Sort: TypeAlias = tuple[int, int, str, int, tuple[tuple[int, int, int, int, str], ...]]
 
 
 class JointRecord:
-    """Keeps the best choice, and the best of each sort: stages, microbatches, schedule, degrees."""
+    """Stores the best choice overall, and by stages, microbatches, schedule and degrees."""
 
     def __init__(self, scorer: JointScorer) -> None:
-        """scorer: judges every choice; infeasible ones are not kept."""
+        """scorer: evaluates every choice; infeasible ones are not stored."""
         self.scorer = scorer
         self.seconds = inf
         self.choice: JointChoice | None = None
@@ -24,7 +24,8 @@ class JointRecord:
         self._seen = dict[JointChoice, float]()
 
     def add(self, choice: JointChoice) -> float:
-        """Evaluate a choice and keep it if it is its sort's best; its seconds, or infinity."""
+        """Evaluate a choice and store it if it is its class's best; return its seconds, or
+        infinity."""
         if choice in self._seen:
             return self._seen[choice]
         evaluation = self.scorer.evaluate(choice)
@@ -39,13 +40,13 @@ class JointRecord:
         return evaluation.seconds
 
     def sort(self, choice: JointChoice) -> Sort:
-        """What makes a choice another one than a mere shift of cuts."""
+        """Return the properties that distinguish a choice from a mere shift of cuts."""
         problem = self.scorer.problem
         used = tuple(sorted({degrees(problem, o) for o in choice.options}))
         return (len(choice.options), choice.microbatches, choice.schedule, choice.virtual, used)
 
     def candidates(self) -> tuple[JointChoice, ...]:
-        """The choice, then the best of other sorts, by step time."""
+        """Return the choice, then the best of other classes, by step time."""
         if self.choice is None:
             return ()
         mine = self.sort(self.choice)

@@ -1,4 +1,4 @@
-"""Changes to a joint problem that nothing fits: each is solved for before it is offered."""
+"""Changes to an infeasible joint problem: each is verified by a solver before it is suggested."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from fxpart.solver.joint.what_if import with_devices, with_microbatches
 from fxpart.solver.remedies import format_byte_count
 from fxpart.solver.suffix_dp import SolverTimeout
 
-_FINE = 1000  # extra memory is found to this part of the largest device's, and at least exactly 1
-_TIMES = 64  # at most so many times the devices that there are
+# extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
+_FINE = 1000
+_TIMES = 64  # limit on devices, as a multiple of the available ones
 _MODES = ("selective", "full")  # of recompute, the cheaper first
 
 
@@ -26,14 +27,14 @@ def remedies(
     more: int | None,
     deadline: float,
 ) -> Iterator[str]:
-    """Changes that make something fit, in words, from the cheapest.
+    """Yield descriptions of changes that make the problem feasible, the cheapest first.
 
-    limits: of the problem; wider: the same problem with more options; more: bytes that each device
-    lacks. Ends where time does.
+    limits: of the problem; wider: the same problem with more options; more: missing bytes on each
+    device. Stops at the deadline.
     """
     try:
         yield from _given_up(limits, deadline)
-        if wider is not None and not limits.wishes:
+        if wider is not None and not limits.constraints:
             yield from wider_options(problem, wider, deadline)
         if DEFAULT_SCHEDULE not in problem.schedules and limits.fit(
             deadline, (), _with_default_schedule
@@ -46,7 +47,7 @@ def remedies(
         for text, _ in more_devices(limits, deadline, lambda p: p):
             alone = True
             yield text
-        if not alone:  # neither helps by itself: the most microbatches and devices
+        if not alone:  # neither helps alone: the most microbatches together with devices
             counted = problem.batch
             both = more_devices(limits, deadline, lambda p: with_microbatches(p, (counted,)))
             for text, _ in both:
@@ -58,7 +59,7 @@ def remedies(
 
 
 def _given_up(limits: RelaxableConstraints, deadline: float) -> Iterator[str]:
-    """Each limit that is enough to drop; where none is, several that are enough together."""
+    """Yield each limit that is sufficient to drop; if there is none, several that are."""
     blamed = limits.conflict(deadline)
     enough = [[i] for i in blamed if limits.fit(deadline, [i])]
     dropped = list[int]()
@@ -73,7 +74,7 @@ def _given_up(limits: RelaxableConstraints, deadline: float) -> Iterator[str]:
 
 
 def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -> Iterator[str]:
-    """Recompute, ZeRO, both, or other degrees out of a wider space: the least that is enough."""
+    """Yield the smallest sufficient change: recompute, ZeRO, both, or other degrees."""
     modes = [o.recompute for o in problem.options]
     levels = [o.zero for o in problem.options]
     shapes = {(o.pool, problem.layouts[o.layout].tensor, o.data) for o in problem.options}
@@ -109,7 +110,7 @@ def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -
 
 
 def more_microbatches(limits: RelaxableConstraints, deadline: float) -> int | None:
-    """The first count above those to choose from, doubled each time, with which something fits."""
+    """Return first larger microbatch count, doubled each time, that makes the problem feasible."""
     base = limits.base
     top = max(base.microbatches)
     doubled = [top << k for k in range(1, 40) if top << k < base.batch]
@@ -126,7 +127,7 @@ def _counted(microbatches: int) -> Change:
 def more_devices(
     limits: RelaxableConstraints, deadline: float, change: Change
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """By pool, the least more devices that are enough: words, and the devices of each pool then."""
+    """Yield by pool the fewest additional devices: description, and devices of each pool then."""
     pools = limits.base.pools
     for p, pool in enumerate(pools):
 
@@ -143,10 +144,10 @@ def more_devices(
 
 
 def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
-    """The least number from 1 to ``most`` that is enough, where more is never worse; or None.
+    """Return the smallest sufficient number from 1 to ``most`` of a monotone test, or None.
 
-    start: where to look first. What is not enough takes longest to find out, so that not even
-    ``most`` is asked first.
+    start: the first guess. Insufficient numbers take longest to test, so ``most`` is not tested
+    first.
     """
     if not enough(most):
         return None
@@ -167,9 +168,9 @@ def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int =
 
 
 def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoice] | None:
-    """About the least bytes that each device lacks, and a choice that would then fit.
+    """Return the approximate minimum of missing bytes per device, and a choice that would fit.
 
-    None where nothing fits whatever the memory, or where time ends before anything is found.
+    None if nothing fits regardless of memory, or if the deadline passes first.
     """
     step = max(max(pool.memory for pool in problem.pools) // _FINE, 1)
     found: dict[int, JointChoice] = {}
@@ -190,7 +191,7 @@ def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoi
 
 
 def with_more(problem: JointProblem, more: int) -> JointProblem:
-    """The problem with ``more`` bytes added to every device."""
+    """Return the problem with ``more`` bytes added to every device."""
     pools = tuple(msgspec.structs.replace(p, memory=p.memory + more) for p in problem.pools)
     return msgspec.structs.replace(problem, pools=pools)
 
@@ -207,7 +208,7 @@ def _with_default_schedule(problem: JointProblem) -> JointProblem:
 
 
 def _microbatches(problem: JointProblem, counted: int) -> str:
-    """The count, and whether its costs lie on a line through others."""
+    """Return the count, and whether its costs are interpolated."""
     priced = {w.rows for w in problem.works}
     rows = {
         count_microbatch_rows(problem.batch, counted, option.data) for option in problem.options

@@ -1,10 +1,10 @@
 """Branch and bound over microbatches, schedules, degrees and the longest stage's load.
 
-A plan costs sum filling + max load. A *span* is the plans of one branch whose longest load is one
-of the loads from ``first`` to ``last``: they cost at least ``first`` and the least filling of
-stages with no load over ``last``. Spans are halved, the most promising first, until none can beat
-the best plan known. The least filling is bounded by prices on devices first (quick, any number of
-pools), then found by counting devices where the tables for that are small enough.
+A plan costs sum filling + max load. A *span* is the set of plans of one branch whose longest load
+is one of the loads from ``first`` to ``last``: they cost at least ``first`` plus the minimum
+filling of stages with no load over ``last``. Spans are halved, the most promising first, until none
+can beat the best known plan. The minimum filling is first bounded by prices on devices (quick, any
+number of pools), then found by counting devices if the tables for that are small enough.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
 from fxpart.solver.joint.tables import JointTables, StageEntries
 from fxpart.solver.suffix_dp import SolverTimeout
 
-EXACT = 1e-9  # relative difference below which two step times count as equal
-_QUICK = 2e-3  # gap that is left to the counting of devices
-_FIRST_LOOKS = 2  # thresholds under which plans are looked for before anything is proven
-_SKETCH = 300  # states of each number of stages kept in that
-_MOST = 50_000  # and in a proof
-_SHARPER = 0.01  # share by which a plan is faster that makes it worth to filter tables
-_CEILINGS = (2.0, 8.0)  # of the bound, while no plan is known
-_WORK = 20_000_000  # stages put before states in proofs, all in all
+EXACT = 1e-9  # relative difference below which two step times are equal
+_QUICK = 2e-3  # gap at which prices stop and the counting of devices starts
+_FIRST_LOOKS = 2  # thresholds under which plans are searched before anything is proven
+_SKETCH = 300  # states of each number of stages kept in that search
+_MOST = 50_000  # states of each number of stages kept in a proof
+_SHARPER = 0.01  # relative improvement of the best plan that makes filtering of tables worthwhile
+_CEILINGS = (2.0, 8.0)  # multiples of the bound, while no plan is known
+_WORK = 20_000_000  # limit on state extensions in all proofs
 
 
 @dataclass(order=True)
 class _JointLoadInterval:
-    """Plans with a longest load from ``first`` to ``last`` and a filling of ``total`` or more."""
+    """Plans with a longest load from ``first`` to ``last`` and a filling of at least ``total``."""
 
     bound: float
     order: int
@@ -54,7 +54,7 @@ class _JointLoadInterval:
 
 
 class JointSearch:
-    """Solves one problem's contiguous stages; ``bound`` is proven at any moment."""
+    """Solves one problem with contiguous stages; ``bound`` is always proven."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class JointSearch:
         bounds: CheapBounds,
         record: JointRecord,
         deadline: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
-        """record: takes the plans found. tell: is told the phase now and then."""
+        """record: stores the plans found. report: reports the phase from time to time."""
         self.stacked, self.bounds, self.record = stacked, bounds, record
-        self.deadline, self.tell = deadline, tell
+        self.deadline, self.report = deadline, report
         self.runs = BlockRuns(stacked.problem)
         self.tables = JointTables(stacked, self.runs, bounds)
         self._settled, self._made, self._work = inf, 0, _WORK
@@ -77,8 +77,8 @@ class JointSearch:
         self._fill()
 
     def _fill(self) -> None:
-        """Begin with all scopes, none of them opened."""
-        self._ready = False  # an interrupt now leaves what was proven before
+        """Start with all scopes, none of them opened."""
+        self._ready = False  # an interrupt now leaves the previous proof valid
         self._settled, self._open, self._leaves = inf, [], []
         for scope in self._scopes():
             bound = self.bounds.bound(scope.microbatches, scope.schedule, scope.options)
@@ -104,16 +104,16 @@ class JointSearch:
 
     @property
     def bound(self) -> float:
-        """No plan with contiguous stages takes less, in seconds; infinite if nothing fits."""
+        """Return a lower bound in seconds on contiguous stages; infinite if nothing fits."""
         if not self._ready:
             return self._proven
         spans = [*self._open[:1], *self._leaves, *([self._current] if self._current else [])]
         return max(self._proven, min([self._settled, *(s.bound for s in spans)]))
 
     def prove(self) -> bool:
-        """Search until the best plan is proven, or as far as time and work allow; says which.
+        """Search until the best plan is proven, or as far as time and work allow; return which.
 
-        While no plan is known, only those up to a ceiling are looked for, which is then raised.
+        While no plan is known, only plans up to a ceiling are searched, which is then raised.
         """
         try:
             for factor in (*_CEILINGS, inf) if self.record.seconds == inf else (inf,):
@@ -142,17 +142,17 @@ class JointSearch:
 
     @property
     def _best(self) -> float:
-        """What a plan has to beat, in seconds."""
+        """Return the seconds that a plan has to beat."""
         return min(self.record.seconds, self._ceiling)
 
     # -- by prices ---------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Halve spans by the bounds that prices give, until they say no more."""
+        """Halve spans by price bounds, until these do not improve."""
         while self._next(_QUICK):
             span = self._current
             assert span is not None
-            self.tell("bounds by prices")
+            self.report("bounds by prices")
             if span.opened is None:
                 self._start(span)
             elif not self._halve(span):
@@ -160,7 +160,7 @@ class JointSearch:
             self._current = None
 
     def _next(self, gap: float) -> bool:
-        """Take up the most promising span; says whether it can still beat the best plan."""
+        """Process the most promising span; return whether it can still beat the best plan."""
         if not self._open or self._open[0].bound >= self._target(gap):
             return False
         if time.monotonic() > self.deadline:
@@ -201,7 +201,7 @@ class JointSearch:
         branch = SearchBranch(
             self.runs, entries, scope.microbatches, scope.schedule, scope.low, scope.high
         )
-        # without any plan yet: seconds of one stage after the other on the slowest entries
+        # no plan yet: seconds of all stages in sequence on the slowest entries
         scale = self._best
         if scale == inf:
             scale = float((entries.filling + entries.load).max()) * branch.high
@@ -214,7 +214,7 @@ class JointSearch:
         return branch, LagrangeMultipliers(branch, devices, found, scale), counted
 
     def _sharpened(self, span: _JointLoadInterval) -> ScopeTables:
-        """The span's tables, without what a much faster plan has ruled out meanwhile."""
+        """Return the span's tables without entries that a much faster plan has ruled out."""
         opened = span.opened
         assert opened is not None
         if self._best < opened.best * (1 - _SHARPER):
@@ -231,7 +231,7 @@ class JointSearch:
         return opened
 
     def _sketch(self, opened: ScopeTables, total: float) -> None:
-        """A first look for plans, at few states: the threshold halved a few times."""
+        """Search plans heuristically with few states: halve the threshold a few times."""
         low, high = opened.first(0.0), self._target(_QUICK) - total
         for _ in range(_FIRST_LOOKS):
             load = self._look(opened, high)
@@ -240,7 +240,7 @@ class JointSearch:
             high = (low + load) / 2 if load < inf else (high + self._target(0.0) - total) / 2
 
     def _look(self, opened: ScopeTables, threshold: float) -> float:
-        """The longest load of a good path under a threshold, which is recorded."""
+        """Record a good path under a threshold and return its longest load."""
         costs, goal = BranchCosts(opened.branch, threshold), self._best - opened.first(0.0)
         found = opened.counted.run(costs, goal, opened.prices.prices, _SKETCH)
         if found.path is None:
@@ -249,7 +249,7 @@ class JointSearch:
         return float(opened.branch.entries.load[list(found.path.entries)].max())
 
     def _halve(self, span: _JointLoadInterval) -> bool:
-        """Bound the lower half by prices and keep what may still win; False: it has no halves."""
+        """Bound the lower half by prices and push the parts that may win; False if indivisible."""
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
@@ -294,11 +294,11 @@ class JointSearch:
     # -- by counting devices -----------------------------------------------------------------
 
     def _count(self) -> bool:
-        """Settle spans by counting devices; says whether the best plan is proven."""
+        """Settle spans by counting devices; return whether the best plan is proven."""
         while self._next(EXACT):
             span = self._current
             assert span is not None
-            self.tell("devices counted")
+            self.report("devices counted")
             if span.opened is None:
                 self._start(span)
             elif not self._settle(span):
@@ -307,7 +307,8 @@ class JointSearch:
         return not self._leaves
 
     def _settle(self, span: _JointLoadInterval) -> bool:
-        """The best plan of a span, or of its lower half; False: too much work."""
+        """Find the best plan of a span, or of its lower half; return False if that is too much
+        work."""
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:

@@ -1,4 +1,4 @@
-"""Parts of the search space: what they cover, and their tables once they are opened."""
+"""Parts of the search space, and their tables once they are opened."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import SearchBranch
 from fxpart.solver.joint.multipliers import LagrangeMultipliers
 
-_LOOKS = 12  # times that plans are looked for while spans of one scope are halved
+_LOOKS = 12  # searches for plans while spans of one scope are halved
 
 
 @dataclass(frozen=True)
 class SearchScope:
-    """Plans of one count of microbatches, schedule, set of options, and range of stages."""
+    """Plans of one microbatch count, schedule, set of options, and range of stages."""
 
     microbatches: int
     schedule: str
@@ -37,7 +37,7 @@ class ScopeTables:
         counted: DeviceCountProgram,
         best: float,
     ) -> None:
-        """prices, counted: the two ways to bound its fillings. best: what its entries may reach."""
+        """prices, counted: the two methods to bound its fillings. best: limit for its entries."""
         self.scope, self.looks = scope, _LOOKS
         self.equip(branch, prices, counted, best)
 
@@ -48,20 +48,20 @@ class ScopeTables:
         counted: DeviceCountProgram,
         best: float,
     ) -> None:
-        """Take these tables from now on."""
+        """Replace the tables."""
         self.branch, self.prices, self.counted, self.best = branch, prices, counted, best
         self.loads: Floats = np.unique(branch.entries.load)
 
     def first(self, low: float) -> float:
-        """The least load from ``low``."""
+        """Return the smallest load from ``low``."""
         place = int(np.searchsorted(self.loads, low, side="left"))
         return float(self.loads[place]) if place < len(self.loads) else inf
 
     def after(self, low: float) -> float:
-        """The least load above ``low``."""
+        """Return the smallest load above ``low``."""
         return self.first(float(np.nextafter(low, inf)))
 
     def last(self, high: float) -> float:
-        """The greatest load up to ``high``."""
+        """Return the greatest load up to ``high``."""
         place = int(np.searchsorted(self.loads, high, side="right")) - 1
         return float(self.loads[place]) if place >= 0 else -inf

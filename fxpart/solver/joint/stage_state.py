@@ -1,4 +1,4 @@
-"""A stage's parameters on one rank: bytes before and after ZeRO, and what they cost a step."""
+"""A stage's parameters on one rank: bytes before and after ZeRO, and their cost per step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxpart.solver.joint.problem import (
 )
 
 Part = Literal["weight", "gradient", "optimizer"]
-_CUT_FROM: dict[Part, int] = {"optimizer": 1, "gradient": 2, "weight": 3}  # ZeRO's levels
+_CUT_FROM: dict[Part, int] = {"optimizer": 1, "gradient": 2, "weight": 3}  # ZeRO levels
 
 
 class StageState:
-    """Parameters of one stage on one rank: their bytes, and the seconds a step that they cost."""
+    """Parameters of one stage on one rank: their bytes, and their seconds per step."""
 
     def __init__(
         self,
@@ -27,12 +27,13 @@ class StageState:
         kinds: Sequence[int],
         ties: Sequence[int],
     ) -> None:
-        """kinds: of the stage's blocks, one for each; ties: those that it holds."""
+        """kinds: of each of the stage's blocks; ties: those in the stage."""
         self.layout, self.option, self.kinds, self.ties = layout, option, kinds, ties
-        self.shares = option.data, option.data // layout.expert  # replicas of dense, of experts
+        # replicas of dense parameters, of experts
+        self.shares = option.data, option.data // layout.expert
 
     def whole(self, part: Part) -> tuple[int, int]:
-        """Bytes before ZeRO: dense ones with ties, and experts'."""
+        """Return bytes before ZeRO: dense ones with ties, and experts'."""
         tied = sum(getattr(self.layout, f"tie_{part}")[t] for t in self.ties)
         dense, experts = (
             _sum(state, part, self.kinds) for state in (self.layout.dense, self.layout.experts)
@@ -40,13 +41,13 @@ class StageState:
         return dense + tied, experts
 
     def kept(self, part: Part) -> int:
-        """Bytes after ZeRO."""
+        """Return bytes after ZeRO."""
         if self.option.zero < _CUT_FROM[part]:
             return sum(self.whole(part))
         return sum(-(-size // n) for size, n in zip(self.whole(part), self.shares, strict=True))
 
     def sent(self) -> tuple[int, int]:
-        """Bytes of gradients that sums move: dense ones with ties, and experts'."""
+        """Return bytes of gradients that gradient reduction moves: dense and ties, and experts'."""
         dense, experts = self.whole("gradient")
         left = (
             _sum(state, "unsent", self.kinds) if state is not None and state.unsent else 0
@@ -55,7 +56,10 @@ class StageState:
         return dense - next(left), experts - next(left)
 
     def gathers(self) -> float:
-        """Seconds to gather the weights once; without a gradient only ZeRO 3 has to."""
+        """Return the seconds of one all-gather of the weights.
+
+        Without a gradient only for ZeRO 3.
+        """
         option = self.option
         lines = option.gather, option.gather_experts
         needed = [option.zero == 3 or gradient > 0 for gradient in self.whole("gradient")]
@@ -66,13 +70,14 @@ class StageState:
         )
 
     def reduces(self) -> float:
-        """Seconds of a step's sums of gradients and, with ZeRO 1 and 2, gathering of weights."""
+        """Return the seconds of gradient reduction per step, with ZeRO 1 and 2 also weight
+        gathering."""
         dense, experts = self.sent()
         sums = self.option.reduce(dense) + self.option.reduce_experts(experts)
         return sums + (self.gathers() if self.option.zero in (1, 2) else 0.0)
 
     def steps(self) -> float:
-        """Seconds of the optimizer, which the replicas share under ZeRO."""
+        """Return the seconds of the optimizer, which the replicas share under ZeRO."""
         shares = self.shares if self.option.zero else (1, 1)
         return fsum(
             state.step[self.option.pool][k] / share
@@ -82,7 +87,7 @@ class StageState:
         )
 
     def workspace(self, work: MicrobatchCost) -> int:
-        """Bytes live only while a block runs; with ZeRO 3 a block's gathered weights are, too."""
+        """Return bytes live only while a block runs; with ZeRO 3 including gathered weights."""
         most = max(work.workspace[k] for k in self.kinds)
         if self.option.zero < 3:
             return most

@@ -1,9 +1,9 @@
-"""What every class of runs would cost as a stage under every option, as NumPy arrays.
+"""Cost of every class of runs as a stage under every option, as NumPy arrays.
 
-Bytes are exact integers, seconds are equal to :meth:`JointScorer.stage`'s up to rounding. Kept are
-only *entries* (run class, option) that fit in memory and can be part of a plan as fast as the best
-one known, and of the entries of one class on as many devices of one pool only those that no other
-beats in seconds, load and microbatches in flight.
+Bytes are exact integers, seconds are equal to those of :meth:`JointScorer.stage` up to rounding.
+Only *entries* (run class, option) are kept that fit in memory and can be part of a plan as fast as
+the best known one. Of the entries of one class on equally many devices of one pool only those are
+kept that no other beats in seconds, load and microbatches in flight.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
 from fxpart.solver.tables import Number
 
-_CHUNK = 2_000_000  # numbers of an array made at once
-ENDLESS = 2**40  # microbatches in flight of a stage that saves nothing
+_CHUNK = 2_000_000  # numbers in an array made at once
+ENDLESS = 2**40  # microbatches in flight of a stage without activations
 
 
 @dataclass(frozen=True)
 class StageEntries:
-    """Possible stages of one branch, sorted by group, class, filling and option; one row each.
+    """Candidate stages of one branch, sorted by group, class, filling and option; one row each.
 
     filling: fill * t; load: (m - fill) t + beta; flights: the most microbatches in flight that
     memory allows. A group is a number of devices (``size``) of a ``pool``.
@@ -44,7 +44,7 @@ class StageEntries:
     size: Ints
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of entries."""
         return len(self.option)
 
 
@@ -59,10 +59,10 @@ class _OptionClassPairs:
 
 
 class JointTables:
-    """Entries of one problem, made when asked for."""
+    """Entries of one problem, made on demand."""
 
     def __init__(self, stacked: JointArrays, runs: BlockRuns, bounds: CheapBounds) -> None:
-        """runs: the problem's; bounds: for leaving out what cannot be part of a good plan."""
+        """runs: the problem's; bounds: to omit entries that cannot be part of a good plan."""
         self.stacked, self.runs, self.bounds = stacked, runs, bounds
         s = stacked
         self._state: dict[str, tuple[Ints, Ints]] = {  # summed from the first block on, by layout
@@ -84,7 +84,7 @@ class JointTables:
         self._whole = (s.dense.weight + s.experts.weight)[:, s.kinds]
 
     def entries(self, microbatches: int, schedule: str, options: Ints, best: float) -> StageEntries:
-        """What may be a stage of a plan that takes no longer than ``best`` seconds."""
+        """Return the candidate stages of plans that take at most ``best`` seconds."""
         work = self.stacked.work(microbatches)
         prices = self.bounds.prices(microbatches, schedule, options)
         options = options[work[options] >= 0]
@@ -103,7 +103,7 @@ class JointTables:
         options: Ints,
         best: float,
     ) -> StageEntries:
-        """What is left of entries once a faster plan is known."""
+        """Filter entries once a faster plan is known."""
         prices = self.bounds.prices(microbatches, schedule, options)
         paid = (prices.pools[entries.pool] * entries.size)[entries.group]
         sums = entries.filling, entries.load, paid
@@ -122,7 +122,10 @@ class JointTables:
         paid: Floats,
         best: float,
     ) -> Mask:
-        """Whether each may be a stage of a plan of ``best`` seconds; paid: for its devices."""
+        """Return whether each may be a stage of a plan of ``best`` seconds.
+
+        Paid: for its devices.
+        """
         held, alone = self._floors(prices)
         limit = best * (1 + 1e-9)
         keep = filling + paid * load + (prices.total - held[cls]) <= limit
@@ -136,7 +139,7 @@ class JointTables:
         prices: Prices,
         best: float,
     ) -> _OptionClassPairs:
-        """Options and classes that are not hopeless by their work alone."""
+        """Return options and classes that may be in a good plan by their work alone."""
         s, runs = self.stacked, self.runs
         work = s.work(microbatches)[options]
         total = _summed(s.seconds[work], s.kinds)
@@ -151,7 +154,7 @@ class JointTables:
         return _OptionClassPairs(options[option], work[option], cls, t[keep])
 
     def _needs(self, options: Ints, work: Ints) -> Ints:
-        """At least the bytes with one microbatch in flight, (options, classes); ties left out."""
+        """Return minimum bytes with one microbatch in flight, (options, classes); without ties."""
         s, runs = self.stacked, self.runs
         layout, zero = s.layout[options], s.zero[options][:, None]
         saved = _summed(s.activation[work], s.kinds)
@@ -163,13 +166,13 @@ class JointTables:
         return needs
 
     def _price(self, prices: Prices, schedule: str, microbatches: int, options: Ints) -> Floats:
-        """What a second of t costs with each option: its filling, and its devices' load."""
+        """Return price of a second of t with each option: its filling, and its devices' load."""
         share = get_fill_fraction(schedule)
         paid = prices.pools[self.stacked.pool[options]] * self.stacked.size[options]
         return share + paid * (microbatches - share)
 
     def _floors(self, prices: Prices) -> tuple[Floats, Floats]:
-        """The least price, and the least filling, of each class's own blocks."""
+        """Return the minimum price, and the minimum filling, of each class's own blocks."""
         ends = self.runs.last + 1
         sums = [np.concatenate(([0.0], np.cumsum(x))) for x in (prices.blocks, prices.filling)]
         return (
@@ -185,7 +188,10 @@ class JointTables:
         prices: Prices,
         best: float,
     ) -> tuple[Ints, Ints, Floats, Floats, Ints]:
-        """Rows of some pairs: option, class, filling, load, flights; hopeless ones left out."""
+        """Return rows of some pairs: option, class, filling, load, flights.
+
+        Without hopeless ones.
+        """
         share = get_fill_fraction(schedule)
         t, once = self._seconds(microbatches, pairs)
         load, filling = (microbatches - share) * t + once, share * t
@@ -195,7 +201,7 @@ class JointTables:
         return pairs.option[keep], pairs.cls[keep], filling[keep], load[keep], flights[keep]
 
     def _seconds(self, microbatches: int, pairs: _OptionClassPairs) -> tuple[Floats, Floats]:
-        """t and beta of each pair."""
+        """Return t and beta of each pair."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, pool, zero = s.layout[option], s.pool[option], s.zero[option]
         moved = s.rows[pairs.work] * runs.arrived[cls] + runs.arrived_fixed[cls]
@@ -221,24 +227,25 @@ class JointTables:
         return t, once
 
     def _run(self, summed: NDArray[Number], row: Ints, cls: Ints) -> NDArray[Number]:
-        """Sums of rows over the runs of classes."""
+        """Return sums of rows over the runs of classes."""
         return np.asarray(summed[row, self.runs.last[cls] + 1] - summed[row, self.runs.first[cls]])
 
     def _of(self, part: str, which: int, layout: Ints, cls: Ints) -> Ints:
-        """Bytes of weights, gradients or optimizer state before ZeRO, or of what sums send.
+        """Return bytes before ZeRO of weights, gradients or optimizer state, or of reduced
+        gradients.
 
         which: 0 dense, 1 experts.
         """
         sizes = self._run(self._state[part][which], layout, cls)
         if which == 0:
-            for tie, holds in enumerate(self.runs.holds):
+            for tie, holds in enumerate(self.runs.contained):
                 name = "gradient" if part == "sent" else part
                 tied: Ints = getattr(self.stacked, f"tie_{name}")[layout, tie]
                 sizes = sizes + np.where(holds[cls], tied, 0)
         return sizes
 
     def _flights(self, microbatches: int, schedule: str, pairs: _OptionClassPairs) -> Ints:
-        """The most microbatches in flight that memory allows, with their copies of weights."""
+        """Return the most microbatches in flight that memory allows, with their weight copies."""
         s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
         layout, zero = s.layout[option], s.zero[option]
         kept = []
@@ -247,7 +254,7 @@ class JointTables:
             cut = -(-dense // s.data[option]) - (-experts // s.experts_share[option])
             kept.append(np.where(zero >= level, cut, dense + experts))
         each = self._run(_summed(s.activation, s.kinds), pairs.work, cls)
-        each += s.rows[pairs.work] * runs.held[cls] + runs.held_fixed[cls]
+        each += s.rows[pairs.work] * runs.stored[cls] + runs.stored_fixed[cls]
         standing = kept[1] + kept[2] + self._run(self._buffer, layout, cls)
         standing += _peaks(s.workspace[:, s.kinds], pairs.work, runs.first[cls], runs.last[cls])
         most = _peaks(self._whole, layout, runs.first[cls], runs.last[cls])
@@ -260,7 +267,7 @@ class JointTables:
         return np.where(room >= 0, flights, -1)
 
     def _sorted(self, found: list[tuple[Ints, Ints, Floats, Floats, Ints]]) -> StageEntries:
-        """Sort by group, class, filling and option, and leave out what is beaten."""
+        """Sort by group, class, filling and option, and omit dominated entries."""
         s = self.stacked
         if not found:
             none = np.zeros(0, dtype=np.int64)
@@ -282,14 +289,14 @@ class JointTables:
 
 
 def _summed(rows: NDArray[Number], kinds: Ints) -> NDArray[Number]:
-    """Sums of each row of costs by kind, from the first block on; (rows, blocks + 1)."""
+    """Return sums of each row of costs by kind, from the first block on; (rows, blocks + 1)."""
     total = np.zeros((rows.shape[0], len(kinds) + 1), dtype=rows.dtype)
     np.cumsum(rows[:, kinds], axis=1, out=total[:, 1:])
     return total
 
 
 def _peaks(rows: Ints, row: Ints, first: Ints, last: Ints) -> Ints:
-    """Largest number of each row from ``first`` to ``last``, by doubling windows."""
+    """Return the largest number of each row from ``first`` to ``last``, by doubling windows."""
     width = last - first + 1
     level = np.zeros(len(width), dtype=np.int64)
     while bool((2 << level <= width).any()):
@@ -305,7 +312,7 @@ def _peaks(rows: Ints, row: Ints, first: Ints, last: Ints) -> Ints:
 
 
 def _beaten(key: Ints, load: Floats, flights: Ints) -> Mask:
-    """Entries no better than an earlier one of the same key, which takes no longer to fill."""
+    """Return entries dominated by an earlier one of the same key, which has no longer filling."""
     beaten = np.zeros(len(key), dtype=bool)
     step = 1
     while step < len(key):

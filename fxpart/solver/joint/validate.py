@@ -1,4 +1,4 @@
-"""Whether a joint problem makes sense: every fault of it, not the first."""
+"""Validation of joint problems: reports every error, not just the first."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fxpart.schedule.spec import INTERLEAVED, list_closed_forms
 from fxpart.solver.joint.problem import JointProblem, LinearCost, ParameterFootprint
 from fxpart.solver.joint.schedule_costs import has_pieces, is_stream, keeps_all
 
-LARGEST = 2**60  # bytes and seconds: sums beyond this would not be exact
+LARGEST = 2**60  # bytes and seconds: larger sums would not be exact
 MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
 MOST = 2**31  # microbatches, devices, rows
 _Fault = tuple[str, str]
 
 
 def check_joint_problem(problem: JointProblem) -> None:
-    """Raises FXP206 with every fault of ``problem``; returns if there is none."""
-    checks = [_shape, _wishes, _pools, _options]
+    """Raise FXP206 with every error in ``problem``."""
+    checks = [_shape, _check_constraints, _pools, _options]
     if not any(True for _ in _shape(problem)):
         checks += [_layouts, _works, _values, _sizes]
     faults = [
-        Problem("FXP206", where, why, "make the problem again from its model and cluster")
+        Problem("FXP206", where, why, "Make the problem again from its model and cluster.")
         for check in checks
         for where, why in check(problem)
     ]
@@ -34,47 +34,50 @@ def check_joint_problem(problem: JointProblem) -> None:
 def _shape(problem: JointProblem) -> Iterator[_Fault]:
     for name in ("blocks", "pools", "layouts", "options", "microbatches", "schedules"):
         if not getattr(problem, name):
-            yield name, "there is none"
+            yield name, "The list is empty."
     if len(problem.blocks) > MOST_BLOCKS:
-        yield "blocks", f"{len(problem.blocks)} are more than {MOST_BLOCKS}: merge some first"
+        yield (
+            "blocks",
+            f"There are {len(problem.blocks)} blocks; at most {MOST_BLOCKS} are supported.",
+        )
     if len(problem.kinds) != len(problem.blocks):
-        yield "kinds", f"{len(problem.kinds)} entries for {len(problem.blocks)} blocks"
+        yield "kinds", f"There are {len(problem.kinds)} entries for {len(problem.blocks)} blocks."
     elif any(not 0 <= k < len(problem.blocks) for k in problem.kinds):
-        yield "kinds", f"a kind is not one of 0 to {len(problem.blocks) - 1}"
+        yield "kinds", f"A kind is not one of 0 to {len(problem.blocks) - 1}."
     if not 1 <= problem.batch <= MOST:
-        yield "batch", f"{problem.batch} rows are not within 1 and 2**31"
+        yield "batch", f"{problem.batch} rows are not within 1 and 2**31."
     if any(not 1 <= m <= MOST for m in problem.microbatches):
-        yield "microbatches", "a count is not within 1 and 2**31"
+        yield "microbatches", "A count is not within 1 and 2**31."
     if problem.min_stages < 1 or problem.max_stages < 1:
-        # more stages at least than at most is a request that nothing satisfies, not nonsense
-        yield "min_stages, max_stages", "a pipeline has at least one stage"
+        # min_stages > max_stages is an unsatisfiable request, not an invalid problem
+        yield "min_stages, max_stages", "A pipeline has at least one stage."
     if any(v < 2 for v in problem.virtual):
-        yield "virtual", f"{INTERLEAVED} pipelines have at least 2 pieces a stage"
+        yield "virtual", f"{INTERLEAVED} pipelines have at least 2 pieces per stage."
     known = list_closed_forms()
     if wrong := [name for name in problem.schedules if name not in known]:
         names = ", ".join(known)
-        yield "schedules", f"{wrong[0]!r} has no closed form; those that have are {names}"
+        yield "schedules", f"{wrong[0]!r} has no closed form. Schedules with one: {names}."
     elif any(map(has_pieces, problem.schedules)) and not problem.virtual:
-        yield "virtual", f"schedule {INTERLEAVED} needs a number of pieces a stage"
+        yield "virtual", f"The schedule {INTERLEAVED} needs a number of pieces per stage."
 
 
-def _wishes(problem: JointProblem) -> Iterator[_Fault]:
+def _check_constraints(problem: JointProblem) -> Iterator[_Fault]:
     n = len(problem.blocks)
     for name in ("no_cut_after", "cut_after"):
         if any(not 0 <= b < n for b in getattr(problem, name)):
-            yield name, f"a block is not one of 0 to {n - 1}"
+            yield name, f"A block is not one of 0 to {n - 1}."
     for index, pin in enumerate(problem.pins):
         if not 0 <= pin.first <= pin.last < n:
-            yield f"pins[{index}]", f"blocks {pin.first} to {pin.last} are not among {n}"
+            yield f"pins[{index}]", f"Blocks {pin.first} to {pin.last} are not among {n}."
 
 
 def _pools(problem: JointProblem) -> Iterator[_Fault]:
     for index, pool in enumerate(problem.pools):
         where = f"pools[{index}] ({pool.name})"
         if not 1 <= pool.devices <= MOST or pool.host < 1:
-            yield where, "devices and devices of a host are at least 1 (devices 2**31 at most)"
+            yield where, "Devices and devices per host must be at least 1 (devices at most 2**31)."
         if not _number(pool.memory):
-            yield where, "memory is not from 0 to 2**60 bytes"
+            yield where, "The memory is not from 0 to 2**60 bytes."
         yield from _line(f"{where}.transfer", pool.transfer)
 
 
@@ -82,17 +85,17 @@ def _options(problem: JointProblem) -> Iterator[_Fault]:
     for index, one in enumerate(problem.options):
         where = f"options[{index}]"
         if not 0 <= one.pool < len(problem.pools):
-            yield f"{where}.pool", f"{one.pool} is not one of {len(problem.pools)} pools"
+            yield f"{where}.pool", f"{one.pool} is not one of {len(problem.pools)} pools."
         for name in ("reduce", "gather", "reduce_experts", "gather_experts"):
             yield from _line(f"{where}.{name}", getattr(one, name))
         if not 0 <= one.layout < len(problem.layouts):
-            yield f"{where}.layout", f"{one.layout} is not one of {len(problem.layouts)} layouts"
+            yield f"{where}.layout", f"{one.layout} is not one of {len(problem.layouts)} layouts."
         elif not 1 <= one.data <= MOST:
-            yield f"{where}.data", f"{one.data} replicas are not within 1 and 2**31"
+            yield f"{where}.data", f"{one.data} replicas are not within 1 and 2**31."
         elif (
             problem.layouts[one.layout].expert < 1 or one.data % problem.layouts[one.layout].expert
         ):
-            yield f"{where}.data", "the layout's expert degree does not divide it"
+            yield f"{where}.data", "The layout's expert degree does not divide it."
 
 
 def _layouts(problem: JointProblem) -> Iterator[_Fault]:
@@ -100,7 +103,7 @@ def _layouts(problem: JointProblem) -> Iterator[_Fault]:
     for index, layout in enumerate(problem.layouts):
         where = f"layouts[{index}]"
         if layout.tensor < 1 or layout.expert < 1:
-            yield where, "a degree is less than 1"
+            yield where, "A degree is less than 1."
         yield from _row(f"{where}.buffer", layout.buffer, kinds)
         for name in ("tie_weight", "tie_gradient", "tie_optimizer"):
             yield from _row(f"{where}.{name}", getattr(layout, name), len(problem.ties))
@@ -115,9 +118,9 @@ def _state(where: str, state: ParameterFootprint, kinds: int, pools: int) -> Ite
     if state.unsent:
         yield from _row(f"{where}.unsent", state.unsent, kinds)
         if any(a > b for a, b in zip(state.unsent, state.gradient, strict=False)):
-            yield f"{where}.unsent", "there is more than of gradients"
+            yield f"{where}.unsent", "There are more unsent bytes than gradient bytes."
     if len(state.step) != pools:
-        yield f"{where}.step", f"{len(state.step)} rows for {pools} pools"
+        yield f"{where}.step", f"There are {len(state.step)} rows for {pools} pools."
     for pool, row in enumerate(state.step):
         yield from _row(f"{where}.step[{pool}]", row, kinds)
 
@@ -127,17 +130,17 @@ def _works(problem: JointProblem) -> Iterator[_Fault]:
     for index, work in enumerate(problem.works):
         where = f"works[{index}]"
         if not 0 <= work.pool < len(problem.pools):
-            yield f"{where}.pool", f"{work.pool} is not one of {len(problem.pools)} pools"
+            yield f"{where}.pool", f"{work.pool} is not one of {len(problem.pools)} pools."
         if not 0 <= work.layout < len(problem.layouts):
-            yield f"{where}.layout", f"{work.layout} is not one of {len(problem.layouts)} layouts"
+            yield f"{where}.layout", f"{work.layout} is not one of {len(problem.layouts)} layouts."
         if work.rows < 1:
-            yield f"{where}.rows", "a microbatch has at least one row"
+            yield f"{where}.rows", "A microbatch has at least one row."
         for name in ("forward", "backward", "collective", "activation", "workspace"):
             yield from _row(f"{where}.{name}", getattr(work, name), kinds)
     keys = Counter((w.pool, w.layout, w.rows, w.recompute) for w in problem.works)
     for key, times in keys.items():
         if times > 1:
-            yield "works", f"{times} are of pool, layout, rows and recompute {key}"
+            yield "works", f"{times} works have pool, layout, rows and recompute {key}."
 
 
 def _values(problem: JointProblem) -> Iterator[_Fault]:
@@ -145,16 +148,16 @@ def _values(problem: JointProblem) -> Iterator[_Fault]:
     for index, value in enumerate(problem.boundaries):
         where, order = f"boundaries[{index}]", (value.producer, *value.consumers)
         if not value.consumers or not _rising(order, n):
-            yield where, f"producer and consumers {order} do not rise within the blocks"
+            yield where, f"Producer and consumers {order} are not ascending block indices."
         if not _number(value.row_bytes) or not _number(value.fixed_bytes):
-            yield where, "a size is not from 0 to 2**60 bytes"
+            yield where, "A size is not from 0 to 2**60 bytes."
     for index, tie in enumerate(problem.ties):
         if not tie.blocks or not _rising(tie.blocks, n):
-            yield f"ties[{index}] ({tie.name})", f"{tie.blocks} do not rise within the blocks"
+            yield f"ties[{index}] ({tie.name})", f"{tie.blocks} are not ascending block indices."
 
 
 def _sizes(problem: JointProblem) -> Iterator[_Fault]:
-    """Whether all bytes together stay exact, as many times as a stage can hold them."""
+    """Check that all bytes together stay exact, even if a stage has the maximum in flight."""
     most = max(problem.microbatches)
     deep = max(problem.max_stages, 1)
     flying = most if any(map(keeps_all, problem.schedules)) else min(most, deep)
@@ -175,19 +178,19 @@ def _sizes(problem: JointProblem) -> Iterator[_Fault]:
     rows = max((w.rows for w in problem.works), default=1)
     values = 2 * sum((v.row_bytes * rows + v.fixed_bytes) * v.widened for v in problem.boundaries)
     if (flying + 1) * (repeats * (state + work) + values) > LARGEST:
-        yield "bytes", "the sizes add up to more than 2**60 bytes"
+        yield "bytes", "The sizes add up to more than 2**60 bytes."
 
 
 def _row(where: str, row: Sequence[float], length: int) -> Iterator[_Fault]:
     if len(row) != length:
-        yield where, f"{len(row)} entries, {length} are needed"
+        yield where, f"There are {len(row)} entries; {length} are needed."
     elif not all(map(_number, row)):
-        yield where, "an entry is not a number from 0 to 2**60"
+        yield where, "An entry is not a number from 0 to 2**60."
 
 
 def _line(where: str, line: LinearCost) -> Iterator[_Fault]:
     if not _number(line.latency) or not _number(line.inverse):
-        yield where, "latency or inverse is not a number from 0 to 2**60"
+        yield where, "Latency or inverse is not a number from 0 to 2**60."
 
 
 def _number(x: float) -> bool:

@@ -1,8 +1,8 @@
-"""Copies of weights that stages of a stream hold, by the number of stages from each to the end.
+"""Weight copies of asynchronous stages, by the number of stages from each to the end.
 
-A solver that goes from the last stage to the first knows what stands behind a stage, not what
-stands before it. Most weight modes ask no more; where one does (vertical sync, SpecTrain's first
-rule) a stage is given what it holds in the deepest pipeline that the problem allows.
+A solver that proceeds from the last stage to the first knows the later stages, not the earlier
+ones. Most weight modes need no more. For the others (vertical sync, SpecTrain's first rule) a stage
+gets the copies of the deepest pipeline that the problem allows.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WeightCopyCounts:
-    """weights: the name of the weight mode. most: stages that a pipeline may have."""
+    """weights: the name of the weight mode. most: maximum number of stages of a pipeline."""
 
     weights: str
     most: int
 
     def extra(self, microbatches: int, to_end: int) -> int:
-        """Copies beside the weights themselves with ``to_end`` stages to the end, at most."""
+        """Return most copies besides the weights themselves with ``to_end`` stages to the end."""
         known = _extra(self.weights, self.limit(microbatches), microbatches)
         return known[min(to_end, len(known)) - 1]
 
     def limit(self, microbatches: int) -> int:
-        """The most stages for which the mode is made: of a double buffer one a microbatch."""
+        """Return most stages that the mode supports: with a double buffer one per microbatch."""
         return _limit(self.weights, self.most, microbatches)
 
     def deepest(self, room: Bytes, each: Bytes, copy: Bytes, microbatches: int) -> Bytes:
-        """The most stages to the end with which it fits; 0 where it never does.
+        """Return the most stages to the end with which it fits; 0 if it never does.
 
-        room: bytes beside what stands there with one copy of the weights. each: for a microbatch in
-        flight, of which there is one for each stage to the end. copy: of the weights.
+        room: free bytes next to one copy of the weights. each: per microbatch in flight, of which
+        there is one for each stage to the end. copy: of the weights.
         """
         known = _extra(self.weights, self.limit(microbatches), microbatches)
         found = np.zeros_like(room)
@@ -71,7 +71,7 @@ def _limit(weights: str, most: int, microbatches: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _extra(weights: str, most: int, microbatches: int) -> tuple[int, ...]:
-    """By stages to the end, from 1 on; it never falls."""
+    """Return the copies by stages to the end, from 1 on; never decreasing."""
     ahead, found = count_chain_warmup(most), [0]
     for to_end in range(1, most + 1):
         copies = compute_weight_mode_requirements(

@@ -1,4 +1,4 @@
-"""What would be if: a joint problem with other devices, links, memory or microbatches."""
+"""What-if questions: a joint problem with other devices, links, memory or microbatches."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from fxpart.solver.joint.problem import (
 
 
 def with_devices(problem: JointProblem, counts: Sequence[int]) -> JointProblem:
-    """Other numbers of devices, by pool; what needs more than there are cannot be chosen.
+    """Return the problem with other numbers of devices by pool; larger options become impossible.
 
     Degrees that were never priced stay unknown: more devices give more stages, not wider ones.
     """
-    assert len(counts) == len(problem.pools), "a count for each pool"
+    assert len(counts) == len(problem.pools), "counts must have one entry per pool"
     if not sum(counts) or min(counts) < 0:
         raise error(
-            "FXP109", where="devices", why="none would be left", fix="leave at least one device"
+            "FXP109",
+            where="devices",
+            why="No device would be left.",
+            fix="Keep at least one device.",
         )
     pools = tuple(
         msgspec.structs.replace(pool, devices=count)
@@ -45,9 +48,9 @@ def with_devices(problem: JointProblem, counts: Sequence[int]) -> JointProblem:
 
 
 def with_links(problem: JointProblem, bandwidth: float = 1.0, latency: float = 1.0) -> JointProblem:
-    """Every link's bandwidth and latency times these factors.
+    """Return the problem with every link's bandwidth and latency multiplied by these factors.
 
-    Collectives inside blocks are known as seconds only: the whole of them counts as bandwidth.
+    Only the seconds of collectives inside blocks are known; all of that counts as bandwidth.
     """
 
     def line(given: LinearCost) -> LinearCost:
@@ -69,9 +72,9 @@ def with_links(problem: JointProblem, bandwidth: float = 1.0, latency: float = 1
 
 
 def _slower(work: MicrobatchCost, factor: float) -> MicrobatchCost:
-    """The work with its collectives times ``factor``, shared by forward and backward as they are.
+    """Return the work with its collectives times ``factor``, in forward and backward.
 
-    Only their sum is known: each direction takes at most what it has.
+    Only their sum is known; the change of each direction is limited by its time.
     """
     ahead, back = [], []
     for forward, backward, part in zip(work.forward, work.backward, work.collective, strict=True):
@@ -88,21 +91,21 @@ def _slower(work: MicrobatchCost, factor: float) -> MicrobatchCost:
 
 
 def with_memory(problem: JointProblem, factor: float) -> JointProblem:
-    """Every device's memory times ``factor``."""
+    """Return the problem with every device's memory times ``factor``."""
     pools = (msgspec.structs.replace(p, memory=int(p.memory * factor)) for p in problem.pools)
     return msgspec.structs.replace(problem, pools=tuple(pools))
 
 
 def with_microbatches(problem: JointProblem, counts: Sequence[int]) -> JointProblem:
-    """These numbers of microbatches to choose from, whether they were priced or not.
+    """Return the problem with these microbatch counts, whether they were priced or not.
 
-    Where no work has the rows that a count gives, its numbers lie on the straight line between the
-    two that were priced next to it (or go on beyond the last two).
+    If no work has the rows of a count, its numbers are interpolated linearly between the two
+    nearest priced ones (or extrapolated beyond the last two).
     """
     wrong = [m for m in counts if not 1 <= m <= problem.batch]
     if wrong or not counts:
-        why = f"a batch of {problem.batch} cannot be cut into {wrong[0] if wrong else 0}"
-        fix = f"1 to {problem.batch}"
+        why = f"A batch of {problem.batch} cannot be divided into {wrong[0] if wrong else 0}."
+        fix = f"Use 1 to {problem.batch} microbatches."
         raise error("FXP109", where="microbatches", why=why, fix=fix)
     groups: dict[tuple[int, int, str], list[MicrobatchCost]] = defaultdict(list)
     for work in problem.works:
@@ -125,7 +128,8 @@ def with_microbatches(problem: JointProblem, counts: Sequence[int]) -> JointProb
 
 
 def between(works: Sequence[MicrobatchCost], rows: int) -> MicrobatchCost:
-    """Work at ``rows``, on the line through its neighbours among ``works`` (by rising rows)."""
+    """Return the work at ``rows``, interpolated between the nearest of ``works`` (by ascending
+    rows)."""
     place = bisect_left([w.rows for w in works], rows)
     low, high = max(0, min(place - 1, len(works) - 2)), min(len(works) - 1, max(place, 1))
     first, last = works[low], works[high]
@@ -134,7 +138,7 @@ def between(works: Sequence[MicrobatchCost], rows: int) -> MicrobatchCost:
 
     def at(name: str) -> tuple[float, ...]:
         a = getattr(first, name)
-        b = getattr(last, name) if span else [2 * x for x in a]  # one alone: in proportion
+        b = getattr(last, name) if span else [2 * x for x in a]  # a single one: in proportion
         return tuple(max(0.0, x + share * (y - x)) for x, y in zip(a, b, strict=True))
 
     return msgspec.structs.replace(

@@ -1,6 +1,6 @@
-"""The order of a step's computations, searched: for given stage times, links and memory.
+"""Search for the order of a step's computations, for given stage times, links and memory.
 
-:func:`fxpart.solver.order.search.search_schedule` is the entrance. problem has the numbers, jobs
-the one definition of when everything happens, listing and descent find good orders, bounds and
-order_ilp prove how good they are.
+:func:`fxpart.solver.order.search.search_schedule` is the entry point. `problem` has the numbers,
+`jobs` the definition of all start and end times. `list_scheduler` and `descent` find good orders,
+`bounds` and `order_ilp` prove how good they are.
 """

@@ -1,9 +1,9 @@
-"""Lower bounds of a step: what no order of the computations can beat.
+"""Lower bounds on a step: no order of the computations is faster.
 
-Each job has a head (seconds that must pass before it can start) and a tail (that must pass after
-its end), by longest paths. On one rank the jobs then are a one-machine problem with heads and
-tails, whose optimum with interruptions is Jackson's rule (Carlier, EJOR 1982): at each moment the
-job with the longest tail of those that are there.
+Each job has a head (seconds that must pass before it can start) and a tail (seconds that must pass
+after its end), by longest paths. The jobs of one rank then are a one-machine problem with heads and
+tails. Its preemptive optimum is Jackson's rule (Carlier, EJOR 1982): always run the available job
+with the longest tail.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class JobWindows:
 
 
 def windows(jobs: Jobs) -> JobWindows:
-    """Heads and tails by longest paths, of what must be in this order in every schedule.
+    """Return heads and tails by longest paths, over dependencies that hold in every schedule.
 
-    A head also counts all that the rank must have done before the job (and a tail all after it):
-    jobs that it needs, directly or not, which are on its own rank.
+    A head also counts all jobs that the rank must run before the job (and a tail all after it):
+    direct and indirect dependencies on its own rank.
     """
     before = list_predecessors(jobs)
     after: list[list[tuple[int, float]]] = [[] for _ in before]
@@ -40,7 +40,7 @@ def windows(jobs: Jobs) -> JobWindows:
 
 
 def lower_bound(jobs: Jobs, found: JobWindows) -> float:
-    """Seconds that every schedule takes at least: by path, and by rank."""
+    """Return a lower bound in seconds on every schedule: by path, and by rank."""
     path = max(h + s + t for h, s, t in zip(found.head, jobs.seconds, found.tail, strict=True))
     ranks = range(jobs.problem.ranks)
     return max(path, *(_one_machine(jobs, found, rank) for rank in ranks))
@@ -49,9 +49,9 @@ def lower_bound(jobs: Jobs, found: JobWindows) -> float:
 def _longest(
     jobs: Jobs, order: Sequence[int], before: Sequence[Sequence[tuple[int, float]]]
 ) -> list[float]:
-    """The longest path to each job, in the order given; and by rank the work that must precede."""
+    """Return the longest path to each job, in this order, including required work on its rank."""
     found = [0.0] * len(before)
-    # The jobs of the same rank that must come before, as bits; and that set's earliest start.
+    # Earlier required jobs of the same rank, as bits, and the earliest start of that set.
     ancestors = [0] * len(before)
     masks = [0] * jobs.problem.ranks
     for job in order:
@@ -73,7 +73,7 @@ def _longest(
 
 
 def _members(bits: int) -> list[int]:
-    """The numbers of the bits that are set."""
+    """Return the indices of the set bits."""
     found = []
     while bits:
         low = bits & -bits
@@ -83,7 +83,7 @@ def _members(bits: int) -> list[int]:
 
 
 def _one_machine(jobs: Jobs, found: JobWindows, rank: int) -> float:
-    """Jackson's preemptive schedule of the rank's jobs."""
+    """Return the length of Jackson's preemptive schedule of the rank's jobs."""
     mine = sorted((found.head[j], j) for j in range(len(jobs.rank)) if jobs.rank[j] == rank)
     left = {job: jobs.seconds[job] for _, job in mine}
     ready: list[tuple[float, int]] = []

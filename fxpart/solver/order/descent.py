@@ -1,8 +1,8 @@
-"""Making an order better: exchanging neighbours on the critical path, as for job shops.
+"""Local search over orders: swap adjacent jobs on the critical path, as for job shops.
 
-A step ends when its critical path does; only an exchange of two neighbours of one rank on that path
-can shorten it (van Laarhoven, Aarts and Lenstra, Operations Research 1992). With tabu moves, so
-that the search leaves an order that no exchange improves.
+A step ends when its critical path does; only a swap of two adjacent jobs of one rank on that path
+can shorten it (van Laarhoven, Aarts and Lenstra, Operations Research 1992). Tabu moves let the
+search leave local optima.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _TINY = 1e-12
 def improve_orders(
     jobs: Jobs, orders: Orders, bound: float, *, tries: int, deadline: float, seed: int
 ) -> tuple[Orders, float]:
-    """The best orders met, and their seconds; at least as good as those given, which must run.
+    """Return the best orders found, and their seconds; at least as good as the given valid orders.
 
-    bound: where to stop. tries: evaluations at most. deadline: a ``time.monotonic()`` value.
+    bound: where to stop. tries: maximum number of evaluations. deadline: a ``time.monotonic()``
+    value.
     """
     now = jobs.timed(orders)
-    assert now is not None, "the start of a descent can be run"
+    assert now is not None, "the initial orders are valid"
     rng = random.Random(seed)
     best, seconds = [list(mine) for mine in orders], now.seconds
     orders = [list(mine) for mine in orders]
@@ -57,7 +58,7 @@ def improve_orders(
 
 
 def _moves(jobs: Jobs, orders: Orders, timed: JobTimes) -> list[tuple[int, int]]:
-    """(rank, place) of neighbours on a critical path that may change places."""
+    """Return (rank, position) of adjacent jobs on a critical path that may be swapped."""
     critical = _critical(jobs, orders, timed)
     found = []
     for rank, mine in enumerate(orders):
@@ -74,7 +75,7 @@ def _moves(jobs: Jobs, orders: Orders, timed: JobTimes) -> list[tuple[int, int]]
 
 
 def _critical(jobs: Jobs, orders: Orders, timed: JobTimes) -> list[bool]:
-    """Which jobs cannot be later without the step being longer; links' queues are not minded."""
+    """Return which jobs are critical: their delay lengthens the step; link queues are ignored."""
     count = len(jobs.action)
     latest = [timed.seconds] * count
     behind = {one: other for mine in orders for one, other in pairwise(mine)}

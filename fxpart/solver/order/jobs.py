@@ -1,7 +1,7 @@
-"""A problem as numbered jobs, and the one definition of when an order of them ends.
+"""A schedule problem as numbered jobs, and the definition of their start and end times.
 
-What :func:`fxpart.schedule.simulate.simulate` says of the same schedule with overlapped transfers;
-a test compares the two.
+The times equal those of :func:`fxpart.schedule.simulate.simulate` with overlapped transfers; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.spec import FOUND
 from fxpart.solver.order.problem import ScheduleProblem
 
-Orders = list[list[int]]  # by rank its jobs in order
+Orders = list[list[int]]  # by rank its ordered jobs
 
 
 @dataclass(frozen=True)
 class JobTimes:
-    """When the jobs start and end, and the end of the last."""
+    """Start and end of each job, and the end of the last one."""
 
     start: list[float]
     end: list[float]
@@ -26,16 +26,16 @@ class JobTimes:
 
 
 class Jobs:
-    """Jobs are numbered so that each comes after all that it needs.
+    """Jobs are numbered so that each comes after its dependencies.
 
-    action, seconds, rank: of each job. needs: by job the jobs whose results it uses; sends: by job
-    the (job, seconds, link) that wait for its transfer, link None on the same rank. before: by job
-    the one of the same stage and kind for the microbatch before (-1: none). ends_hold: by job of an
-    F the job that frees what it holds.
+    action, seconds, rank: of each job. needs: by job, the jobs whose results it uses. sends: by
+    job, the (job, seconds, link) that wait for its transfer, link None on the same rank. before: by
+    job, the job of the same stage and kind for the previous microbatch (-1: none). ends_hold: by
+    forward job, the job that frees its activations.
     """
 
     def __init__(self, problem: ScheduleProblem, *, split: bool) -> None:
-        """split: every backward in halves, or none."""
+        """split: split every backward into halves, or none."""
         self.problem = problem
         stages, count = len(problem.stage_rank), problem.microbatches
         pairs = frozenset((k, m) for k in range(stages) for m in range(count) if split)
@@ -84,8 +84,10 @@ class Jobs:
         return self.number[Action(action.stage, action.kind, action.microbatch - 1)]
 
     def orders(self, schedule: Schedule) -> Orders:
-        """A schedule's computations as jobs; a whole backward is its halves, one after the other,
-        where these are split."""
+        """Return a schedule's computations as jobs.
+
+        If backwards are split here, a whole backward becomes its two halves in sequence.
+        """
         found: Orders = []
         for actions in schedule.ranks:
             mine = []
@@ -102,7 +104,7 @@ class Jobs:
         return found
 
     def schedule(self, orders: Orders) -> Schedule:
-        """The computations of an order."""
+        """Return the computations of an order."""
         lists = tuple(tuple(self.action[job] for job in mine) for mine in orders)
         problem = self.problem
         return Schedule(
@@ -110,7 +112,7 @@ class Jobs:
         )
 
     def timed(self, orders: Orders) -> JobTimes | None:
-        """When everything happens, as early as can be; None where jobs wait for each other."""
+        """Return the earliest times; None if jobs wait for each other."""
         count = len(self.action)
         waiting = [len(needs) for needs in self.needs]
         ready, start, end = [0.0] * count, [0.0] * count, [0.0] * count
@@ -140,7 +142,7 @@ class Jobs:
         return JobTimes(start, end, max(end)) if done == count else None
 
     def fits(self, orders: Orders) -> bool:
-        """Whether no rank ever holds more than it may."""
+        """Return whether no rank ever exceeds its memory limit."""
         for rank, mine in enumerate(orders):
             limit = self.problem.limit(rank)
             if limit is None:
@@ -148,24 +150,24 @@ class Jobs:
             held = 0
             for job in mine:
                 if job in self.ends_hold:
-                    held += self.problem.held(self.action[job].stage)
+                    held += self.problem.get_activation(self.action[job].stage)
                     if held > limit:
                         return False
                 elif job in self.frees:
-                    held -= self.problem.held(self.action[job].stage)
+                    held -= self.problem.get_activation(self.action[job].stage)
         return True
 
     def ascends(self, orders: Orders) -> bool:
-        """Whether each stage takes microbatches in their order, with each kind."""
+        """Return whether each stage runs its microbatches in order, with each kind."""
         place = {job: index for mine in orders for index, job in enumerate(mine)}
         return all(place[b] < place[job] for job, b in enumerate(self.before) if b >= 0)
 
 
 def list_predecessors(jobs: Jobs) -> list[list[tuple[int, float]]]:
-    """By job what must have ended before it in every order, and for how long: (job, seconds).
+    """Return by job what must end before it in every order, and the delay: (job, seconds).
 
-    What it needs, the microbatch before, and where a stage may hold c microbatches, the end of the
-    hold of the c-th before. With one stage on a rank the last is exactly the rank's limit.
+    Its dependencies, the previous microbatch, and, if a stage may have c microbatches in flight,
+    the end of the c-th previous one. With one stage on a rank the last is exactly the rank's limit.
     """
     found: list[list[tuple[int, float]]] = [[] for _ in jobs.action]
     for job, sends in enumerate(jobs.sends):
@@ -176,7 +178,7 @@ def list_predecessors(jobs: Jobs) -> list[list[tuple[int, float]]]:
             found[job].append((before, 0.0))
     for first, last in jobs.ends_hold.items():
         stage, m = jobs.action[first].stage, jobs.action[first].microbatch
-        limit, held = jobs.problem.limit(jobs.rank[first]), jobs.problem.held(stage)
+        limit, held = jobs.problem.limit(jobs.rank[first]), jobs.problem.get_activation(stage)
         if limit is None or not held:
             continue
         most = limit // held
@@ -186,5 +188,5 @@ def list_predecessors(jobs: Jobs) -> list[list[tuple[int, float]]]:
 
 
 def has_single_stage(problem: ScheduleProblem, rank: int) -> bool:
-    """Whether the rank has one stage."""
+    """Return whether the rank has one stage."""
     return list(problem.stage_rank).count(rank) == 1

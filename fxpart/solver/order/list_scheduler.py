@@ -1,7 +1,7 @@
-"""List scheduling: always the next computation that can start, by a rule where several can.
+"""List scheduling: always run the next computation that can start, with priority rules.
 
-Memory is kept by the banker's rule (Dijkstra 1965): a forward starts only if the microbatches that
-are under way can still end one after the other, oldest first. So the search never gets stuck.
+Memory is managed by the banker's rule (Dijkstra 1965): a forward starts only if the microbatches in
+flight can still end one after the other, oldest first. So the search never deadlocks.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from itertools import product
 from fxpart.schedule.action import ActionKind
 from fxpart.solver.order.jobs import Jobs, Orders
 
-Priority = Sequence[tuple[float, ...]]  # by job; what is least goes first
+Priority = Sequence[tuple[float, ...]]  # by job; the smallest comes first
 
 
 class ListScheduler:
     """Lists the jobs of one problem by any rule."""
 
     def __init__(self, jobs: Jobs, caps: Sequence[int] | None = None) -> None:
-        """caps: by stage the most microbatches in flight, if the memory is not all to be used."""
+        """caps: by stage the most microbatches in flight, to use less than the available memory."""
         self.jobs, self.caps = jobs, caps
         stages = range(len(jobs.problem.stage_rank))
-        # What a microbatch needs on each rank, and the ranks with a limit.
+        # memory of a microbatch on each rank, and the ranks with a limit
         self.whole = [0] * jobs.problem.ranks
         for stage in stages:
-            self.whole[jobs.problem.stage_rank[stage]] += jobs.problem.held(stage)
+            self.whole[jobs.problem.stage_rank[stage]] += jobs.problem.get_activation(stage)
         self.limited = [r for r in range(jobs.problem.ranks) if jobs.problem.limit(r) is not None]
 
     def run(self, priority: Priority) -> Orders:
-        """The orders of the ranks; priority decides between jobs that can start at one moment."""
+        """Return the orders of the ranks.
+
+        Priority decides between jobs that can start at one time.
+        """
         state = _ListSchedulerState(self)
         while state.left:
             state.step(priority)
@@ -37,7 +40,7 @@ class ListScheduler:
 
 
 class _ListSchedulerState:
-    """How far a listing has come."""
+    """State of a list scheduling run."""
 
     def __init__(self, lister: ListScheduler) -> None:
         jobs = lister.jobs
@@ -57,7 +60,7 @@ class _ListSchedulerState:
         self.open = {job for job in range(self.left) if not self.waiting[job]}
         self.busy: dict[tuple[int, int], float] = {}
         self.flying = [0] * len(jobs.problem.stage_rank)
-        # By microbatch what it holds on each rank, for those that are under way.
+        # by microbatch in flight, its memory on each rank
         self.holds: dict[int, list[int]] = {}
         self.owes: dict[int, list[int]] = {}
 
@@ -71,13 +74,14 @@ class _ListSchedulerState:
             if job not in self.jobs.ends_hold or self._may(job):
                 self._start(job, start)
                 return
-        raise AssertionError("the oldest microbatch can always go on")
+        raise AssertionError("the oldest microbatch can always continue")
 
     def _may(self, job: int) -> bool:
-        """Whether a forward leaves its rank enough for all microbatches, oldest first.
+        """Return whether a forward leaves its rank enough memory for all microbatches, oldest
+        first.
 
-        Those that have not begun here count too: where a graph has several sources, a younger one
-        may be before them.
+        Those that have not begun here count too: in a graph with several sources, a younger one may
+        start before them.
         """
         action, problem = self.jobs.action[job], self.jobs.problem
         caps = self.lister.caps
@@ -87,7 +91,7 @@ class _ListSchedulerState:
         limit = problem.limit(rank)
         if limit is None:
             return True
-        held = problem.held(action.stage)
+        held = problem.get_activation(action.stage)
         free = limit - sum(hold[rank] for hold in self.holds.values()) - held
         if free < 0:
             return False
@@ -127,8 +131,8 @@ class _ListSchedulerState:
             self.open.add(job)
 
     def _hold(self, job: int, stage: int, microbatch: int, rank: int) -> None:
-        """Count what the job takes or gives back."""
-        held = self.jobs.problem.held(stage)
+        """Update the memory that the job allocates or frees."""
+        held = self.jobs.problem.get_activation(stage)
         if job in self.jobs.ends_hold:
             self.flying[stage] += 1
             ranks = range(self.jobs.problem.ranks)
@@ -140,8 +144,11 @@ class _ListSchedulerState:
 
 
 def rules(jobs: Jobs, tail: Sequence[float]) -> list[Priority]:
-    """The rules to try: by the longest path behind a job, backward first, forward first; each with
-    microbatches ascending before or after, and W's last."""
+    """Return the priority rules.
+
+    By the longest path after a job, backward first, forward first; each with microbatches ascending
+    before or after that criterion, and W's last.
+    """
     first = {
         "path": dict.fromkeys(ActionKind, 0),
         "back": {ActionKind.B: 0, ActionKind.I: 0, ActionKind.F: 1, ActionKind.W: 2},
@@ -160,10 +167,10 @@ def rules(jobs: Jobs, tail: Sequence[float]) -> list[Priority]:
 
 
 def list_in_flight_caps(jobs: Jobs) -> list[list[int]]:
-    """Caps of microbatches in flight to try: as many as the busiest rank does meanwhile, and more.
+    """Return caps on microbatches in flight: as many as the busiest rank processes, and more.
 
-    By Little's law a stage needs so many in flight as fit into the time between a microbatch's
-    forward there and its backward, at the rate of the busiest rank.
+    By Little's law a stage needs as many in flight as the busiest rank processes between a
+    microbatch's forward and its backward on the stage.
     """
     problem = jobs.problem
     work = [0.0] * problem.ranks

@@ -1,12 +1,12 @@
-"""The order of computations as a constraint programme for CP-SAT.
+"""The order of computations as a constraint program for CP-SAT.
 
 A computation is an interval of fixed length on its rank, and intervals of a rank do not overlap. A
-transfer is a delay, or an interval on its link. Microbatches are interchangeable, so that each
-stage may take them in their order: that breaks the symmetry, and the verifier asks for it. A rank's
-memory is an interval from each forward to the end of its backward, their sum bounded; where the
-rank has one stage the order of microbatches says it exactly. Seconds become integers, exactly where
-they are multiples of a common unit, and otherwise rounded down, which only shortens a step:
-CP-SAT's bound, scaled back, is a bound on ours.
+transfer is a delay, or an interval on its link. Microbatches are interchangeable, so each stage
+runs them in order: that breaks the symmetry, and the verifier requires it. A rank's memory is an
+interval from each forward to the end of its backward, with a bounded sum; if the rank has one
+stage, precedences of microbatches express it exactly. Seconds become integers, exactly if they are
+multiples of a common unit, otherwise rounded down, which only shortens a step: CP-SAT's bound,
+scaled back, is a bound on ours.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ortools.sat.python import cp_model
 from fxpart.solver.order.bounds import JobWindows
 from fxpart.solver.order.jobs import Jobs, JobTimes, Orders, has_single_stage, list_predecessors
 
-MOST_JOBS = 600  # computations of one programme
-_STEPS = 10**9  # integer steps that the best known step is divided into, if it has no unit
-_MOST_STEPS = 10**9  # and the most if it has one
+MOST_JOBS = 600  # computations in one program
+_STEPS = 10**9  # integer steps that the best known step is divided into, without a common unit
+_MOST_STEPS = 10**9  # maximum number of steps with a common unit
 
 
 def accepts(jobs: Jobs) -> str | None:
-    """Why CP-SAT is not for this problem, or None if it is."""
+    """Return why CP-SAT does not support this problem, or None if it does."""
     count = len(jobs.action)
     if count > MOST_JOBS:
-        return f"{count} computations are more than CP-SAT's {MOST_JOBS}"
+        return f"There are {count} computations; the CP-SAT model supports {MOST_JOBS}."
     return None
 
 
 @dataclass(frozen=True)
 class OrderModelResult:
-    """What came of it: better orders if any, and the bound in seconds."""
+    """Result: better orders if any, and the bound in seconds."""
 
     orders: Orders | None
     bound: float
@@ -53,31 +53,31 @@ def solve_cp_sat(
     effort: float,
     seed: int,
 ) -> OrderModelResult:
-    """Orders that end before the best known, if there are any, and what is proven.
+    """Return orders that end before the best known, if there are any, and the proven bound.
 
-    found: heads and tails. best: also where the search starts from. bound: known already. deadline:
-    a ``time.monotonic()`` value. effort: CP-SAT's deterministic seconds at most. One worker and a
-    fixed seed: equal runs are equal unless the deadline cuts them.
+    found: heads and tails. best: known orders, also the hint. bound: known already. deadline: a
+    ``time.monotonic()`` value. effort: limit on CP-SAT's deterministic seconds. One worker and a
+    fixed seed: equal runs are equal unless the deadline interrupts them.
     """
     left = deadline - time.monotonic()
     if left <= 0:
         return OrderModelResult(None, bound)
-    programme = _OrderModel(jobs, found, best.seconds, bound)
-    programme.hint(best)
+    program = _OrderModel(jobs, found, best.seconds, bound)
+    program.hint(best)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
-    # A linear relaxation says nothing of machines that do one thing at a time, and costs the most.
+    # A linear relaxation gives no bound for disjunctive resources, and costs the most time.
     solver.parameters.linearization_level = 0
     solver.parameters.max_time_in_seconds = left
     solver.parameters.max_deterministic_time = effort
-    status = solver.solve(programme.model)
+    status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
-        return OrderModelResult(None, best.seconds)  # nothing ends before it
+        return OrderModelResult(None, best.seconds)  # no order ends before it
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return OrderModelResult(None, max(bound, solver.best_objective_bound / programme.scale))
-    reached = max(bound, solver.best_objective_bound / programme.scale)
-    return OrderModelResult(programme.orders(solver), min(reached, best.seconds))
+        return OrderModelResult(None, max(bound, solver.best_objective_bound / program.scale))
+    reached = max(bound, solver.best_objective_bound / program.scale)
+    return OrderModelResult(program.orders(solver), min(reached, best.seconds))
 
 
 class _OrderModel:
@@ -107,7 +107,7 @@ class _OrderModel:
         return math.floor(seconds * self.scale + 1e-6)
 
     def _place(self) -> None:
-        """An interval for each job within its head and tail; none overlap on a rank."""
+        """Add an interval for each job within its head and tail; none overlap on a rank."""
         for job, ticks in enumerate(self.ticks):
             head, tail = (self._ticks(x[job]) for x in (self.found.head, self.found.tail))
             # Rounded down job by job, a path may be some ticks shorter than its sum.
@@ -117,7 +117,7 @@ class _OrderModel:
                 low, high = head, self.horizon - ticks - tail
             start = self.model.new_int_var(min(low, high), max(low, high), f"s{job}")
             if low > high:
-                self.model.add_bool_or([])  # the horizon is too short: there is nothing better
+                self.model.add_bool_or([])  # the horizon is too short: there is no better order
             self.start.append(start)
             self.intervals.append(self.model.new_fixed_size_interval_var(start, ticks, f"i{job}"))
             self.model.add(self.end >= start + ticks + (tail if self.exact else 0))
@@ -133,14 +133,14 @@ class _OrderModel:
         )
 
     def _order(self) -> None:
-        """What must come before what, with free links."""
+        """Add the precedences, with free links."""
         for job, each in enumerate(list_predecessors(self.jobs)):
             for cause, seconds in each:
                 gap = self.ticks[cause] + self._ticks(seconds)
                 self.model.add(self.start[job] >= self.start[cause] + gap)
 
     def _link(self) -> None:
-        """A transfer at a time on each link."""
+        """Allow one transfer at a time on each link."""
         links: dict[tuple[int, int], list[cp_model.IntervalVar]] = {}
         for job, sends in enumerate(self.jobs.sends):
             for target, seconds, link in sends:
@@ -157,7 +157,7 @@ class _OrderModel:
             self.model.add_no_overlap(intervals)
 
     def _hold(self) -> None:
-        """The memory of ranks with several stages; with one, `list_predecessors` has said it."""
+        """Limit the memory of ranks with several stages; `list_predecessors` covers one stage."""
         problem = self.jobs.problem
         for rank in range(problem.ranks):
             limit = problem.limit(rank)
@@ -171,16 +171,16 @@ class _OrderModel:
                 over = self.start[last] + self.ticks[last]
                 begin = self.start[first]
                 spans.append(self.model.new_interval_var(begin, size, over, f"h{first}"))
-                demands.append(problem.held(self.jobs.action[first].stage))
+                demands.append(problem.get_activation(self.jobs.action[first].stage))
             self.model.add_cumulative(spans, demands, limit)
 
     def hint(self, best: JobTimes) -> None:
-        """Look first near what is known; it ends just too late to be an answer itself."""
+        """Hint at the known orders; they end just too late to be a solution themselves."""
         for start, seconds in zip(self.start, best.start, strict=True):
             self.model.add_hint(start, self._ticks(seconds))
 
     def orders(self, solver: cp_model.CpSolver) -> Orders:
-        """By rank the jobs as they start; what takes no time goes before what starts with it."""
+        """Return by rank the jobs by start; jobs without duration precede others of equal start."""
         found: Orders = [[] for _ in range(self.jobs.problem.ranks)]
         for job in range(len(self.start)):
             found[self.jobs.rank[job]].append(job)
@@ -190,7 +190,7 @@ class _OrderModel:
 
 
 def _scale(jobs: Jobs, best: float) -> float:
-    """Ticks of a second: exact where all seconds are multiples of one unit, if that is not tiny."""
+    """Return ticks per second: exact if all seconds are multiples of a unit that is not tiny."""
     times = {
         *jobs.seconds,
         *(s for sends in jobs.sends for _, s, link in sends if link is not None),
@@ -202,7 +202,7 @@ def _scale(jobs: Jobs, best: float) -> float:
 
 
 def _unit(times: Sequence[float]) -> int | None:
-    """How many of their common unit are in a second, None if they have none."""
+    """Return how many of their common unit are in a second, None if there is none."""
     found = 1
     for seconds in times:
         fraction = Fraction(seconds).limit_denominator(10_000)

@@ -1,4 +1,4 @@
-"""The searched schedule: the best of the builders', of lists, of descents and of CP-SAT, proven."""
+"""Schedule search: the best of builders, list scheduling, local search and CP-SAT, with a bound."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fxpart.solver.order.jobs import Jobs, Orders
 from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
 from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult
 
-_SAME = 1e-6  # a bound this near to the step leaves nothing to gain
-_TRIES = 1500  # orders that descents look at
-_STARTS = 3  # descents, each from one of the best orders
+_SAME = 1e-6  # relative gap below which there is nothing to gain
+_TRIES = 1500  # orders that local searches evaluate
+_STARTS = 3  # local searches, each from one of the best orders
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Orders of one way to split backwards, their seconds, and who made them."""
+    """Orders with whole or split backwards, their seconds, and their source."""
 
     seconds: float
     orders: Orders
@@ -32,15 +32,15 @@ class _Candidate:
 def search_schedule(
     problem: ScheduleProblem, *, time_limit: float = 2.0, effort: float = 1.0, seed: int = 0
 ) -> ScheduleSearchResult:
-    """The best schedule found for the problem, with a bound; never worse than a builder's.
+    """Return the best schedule found, with a bound; never worse than a builder's.
 
-    Builders' schedules that fit and lists by several rules are made better by exchanges on the
-    critical path; CP-SAT then looks for a better one, or proves that there is none. Backwards are
-    whole, or all of them split where the problem has seconds of halves; both are tried if halving
-    costs something. time_limit: seconds of this machine at most. effort: CP-SAT's deterministic
-    seconds at most; unless time_limit cuts it short, equal arguments give equal schedules on every
-    machine. Raises FXP109 for numbers that do not fit together, FXP901 for edges that are no stage
-    graph, and FXP204 where a rank cannot hold one microbatch of each of its stages.
+    Builders' schedules that fit and lists by several rules are improved by swaps on the critical
+    path; CP-SAT then searches a better one, or proves that there is none. Backwards are whole, or
+    all of them split if the problem has seconds of halves; both are tried if splitting costs time.
+    time_limit: seconds on this machine. effort: limit on CP-SAT's deterministic seconds; unless
+    time_limit interrupts it, equal arguments give equal schedules on every machine. Raises FXP109
+    for inconsistent numbers, FXP901 for edges that are not a stage graph, and FXP204 if a rank has
+    no memory for one microbatch of each of its stages.
     """
     problem.check()
     _check_memory(problem)
@@ -70,7 +70,7 @@ def search_schedule(
 
 
 def _ways(problem: ScheduleProblem) -> tuple[bool, ...]:
-    """Whether to split backwards. Halves that cost nothing are never worse than the whole."""
+    """Return whether to split backwards. Splitting without cost is never worse."""
     if problem.halves is None:
         return (False,)
     pairs = zip(problem.halves, problem.backward, strict=True)
@@ -82,13 +82,13 @@ def _check_memory(problem: ScheduleProblem) -> None:
     for rank in range(problem.ranks):
         limit = problem.limit(rank)
         mine = [k for k, r in enumerate(problem.stage_rank) if r == rank]
-        whole = sum(problem.held(k) for k in mine)
+        whole = sum(problem.get_activation(k) for k in mine)
         if limit is not None and whole > limit:
             raise error(
                 "FXP204",
                 where=f"rank {rank}, stages {', '.join(map(str, mine))}",
-                why=f"one microbatch holds {whole} there, and {limit} are allowed",
-                fix="smaller microbatches, recomputation, or fewer stages on the rank",
+                why=f"One microbatch needs {whole} there; the limit is {limit}.",
+                fix="Use smaller microbatches, recomputation, or fewer stages on the rank.",
             )
 
 
@@ -103,7 +103,7 @@ class _BackwardSplitSearch:
         self.best = _Candidate(inf, [], "")
 
     def search(self, *, deadline: float, effort: float) -> _BackwardSplitSearch:
-        """Fill in the best candidate and the bound."""
+        """Find the best candidate and the bound."""
         known = sorted(self._candidates(deadline), key=lambda c: c.seconds)
         self.best = known[0]
         for start in self._starts(known):
@@ -119,7 +119,7 @@ class _BackwardSplitSearch:
         return self
 
     def _prove(self, deadline: float, effort: float) -> None:
-        """Have CP-SAT look for a better order, or for a better bound."""
+        """Let CP-SAT search a better order, or a better bound."""
         from fxpart.solver.order.order_ilp import accepts, solve_cp_sat  # loads OR-Tools
 
         known = self.jobs.timed(self.best.orders)
@@ -142,7 +142,7 @@ class _BackwardSplitSearch:
             self.best = candidate
 
     def _candidates(self, deadline: float) -> Iterator[_Candidate]:
-        """The builders' orders that fit, and lists by each rule and cap; at least one."""
+        """Yield the builders' orders that fit, and lists by each rule and cap; at least one."""
         for name, orders in self._built():
             timed = self.jobs.timed(orders)
             if timed is not None and self.jobs.fits(orders):
@@ -156,14 +156,14 @@ class _BackwardSplitSearch:
                 return
             orders = ListScheduler(self.jobs, cap).run(rule)
             timed = self.jobs.timed(orders)
-            assert timed is not None, "a list is made in the order of time"
+            assert timed is not None, "list scheduling yields a valid order"
             yield _Candidate(timed.seconds, orders, "list")
 
     def _built(self) -> Iterator[tuple[str, Orders]]:
         problem = self.jobs.problem
         for name, builder in SCHEDULES.items():
             if builder.build is None or not (builder.trains and builder.flushes):
-                continue  # no order of one training step
+                continue  # not an order of one training step
             if builder.splits_backward and problem.halves is None:
                 continue
             try:
@@ -172,13 +172,13 @@ class _BackwardSplitSearch:
                     forward=problem.forward, backward=problem.backward,
                 )  # fmt: skip
             except FxpartError:
-                continue  # not made for these ranks
+                continue  # does not support these ranks
             orders = self.jobs.orders(built)
             if sum(map(len, orders)) == len(self.jobs.action):
                 yield name, orders
 
     def _starts(self, known: list[_Candidate]) -> list[_Candidate]:
-        """The best orders that differ, to descend from."""
+        """Return the best distinct orders, as starts of local searches."""
         found: list[_Candidate] = []
         for candidate in known:
             if all(candidate.orders != other.orders for other in found):

@@ -1,7 +1,8 @@
-"""Local search: better strategies node by node, from the best choice or towards one that fits.
+"""Local search: better strategies node by node, from the best choice or towards a feasible one.
 
-For what the exact methods leave: graphs too wide for elimination, and limits at points in time that
-a single price does not see. Deterministic: nodes in order, the first of equally good strategies.
+Used where the exact methods fail: graphs too wide for elimination, and memory limits at several
+points that a single price does not express. Deterministic: nodes in order, the first of equally
+good strategies.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ SWEEPS = 30  # over all nodes, at each price
 
 
 def descend(numbers: PlacementArrays, record: PlacementRecord, deadline: float) -> None:
-    """Improve the best choice, or look for one that fits, until no node changes.
+    """Improve the best choice, or search a feasible one, until no node changes.
 
-    Without any choice it starts from each node's fewest bytes and from each node's fewest seconds.
+    Without a choice it starts from each node's fewest bytes and from each node's fewest seconds.
     """
     search = _PlacementDescent(numbers)
     lightest = tuple(
@@ -53,15 +54,15 @@ class _PlacementDescent:
             self.around[e.target].append((e.source, matrix))
 
     def prices(self, start: Choice) -> tuple[float, ...]:
-        """From dear memory to cheap, in seconds per byte; the last is free."""
+        """Yield prices from expensive memory to cheap, in seconds per byte; the last is 0."""
         found = self.numbers.evaluate(start)
         base = found.seconds / found.bytes if found.bytes > 0 else 0.0
         return (*(base * 4.0**k for k in range(3, -5, -1)), 0.0)
 
     def sweep(self, choice: list[int], price: float) -> None:
-        """Give each node its best strategy while the others stay; changes ``choice``.
+        """Give each node its best strategy while the others are fixed; changes ``choice``.
 
-        The budget is kept where it is kept at the start: a step over it is not taken.
+        If the budget is met at the start, no step may exceed it.
         """
         numbers, nodes = self.numbers, self.numbers.problem.nodes
         standing = sum(float(numbers.standing[nodes[v]][s]) for v, s in enumerate(choice))

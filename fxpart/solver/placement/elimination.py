@@ -1,9 +1,9 @@
 """Variable elimination: the cheapest choice without a memory limit, exactly, in NumPy.
 
-Nodes are eliminated one after another; eliminating one leaves a table over its neighbours (Bertelè
-and Brioschi, Nonserial Dynamic Programming, 1972). The work grows with the width of the graph,
-which is 2 for chains of residual layers. Only the order and the tables' identities depend on the
-graph, so they are found once and used for every multiplier; equal layers share their tables.
+Nodes are eliminated one after another; eliminating one yields a table over its adjacent nodes
+(Bertelè and Brioschi, Nonserial Dynamic Programming, 1972). The work grows with the width of the
+graph, which is 2 for chains of residual layers. Only the order and the tables' identities depend on
+the graph, so they are computed once and used for every multiplier; equal layers share their tables.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 
 from fxpart.solver.placement.problem import PlacementArrays, PlacementEdge
 
-WIDEST = 4_000_000  # entries of the largest table that is still made
+WIDEST = 4_000_000  # entries of the largest table
 
 Table = NDArray[np.float64]
 
 
 class TooWideError(Exception):
-    """The graph's width makes a table that is too large: elimination is the wrong method."""
+    """The graph's width requires a table that is too large for elimination."""
 
 
 @dataclass(frozen=True)
 class EliminationStep:
-    """One node eliminated: its neighbours at that moment, and the table that is left over them."""
+    """One elimination: the node, its adjacent nodes at that time, and the resulting table."""
 
     node: int
     scope: tuple[int, ...]
@@ -37,7 +37,7 @@ class EliminationStep:
 
 @dataclass(frozen=True)
 class _TableRecipe:
-    """How a table is made: the eliminated node's size, the scope's, and the tables summed.
+    """How a table is computed: the eliminated node's size, the scope's, and the summed tables.
 
     Each part is a table with its axes among (node, *scope).
     """
@@ -47,11 +47,11 @@ class _TableRecipe:
 
 
 class Elimination:
-    """The order of one graph and its distinct tables.
+    """The elimination order of one graph and its distinct tables.
 
-    nodes, edges: those that count, by default all. keep: nodes that stay;
-    :meth:`EliminationRun.table` is what is left over them, their own costs included. fixed: nodes
-    outside with their strategies, whose edges count as costs of their neighbours. Raises
+    nodes, edges: subgraph, by default all. keep: nodes that are not eliminated;
+    :meth:`EliminationRun.table` is the remaining table over them, with their own costs. fixed:
+    nodes outside with their strategies, whose edges count as costs of their adjacent nodes. Raises
     :class:`TooWideError`.
     """
 
@@ -63,7 +63,7 @@ class Elimination:
         keep: Collection[int] = (),
         fixed: Mapping[int, int] | None = None,
     ) -> None:
-        """Find the order; no cost is looked at."""
+        """Find the order, without evaluating costs."""
         self.numbers = numbers
         self._ids: dict[object, int] = {}
         self._bases: list[tuple[str, int, int]] = []  # (what, which, strategy of a fixed end)
@@ -104,12 +104,12 @@ class Elimination:
             self._factors[v].add((scope, table, self._serial))
 
     def _eliminate(self, keep: frozenset[int]) -> None:
-        """Cheapest tables first, in rounds of nodes that do not touch each other.
+        """Eliminate the cheapest tables first, in rounds of nodes that are not adjacent.
 
-        Rounds make equal layers go side by side: their tables are then equal, and made once.
+        In rounds, equal layers advance together: their tables are then equal, and computed once.
         """
         sizes = self.numbers.sizes
-        around = {v: self._neighbours(v) for v in self._factors}
+        around = {v: self._list_adjacent(v) for v in self._factors}
         cost = {v: sizes[v] * prod(sizes[u] for u in around[v]) for v in around}
         left = sorted(v for v in self._factors if v not in keep)
         while left:
@@ -128,17 +128,17 @@ class Elimination:
                 self._step(v)
             for u in changed:
                 if u in around:
-                    around[u] = self._neighbours(u)
+                    around[u] = self._list_adjacent(u)
                     cost[u] = sizes[u] * prod(sizes[w] for w in around[u])
             left = later
 
-    def _neighbours(self, node: int) -> set[int]:
+    def _list_adjacent(self, node: int) -> set[int]:
         found = {u for scope, _, _ in self._factors[node] for u in scope}
         found.discard(node)
         return found
 
     def _step(self, node: int) -> None:
-        """Replace the node's tables by one over its neighbours."""
+        """Replace the node's tables by one over its adjacent nodes."""
         factors = self._factors.pop(node)
         scope = tuple(sorted({u for s, _, _ in factors for u in s} - {node}))
         axis = {v: i for i, v in enumerate((node, *scope))}
@@ -158,7 +158,7 @@ class Elimination:
             self._add(scope, table)
 
     def run(self, price: float, time: float = 1.0) -> EliminationRun:
-        """The tables where a node costs ``time`` x seconds + ``price`` x standing bytes."""
+        """Compute the tables if a node costs ``time`` x seconds + ``price`` x standing bytes."""
         tables: dict[int, Table] = {}
         picks: dict[int, NDArray[np.int64]] = {}
         for key in self._bases:
@@ -188,7 +188,7 @@ class Elimination:
 
 @dataclass(frozen=True)
 class EliminationRun:
-    """Tables at one price of memory. value: of the parts that depend on no kept node."""
+    """Tables at one price of memory. value: sum of the parts without kept nodes."""
 
     plan: Elimination
     tables: dict[int, Table]
@@ -196,14 +196,14 @@ class EliminationRun:
     value: float
 
     def table(self, scope: tuple[int, ...]) -> Table:
-        """The costs over the kept nodes, without :attr:`value`."""
+        """Return the costs over the kept nodes, without :attr:`value`."""
         axis = {v: i for i, v in enumerate(scope)}
         shape = tuple(self.plan.numbers.sizes[v] for v in scope)
         rest = self.plan.rest
         return _summed(shape, ((self.tables[t], tuple(axis[v] for v in s)) for s, t, _ in rest))
 
     def choose(self, chosen: dict[int, int]) -> dict[int, int]:
-        """The best strategies of the eliminated nodes, added to those of the kept ones."""
+        """Add the best strategies of the eliminated nodes to those of the kept ones."""
         for step in reversed(self.plan.steps):
             at = tuple(chosen[u] for u in step.scope)
             chosen[step.node] = int(self.picks[step.table][at])
@@ -211,7 +211,7 @@ class EliminationRun:
 
 
 def _summed(shape: tuple[int, ...], parts: Iterable[tuple[Table, tuple[int, ...]]]) -> Table:
-    """Tables added up over common axes; a part names the axis of each of its dims."""
+    """Return the sum of tables over common axes; a part names the axis of each of its dims."""
     total = np.zeros(shape)
     for table, axes in parts:
         order = sorted(range(len(axes)), key=lambda i: axes[i])

@@ -1,9 +1,9 @@
-"""The placement problem as a mixed-integer programme for HiGHS, through OR-Tools' MathOpt.
+"""The placement problem as a mixed-integer program for HiGHS, through OR-Tools' MathOpt.
 
-For small graphs, and for those whose width rules elimination out. The model is the flow form: a
-binary for each strategy, and for each edge a flow between the strategies of its ends; rows of
-equalities instead of Alpa's inequalities, which cost about twice the time. CP-SAT proves nothing
-here, as its relaxation does not see the edges.
+For small graphs, and for those too wide for elimination. The model is the flow form: a binary for
+each strategy, and for each edge a flow between the strategies of its ends; equality rows instead of
+Alpa's inequalities, which take about twice the time. CP-SAT proves no useful bound here, because
+its relaxation ignores the edges.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def solve_highs(
     gap: float = 1e-7,
     relaxed: bool = False,
 ) -> float:
-    """Add HiGHS's choice to ``record``; a proven lower bound in seconds, infinite if nothing fits.
+    """Add HiGHS's choice to ``record``; return a proven lower bound in seconds.
 
-    deadline: a ``time.monotonic()`` value. gap: relative, where it stops. relaxed: solve
-    the linear relaxation alone, for its bound. One thread, so that equal runs are equal unless the
-    deadline cuts them.
+    The bound is infinite if nothing fits. deadline: a ``time.monotonic()`` value. gap: relative gap
+    at which it stops. relaxed: solve only the linear relaxation, for its bound. One thread, so that
+    equal runs are equal unless the deadline interrupts them.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -45,7 +45,7 @@ def solve_highs(
         params=mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=left),
             relative_gap_tolerance=None if relaxed else gap,
-            # ``threads=`` is refused for HiGHS (OR-Tools 9.15)
+            # ``threads=`` is not supported for HiGHS (OR-Tools 9.15)
             highs=highs_pb2.HighsOptionsProto(int_options={"threads": 1}),
         ),
         model_params=mathopt.ModelSolveParameters(solution_hints=hints),
@@ -67,7 +67,7 @@ def solve_highs(
 def _model(
     numbers: PlacementArrays, record: PlacementRecord, relaxed: bool
 ) -> tuple[mathopt.Model, list[list[mathopt.Variable]], float]:
-    """The programme, its strategy variables, and what seconds were multiplied by."""
+    """Return the program, its strategy variables, and the scale of seconds."""
     problem = numbers.problem
     top = record.seconds if np.isfinite(record.seconds) else _most(numbers)
     scale = 1.0 / top if top > 0 else 1.0  # HiGHS's tolerances are absolute
@@ -100,10 +100,10 @@ def _model(
 def _limit(
     numbers: PlacementArrays, model: mathopt.Model, picks: list[list[mathopt.Variable]]
 ) -> None:
-    """Standing bytes, with the temporary ones of each point, stay below the budget.
+    """Keep standing bytes, with the temporary ones of each point, below the budget.
 
-    In units of the budget. A hair is allowed above it, so that rounding forbids no choice that
-    fits; choices are judged again by the objective.
+    In units of the budget. A small tolerance is added, so that rounding excludes no feasible
+    choice; choices are evaluated again by the objective.
     """
     problem = numbers.problem
     unit = max(problem.budget, 1.0)
@@ -133,7 +133,7 @@ def _hint(picks: list[list[mathopt.Variable]], choice: tuple[int, ...]) -> matho
 
 
 def _most(numbers: PlacementArrays) -> float:
-    """More seconds than any choice takes."""
+    """Return more seconds than any choice takes."""
     nodes = sum(float(numbers.seconds[k].max()) for k in numbers.problem.nodes)
     edges = sum(float(numbers.matrices[e.matrix].max()) for e in numbers.problem.edges)
     return nodes + edges

@@ -1,8 +1,9 @@
 """The memory limit as a price: a proven bound, and choices on both sides of the limit.
 
 L(p) = min over choices of seconds + p x bytes, less p x budget, is at most the optimum (Lagrange,
-Everett 1963). It is concave and piecewise linear in p; each minimiser is one line of it. The best p
-lies where the lines of a choice above the budget and of one below it cross (Handler and Zang 1980).
+Everett 1963). It is concave and piecewise linear in p; each minimizer is one line of it. The best p
+is at the intersection of the lines of a choice above the budget and of one below it (Handler and
+Zang 1980).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from math import inf
 from fxpart.solver.placement.elimination import Elimination
 from fxpart.solver.placement.problem import Choice, PlacementArrays
 
-MOST = 60  # prices that are tried
-CLOSE = 1e-9  # relative: two crossing lines this close to the function are its maximum
+MOST = 60  # number of prices tried
+CLOSE = 1e-9  # relative distance of two intersecting lines from the function at its maximum
 
 
 @dataclass
 class PlacementRecord:
-    """The best choice so far, and every distinct one that was met, in order."""
+    """The best choice so far, and every distinct one found, in order."""
 
     numbers: PlacementArrays
     choice: Choice | None = None
@@ -30,7 +31,7 @@ class PlacementRecord:
     seen: dict[Choice, None] = field(default_factory=dict)
 
     def add(self, choice: Choice, solver: str) -> None:
-        """Judge a choice and keep it where it is the best that fits."""
+        """Evaluate a choice and store it if it is the best that fits."""
         if choice in self.seen:
             return
         self.seen[choice] = None
@@ -42,7 +43,7 @@ class PlacementRecord:
 
 @dataclass(frozen=True)
 class LagrangianBound:
-    """A proven lower bound in seconds (infinite: nothing fits), at which price, with which choices.
+    """A proven lower bound in seconds (infinite: nothing fits), with its price.
 
     price: seconds per byte. prices: all that were tried. least: bytes that every choice needs.
     """
@@ -65,7 +66,7 @@ class _LagrangianLine:
 def multiplier_bound(
     numbers: PlacementArrays, elimination: Elimination, record: PlacementRecord, deadline: float
 ) -> LagrangianBound:
-    """The best bound over all prices; the choices met go to ``record``.
+    """Return the best bound over all prices; add the choices found to ``record``.
 
     deadline: a ``time.monotonic()`` value; after it the best bound so far is returned.
     """

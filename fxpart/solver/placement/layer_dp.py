@@ -1,9 +1,9 @@
-"""A plan under a memory limit: layers may differ, so the limit is used up to the last bucket.
+"""A plan under a memory limit: layers may differ, so that the memory is fully used.
 
-At one price of memory all equal layers choose alike, which leaves memory unused. Here the graph is
-cut at nodes that separate it into layers; each distinct layer gives (seconds, bytes) options for
-each pair of strategies at its ends, one for each price; a dynamic programme over layers and buckets
-of memory picks among them. The gap that is left shrinks with the number of layers.
+At one price of memory all equal layers choose the same strategies, which leaves memory unused. Here
+the graph is cut at nodes that separate it into layers. Each distinct layer gives (seconds, bytes)
+options for each pair of strategies at its ends, one for each price. A dynamic program over layers
+and buckets of memory selects among them. The remaining gap shrinks with the number of layers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord
 from fxpart.solver.placement.problem import PlacementArrays, PlacementEdge
 
-BUCKETS = 12_000  # of the memory above the least; what rounding up to them wastes is the gap
+BUCKETS = 12_000  # of the memory above the minimum; the gap comes from rounding up to buckets
 ENOUGH = 1e-3  # relative gap at which the search stops
-RUNS = 8  # of the dynamic programme, each with what the last one left unused
+RUNS = 8  # of the dynamic program, each with the memory that the previous one left unused
 STATES = 6  # strategies kept at each end of a layer
 PRICES = 10  # prices for which each layer is solved
-LAYERS = 100  # that the graph is cut into at most
-HUBS = 6  # nodes with edges to far layers that are held fixed
+LAYERS = 100  # maximum number of layers
+HUBS = 6  # nodes with edges to distant layers, whose strategies are fixed
 _SPREAD = (0.0, 0.25, 0.5, 0.75, 0.9, 1.1, 1.3, 2.0, 4.0, 1e6)
 
 
 @dataclass(frozen=True)
 class PlacementSegment:
-    """Consecutive nodes between two separators: ``first`` is the end before them, ``last`` theirs.
+    """Consecutive nodes between two separators, ``first`` before and ``last`` after them.
 
     nodes: the free ones. edges: those with their later end inside.
     """
@@ -58,7 +58,7 @@ class SegmentOption:
 
 
 def hubs_of(numbers: PlacementArrays) -> frozenset[int]:
-    """Nodes whose edges reach so far that they would be a part of every cut."""
+    """Return nodes whose edges reach so far that they would be part of every cut."""
     count = len(numbers.sizes)
     last = _last(numbers)
     reach = sorted(range(count), key=lambda v: (v - last[v], v))[:HUBS]
@@ -74,7 +74,7 @@ def _last(numbers: PlacementArrays) -> list[int]:
 
 
 def segments_of(numbers: PlacementArrays, hubs: frozenset[int]) -> list[PlacementSegment]:
-    """The graph without ``hubs`` as a sequence of segments; one if nothing separates it."""
+    """Return the graph without ``hubs`` as a sequence of segments; one if nothing separates it."""
     count, last = len(numbers.sizes), _last(numbers)
     edges: dict[int, list[PlacementEdge]] = {}
     for edge in numbers.problem.edges:
@@ -107,9 +107,9 @@ def segments_of(numbers: PlacementArrays, hubs: frozenset[int]) -> list[Placemen
 def refine(
     numbers: PlacementArrays, record: PlacementRecord, bound: LagrangianBound, deadline: float
 ) -> None:
-    """Add to ``record`` the best choice that the dynamic programme finds.
+    """Add to ``record`` the best choice that the dynamic program finds.
 
-    ``record`` holds what the prices gave; without a choice that fits there is nothing to improve.
+    ``record`` has the choices of the prices; without a feasible choice there is nothing to improve.
     """
     if record.choice is None or bound.price <= 0:
         return
@@ -131,7 +131,7 @@ def refine(
 
 
 def is_gap_small(record: PlacementRecord, bound: LagrangianBound) -> bool:
-    """Whether the gap is so small that looking on is not worth the time."""
+    """Return whether the gap is so small that further search is not worth the time."""
     return bound.seconds >= record.seconds * (1 - ENOUGH)
 
 
@@ -141,7 +141,7 @@ def _standing(numbers: PlacementArrays, choice: Sequence[int]) -> list[float]:
 
 
 class _LayerProgram:
-    """Options of every segment, and the dynamic programme over them."""
+    """Options of every segment, and the dynamic program over them."""
 
     def __init__(
         self,
@@ -166,13 +166,13 @@ class _LayerProgram:
             self.options.append(known[key])
 
     def states(self, node: int | None) -> tuple[int, ...]:
-        """The strategies kept at a separator: those of choices near the budget."""
+        """Return the strategies kept at a separator: those of choices near the budget."""
         if node is None:
             return (0,)
         return tuple(dict.fromkeys(choice[node] for choice in self.near))[:STATES]
 
     def _key(self, segment: PlacementSegment, states: tuple[tuple[int, ...], ...]) -> object:
-        """Equal for segments with equal options."""
+        """Return a key that is equal for segments with equal options."""
         base, nodes = segment.nodes[0] if segment.nodes else 0, self.numbers.problem.nodes
         ends = tuple(None if v is None else v - base for v in (segment.first, segment.last))
         kinds = tuple((v - base, nodes[v]) for v in segment.nodes)
@@ -187,7 +187,7 @@ class _LayerProgram:
     def _options(
         self, segment: PlacementSegment, starts: tuple[int, ...], stops: tuple[int, ...]
     ) -> list[SegmentOption]:
-        """For each pair of end states the ways that no other beats in both seconds and bytes."""
+        """Return by pair of end states the options that are not dominated in seconds and bytes."""
         if time.monotonic() > self.deadline:
             raise TimeoutError
         ends = [v for v in (segment.first, segment.last) if v is not None]
@@ -231,11 +231,11 @@ class _LayerProgram:
         return kept
 
     def solve(self, record: PlacementRecord) -> None:
-        """Run the dynamic programme and record its choice, a few times.
+        """Run the dynamic program and record its choice, a few times.
 
-        Buckets round up, so a choice leaves some memory unused: the next run gets that in addition.
-        Where that was too much, or points in time need more room than was set aside, the search
-        goes on between what fitted and what did not.
+        Buckets round up, so a choice leaves some memory unused, which the next run may use in
+        addition. If that was too much, or points in time need more memory than was reserved, the
+        search continues between the largest feasible and the smallest infeasible amount.
         """
         numbers, extra = self.numbers, 0.0
         fitted, over = 0.0, inf
@@ -258,7 +258,7 @@ class _LayerProgram:
                 extra = (fitted + over) / 2
 
     def _choose(self, reserve: float) -> tuple[int, ...] | None:
-        """The best choice with ``reserve`` bytes left for temporaries; None where none fits."""
+        """Return the best choice with ``reserve`` bytes left for temporaries; None if none fits."""
         nodes = self.numbers.problem.nodes
         held = sum(float(self.numbers.standing[nodes[v]][s]) for v, s in self.held.items())
         floors = [min(o.bytes for o in options) for options in self.options]
@@ -294,7 +294,7 @@ class _LayerProgram:
 
 
 def _units(size: float, unit: float) -> int:
-    """Buckets that ``size`` bytes above the floor take: rounded up, so that what fits fits."""
+    """Return the buckets of ``size`` bytes above the floor: rounded up, which is safe."""
     return ceil(size / unit)
 
 
@@ -305,7 +305,7 @@ def _advance(
     floor: float,
     unit: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """One segment further: the least seconds by end state and buckets used, and by which option."""
+    """Advance one segment: the minimum seconds by end state and buckets used, and the option."""
     new = np.full((states, BUCKETS), np.inf)
     via = np.full((states, BUCKETS), -1, dtype=np.int32)
     for index, option in enumerate(options):

@@ -1,8 +1,8 @@
-"""Placements inside a stage: the one entrance, whichever solver, with a proven bound.
+"""Entry point of placement inside a stage: the best choice, with a proven bound.
 
-Variable elimination with a price on memory gives the bound and, where memory does not bind, the
-optimum; a dynamic programme over layers gives the plan under a tight limit; HiGHS takes what is
-small or too wide for elimination. Local search repairs where nothing else has a choice.
+Variable elimination with a price on memory gives the bound and, if memory is not limiting, the
+optimum. A dynamic program over layers gives the plan under a tight limit. HiGHS solves problems
+that are small or too wide for elimination. Local search is used if no other solver has a choice.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ __all__ = [
 ]
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal"
-CLOSE = 0.005  # and up to this "within gap"
+CLOSE = 0.005  # a larger gap up to this is "within gap"
 EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
-SMALL = 10_000  # variables that HiGHS is given to close a gap that is small already
-LARGE = 500_000  # and a gap that is not
+SMALL = 10_000  # limit on variables for HiGHS if the gap is already small
+LARGE = 500_000  # limit on variables for HiGHS otherwise
 Status = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 Solver = Literal["auto", "elimination", "highs"]
 
@@ -60,19 +60,19 @@ Solver = Literal["auto", "elimination", "highs"]
 def solve_placement(
     problem: PlacementProblem, *, time_limit: float = 30.0, solver: str = "auto"
 ) -> PlacementSolution:
-    """The best choice found within ``time_limit`` seconds, and its proven bound.
+    """Return the best choice found within ``time_limit`` seconds, and its proven bound.
 
-    "auto" picks; "elimination" (with layers) and "highs" solve the same problem independently.
-    Equal problems give equal answers as long as the limit is not reached.
-    Raises FXP206 for a problem that is not valid, FXP109 for an unknown solver or time limit.
+    "auto" selects; "elimination" (with layers) and "highs" solve the same problem independently.
+    Equal problems give equal results if the limit is not reached. Raises FXP206 for an invalid
+    problem, FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = time.monotonic() + time_limit
     if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
             where=f"solve_placement(solver={solver!r}, time_limit={time_limit!r})",
-            why="the solver is not known" if time_limit >= 0 else "the time limit is negative",
-            fix="solver 'auto', 'elimination' or 'highs'; a limit of at least 0 seconds",
+            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
+            fix="Use solver 'auto', 'elimination' or 'highs', and a limit of at least 0 seconds.",
         )
     check(problem)
     numbers = PlacementArrays(problem)
@@ -94,10 +94,11 @@ def solve_placement(
 def _eliminate(
     numbers: PlacementArrays, record: PlacementRecord, cheap: LagrangianBound, deadline: float
 ) -> LagrangianBound:
-    """The bound by elimination and the plan by layers; the cheap bound where it is too wide.
+    """Return the bound by elimination, and record the plan by layers; the cheap bound if too wide.
 
-    Temporary bytes are first set aside at their least. While that leaves a gap, the point that the
-    last choice fills most is taken alone, exactly: each such problem is a relaxation, too.
+    The minimum of temporary bytes is reserved first. While that leaves a gap, the point with the
+    most temporary bytes in the last choice is modeled exactly, alone: each such problem is a
+    relaxation, too.
     """
     bound = _priced(numbers, record, cheap, deadline)
     tried: set[int] = set()
@@ -117,7 +118,7 @@ def _eliminate(
 def _priced(
     numbers: PlacementArrays, record: PlacementRecord, cheap: LagrangianBound, deadline: float
 ) -> LagrangianBound:
-    """Prices on memory, then layers; ``record`` judges every choice by the whole problem."""
+    """Search with prices on memory, then by layers; ``record`` evaluates by the whole problem."""
     try:
         bound = multiplier_bound(numbers, Elimination(numbers), record, deadline)
     except TooWideError:
@@ -128,7 +129,7 @@ def _priced(
 
 
 def _worth(numbers: PlacementArrays, record: PlacementRecord, bound: LagrangianBound) -> bool:
-    """Whether HiGHS may close the gap: small ones always, larger ones while it is wide."""
+    """Return whether HiGHS may close the gap: for small problems, or if the gap is wide."""
     return count_strategy_variables(numbers) <= (LARGE if _open(record, bound, CLOSE) else SMALL)
 
 
@@ -150,26 +151,26 @@ def _open(record: PlacementRecord, bound: LagrangianBound, gap: float) -> bool:
 
 
 def _cheap(numbers: PlacementArrays) -> float:
-    """Each node and each edge at its own least."""
+    """Return the sum of each node's and each edge's minimum."""
     nodes = sum(float(numbers.seconds[k].min()) for k in numbers.problem.nodes)
     return nodes + sum(float(numbers.matrices[e.matrix].min()) for e in numbers.problem.edges)
 
 
 def _least(numbers: PlacementArrays) -> float:
-    """Bytes with each node at its own least."""
+    """Return the bytes with each node at its own minimum."""
     standing = sum(float(numbers.standing[k].min()) for k in numbers.problem.nodes)
     return standing + numbers.reserve()
 
 
 def status_of(seconds: float, bound: float) -> Status:
-    """What a choice of ``seconds`` with a proven ``bound`` may be called."""
+    """Return the status of a choice of ``seconds`` with a proven ``bound``."""
     if bound >= seconds * (1 - PROVEN):
         return "optimal"
     return "within gap" if bound >= seconds * (1 - CLOSE) else "best found"
 
 
 def solution(record: PlacementRecord, bound: LagrangianBound) -> PlacementSolution:
-    """What ``record`` and a proven lower bound amount to."""
+    """Return the solution for ``record`` and a proven lower bound."""
     proven = min(bound.seconds, record.seconds)
     status: Status = "infeasible" if bound.seconds == inf else "unknown"
     if record.seconds < inf:
@@ -186,15 +187,16 @@ def solution(record: PlacementRecord, bound: LagrangianBound) -> PlacementSoluti
 
 
 def problem_to_json(problem: PlacementProblem) -> bytes:
-    """The problem as canonical JSON: sorted keys, equal bytes for equal problems."""
+    """Return the problem as canonical JSON: sorted keys, equal bytes for equal problems."""
     return archive.encode(problem)
 
 
 def problem_from_json(data: bytes | str, where: str = "problem") -> PlacementProblem:
-    """The problem that :func:`problem_to_json` wrote; FXP206 with every fault of its numbers."""
+    """Return the problem that :func:`problem_to_json` wrote; raise FXP206 with every invalid
+    number."""
     return archive.decode(data, PlacementProblem, check, where)
 
 
 def load_problem(path: str | Path) -> PlacementProblem:
-    """Read a problem that :func:`save_problem` wrote; raises FXP206 if that is not possible."""
+    """Read a problem that :func:`save_problem` wrote; raise FXP206 if that is not possible."""
     return problem_from_json(archive.read(path), str(path))

@@ -1,9 +1,9 @@
 """The placement problem as numbers: one strategy for each node, costs on nodes and on edges.
 
-As in Alpa (Zheng et al., OSDI 2022): a node is an op, a parameter, an input or a shared conversion;
-its strategies cost seconds and bytes; an edge costs what its two strategies differ by. Equal rows
-are kept once: a node names its kind, an edge its matrix, so repeated layers are repeated numbers.
-The problem can be archived as JSON and solved again elsewhere.
+As in Alpa (Zheng et al., OSDI 2022): a node is an op, a parameter, an input or a shared conversion.
+Its strategies cost seconds and bytes; an edge costs seconds by the pair of strategies of its ends.
+Equal rows are stored once: a node names its kind, an edge its matrix, so repeated layers are
+repeated numbers. The problem can be archived as JSON and solved again elsewhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_FAULTS = 20
 class NodeCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs of a node by strategy.
 
-    seconds: of a step. standing: bytes held all the while. temporary: bytes held at the points that
-    list the node; empty for none.
+    seconds: per step. standing: bytes allocated permanently. temporary: bytes allocated at the
+    points that list the node; empty for none.
     """
 
     seconds: tuple[float, ...]
@@ -44,9 +44,9 @@ class PlacementEdge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class PlacementProblem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole problem.
 
-    names: of the nodes, for people. nodes: the kind of each. budget: bytes; a choice fits if its
-    standing bytes, with the temporary ones of each point in turn, stay below. points: nodes whose
-    temporary bytes live together. Nodes stand in a topological order of the model.
+    names: of the nodes, for display. nodes: the kind of each. budget: bytes; a choice fits if its
+    standing bytes plus the temporary ones of any point stay below. points: sets of nodes whose
+    temporary bytes are live together. Nodes are in a topological order of the model.
     """
 
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ Choice = tuple[int, ...]  # the strategy of each node
 
 
 class PlacementEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice costs: seconds, bytes at the worst point, and whether these fit the budget."""
+    """Cost of a choice: seconds, bytes at the largest point, and whether these fit the budget."""
 
     seconds: float
     bytes: float
@@ -70,11 +70,11 @@ class PlacementEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's answer. bound <= optimum <= seconds.
+    """A solver's result. bound <= optimum <= seconds.
 
-    choice: None where there is none; then seconds are infinite. least: bytes that any choice needs
-    at the least, as far as it is proven. status: "optimal" to a relative 1e-6, "within gap" to
-    0.5 %. solver: who found the choice.
+    choice: None if there is none; then seconds are infinite. least: proven lower bound on the bytes
+    of any choice. status: "optimal" to a relative 1e-6, "within gap" to 0.5 %. solver: the one that
+    found the choice.
     """
 
     status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
@@ -87,7 +87,7 @@ class PlacementSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def gap(self) -> float:
-        """(seconds - bound) / seconds; 0 where nothing costs anything."""
+        """Return (seconds - bound) / seconds; 0 if all costs are 0."""
         if self.seconds == inf or self.seconds <= 0:
             return 0.0
         return max(0.0, (self.seconds - self.bound) / self.seconds)
@@ -97,7 +97,7 @@ class PlacementArrays:
     """A problem as arrays: made once, used by every solver."""
 
     def __init__(self, problem: PlacementProblem) -> None:
-        """Arrays of the kinds and matrices; nothing is computed."""
+        """Convert the kinds and matrices to arrays."""
         self.problem = problem
         self.seconds = [np.array(k.seconds) for k in problem.kinds]
         self.standing = [np.array(k.standing) for k in problem.kinds]
@@ -106,7 +106,7 @@ class PlacementArrays:
         self.sizes = tuple(len(problem.kinds[k].seconds) for k in problem.nodes)
 
     def evaluate(self, choice: Sequence[int]) -> PlacementEvaluation:
-        """Seconds and bytes of a choice: the one definition of the objective."""
+        """Return seconds and bytes of a choice: the definition of the objective."""
         problem = self.problem
         seconds = standing = 0.0
         for kind, strategy in zip(problem.nodes, choice, strict=True):
@@ -119,7 +119,7 @@ class PlacementArrays:
         return PlacementEvaluation(seconds=seconds, bytes=most, feasible=most <= problem.budget)
 
     def peak(self, choice: Sequence[int]) -> float:
-        """The most temporary bytes at one point."""
+        """Return the most temporary bytes at one point."""
         nodes = self.problem.nodes
         return max(
             (
@@ -130,7 +130,7 @@ class PlacementArrays:
         )
 
     def fullest(self, choice: Sequence[int]) -> int:
-        """The point with the most temporary bytes; there must be points."""
+        """Return the point with the most temporary bytes; there must be points."""
         nodes = self.problem.nodes
         sums = [
             sum(float(self.temporary[nodes[v]][choice[v]]) for v in point)
@@ -139,14 +139,14 @@ class PlacementArrays:
         return sums.index(max(sums))
 
     def reserve(self) -> float:
-        """Temporary bytes that some point needs whatever is chosen."""
+        """Return the temporary bytes that some point needs with every choice."""
         least: list[float] = [float(t.min(initial=inf)) for t in self.temporary]
         nodes = self.problem.nodes
         return max((sum(least[nodes[v]] for v in p) for p in self.problem.points), default=0.0)
 
 
 def restrict_to_point(problem: PlacementProblem, index: int) -> PlacementProblem:
-    """The relaxation that has one point alone: its nodes' temporary bytes count as standing."""
+    """Return the relaxation with one point: its nodes' temporary bytes count as standing."""
     kinds = list(problem.kinds)
     nodes = list(problem.nodes)
     known: dict[int, int] = {}
@@ -166,28 +166,28 @@ def restrict_to_point(problem: PlacementProblem, index: int) -> PlacementProblem
 
 
 def evaluate(problem: PlacementProblem, choice: Sequence[int]) -> PlacementEvaluation:
-    """Seconds and bytes of a choice; for many choices make one :class:`PlacementArrays`."""
+    """Return seconds and bytes of a choice; for many choices make one :class:`PlacementArrays`."""
     return PlacementArrays(problem).evaluate(choice)
 
 
 def check(problem: PlacementProblem) -> None:
-    """Raise FXP206 with everything that is wrong with the problem's numbers."""
+    """Raise FXP206 with every error in the problem's numbers."""
     faults = []
     for i, kind in enumerate(problem.kinds):
         rows = (kind.seconds, kind.standing, kind.temporary or kind.seconds)
         if not kind.seconds or len({len(row) for row in rows}) > 1:
-            faults.append((f"kind {i}", "it has no strategies, or rows of different length"))
+            faults.append((f"kind {i}", "It has no strategies, or rows of different length."))
         if any(not isfinite(x) or x < 0 for row in rows for x in row):
-            faults.append((f"kind {i}", "a cost is negative or not finite"))
+            faults.append((f"kind {i}", "A cost is negative or not finite."))
     for i, matrix in enumerate(problem.matrices):
         if not _fine(np.array([len(row) for row in matrix]), matrix):
-            faults.append((f"matrix {i}", "it is ragged, or a cost is negative or not finite"))
+            faults.append((f"matrix {i}", "It is ragged, or a cost is negative or not finite."))
     if not faults:
         faults += _references(problem)
     if not isfinite(problem.budget) or problem.budget < 0:
-        faults.append(("budget", "it is negative or not finite"))
+        faults.append(("budget", "It is negative or not finite."))
     if faults:
-        fix = "archive the problem again"
+        fix = "Archive the problem again."
         raise FxpartError([Problem("FXP206", w, why, fix) for w, why in faults[:MOST_FAULTS]])
 
 
@@ -199,33 +199,33 @@ def _fine(lengths: NDArray[np.int64], matrix: tuple[tuple[float, ...], ...]) -> 
 
 
 def _references(problem: PlacementProblem) -> list[tuple[str, str]]:
-    """Indices that point nowhere, and edges whose matrix has another shape."""
+    """Return indices out of range, and edges whose matrix has the wrong shape."""
     count, found = len(problem.nodes), []
     if len(problem.names) != count:
-        found.append(("names", f"{len(problem.names)} names for {count} nodes"))
+        found.append(("names", f"There are {len(problem.names)} names for {count} nodes."))
     for v, kind in enumerate(problem.nodes):
         if not 0 <= kind < len(problem.kinds):
-            found.append((f"node {v}", f"there is no kind {kind}"))
+            found.append((f"node {v}", f"There is no kind {kind}."))
     if found:
         return found
     sizes = [len(problem.kinds[k].seconds) for k in problem.nodes]
     for i, edge in enumerate(problem.edges):
         ends = (edge.source, edge.target)
         if not all(0 <= v < count for v in ends) or ends[0] == ends[1]:
-            found.append((f"edge {i}", f"it joins {ends[0]} and {ends[1]}"))
+            found.append((f"edge {i}", f"It connects {ends[0]} and {ends[1]}."))
         elif not 0 <= edge.matrix < len(problem.matrices):
-            found.append((f"edge {i}", f"there is no matrix {edge.matrix}"))
+            found.append((f"edge {i}", f"There is no matrix {edge.matrix}."))
         else:
             rows = problem.matrices[edge.matrix]
             if (len(rows), len(rows[0])) != (sizes[ends[0]], sizes[ends[1]]):
-                found.append((f"edge {i}", "its matrix has another shape than its nodes"))
+                found.append((f"edge {i}", "The shape of its matrix differs from its nodes."))
     for i, point in enumerate(problem.points):
         if any(not 0 <= v < count for v in point):
-            found.append((f"point {i}", "it lists a node that does not exist"))
+            found.append((f"point {i}", "It lists a node that does not exist."))
     return found
 
 
 def count_strategy_variables(numbers: PlacementArrays) -> int:
-    """Strategies and pairs of strategies: the variables of an integer programme."""
+    """Return the number of strategies and pairs of strategies: variables of an integer program."""
     pairs = sum(numbers.matrices[e.matrix].size for e in numbers.problem.edges)
     return pairs + sum(numbers.sizes)

@@ -1,1 +1,1 @@
-"""Groups of copies on devices of several kinds: which blocks, which devices, whose turn when."""
+"""Replicated stages on heterogeneous devices: blocks, devices, and round-robin routing."""

@@ -1,16 +1,16 @@
-"""Exact groups of copies: dynamic programming over blocks and devices, for falling thresholds.
+"""Exact groups of replicas: dynamic programming over blocks and devices, for falling thresholds.
 
-With least(u, c) the least sum of t of groups that hold the units from u on with exactly the devices
-c (by kind), while no group's load M - t + beta is above a threshold G,
+With least(u, c) the minimum sum of t of groups that contain the units from u on with exactly the
+devices c (by kind), if no group's load M - t + beta exceeds a threshold G,
 
     least(u, c) = min over mixes k <= c and ends e of t(k, u, e) + least(e + 1, c - k)
 
-The objective is that sum plus the largest load. Choices whose largest load lies in (a, b] take at
+The objective is that sum plus the largest load. Choices whose largest load is in (a, b] take at
 least least(b) + a: intervals of thresholds are halved until that proves them no better than the
-best that is known (as for chains on homogeneous devices, Bokhari 1988 has one threshold).
+best known choice (as for chains on homogeneous devices, Bokhari 1988 has one threshold).
 
-Memory depends on what is in flight, which is estimated here and counted when a choice is
-evaluated; what is proven is proven for one microbatch in flight, which every schedule has.
+Memory depends on the microbatches in flight, which are estimated here and counted when a choice is
+evaluated. The bound is proven for one microbatch in flight, which every schedule has.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from fxpart.solver.replicated_chain.tables import Mask, ReplicaGroupTable, Repli
 from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
 
-_EXACT = 1e-9  # of the objective: intervals of thresholds that may hold no more are left
+_EXACT = 1e-9  # relative improvement below which an interval of thresholds is skipped
 _KEPT = 12  # candidates
 
 
 def solve_replicated_chain(
     problem: ReplicatedChainProblem, *, time_limit: float = 30.0
 ) -> ReplicatedChainSolution:
-    """The groups that take least, a proven bound, and the best of other kinds.
+    """Return the fastest groups, a proven bound, and alternatives.
 
-    "infeasible" where nothing fits; "unknown" where the time was over before. Raises FXP206 for a
-    problem that is not valid.
+    "infeasible" if nothing fits; "unknown" if the time limit was reached first. Raises FXP206 for
+    an invalid problem.
     """
     check_problem(problem.by_kind)
     return _ReplicatedChainSearch(problem, time.monotonic() + time_limit).solve()
 
 
 def size_of(problem: ReplicatedChainProblem) -> int:
-    """How much work one pass of the dynamic programme is: states x mixes x intervals."""
+    """Return the work of one pass of the dynamic program: states x mixes x intervals."""
     states = prod(kind.devices + 1 for kind in problem.kinds)
     return states * states * len(problem.base.blocks) ** 2 // 4
 
@@ -85,7 +85,7 @@ class _ReplicatedChainSearch:
         )
 
     def _variant(self, variant: int, schedule: str) -> float:
-        """Look for better choices of one microbatch size; what none of them is below."""
+        """Search better choices of one microbatch size; return a lower bound on all of them."""
         if time.monotonic() > self.deadline:
             return 0.0
         tight = _ReplicatedChainProgram(
@@ -98,14 +98,15 @@ class _ReplicatedChainSearch:
         return self._thresholds(loose, schedule)
 
     def _thresholds(self, one: _ReplicatedChainProgram, schedule: str) -> float:
-        """Search all thresholds; the least that a choice may take, as far as that is proven."""
+        """Search all thresholds; return the proven lower bound."""
         top = one.below(inf)
         proven, open_ = inf, [] if top is None else [(0.0, top)]
         while open_:
-            low, high = open_.pop()  # the least sum for largest loads above low
+            low, high = open_.pop()  # the minimum sum for largest loads above low
             self._keep(one, high, schedule)
             low = max(low, one.floor)
-            # Largest loads from high's own on take no less than it, those below at least its sum.
+            # Choices with a largest load of at least high's take at least its time, others at least
+            # its sum.
             proven = min(proven, high.sum + high.largest + self.once)
             if high.largest <= low:
                 continue
@@ -127,7 +128,7 @@ class _ReplicatedChainSearch:
         return proven
 
     def _keep(self, one: _ReplicatedChainProgram, found: _ThresholdSolution, schedule: str) -> None:
-        """Count a choice that the programme has found, if it fits in truth."""
+        """Record a choice of the program, if it fits when evaluated."""
         choice = ReplicatedChainChoice(
             variant=one.variant,
             schedule=schedule,
@@ -152,11 +153,11 @@ class _ThresholdSolution:
     mixes: tuple[tuple[int, ...], ...]
 
 
-_State = tuple[tuple[int, ...], int]  # devices by kind, and groups where they are counted
+_State = tuple[tuple[int, ...], int]  # devices by kind, and number of groups if counted
 
 
 class _ReplicatedChainProgram:
-    """The dynamic programme of one microbatch size and rule of memory."""
+    """The dynamic program of one microbatch size and memory rule."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class _ReplicatedChainProgram:
         self.floor = max(0.0, single)  # no group's load is below
 
     def same_as(self, other: _ReplicatedChainProgram) -> bool:
-        """Whether both let the same groups through."""
+        """Return whether both permit the same groups."""
         total = sum(self.limits)
         for number, mix in enumerate(self.mixes):
             for behind in range(total - sum(mix) + 1):
@@ -197,7 +198,7 @@ class _ReplicatedChainProgram:
         return self._masks[key]
 
     def below(self, threshold: float) -> _ThresholdSolution | None:
-        """The groups with the least sum of t whose loads are at most the threshold."""
+        """Return the groups with the minimum sum of t whose loads are at most the threshold."""
         cost = [np.where(t.load <= threshold, t.slowest, np.inf) for t in self._tables]
         zero, empty = (0,) * len(self.limits), np.full(self.units + 1, np.inf)
         empty[self.units] = 0.0
@@ -216,17 +217,17 @@ class _ReplicatedChainProgram:
         return self._followed(float(least[state][0]), state, chosen)
 
     def _counted(self, devices: int) -> int:
-        """The numbers of groups that are told apart: 1 where any number may be had."""
+        """Return the distinguished numbers of groups: only 1 if any number is allowed."""
         return min(devices, self.groups[1]) if self._bound else 1
 
     def _allowed(self, state: _State) -> bool:
-        """Whether all groups together may be these."""
+        """Return whether this may be the state of all groups together."""
         devices, groups = state
         counted = not self._bound or self.groups[0] <= groups <= self.groups[1]
         return counted and sum(devices) == (self.ranks or sum(devices))
 
     def _before(self, groups: int, rest: tuple[int, ...]) -> int:
-        """The number of groups behind one: none where there are no devices."""
+        """Return the number of groups after one: none if there are no devices."""
         return groups - 1 if self._bound else int(any(rest))
 
     def _row(
@@ -236,7 +237,7 @@ class _ReplicatedChainProgram:
         devices: tuple[int, ...],
         groups: int,
     ) -> tuple[Floats, Ints, Ints]:
-        """By first unit the least sum, and of which mix and width the first group is."""
+        """Return by first unit the minimum sum, and the mix and width of the first group."""
         row = np.full(self.units + 1, np.inf)
         which, width = np.zeros((2, self.units), dtype=np.int64)
         span = np.arange(self.units)
@@ -258,7 +259,7 @@ class _ReplicatedChainProgram:
     def _followed(
         self, total: float, state: _State, chosen: dict[_State, tuple[Ints, Ints]]
     ) -> _ThresholdSolution:
-        """The groups that give this sum."""
+        """Return the groups that yield this sum."""
         units, mixes, largest, at = [], [], 0.0, 0
         while at < self.units:
             devices, groups = state
@@ -274,7 +275,7 @@ class _ReplicatedChainProgram:
 
 
 def _distinct(ranked: list[ReplicatedChainChoice]) -> list[ReplicatedChainChoice]:
-    """The best of each number of groups, of microbatches and of devices."""
+    """Return the best of each number of groups, of microbatches and of devices."""
     kept: dict[tuple[int, tuple[tuple[int, ...], ...]], ReplicatedChainChoice] = {}
     for choice in ranked:
         kept.setdefault((choice.variant, choice.counts), choice)

@@ -1,4 +1,4 @@
-"""What copies of a stage need beside their gradients while these are summed, once a step."""
+"""Additional memory of replicas during their gradient reduction per step."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from fxpart.solver.tables import (
     list_touching_rectangles,
 )
 
-PIECE = 25 << 20  # bytes, as fxpart.runtime.gradients.stage_replicas has it
+PIECE = 25 << 20  # bytes, as in fxpart.runtime.gradients.stage_replicas
 
 
 def count_reduction_workspace(gradients: Sequence[int]) -> int:
-    """Bytes beside the gradients of a stage's copies while they are summed.
+    """Return the bytes besides the gradients of a stage's replicas during their reduction.
 
     gradients: bytes of each. The runtime (:mod:`fxpart.runtime.gradients.stage_replicas`) packs
-    pieces of at most 25 MiB, one while another is sent; what is larger is sent as it is, and
-    received whole.
+    buckets of at most 25 MiB, one while another is sent; larger gradients are sent unpacked, and
+    received in full.
     """
     return max(min(sum(gradients), 2 * PIECE), max(gradients, default=0))
 
 
 def compute_sparse_row_fraction(copies: int) -> float:
-    """Of a sparse gradient's rows the part that is in a message, on average, of those of its sum.
+    """Return the mean fraction of a reduced sparse gradient's rows that is in one message.
 
-    Of n copies n - 1 send theirs to one, 1/n of all, and are given all; of dense gradients they
-    send and are given equally many bytes.
+    Of n replicas, n - 1 send their 1/n of the rows to one, and receive all of them; with dense
+    gradients both messages have equal size.
     """
     return (1 + 1 / copies) / 2
 
 
 def list_group_weights(weights: Sequence[Weight], first: int, last: int) -> list[Weight]:
-    """Those of a group that holds these blocks."""
+    """Return the weights of a group with these blocks."""
     return [w for w in weights if any(first <= block <= last for block in w.blocks)]
 
 
 class IntervalGradients:
     """Bytes of gradients of every interval of blocks, as bands of :class:`PartitionTables`.
 
-    dense: of dense ones; rows: of sparse ones as they travel; summing: what copies need beside
-    theirs while they are summed.
+    dense: of dense ones; rows: of sparse ones in messages; summing: additional memory of replicas
+    during the reduction.
     """
 
     def __init__(self, tables: PartitionTables) -> None:
-        """Of the problem of the tables."""
+        """Compute the bands for the problem of the tables."""
         weights = [w for w in tables.problem.weights if w.gradient]
         n = len(tables.problem.blocks)
         held = [(r, w) for w in weights for r in list_touching_rectangles(w.blocks, -1, n)]

@@ -1,15 +1,16 @@
-"""The objective of copies, once: what a choice costs and needs.
+"""Objective of replicated stages: cost and memory of a choice.
 
-A copy of kind k takes w_k seconds for a microbatch (forward, backward, what it receives). Of m
-microbatches each copy of a group takes so many that the longest is as short as can be: M seconds
-(:mod:`.turns`). Once a step a group pays beta: the optimizer, sums of tied gradients, and the sum
-of its n copies' gradients, which the runtime makes at one of them, n - 1 messages in and n - 1 out
-(:mod:`fxpart.runtime.gradients.stage_replicas`); while that goes on it needs memory beside
-gradients (:mod:`.sums`). With t the slowest copy's w the objective is
+A replica of kind k takes w_k seconds for a microbatch (forward, backward, received values). The m
+microbatches are distributed over the replicas of a group so that the longest takes as little as
+possible: M seconds (:mod:`.round_robin`). Per step a group pays beta: the optimizer, tied-parameter
+gradient reduction, and the gradient reduction of its n replicas, which the runtime does on one of
+them, with n - 1 messages in and n - 1 out (:mod:`fxpart.runtime.gradients.stage_replicas`). During
+that it needs additional memory (:mod:`.gradient_reduction`). With t the slowest replica's w the
+objective is
 
     T = sum over groups of t + max over groups of (M - t + beta)
 
-which for groups of one copy is that of :mod:`fxpart.solver.objective`: M = m t.
+which for groups of one replica is that of :mod:`fxpart.solver.objective`: M = m t.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from fxpart.solver.replicated_chain.round_robin import assign_round_robin
 
 @dataclass(frozen=True)
 class ReplicaGroupCost:
-    """One group: blocks [first, last], and for each copy its kind and what it costs.
+    """One group: blocks [first, last], and the kind and cost of each replica.
 
-    turns: by microbatch the copy that takes it. slowest, longest: t and M; once: beta, of which
-    ``sums`` are the sums of the copies' gradients. summing: bytes that these take beside them.
+    turns: by microbatch, the replica that runs it. slowest, longest: t and M; once: beta, of which
+    ``sums`` is the gradient reduction of the replicas. summing: additional bytes during that.
     """
 
     first: int
@@ -51,7 +52,7 @@ class ReplicaGroupCost:
     summing: int = 0
 
     def with_costs(self, copies: Sequence[StageCost]) -> ReplicaGroupCost:
-        """The same copies, which take the same turns, at other costs."""
+        """Return the same replicas with the same routing, at other costs."""
         taken = [self.turns.count(copy) for copy in range(len(copies))]
         return replace(
             self,
@@ -63,18 +64,19 @@ class ReplicaGroupCost:
 
     @property
     def pace(self) -> float:
-        """Seconds between two microbatches when all copies work: c / n_c, g / n_g."""
+        """Return the seconds between two microbatches if all replicas work: c / n_c, g / n_g."""
         return 1 / fsum(1 / cost.seconds if cost.seconds else 1e300 for cost in self.copies)
 
     def while_summing(self, copy: StageCost) -> int:
-        """Bytes that a copy needs once a step, between its passes and the optimizer."""
+        """Return the bytes of a replica during gradient reduction, between its passes and the
+        optimizer."""
         m = copy.memory
         return m.weights + m.gradients + m.optimizer + m.buffers + self.summing
 
 
 @dataclass(frozen=True)
 class ReplicatedChainEvaluation:
-    """A choice's seconds, its groups, and what it violates."""
+    """A choice's seconds, its groups, and its violations."""
 
     seconds: float
     groups: tuple[ReplicaGroupCost, ...]
@@ -82,7 +84,7 @@ class ReplicatedChainEvaluation:
 
     @property
     def feasible(self) -> bool:
-        """Whether it fits every memory and keeps every constraint."""
+        """Return whether it fits every memory and satisfies every constraint."""
         return not self.faults
 
 
@@ -96,7 +98,10 @@ class ReplicatedChainScorer:
         self._scorer = PartitionScorer(self.base)
 
     def evaluate(self, choice: ReplicatedChainChoice) -> ReplicatedChainEvaluation:
-        """What the choice costs; FXP109 for one that is not of this problem."""
+        """Return the cost of the choice.
+
+        Raise FXP109 for one that does not belong to this problem.
+        """
         problem, base = self.problem, self.problem.base
         _well_formed(problem, choice)
         m = base.variants[choice.variant].microbatches
@@ -166,7 +171,7 @@ class ReplicatedChainScorer:
             faults.append(f"{count} devices instead of {problem.ranks}")
         for number, group in enumerate(groups):
             if len(set(group.turns)) < len(group.copies):
-                faults.append(f"group {number} has a copy without a microbatch")
+                faults.append(f"group {number} has a replica without a microbatch")
             for place, cost in set(zip(group.kinds, group.copies, strict=True)):
                 needed = max(cost.needed, group.while_summing(cost))
                 if needed > cost.memory_limit:
@@ -180,7 +185,7 @@ class ReplicatedChainScorer:
 def evaluation_of(
     groups: Sequence[ReplicaGroupCost], faults: tuple[str, ...] = ()
 ) -> ReplicatedChainEvaluation:
-    """T of these groups."""
+    """Return T of these groups."""
     longest = max(group.longest - group.slowest + group.once for group in groups)
     seconds = fsum(group.slowest for group in groups) + longest
     return ReplicatedChainEvaluation(seconds, tuple(groups), faults)
@@ -189,19 +194,19 @@ def evaluation_of(
 def evaluate(
     problem: ReplicatedChainProblem, choice: ReplicatedChainChoice
 ) -> ReplicatedChainEvaluation:
-    """The one definition of what ``choice`` costs."""
+    """Return the cost of ``choice``, by definition."""
     return ReplicatedChainScorer(problem).evaluate(choice)
 
 
 def _kinds(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The kind of each copy, kinds in their order."""
+    """Return the kind of each replica, kinds in their order."""
     return tuple(kind for kind, n in enumerate(counts) for _ in range(n))
 
 
 def _in_flight(
     schedule: str, rounds: list[tuple[int, ...]], sizes: list[int], microbatches: int
 ) -> list[tuple[int, ...]]:
-    """By group and copy the most microbatches in flight, as the schedule keeps them."""
+    """Return by group and replica the most microbatches in flight under the schedule."""
     firsts = [0, *accumulate(sizes)]
     groups = [
         tuple(first + copy for copy in order)
@@ -213,17 +218,19 @@ def _in_flight(
 
 
 def _well_formed(problem: ReplicatedChainProblem, choice: ReplicatedChainChoice) -> None:
-    """Refuse a choice whose numbers do not belong to the problem at all."""
+    """Raise FXP109 for a choice whose numbers do not belong to the problem."""
     starts, n = choice.starts, len(problem.base.blocks)
     rising = all(a < b for a, b in pairwise(starts))
     why = ""
     if not starts or starts[0] != 0 or not rising or starts[-1] >= n:
-        why = f"starts {starts} do not cut {n} blocks into contiguous groups"
+        why = f"The starts {starts} do not cut {n} blocks into contiguous groups."
     elif len(choice.counts) != len(starts) or any(
         len(c) != len(problem.kinds) or min(c) < 0 or sum(c) < 1 for c in choice.counts
     ):
-        why = f"each of {len(starts)} groups needs a number of each of {len(problem.kinds)} kinds"
+        why = f"Each of {len(starts)} groups needs a number for each of {len(problem.kinds)} kinds."
     elif not 0 <= choice.variant < len(problem.base.variants):
-        why = f"variant {choice.variant} is not one of {len(problem.base.variants)}"
+        why = f"The variant {choice.variant} is not one of {len(problem.base.variants)}."
     if why:
-        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+        raise error(
+            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
+        )

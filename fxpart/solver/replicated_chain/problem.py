@@ -1,8 +1,8 @@
-"""The problem of copies as numbers: contiguous groups of blocks, each on any mix of devices.
+"""The problem of replicated stages as numbers: contiguous groups of blocks on mixed devices.
 
-A *kind* is devices that cost the same, hold the same and are linked alike. A choice cuts the
-blocks into groups and gives each group some devices of each kind; every device of a group is a
-*copy* of its stage and takes whole microbatches in turn, a faster one more of them.
+A *kind* is a set of devices with equal costs, memory and links. A choice cuts the blocks into
+groups and gives each group some devices of each kind. Every device of a group is a *replica* of its
+stage and runs whole microbatches in round-robin order, a faster one more of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class _ReplicatedChainStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 
 
 class DeviceKind(_ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """So many devices of one type (the row of the problem's costs), memory in bytes, and link.
+    """A number of devices of one type (the row of the problem's costs), memory in bytes, and link.
 
     latency, inverse_bandwidth: seconds, and seconds per byte, of a transfer into one of them over
-    the worst link that may lie between it and another device.
+    the worst possible link from another device.
     """
 
     name: str
@@ -36,10 +36,10 @@ class DeviceKind(_ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unkno
 class ReplicatedChainProblem(
     _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """base: costs of the blocks by type of device; its own devices are not looked at.
+    """base: costs of the blocks by type of device; its own devices are ignored.
 
-    ``base.min_stages`` and ``max_stages`` bound the number of groups; schedules as there. ranks:
-    how many devices all groups have together, 0 where any number will do.
+    ``base.min_stages`` and ``max_stages`` bound the number of groups; schedules as in ``base``.
+    ranks: the number of devices of all groups together, 0 for any number.
     """
 
     base: PartitionProblem
@@ -48,9 +48,9 @@ class ReplicatedChainProblem(
 
     @property
     def by_kind(self) -> PartitionProblem:
-        """The same with a device for each kind, so that kind k is device k + 1.
+        """Return the same problem with a device for each kind, so that kind k is device k + 1.
 
-        The first stands there twice: a problem's first device has no link into it.
+        The first kind occurs twice, because a problem's first device has no incoming link.
         """
         places = [
             DeviceLimit(
@@ -81,7 +81,7 @@ class ReplicatedChainChoice(
 class ReplicatedChainSolution(
     _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """A solver's answer, as :class:`fxpart.solver.problem.Solution` says."""
+    """A solver's result, see :class:`fxpart.solver.problem.Solution`."""
 
     status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
     choice: ReplicatedChainChoice | None

@@ -1,8 +1,7 @@
-"""Equal microbatches on unequal copies: how many each takes, and in what order.
+"""Distribution of equal microbatches over replicas of unequal speed, and their order.
 
-Giving each microbatch to the copy that would have done it first makes the longest copy's time as
-short as it can be (identical jobs on uniform machines: any other split moves a job to where it ends
-later).
+Assigning each microbatch to the replica that would finish it first minimizes the longest replica's
+time (identical jobs on uniform machines: any other distribution moves a job to a later end).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from fxpart.solver.tables import Floats, Ints
 
 
 def assign_round_robin(seconds: Sequence[float], microbatches: int) -> tuple[int, ...]:
-    """By microbatch the copy that takes it, as positions in ``seconds`` (of one microbatch each).
+    """Return by microbatch the replica that runs it, as index into ``seconds`` (per microbatch).
 
-    Of copies that would be done at the same time the first takes it. turns((1, 1, 3), 7) gives
-    (0, 1, 0, 1, 0, 1, 2).
+    Of replicas that would finish at the same time the first is chosen. assign_round_robin((1, 1,
+    3), 7) returns (0, 1, 0, 1, 0, 1, 2).
     """
     taken = [0] * len(seconds)
     order = []
@@ -30,7 +29,7 @@ def assign_round_robin(seconds: Sequence[float], microbatches: int) -> tuple[int
 
 
 def find_shortest_round(order: Sequence[int]) -> tuple[int, ...]:
-    """The shortest round that, repeated, gives this order: (0, 1) for (0, 1, 0, 1, 0)."""
+    """Return the shortest cycle that yields this order: (0, 1) for (0, 1, 0, 1, 0)."""
     for size in range(1, len(order)):
         if all(order[k] == order[k % size] for k in range(len(order))):
             return tuple(order[:size])
@@ -40,12 +39,13 @@ def find_shortest_round(order: Sequence[int]) -> tuple[int, ...]:
 def compute_makespans(
     seconds: Sequence[Floats], counts: Sequence[int], microbatches: int
 ) -> tuple[Floats, list[Ints], Ints]:
-    """Of every interval at once: the longest copy's time, the most that a copy takes, the least.
+    """Return for every interval the longest replica's time and the numbers of microbatches.
 
-    seconds: of one microbatch on a copy of each kind, finite and above 0. counts: copies of each
-    kind, 1 or more. Returns seconds, per kind the most microbatches of one of its copies, and the
-    fewest of any copy. All start with what fits into the ideal time m / sum(counts / seconds), of
-    which each copy lacks less than one microbatch; the rest goes to who would be done first.
+    seconds: of one microbatch on a replica of each kind, finite and above 0. counts: replicas of
+    each kind, at least 1. Returns seconds, per kind the most microbatches of one of its replicas,
+    and the fewest of any replica. All start with the number that fits into the ideal time m /
+    sum(counts / seconds), which leaves less than one microbatch per replica; the remaining ones go
+    to the replicas that finish first.
     """
     rate = sum(n / each for n, each in zip(counts, seconds, strict=True))
     ideal = microbatches / rate

@@ -1,4 +1,4 @@
-"""What every interval of blocks costs as a group of copies, for each mix of devices, at once."""
+"""Cost of every interval of blocks as a group of replicas, for each mix of devices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Mask = NDArray[np.bool_]
 class ReplicaGroupTable:
     """Bands over (first unit, units less one) of one mix of devices at one microbatch size.
 
-    slowest: t; load: M - t + beta, both in seconds and infinite where the interval does not exist,
-    where a copy would take no microbatch, or where nothing fits. fits(behind): where memory
-    suffices with so many devices behind the group.
+    slowest: t; load: M - t + beta, both in seconds and infinite if the interval does not exist, if
+    a replica would get no microbatch, or if nothing fits. fits(behind): where memory suffices with
+    so many devices after the group.
     """
 
     slowest: Floats
@@ -38,11 +38,11 @@ class ReplicaGroupTable:
     microbatches: int
 
     def fits(self, behind: int, schedule: str) -> Mask:
-        """Where each copy can hold what it has in flight.
+        """Return where each replica has memory for its microbatches in flight.
 
-        Under 1F1B about what passes it while a microbatch goes to the end and back: the copies'
-        own round and one microbatch for each device behind, by its share (Little's law, as
-        :mod:`fxpart.schedule.builders.replica_warmup` has it for equal copies).
+        Under 1F1B about the microbatches that pass while one goes to the end and back: one cycle of
+        the replicas plus one microbatch for each later device, by its share (Little's law, as in
+        :mod:`fxpart.schedule.builders.replica_warmup` for equal replicas).
         """
         m, found = self.microbatches, np.ones(self.slowest.shape, dtype=bool)
         for taken, allowed in zip(self.most, self.flights, strict=True):
@@ -54,7 +54,7 @@ class ReplicaGroupTable:
         return found
 
     def may_fit(self) -> Mask:
-        """Where memory suffices for one microbatch in flight: no schedule needs less."""
+        """Return where memory suffices for one microbatch in flight: no schedule needs less."""
         found = np.ones(self.slowest.shape, dtype=bool)
         for allowed in self.flights:
             found &= allowed >= 1
@@ -65,7 +65,7 @@ class ReplicatedChainTables:
     """The interval tables of one problem."""
 
     def __init__(self, problem: ReplicatedChainProblem) -> None:
-        """Sum what does not depend on the microbatch size."""
+        """Sum the costs that do not depend on the microbatch size."""
         self.problem = problem
         base = problem.by_kind
         self.tables = PartitionTables(base)
@@ -73,7 +73,7 @@ class ReplicatedChainTables:
         self._kept: dict[tuple[int, tuple[int, ...]], ReplicaGroupTable] = {}
 
     def group(self, variant: int, counts: tuple[int, ...]) -> ReplicaGroupTable:
-        """The table of groups with these devices."""
+        """Return the table of groups with these devices."""
         key = variant, counts
         if key not in self._kept:
             self._kept[key] = self._make(variant, counts)
@@ -105,12 +105,12 @@ class ReplicatedChainTables:
         )
 
     def _room(self, kind: int, copies: int) -> Mask:
-        """Where a device can hold what it needs while copies sum their gradients."""
+        """Return where a device has memory for the gradient reduction of replicas."""
         needed = self.tables.state_bytes + (self._gradients.summing if copies > 1 else 0)
         return needed <= self.problem.by_kind.devices[kind + 1].memory
 
     def _sums(self, counts: Sequence[int], used: Sequence[int]) -> Floats:
-        """Seconds in which the copies' gradients are summed and given back."""
+        """Return the seconds of the gradient reduction of the replicas."""
         kinds = [self.problem.kinds[kind] for kind in used]
         given, copies = self._gradients, sum(counts)
         sent = given.dense + given.rows * compute_sparse_row_fraction(copies)
@@ -119,7 +119,7 @@ class ReplicatedChainTables:
 
     @cached_property
     def mixes(self) -> tuple[tuple[int, ...], ...]:
-        """Every number of devices of each kind that a group may have, none left out."""
+        """Return every number of devices of each kind that a group may have."""
         sizes = [range(kind.devices + 1) for kind in self.problem.kinds]
         grid = np.array(np.meshgrid(*sizes, indexing="ij")).reshape(len(sizes), -1).T
         return tuple(tuple(int(x) for x in row) for row in grid if row.any())

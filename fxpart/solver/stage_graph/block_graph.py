@@ -1,4 +1,4 @@
-"""Blocks as a graph: who reads from whom, where branches run side by side, and other orders."""
+"""Blocks as a graph: dependencies, parallel branches, and other topological orders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxpart.solver.problem import PartitionProblem, Variant
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """Per block the blocks that it reads from, and all before and after it.
+    """By block its direct and indirect dependencies.
 
-    Sets of blocks are bits of an int: bit b stands for block b. before, after: direct neighbours;
-    ancestors, descendants: all of them, without the block itself.
+    Sets of blocks are bits of an int: bit b means block b. before, after: direct predecessors and
+    successors; ancestors, descendants: all of them, without the block itself.
     """
 
     before: tuple[int, ...]
@@ -25,7 +25,7 @@ class BlockGraph:
 
     @classmethod
     def of(cls, problem: PartitionProblem) -> BlockGraph:
-        """The graph of the problem's values; blocks stand in a topological order."""
+        """Return the graph of the problem's values; blocks are in a topological order."""
         n = len(problem.blocks)
         before, after = [0] * n, [0] * n
         for value in problem.values:
@@ -43,14 +43,14 @@ class BlockGraph:
 
     @property
     def branches(self) -> bool:
-        """Whether some two blocks could run side by side."""
+        """Return whether some two blocks could run in parallel."""
         whole = (1 << len(self.before)) - 1
         every = zip(self.ancestors, self.descendants, strict=True)
         return any(up | down | 1 << b != whole for b, (up, down) in enumerate(every))
 
 
 def members(bits: int) -> Iterator[int]:
-    """The blocks of a set, ascending."""
+    """Return the blocks of a set, ascending."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1
@@ -58,11 +58,11 @@ def members(bits: int) -> Iterator[int]:
 
 
 def regroup(problem: PartitionProblem, groups: Sequence[Sequence[int]]) -> PartitionProblem:
-    """The problem whose block g is ``groups[g]`` as a whole.
+    """Return the problem whose block g is ``groups[g]`` as a whole.
 
     groups: disjoint, all blocks, in a topological order (no group reads from a later one, nor from
     itself through another). With groups of one block each, the same problem in another order.
-    Values inside a group vanish. Nothing says what may be cut: merge such blocks first.
+    Values inside a group disappear. The result has no cut constraints: merge uncut blocks first.
     """
     home = {block: g for g, group in enumerate(groups) for block in group}
     kept, values = [], []

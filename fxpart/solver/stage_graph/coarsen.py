@@ -1,4 +1,4 @@
-"""Fewer, larger blocks: what may not be cut as one, then runs in which nothing branches."""
+"""Coarsening into fewer, larger blocks: uncut blocks first, then runs without branches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def fuse_uncut_blocks(problem: PartitionProblem) -> Groups:
-    """The blocks, those that no cut may part as one group; ascending."""
+    """Return the blocks, with those that no cut may separate as one group; ascending."""
     closed, groups = set(problem.no_cut_after), [[0]]
     for block in range(1, len(problem.blocks)):
         if block - 1 in closed:
@@ -23,11 +23,11 @@ def fuse_uncut_blocks(problem: PartitionProblem) -> Groups:
 
 
 def coarsen_blocks(problem: PartitionProblem, most: int) -> Groups:
-    """At most ``most`` groups of blocks in a topological order, each a connected run if possible.
+    """Return at most ``most`` groups of blocks in topological order, each connected if possible.
 
-    Merged are, the lightest first, two groups that follow each other and have everything else
-    before or after both, so that no branch gets longer; where there are none such, neighbours in
-    the captured order. The optimum over groups may be worse than that over blocks.
+    Two groups are merged, the lightest first, if they follow each other and all other groups are
+    before or after both, so that no branch gets longer. If there is no such pair, adjacent groups
+    in the captured order are merged. The optimum over groups may be worse than that over blocks.
     """
     groups = fuse_uncut_blocks(problem)
     while len(groups) > most:
@@ -38,7 +38,7 @@ def coarsen_blocks(problem: PartitionProblem, most: int) -> Groups:
 
 
 def _linear(graph: BlockGraph) -> list[tuple[int, int]]:
-    """Pairs (a, b), a before b, that relate to all other blocks in the same way."""
+    """Return pairs (a, b), a before b, with the same relation to all other blocks."""
     up, down = graph.ancestors, graph.descendants
     return [
         (a, b)
@@ -51,7 +51,7 @@ def _linear(graph: BlockGraph) -> list[tuple[int, int]]:
 def _merge(
     groups: Groups, small: PartitionProblem, pairs: Sequence[tuple[int, int]], count: int
 ) -> Groups:
-    """The groups with up to ``count`` disjoint pairs merged, the lightest, in topological order."""
+    """Return the groups with up to ``count`` disjoint pairs merged, the lightest, in order."""
     one, kind = small.variants[0], small.devices[0].type
     work = [f + b for f, b in zip(one.forward[kind], one.backward[kind], strict=True)]
     partner: dict[int, int] = {}
@@ -72,9 +72,9 @@ def _merge(
 def topological(
     problem: PartitionProblem, old: Groups, groups: Sequence[tuple[int, ...]]
 ) -> Groups:
-    """The groups so that none reads from a later one; of several, the one of the first block.
+    """Return the groups in topological order; of several, the group of the first block comes next.
 
-    problem: over the groups ``old``, of which each of ``groups`` is a union.
+    problem: over the groups ``old``; each of ``groups`` is a union of these.
     """
     home = {block: g for g, group in enumerate(groups) for block in group}
     place = [home[group[0]] for group in old]

@@ -1,12 +1,12 @@
-"""What a graph of stages costs: the chain's objective, with the longest path for the sum.
+"""Cost of a stage graph: the chain objective, with the longest path in place of the sum.
 
     T = longest path of t_s over the stage graph + max_s((m - 1) t_s + beta_s)
 
-A stage has min(m, depth) microbatches in flight under 1F1B, depth the number of stages on the
-longest path from it to an end, itself included; m under GPipe. Where the stages form a chain this
-is :func:`fxpart.solver.objective.evaluate` to the last bit. Like there, T is exact for stages of
-equal forward and backward, and for others search's measure; simulating the schedule gives the time
-of a plan.
+A stage has min(m, depth) microbatches in flight under 1F1B, where depth is the number of stages on
+the longest path from it to an end, itself included; m under GPipe. If the stages form a chain, this
+equals :func:`fxpart.solver.objective.evaluate` bit for bit. As there, T is exact for stages of
+equal forward and backward, and otherwise the measure of the search; the time of a plan is that of
+its simulated schedule.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fxpart.solver.stage_graph.problem import StageGraphChoice
 
 
 def evaluate(problem: PartitionProblem, choice: StageGraphChoice) -> PartitionEvaluation:
-    """The one definition of what ``choice`` costs; blocks are counted in the choice's order.
+    """Return the cost of ``choice``, by definition; blocks are numbered in the choice's order.
 
-    Raises FXP109 for a choice that is no acyclic graph of stages of this problem; one that merely
-    breaks a constraint or a memory limit is evaluated, with its faults.
+    Raises FXP109 for a choice that is not an acyclic graph of stages of this problem; one that only
+    violates a constraint or a memory limit is evaluated, with its faults.
     """
     _well_formed(problem, choice)
     order, starts = choice.order, choice.starts
@@ -55,7 +55,7 @@ def evaluate(problem: PartitionProblem, choice: StageGraphChoice) -> PartitionEv
 
 
 def convert_chain_choice(problem: PartitionProblem, choice: PartitionChoice) -> StageGraphChoice:
-    """A chain's choice as stages of a graph: the same blocks on the same stages."""
+    """Return a chain's choice as a stage graph: the same blocks on the same stages."""
     ends = (*choice.starts[1:], len(problem.blocks))
     sizes = [end - start for start, end in zip(choice.starts, ends, strict=True)]
     return StageGraphChoice(
@@ -66,7 +66,7 @@ def convert_chain_choice(problem: PartitionProblem, choice: PartitionChoice) -> 
 
 
 def stage_edges(problem: PartitionProblem, stage_of: tuple[int, ...]) -> list[set[int]]:
-    """Per stage the stages that read its values."""
+    """Return per stage the stages that read its values."""
     later: list[set[int]] = [set() for _ in range(max(stage_of) + 1)]
     for value in problem.values:
         source = stage_of[value.producer]
@@ -75,7 +75,7 @@ def stage_edges(problem: PartitionProblem, stage_of: tuple[int, ...]) -> list[se
 
 
 def depths(later: list[set[int]]) -> list[int]:
-    """Per stage the stages on the longest path from it to an end, itself included."""
+    """Return per stage the stages on the longest path from it to an end, itself included."""
     found = [1] * len(later)
     for k in reversed(range(len(later))):
         found[k] = 1 + max((found[q] for q in later[k]), default=0)
@@ -83,7 +83,8 @@ def depths(later: list[set[int]]) -> list[int]:
 
 
 def longest_path(seconds: list[float], later: list[set[int]]) -> list[int]:
-    """The stages of a longest path, in order; of equally long ones that of the lowest stages."""
+    """Return the stages of a longest path, in order; of equally long ones that of the lowest
+    stages."""
     tail, following = list(seconds), [-1] * len(seconds)
     for k in reversed(range(len(seconds))):
         if later[k]:
@@ -97,16 +98,16 @@ def longest_path(seconds: list[float], later: list[set[int]]) -> list[int]:
 
 
 def _well_formed(problem: PartitionProblem, choice: StageGraphChoice) -> None:
-    """Refuse a choice whose numbers do not belong to the problem at all."""
+    """Raise FXP109 for a choice whose numbers do not belong to the problem."""
     stages, why = choice.stage_of, ""
     if len(stages) != len(problem.blocks) or {*stages} != {*range(len({*stages}))}:
-        why = f"{len(stages)} blocks on stages {sorted({*stages})} for {len(problem.blocks)} blocks"
+        why = f"{len(stages)} of {len(problem.blocks)} blocks are on stages {sorted({*stages})}."
     elif len({*stages}) > len(problem.devices):
-        why = f"{len({*stages})} stages do not fit on {len(problem.devices)} devices"
+        why = f"There are {len({*stages})} stages but only {len(problem.devices)} devices."
     elif not 0 <= choice.variant < len(problem.variants):
-        why = f"variant {choice.variant} is not one of {len(problem.variants)}"
+        why = f"The variant {choice.variant} is not one of {len(problem.variants)}."
     elif choice.schedule not in SCHEDULES:
-        why = f"there is no schedule {choice.schedule!r}"
+        why = f"There is no schedule {choice.schedule!r}."
     else:
         graph = BlockGraph.of(problem)
         back = [
@@ -116,13 +117,15 @@ def _well_formed(problem: PartitionProblem, choice: StageGraphChoice) -> None:
             if stages[a] > stages[b]
         ]
         if back:
-            why = f"block {back[0][1]} reads from block {back[0][0]} of a later stage"
+            why = f"Block {back[0][1]} reads from block {back[0][0]} of a later stage."
     if why:
-        raise error("FXP109", where="choice", why=why, fix="give a choice made for this problem")
+        raise error(
+            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
+        )
 
 
 def _faults(problem: PartitionProblem, choice: StageGraphChoice) -> list[str]:
-    """Constraints other than memory that the choice violates, as text."""
+    """Return violated constraints other than memory, as text."""
     faults = []
     if not problem.min_stages <= choice.stages <= problem.max_stages:
         allowed = f"{problem.min_stages} to {problem.max_stages}"

@@ -1,4 +1,4 @@
-"""The one entrance: stages of parallel branches where they are better than a chain's."""
+"""Entry point of stage graphs: stages of parallel branches that are faster than a chain."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fxpart.solver.stage_graph.tables import StageGraphTables
 from fxpart.solver.stage_graph.topological_orders import solve_chains
 from fxpart.solver.validate import check_problem
 
-_ROUNDING = 1e-12  # relative; the parts below are rounded sums
+_ROUNDING = 1e-12  # relative; the terms below are rounded sums
 
-MOST_GROUPS = 32  # groups of blocks that the search and CP-SAT see
-_MOVES = 6  # of the search from each of the best starts, times the groups squared
+MOST_GROUPS = 32  # groups of blocks in the search and in CP-SAT
+_MOVES = 6  # moves from each of the best starts, times the groups squared
 _STARTS = 3
-_EFFORT = 0.1  # CP-SAT's deterministic time for each second of the limit: it ends well before
-_GAIN = 1e-9  # relative; less is none
+_EFFORT = 0.1  # CP-SAT's deterministic time per second of the limit: it ends well before
+_GAIN = 1e-9  # relative improvement below which a plan is not better
 _REFINED = 256  # blocks up to which the best plan's single blocks are moved again
 
 
 def accepts(problem: PartitionProblem) -> str | None:
-    """Why graphs of stages cannot be better than chains here; None where they may be."""
+    """Return why stage graphs cannot be better than chains here; None if they may be."""
     if problem.max_stages < 2:
-        return "there is one stage"
+        return "there is only one stage"
     if not BlockGraph.of(problem).branches:
-        return "no two blocks could run side by side"
+        return "no two blocks could run in parallel"
     return None
 
 
@@ -46,20 +46,20 @@ def solve_branches(
     time_limit: float = 30.0,
     seed: int = 0,
 ) -> StageGraphSolution | None:
-    """The best graph of stages found within ``time_limit`` seconds, and a proven bound.
+    """Return the best stage graph found within ``time_limit`` seconds, and a proven bound.
 
-    incumbent: the best chain known, whose seconds by the chain's own objective are to be beaten;
-    None where no chain fits. Returns None where nothing branches, where nothing fits, and where
-    nothing is better. Equal problems give equal answers as long as the time limit is not reached.
-    Raises FXP206 for a problem that is not valid, FXP109 for a negative time limit.
+    incumbent: the best known chain, whose seconds by the chain objective are to be beaten; None if
+    no chain fits. Returns None if there are no branches, if nothing fits, and if nothing is better.
+    Equal problems give equal results if the time limit is not reached. Raises FXP206 for an invalid
+    problem, FXP109 for a negative time limit.
     """
     deadline = time.monotonic() + time_limit
     if not time_limit >= 0:
         raise error(
             "FXP109",
             where=f"solve_branches(time_limit={time_limit!r})",
-            why="the time limit is negative",
-            fix="a time limit of at least 0 seconds",
+            why="The time limit is negative.",
+            fix="Use a time limit of at least 0 seconds.",
         )
     check_problem(problem)
     if accepts(problem) is not None:
@@ -90,7 +90,7 @@ def solve_branches(
 
 
 class _StageGraphIncumbent:
-    """The best choice seen."""
+    """The best choice found."""
 
     def __init__(self, problem: PartitionProblem) -> None:
         self.problem = problem
@@ -98,7 +98,7 @@ class _StageGraphIncumbent:
         self.choice: StageGraphChoice | None = None
 
     def add(self, choice: StageGraphChoice, solver: str) -> None:
-        """Keep the choice if it fits and is better."""
+        """Store the choice if it fits and is better."""
         found = evaluate(self.problem, choice)
         if found.feasible and found.seconds < self.seconds * (1 - _GAIN):
             self.choice, self.seconds, self.solver = choice, found.seconds, solver
@@ -121,7 +121,10 @@ class _StageGraphPortfolio:
         self.cheap = [branch_bound(problem, v, graph) for v in range(len(problem.variants))]
 
     def solve(self, effort: float) -> float:
-        """Fill the record; a bound in seconds on every choice. effort: CP-SAT's, for all."""
+        """Fill the record.
+
+        Return a bound in seconds on every choice. effort: CP-SAT's, in total.
+        """
         branches = sorted(
             (self.cheap[v], v, s)
             for v in range(len(self.problem.variants))
@@ -146,7 +149,7 @@ class _StageGraphPortfolio:
         return StageGraphTables(self.small, variant, schedule, self.graph)
 
     def _tell(self, tables: StageGraphTables, stages: list[int], solver: str) -> None:
-        """Judge stages of groups as stages of blocks."""
+        """Evaluate stages of groups as stages of blocks."""
         home = tables.choice(stages).stage_of
         stage_of = {b: home[g] for g, group in enumerate(self.groups) for b in group}
         self.record.add(
@@ -159,7 +162,7 @@ class _StageGraphPortfolio:
         )
 
     def _chains(self, made: dict[tuple[int, str], list[list[int]]]) -> None:
-        """Chains over several orders, as first stages for each variant and schedule."""
+        """Yield chains over several orders, as first stages for each variant and schedule."""
         limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.25
         for choice, order in solve_chains(self.small, self.graph, limit, self.seed):
             ends = (*choice.starts[1:], len(order))
@@ -174,7 +177,7 @@ class _StageGraphPortfolio:
         made: dict[tuple[int, str], list[list[int]]],
         branches: list[tuple[float, int, int]],
     ) -> None:
-        """Series and parallel parts, then small moves from the best starts."""
+        """Search series-parallel splits, then small moves from the best starts."""
         limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.4
         for cheap, v, s in branches:
             schedule = self.problem.schedules[s]
@@ -201,7 +204,10 @@ class _StageGraphPortfolio:
         made: dict[tuple[int, str], list[list[int]]],
         effort: float,
     ) -> tuple[float, float]:
-        """CP-SAT on one variant and schedule; its bound in seconds, and the effort it took."""
+        """Run CP-SAT on one variant and schedule.
+
+        Return its bound in seconds, and the effort used.
+        """
         tables = self._tables(variant, schedule)
         starts = made.get((variant, schedule), [])
         left = self.deadline - time.monotonic()
@@ -222,7 +228,7 @@ class _StageGraphPortfolio:
         return found.bound, found.effort
 
     def _refine(self) -> None:
-        """The best choice's variant again over single blocks, where groups held several."""
+        """Refine the best choice's variant over single blocks, if groups had several."""
         choice = self.record.choice
         if self.whole or choice is None or len(self.problem.blocks) > _REFINED:
             return
@@ -248,7 +254,7 @@ class _StageGraphPortfolio:
 
 
 def branch_bound(problem: PartitionProblem, variant: int, graph: BlockGraph) -> float:
-    """Seconds that no acyclic graph of stages of ``variant`` falls below.
+    """Return a lower bound in seconds on all acyclic stage graphs of ``variant``.
 
     The longest path of stages takes at least as long as the longest path of blocks, each on its
     fastest device; the longest load is bounded as in a chain (work over speed, largest unit).

@@ -1,4 +1,4 @@
-"""Choices that put any blocks on any stage, as long as the stages form an acyclic graph."""
+"""Choices that put any blocks on any stage, if the stages form an acyclic graph."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class StageGraphChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Return the number of stages."""
         return max(self.stage_of) + 1
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The blocks, stage by stage; within a stage as they were captured."""
+        """Return the blocks, stage by stage; within a stage in captured order."""
         return tuple(sorted(range(len(self.stage_of)), key=lambda b: (self.stage_of[b], b)))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The position in :attr:`order` at which each stage begins."""
+        """Return the position in :attr:`order` at which each stage begins."""
         sizes = [self.stage_of.count(k) for k in range(self.stages)]
         return tuple(sum(sizes[:k]) for k in range(self.stages))
 
 
 class StageGraphSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found: the choice, its step time, and a proven bound, in seconds.
+    """A solver's result: the choice, its step time, and a proven bound, in seconds.
 
-    No split of these blocks into an acyclic graph of stages takes less than ``bound``. status: as
-    of :class:`fxpart.solver.problem.Solution`. solver: what found the choice. over: in words, what
-    the bound is over.
+    No split of these blocks into an acyclic graph of stages takes less than ``bound``. status: see
+    :class:`fxpart.solver.problem.Solution`. solver: the one that found the choice. over:
+    description of the choices that the bound covers.
     """
 
     status: Literal["optimal", "within gap", "best found"]
@@ -52,15 +52,15 @@ class StageGraphSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """The stage of each block."""
+        """Return the stage of each block."""
         return self.choice.stage_of
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The blocks, stage by stage."""
+        """Return the blocks, stage by stage."""
         return self.choice.order
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The position in :attr:`order` at which each stage begins."""
+        """Return the position in :attr:`order` at which each stage begins."""
         return self.choice.starts

@@ -1,7 +1,7 @@
-"""Improvement of a graph of stages by small moves, some of them uphill: simulated annealing.
+"""Improvement of a stage graph by small moves, some of them uphill: simulated annealing.
 
-A fixed number of moves with a fixed seed, so that equal problems give equal answers unless the
-deadline cuts them.
+A fixed number of moves with a fixed seed, so that equal problems give equal results unless the
+deadline interrupts them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
 
 _WARM, _COLD = 0.03, 0.0005  # accepted worsening, as a share of the step time, at start and end
-_OVERFULL = 2.0  # a stage over its memory by all of it counts as this many step times
+_OVERFULL = 2.0  # penalty of a stage that exceeds its memory by 100 %, in step times
 
 
 def improve(
     tables: StageGraphTables, stages: Sequence[int], *, moves: int, seed: int, deadline: float
 ) -> list[int]:
-    """The best stages met, at least as good as those given; in topological order.
+    """Return the best stages found, at least as good as the given ones; in topological order.
 
-    stages: sets of blocks. A move puts a block on another stage or a new one, or exchanges two.
+    stages: sets of blocks. A move puts a block on another stage or a new one, or swaps two.
     deadline: a ``time.monotonic()`` value in seconds.
     """
     chance = random.Random(seed)
@@ -46,7 +46,7 @@ def improve(
 
 
 def _score(tables: StageGraphTables, stages: Sequence[int]) -> float:
-    """Seconds, and a fine for what does not fit."""
+    """Return the seconds, plus a penalty for exceeded memory."""
     over, seconds = tables.judge(stages)
     if not over:
         return seconds
@@ -57,7 +57,7 @@ def _score(tables: StageGraphTables, stages: Sequence[int]) -> float:
 def _moved(
     tables: StageGraphTables, stages: Sequence[int], chance: random.Random
 ) -> list[int] | None:
-    """A neighbour, None where the draw makes none."""
+    """Return a random adjacent solution, or None if the move is impossible."""
     low, high = tables.problem.min_stages, tables.problem.max_stages
     n = len(tables.graph.before)
     block = chance.randrange(n)

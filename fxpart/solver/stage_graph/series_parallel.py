@@ -1,10 +1,10 @@
-"""A dynamic programme over series and parallel parts: branches get stages of their own, or not.
+"""Dynamic program over series and parallel parts: branches may get stages of their own.
 
-A graph falls into a run of single blocks and of parts between them whose branches do not touch
-(as in GraphPipe, Jeon et al. 2024). Under a limit on every stage's seconds, stages are cut from the
-end: a stage is an interval of the run, and a parallel part is either taken branch by branch, where
-stages add up and path and depth are the largest, or as a run itself. It is a heuristic: a stage
-holds pieces of two branches only where they are neighbours in the run.
+A graph consists of a run of single blocks and of parallel parts between them whose branches are
+independent (as in GraphPipe, Jeon et al. 2024). Under a limit on every stage's seconds, stages are
+cut from the end: a stage is an interval of the run. A parallel part is either cut branch by branch,
+where stages add up and path and depth are the largest, or as a run itself. It is a heuristic: a
+stage contains pieces of two branches only if they are adjacent in the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import inf
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
 
-# Limits on a stage's seconds that are tried, relative to the least possible one.
+# Trial limits on a stage's seconds, relative to the minimum possible one.
 _LIMITS = (*(1 + i / 48 for i in range(25)), 1.6, 1.8, 2.0)
 
 
@@ -34,7 +34,7 @@ _States = dict[tuple[int, int], tuple[float, tuple[int, ...]]]
 
 
 def series_parallel(tables: StageGraphTables, deadline: float) -> Iterator[list[int]]:
-    """Stages in topological order, the best for each limit that leaves any.
+    """Yield stages in topological order, the best for each feasible limit.
 
     deadline: a ``time.monotonic()`` value in seconds, after which no further limit is tried.
     """
@@ -55,7 +55,7 @@ def series_parallel(tables: StageGraphTables, deadline: float) -> Iterator[list[
 
 
 def _decompose(tables: StageGraphTables, whole: int) -> _SeriesParallelBlocks:
-    """A convex set of blocks as a run with parallel parts."""
+    """Return a convex set of blocks as a run with parallel parts."""
     graph = tables.graph
     between = list(members(whole))
     joints = [
@@ -85,7 +85,7 @@ def _decompose(tables: StageGraphTables, whole: int) -> _SeriesParallelBlocks:
 
 
 def _components(tables: StageGraphTables, blocks: int) -> list[int]:
-    """The parts of a set of blocks between which nothing flows, by their first block."""
+    """Return the connected components of a set of blocks, by their first block."""
     found = []
     while blocks:
         reach, front = 0, blocks & -blocks
@@ -107,11 +107,12 @@ class _Cutter:
         self.tables, self.limit = tables, limit * (1 + 1e-9)
         self.most = tables.problem.max_stages
         self.memory = max(d.memory for d in tables.problem.devices)
-        self.device = min(1, len(tables.problem.devices) - 1)  # the first receives nothing
+        # the first device has no incoming transfers
+        self.device = min(1, len(tables.problem.devices) - 1)
         self._known: dict[tuple[int, int], _States] = {}
 
     def cut(self, part: _SeriesParallelBlocks, depth: int) -> _States:
-        """All ways worth keeping to cut a part after which ``depth`` stages follow."""
+        """Return all useful ways to cut a part that ``depth`` stages follow."""
         key = (sum(1 << b for b in part.blocks), depth)
         if key not in self._known:
             self._known[key] = self._cut(part, depth)
@@ -147,7 +148,7 @@ class _Cutter:
     def _jump(
         self, states: _States, branches: tuple[_SeriesParallelBlocks, ...], into: _States
     ) -> None:
-        """Each branch with stages of its own, side by side."""
+        """Cut each branch into stages of its own, in parallel."""
         for (stages, deep), (path, sets) in states.items():
             sums: _States = {(0, deep): (0.0, ())}
             for branch in branches:
@@ -167,7 +168,7 @@ def _keep(states: _States, key: tuple[int, int], path: float, sets: tuple[int, .
 
 
 def _undominated(states: _States) -> _States:
-    """Without those that need as many stages, as much depth and as long a path as another."""
+    """Return the states without dominated ones (in stages, depth and path)."""
     kept: _States = {}
     for key in sorted(states):
         path = states[key][0]

@@ -1,9 +1,10 @@
-"""Graphs of stages as an integer programme for CP-SAT, with depth as a variable of each stage.
+"""Stage graphs as an integer program for CP-SAT, with depth as a variable of each stage.
 
 x[b, p] puts block b on stage p; stages are numbered so that values flow upwards. dep[p, q] holds if
-anything flows from p to q, and then tail_p >= t_p + tail_q and depth_p >= depth_q + 1; memory binds
-by literals of depth. The objective is the longest load plus the longest tail. Seconds are scaled
-and rounded down, which only lowers the objective: CP-SAT's bound, scaled back, bounds ours.
+any value flows from p to q, and then tail_p >= t_p + tail_q and depth_p >= depth_q + 1. Memory is
+constrained by literals of depth. The objective is the longest load plus the longest tail. Seconds
+are scaled and rounded down, which only lowers the objective: CP-SAT's bound, scaled back, bounds
+ours.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
-_EQUAL = 1e-12  # of a step: how near a cost is to a multiple of the least one
+_EQUAL = 1e-12  # relative to a step: tolerance of multiples of the smallest cost
 _ROUNDING = 1e-10  # relative; of sums in whole steps
-_SLACK = 1e-4  # of the step time: the cutoff is this much above it, or rounding would cut it off
+# relative margin of the cutoff above the step time, so that rounding does not exclude it
+_SLACK = 1e-4
 
 Expression = Any  # a linear expression of CP-SAT, or an int
 
@@ -49,10 +51,10 @@ def solve_depth_model(
 ) -> DepthModelResult:
     """Search and prove for this variant and schedule.
 
-    stages: the best known ones that fit, in topological order, as the hint. best: seconds beyond
-    which nothing is of interest, infinite if nothing is known; where nothing is below, the bound is
-    a little above it. effort: CP-SAT's deterministic time, which ends equal runs equally; seconds:
-    the time limit, which may cut them before. One worker, a fixed seed.
+    stages: the best known feasible ones, in topological order, as the hint. best: cutoff in
+    seconds, infinite if nothing is known; if nothing is below it, the bound is slightly above it.
+    effort: CP-SAT's deterministic time, which ends equal runs equally; seconds: the time limit,
+    which may interrupt them earlier. One worker, a fixed seed.
     """
     end = time.monotonic() + seconds
     if stages is None:
@@ -84,7 +86,7 @@ class _DepthModel:
     def solve(self, seconds: float, effort: float, seed: int) -> DepthModelResult:
         """Run CP-SAT."""
         solver = cp_model.CpSolver()
-        # OR-Tools 9.15's presolve calls some such models infeasible that are not
+        # OR-Tools 9.15's presolve reports some feasible models as infeasible
         # (google/or-tools#5274); see fxpart.solver.ilp.
         solver.parameters.cp_model_presolve = False
         solver.parameters.num_workers = 1
@@ -94,7 +96,7 @@ class _DepthModel:
         status = solver.solve(self.model)
         used = float(solver.response_proto.deterministic_time)
         assert status != cp_model.MODEL_INVALID, self.model.validate()
-        if status == cp_model.INFEASIBLE:  # nothing below the cutoff, and so nothing better
+        if status == cp_model.INFEASIBLE:  # nothing below the cutoff, so nothing better
             return DepthModelResult(None, self.best * (1 + _SLACK), used)
         bound = max(0.0, float(solver.best_objective_bound)) / self.scale
         bound *= 1 - _ROUNDING
@@ -116,7 +118,7 @@ class _DepthModel:
         return round(steps) if self.exact else floor(steps)
 
     def _worst(self) -> float:
-        """Seconds that no choice exceeds: everything on the slowest device, everything sent."""
+        """Return seconds that no choice exceeds: all on the slowest device, every value sent."""
         problem, one, m = self.problem, self.one, self.tables.m
         rows = range(len(problem.step))
         work = sum(max(one.forward[k][b] + one.backward[k][b] for k in rows) for b in range(self.n))
@@ -131,9 +133,9 @@ class _DepthModel:
         )
 
     def _quantum(self) -> float:
-        """Seconds of which all costs are whole multiples, 0 if there is nothing so coarse.
+        """Return the largest seconds of which all costs are whole multiples, 0 if that is too fine.
 
-        Equal blocks have one; in such steps CP-SAT sees which objectives there can be at all.
+        Equal blocks have one; in such steps CP-SAT knows which objectives are possible at all.
         """
         one, problem = self.one, self.problem
         costs = [c for rows in (one.forward, one.backward, problem.step) for r in rows for c in r]
@@ -147,7 +149,10 @@ class _DepthModel:
         return least if all(abs(c / least - round(c / least)) < _EQUAL for c in costs) else 0.0
 
     def _place(self) -> None:
-        """Each block on one stage, none before what it reads; stages used from the first on."""
+        """Put each block on one stage, none before its dependencies.
+
+        Use stages from the first on.
+        """
         model, stages, hint = self.model, range(self.count), self.hint
         self.x = [[self._new(hint[b] == p) for p in stages] for b in range(self.n)]
         upto = [[self._new(hint[b] <= p) for p in stages] for b in range(self.n)]
@@ -172,7 +177,7 @@ class _DepthModel:
                 model.add(self.used[p] == 1)
 
     def _flow(self) -> None:
-        """dep[p, q]: something flows from p to q."""
+        """Define dep[p, q]: a value flows from p to q."""
         later = self.tables.later(self.known)
         edges = [(a, b) for a in range(self.n) for b in members(self.tables.graph.after[a])]
         self.dep: dict[tuple[int, int], cp_model.IntVar] = {}
@@ -183,7 +188,7 @@ class _DepthModel:
                     self.model.add_bool_or([~self.x[a][p], ~self.x[b][q], dep])
 
     def _any(self, blocks: Iterable[int], stage: int) -> Expression:
-        """1 if the stage holds any of the blocks."""
+        """Return a literal: the stage has any of the blocks."""
         listed = list(blocks)
         if len(listed) == 1:
             return self.x[listed[0]][stage]
@@ -193,7 +198,7 @@ class _DepthModel:
         return held
 
     def _received(self, index: int, stage: int) -> Expression:
-        """1 if the stage uses a value that another one makes."""
+        """Return a literal: the stage uses a value of another one."""
         value = self.problem.values[index]
         made = self.hint[value.producer] == stage
         got = self._new(not made and any(self.hint[b] == stage for b in value.consumers))
@@ -202,7 +207,7 @@ class _DepthModel:
         return got
 
     def _sent(self, index: int, stage: int) -> Expression:
-        """1 if the stage makes a value that is not saved anyway and that another one uses."""
+        """Return a literal: the stage makes an unsaved value that another one uses."""
         value = self.problem.values[index]
         if value.saved:
             return 0
@@ -213,7 +218,7 @@ class _DepthModel:
         return sent
 
     def _split(self, index: int, stage: int) -> Expression:
-        """1 if the stage holds some but not all of the weight's blocks."""
+        """Return a literal: the stage has some but not all of the weight's blocks."""
         weight = self.problem.weights[index]
         if not weight.gradient or len(weight.blocks) == 1:
             return 0
@@ -224,7 +229,7 @@ class _DepthModel:
         return split
 
     def _measure(self) -> None:
-        """Seconds: loads, tails, their largest, and the cutoff."""
+        """Add seconds: loads, tails, their maxima, and the cutoff."""
         model, one, cutoff = self.model, self.one, self.cutoff
         longest = model.new_int_var(0, cutoff, "")
         path = model.new_int_var(0, cutoff, "")
@@ -257,7 +262,8 @@ class _DepthModel:
         model.minimize(longest + path)
 
     def _rough_tails(self) -> list[float]:
-        """Per block the seconds of the longest path of blocks from it on, each where it is fast."""
+        """Return per block the seconds of the longest path of blocks from it, on the fastest
+        devices."""
         kinds = {d.type for d in self.problem.devices[: self.count]}
         tail = [min(self.one.forward[k][b] + self.one.backward[k][b] for k in kinds)
                 for b in range(self.n)]  # fmt: skip
@@ -267,12 +273,13 @@ class _DepthModel:
         return [t * (1 - 1e-12) for t in tail]
 
     def _once(self, stage: int) -> list[Expression]:
-        """What a stage takes once a step."""
+        """Return the per-step seconds of a stage."""
         kind = self.problem.devices[stage].type
         latency, inverse = get_tied_reduction_link(self.problem, stage)
         steps = self.problem.step[kind]
         terms: list[Expression] = [self._int(steps[b]) * self.x[b][stage] for b in range(self.n)]
-        terms.append(self._int(self.problem.once))  # of an unused stage too, where it is no maximum
+        # of an unused stage too, where it does not determine the maximum
+        terms.append(self._int(self.problem.once))
         messages = count_tied_reduction_messages(self.tables.m)
         return terms + [
             self._int(messages * (latency + w.gradient * inverse)) * self._split(i, stage)
@@ -280,7 +287,7 @@ class _DepthModel:
         ]
 
     def _fit(self) -> None:
-        """Bytes, exact: each stage's memory for the microbatches that its depth lets it hold."""
+        """Limit each stage's bytes, exactly, with the microbatches in flight at its depth."""
         one, problem = self.one, self.problem
         state = sum(w.weight + w.gradient + w.optimizer for w in problem.weights)
         pairs = zip(one.value_bytes, problem.values, strict=True)
@@ -290,7 +297,7 @@ class _DepthModel:
         least = min(d.memory for d in problem.devices[: self.count])
         temporary = max((w.temporary for w in problem.weights), default=0)
         if state + max(max(one.workspace) + most * each, temporary) <= least:
-            return  # whatever lies where, it fits
+            return  # every choice fits
         deep = self._deep(most)
         for p, device in enumerate(problem.devices[: self.count]):
             state = self._state(p)
@@ -310,7 +317,7 @@ class _DepthModel:
                     held.only_enforce_if(literal)
 
     def _state(self, stage: int) -> Expression:
-        """Bytes of weights, gradients and the optimizer on a stage."""
+        """Return bytes of weights, gradients and optimizer state on a stage."""
         terms: list[Expression] = [
             (w.weight + w.gradient + w.optimizer) * self._any(w.blocks, stage)
             for w in self.problem.weights
@@ -318,7 +325,7 @@ class _DepthModel:
         return sum(terms)
 
     def _work(self, stage: int) -> Expression:
-        """Bytes that a stage's blocks take while they run, the most of them."""
+        """Return the largest workspace of a stage's blocks, in bytes."""
         one = self.one
         work = self.model.new_int_var(0, max(one.workspace), "")
         inside = (one.workspace[b] for b in range(self.n) if self.hint[b] == stage)
@@ -328,7 +335,7 @@ class _DepthModel:
         return work
 
     def _deep(self, most: int) -> list[list[cp_model.IntVar]]:
-        """Per stage literals: its depth is at least 1, 2, ... (up to ``most``, where it counts)."""
+        """Return per stage literals: its depth is at least 1, 2, ... (up to ``most``)."""
         deep: list[list[cp_model.IntVar]] = []
         later = self.tables.later(self.known)
         known = [1] * self.count

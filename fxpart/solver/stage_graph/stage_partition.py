@@ -1,4 +1,4 @@
-"""What a plan is made of: the best chain, or a graph of stages where that is better."""
+"""Stages of a plan: the best chain, or a stage graph if that is faster."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fxpart.solver.stage_graph.problem import StageGraphSolution
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Contiguous stages of a problem, whose blocks may stand in another order than the model's.
+    """Contiguous stages of a problem, whose blocks may be in another order than the model's.
 
     problem: with blocks in the order of the stages; solution: its choice, bound and status. order:
-    block i of ``problem`` is the model's block order[i]; empty where that is its own order.
-    evaluation: of the choice, by the objective that was solved for; None without a choice. over:
-    what the bound is over, in words; "" for a chain, where others say it. chain: the problem with
-    its own order, and its best chain, where the stages are a graph.
+    block i of ``problem`` is the model's block order[i]; empty if that is its own order.
+    evaluation: of the choice, by the solved objective; None without a choice. over: description of
+    the choices that the bound covers; "" for a chain. chain: the problem in its own order, and its
+    best chain, if the stages are a graph.
     """
 
     problem: PartitionProblem
@@ -40,10 +40,10 @@ class StagePartition:
 def choose_stage_partition(
     problem: PartitionProblem, chain: Solution, *, time_limit: float = 30.0, seed: int = 0
 ) -> StagePartition:
-    """``chain``, the solution over chains, or the best graph of stages where it is faster.
+    """Return ``chain``, the solution over chains, or the best stage graph if that is faster.
 
-    Where no chain fits a graph still may. time_limit: seconds that looking for it may take; models
-    without branches take none. Errors are those of :func:`solve_branches`.
+    If no chain fits, a graph still may. time_limit: seconds for the search of a graph; models
+    without branches need none. Errors: see :func:`solve_branches`.
     """
     found = solve_branches(problem, chain.choice, time_limit=time_limit, seed=seed)
     if found is None:
@@ -64,9 +64,9 @@ def choose_stage_partition(
 def iterate_stage_counts(
     made: StagePartition, *, time_limit: float, seed: int = 0
 ) -> Iterator[StagePartition]:
-    """The best graph of stages of every number of stages and microbatches, as long as time lasts.
+    """Yield the best stage graph of every number of stages and microbatches, within the time limit.
 
-    made: the best of all, a graph; its bound stays what is proven, and it comes first.
+    made: the best of all, a graph; its bound stays the proven one, and it comes first.
     """
     yield made
     assert made.chain is not None and made.solution.choice is not None, "a graph"
@@ -90,7 +90,7 @@ def iterate_stage_counts(
 
 
 def _again(made: StagePartition, found: StagePartition, variant: int) -> StagePartition:
-    """A graph of one kind as a choice of the whole problem, with what is proven of that."""
+    """Return a graph of one kind as a choice of the whole problem, with its proven bound."""
     assert made.chain is not None and found.solution.choice is not None, "graphs"
     problem = made.chain[0]
     choice = msgspec.structs.replace(found.solution.choice, variant=variant)
@@ -109,10 +109,11 @@ def _again(made: StagePartition, found: StagePartition, variant: int) -> StagePa
 def in_order(
     problem: PartitionProblem, found: StageGraphSolution
 ) -> tuple[PartitionProblem, Solution]:
-    """The problem with its blocks in the choice's order, and the choice as stages without gaps.
+    """Return the problem with its blocks in the choice's order, and the choice as contiguous
+    stages.
 
-    So that plans and reports, which know contiguous stages, can speak of it: block i of the new
-    problem is block ``found.order[i]`` of the old. The seconds stay those of graphs of stages.
+    Plans and reports require contiguous stages: block i of the new problem is block
+    ``found.order[i]`` of the old. The seconds remain those of stage graphs.
     """
     choice = PartitionChoice(
         variant=found.choice.variant, schedule=found.choice.schedule, starts=found.starts

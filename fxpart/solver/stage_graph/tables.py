@@ -1,7 +1,7 @@
-"""Costs of any set of blocks as a stage, remembered: what solvers ask thousands of times.
+"""Costs of any set of blocks as a stage, cached: solvers request them thousands of times.
 
-Sums are taken in another order than by the objective, so they may differ in the last bits; what a
-solver finds is judged by :func:`fxpart.solver.stage_graph.objective.evaluate`.
+Sums have another order than in the objective, so they may differ in the last bits; choices are
+evaluated by :func:`fxpart.solver.stage_graph.objective.evaluate`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fxpart.solver.stage_graph.problem import StageGraphChoice
 
 @dataclass(frozen=True, slots=True)
 class BlockSetCost:
-    """A set of blocks as a stage: seconds a microbatch and once a step, and bytes.
+    """A set of blocks as a stage: seconds per microbatch and per step, and bytes.
 
-    standing: bytes however many microbatches are in flight; each: bytes for each of them.
-    updating: bytes while the optimizer steps.
+    standing: bytes independent of microbatches in flight; each: bytes per microbatch in flight.
+    updating: bytes during the optimizer step.
     """
 
     seconds: float
@@ -32,7 +32,7 @@ class BlockSetCost:
     updating: int
 
     def needed(self, flying: int) -> int:
-        """Bytes at most, with so many microbatches in flight."""
+        """Return the peak bytes with so many microbatches in flight."""
         return max(self.standing + flying * self.each, self.updating)
 
 
@@ -66,11 +66,11 @@ class StageGraphTables:
         self._span = [sum(1 << b for b in w.blocks) for w in problem.weights]
 
     def flying(self, depth: int) -> int:
-        """Microbatches in flight on a stage of that depth."""
+        """Return the microbatches in flight on a stage of that depth."""
         return self.m if keeps_all(self.schedule) else min(self.m, depth)
 
     def parts(self, blocks: int, stage: int) -> BlockSetCost:
-        """The cost of a set of blocks on the device of that stage."""
+        """Return the cost of a set of blocks on the device of that stage."""
         key = (blocks, self._keys[stage])
         if key not in self._known:
             self._known[key] = self._parts(blocks, stage)
@@ -110,7 +110,8 @@ class StageGraphTables:
         )
 
     def judge(self, stages: Sequence[int]) -> tuple[float, float]:
-        """Bytes beyond the memories, and the step time in seconds; stages in topological order."""
+        """Return bytes beyond the memories, and the step time in seconds; stages in topological
+        order."""
         later = self.later(stages)
         tail, deep = [0.0] * len(stages), [1] * len(stages)
         longest, over = 0.0, 0
@@ -126,7 +127,7 @@ class StageGraphTables:
         return over, max(tail, default=inf) + longest
 
     def later(self, stages: Sequence[int]) -> list[list[int]]:
-        """Per stage the stages that read from it."""
+        """Return per stage the stages that read from it."""
         after = self.graph.after
         found = []
         for k, blocks in enumerate(stages):
@@ -138,9 +139,9 @@ class StageGraphTables:
         return found
 
     def sorted(self, stages: Sequence[int]) -> list[int] | None:
-        """The same stages in a topological order, None where there is none.
+        """Return the same stages in a topological order, None if there is none.
 
-        Of several that could come next, the one that holds the first block.
+        Of several candidates, the one with the first block comes next.
         """
         later = self.later(stages)
         waiting = [0] * len(stages)
@@ -160,7 +161,7 @@ class StageGraphTables:
         return result
 
     def choice(self, stages: Sequence[int]) -> StageGraphChoice:
-        """Stages as a choice."""
+        """Return stages as a choice."""
         home = {b: k for k, blocks in enumerate(stages) for b in members(blocks)}
         return StageGraphChoice(
             variant=self.index,

@@ -1,4 +1,4 @@
-"""Chains in other orders: the exact solver of chains over several topological orders."""
+"""Chains in other orders: the exact chain solver over several topological orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
 def list_topological_orders(
     problem: PartitionProblem, graph: BlockGraph
 ) -> tuple[tuple[int, ...], ...]:
-    """Topological orders worth a try, no two equal; the given one is the first.
+    """Return distinct candidate topological orders; the captured one is the first.
 
     Branch by branch, the longest first and the longest last; and level by level, which puts pieces
     of several branches next to each other.
@@ -48,7 +48,7 @@ def list_topological_orders(
 def solve_chains(
     problem: PartitionProblem, graph: BlockGraph, deadline: float, seed: int
 ) -> list[tuple[PartitionChoice, tuple[int, ...]]]:
-    """The best chains over each order, and the order; the time until ``deadline`` is shared.
+    """Yield the best chains over each order, and the order; the time until ``deadline`` is shared.
 
     deadline: a ``time.monotonic()`` value in seconds.
     """

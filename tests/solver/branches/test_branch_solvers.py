@@ -183,10 +183,10 @@ def test_eight_branches_and_a_trunk() -> None:
 
 def test_a_pure_chain_is_left_alone() -> None:
     problem = branches_and_trunk(1, 5, 5, stages=4, microbatches=8)
-    assert accepts(problem) == "no two blocks could run side by side"
+    assert accepts(problem) == "no two blocks could run in parallel"
     assert solve_branches(problem, solve(problem).choice) is None
     alone = branches_and_trunk(2, 1, 1, stages=1, microbatches=8)
-    assert accepts(alone) == "there is one stage"
+    assert accepts(alone) == "there is only one stage"
 
 
 def test_no_gain_is_none() -> None:

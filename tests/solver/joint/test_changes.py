@@ -83,7 +83,7 @@ def test_devices_and_memory() -> None:
     problem = small()
     fewer = with_devices(problem, [2])
     assert fewer.pools[0].devices == 2 and fewer.max_stages == 2
-    assert evaluate(fewer, CHOICE).faults == ("4 devices of gpu, there are 2",)
+    assert evaluate(fewer, CHOICE).faults == ("4 devices of gpu, available are 2",)
     assert with_devices(problem, [6]).max_stages == 6
     assert with_memory(problem, 0.5).pools[0].memory == problem.pools[0].memory // 2
     for counts in ([0], [-1]):

@@ -136,7 +136,7 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     assert result is not None
     stages = evaluate(problem, result[1]).stages
     worst = max(stages, key=lambda s: s.memory.total)
-    assert f"{format_byte_count(worst.memory.total)} needed, 1.40 GiB there" in found.where
+    assert f"{format_byte_count(worst.memory.total)} needed, 1.40 GiB available" in found.where
     assert "gpu0" in found.where
     assert "activations" in found.why
     assert "optimizer" in found.why
@@ -153,14 +153,14 @@ def test_state_beyond_all_memory_and_a_block_that_fits_nowhere_are_said() -> Non
         format_byte_count(compute_min_state_bytes(problem)),
         format_byte_count(4 * problem.pools[0].memory),
     )
-    assert f"need {state} in all at least, 4 devices have {there}" in found.why
+    assert f"need at least {state} in total, but 4 devices have {there}" in found.why
     problem = transformer(4, (4,), hidden=512, vocabulary=10**6, batch=4, memory=2 * 10**9)
     problem = replace(
         problem,
         options=tuple(o for o in problem.options if not o.zero and o.layout == 0),
     )
     (found,) = explain_joint_infeasible(problem, time_limit=60)
-    assert "b0 alone needs" in found.why
+    assert "b0 alone needs at least" in found.why
 
 
 def test_a_wider_space_offers_recompute_or_zero() -> None:
@@ -182,7 +182,7 @@ def test_a_wider_space_offers_recompute_or_zero() -> None:
 def explain_fits(problem: JointProblem) -> bool:
     """A problem with a plan is said to need time only."""
     (found,) = explain_joint_infeasible(problem, time_limit=60)
-    return found.code == "FXP205" and "a plan fits" in found.why
+    return found.code == "FXP205" and "A plan fits" in found.why
 
 
 def wishes(*texts: str) -> list[PlanConstraint]:
@@ -194,7 +194,7 @@ def test_a_conflict_is_named_in_the_users_words() -> None:
     wider = transformer(24, (16,), hidden=4096, batch=64)
     given = wishes("pp=4", "tp=8", "b3=0", "dp=1")
     problem = apply_constraints(wider, given)
-    (found,) = explain_joint_infeasible(problem, wider=wider, wishes=given, time_limit=60)
+    (found,) = explain_joint_infeasible(problem, wider=wider, constraints=given, time_limit=60)
     assert found.code == "FXP202"
     assert found.where == "fix pp=4; fix tp=8"
     assert "without 'fix pp=4'" in found.fix

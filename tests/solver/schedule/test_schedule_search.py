@@ -246,7 +246,7 @@ def test_a_large_problem_has_a_list_and_a_bound() -> None:
         ({"backward": (1.0, float("nan"))}, "backward"),
         ({"halves": ((1.0, 1.0),)}, "halves"),
         ({"microbatches": 0}, "sizes"),
-        ({"stage_rank": (0, 2)}, "no rank"),
+        ({"stage_rank": (0, 2)}, "without gaps"),
         ({"memory": (1,)}, "memory"),
         ({"activation": (1, -1)}, "activation"),
         ({"transfer": {(0, 1): -1.0}}, "transfer"),

@@ -65,10 +65,10 @@ def test_the_step_by_hand() -> None:
 def test_lanes_share_a_card() -> None:
     groups = [AssignmentStage(data=2, seconds=1.0), AssignmentStage(data=2, seconds=1.0)]
     flow = StageFlow(source=0, target=1, size=1.0)
-    seats = ((0, 0), (1, 1))
-    alone = evaluate(two_hosts(groups, [flow]), seats)
+    assignment = ((0, 0), (1, 1))
+    alone = evaluate(two_hosts(groups, [flow]), assignment)
     assert alone.stages[1].transfer_seconds == 4.5
-    shared = evaluate(two_hosts(groups, [flow], uplink=4.0), seats)
+    shared = evaluate(two_hosts(groups, [flow], uplink=4.0), assignment)
     assert shared.stages[1].transfer_seconds == 8.0  # both bytes over one card
     assert shared.card_seconds == 4 * 8.0
     beside = evaluate(two_hosts(groups, [flow], uplink=4.0), ((0, 1), (0, 1)))
@@ -86,7 +86,7 @@ def test_a_card_binds_though_no_stage_does() -> None:
 
 def test_more_lanes_than_devices_is_a_fault() -> None:
     found = evaluate(two_hosts([AssignmentStage(data=3)], []), ((0, 0, 0),))
-    assert found.faults == ("place 0 has 2 devices of pool 0, 3 are taken",)
+    assert found.faults == ("domain 0 has 2 devices of pool 0, but 3 are assigned",)
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_two_hundred_problems_agree_with_enumeration(part: int) -> None:
         topology = random_topology(seed)
         best, found = solve_brute(topology), solve_device_assignment(topology)
         assert found.status == best.status, seed
-        if best.seats:
+        if best.assignment:
             assert found.seconds == pytest.approx(best.seconds, rel=1e-6), seed
             assert found.bound <= best.seconds * (1 + 1e-9), seed
-            assert evaluate(topology, found.seats).faults == (), seed
+            assert evaluate(topology, found.assignment).faults == (), seed
 
 
 @pytest.mark.slow
@@ -109,17 +109,17 @@ def test_the_cheap_bound_holds_for_every_placement() -> None:
         bound, scorer = lower_bound(topology), AssignmentScorer(topology)
         tighter = lower_bound(topology, whole=True)
         assert tighter >= bound * (1 - 1e-9)
-        for seats in placements(topology):
-            known = tighter if has_whole_replicas(topology, seats) else bound
-            assert scorer.evaluate(seats).seconds >= known * (1 - 1e-9), seed
+        for assignment in placements(topology):
+            known = tighter if has_whole_replicas(topology, assignment) else bound
+            assert scorer.evaluate(assignment).seconds >= known * (1 - 1e-9), seed
 
 
 def test_greedy_fits_whenever_anything_does() -> None:
     for seed in range(200):
         topology = random_topology(seed)
-        seats = build_initial_assignment(topology)
-        assert (seats is None) == (next(placements(topology), None) is None)
-        assert seats is None or not evaluate(topology, seats).faults
+        assignment = build_initial_assignment(topology)
+        assert (assignment is None) == (next(placements(topology), None) is None)
+        assert assignment is None or not evaluate(topology, assignment).faults
 
 
 def test_equal_problems_give_equal_answers() -> None:
@@ -141,11 +141,11 @@ def test_replicas_stay_whole_where_first_fit_cuts_one() -> None:
         between=((LinearCost(inverse=9.0),),),
         uplinks=(0.0, 0.0),
     )
-    seats = build_initial_assignment(topology)
-    assert seats is not None and not has_whole_replicas(topology, seats)
+    assignment = build_initial_assignment(topology)
+    assert assignment is not None and not has_whole_replicas(topology, assignment)
     assert pack_whole(topology) is not None
     found = solve_device_assignment(topology)
-    assert has_whole_replicas(topology, found.seats) and found.status == "optimal"
+    assert has_whole_replicas(topology, found.assignment) and found.status == "optimal"
 
 
 def test_too_many_lanes_to_enumerate() -> None:

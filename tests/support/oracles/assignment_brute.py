@@ -7,22 +7,22 @@ from math import inf
 
 from fxpart.errors import error
 from fxpart.solver.assignment.objective import AssignmentScorer
-from fxpart.solver.assignment.problem import AssignmentProblem, AssignmentSolution, Seats
+from fxpart.solver.assignment.problem import AssignmentProblem, AssignmentSolution, DeviceAssignment
 from fxpart.solver.assignment.units import has_whole_replicas
 
 LIMIT = 8  # lanes that may be enumerated
 
 
-def placements(topology: AssignmentProblem) -> Iterator[Seats]:
+def placements(topology: AssignmentProblem) -> Iterator[DeviceAssignment]:
     """All placements that fit, in a fixed order."""
     free = [list(place.devices) for place in topology.places]
-    pools = [g.pool for g in topology.groups for _ in range(g.lanes)]
+    pools = [g.pool for g in topology.groups for _ in range(g.mesh_ranks)]
     chosen: list[int] = []
 
-    def extend() -> Iterator[Seats]:
+    def extend() -> Iterator[DeviceAssignment]:
         if len(chosen) == len(pools):
             rest = iter(chosen)
-            yield tuple(tuple(next(rest) for _ in range(g.lanes)) for g in topology.groups)
+            yield tuple(tuple(next(rest) for _ in range(g.mesh_ranks)) for g in topology.groups)
             return
         pool = pools[len(chosen)]
         for place, left in enumerate(free):
@@ -43,7 +43,7 @@ def solve_brute(topology: AssignmentProblem) -> AssignmentSolution:
 
     Raises FXP109 where there are more than :data:`LIMIT` lanes.
     """
-    lanes = sum(g.lanes for g in topology.groups)
+    lanes = sum(g.mesh_ranks for g in topology.groups)
     if lanes > LIMIT:
         raise error(
             "FXP109",
@@ -52,19 +52,19 @@ def solve_brute(topology: AssignmentProblem) -> AssignmentSolution:
             fix="use solver='auto'",
         )
     scorer = AssignmentScorer(topology)
-    best: Seats = ()
+    best: DeviceAssignment = ()
     seconds = inf
-    whole = any(has_whole_replicas(topology, seats) for seats in placements(topology))
-    for seats in placements(topology):
-        if whole and not has_whole_replicas(topology, seats):
+    whole = any(has_whole_replicas(topology, assignment) for assignment in placements(topology))
+    for assignment in placements(topology):
+        if whole and not has_whole_replicas(topology, assignment):
             continue
-        found = scorer.evaluate(seats).seconds
+        found = scorer.evaluate(assignment).seconds
         if found < seconds:
-            best, seconds = seats, found
+            best, seconds = assignment, found
     status = "optimal" if best else "infeasible"
     return AssignmentSolution(
         status=status,  # type: ignore[arg-type]
-        seats=best,
+        assignment=best,
         seconds=seconds,
         bound=seconds,
         solver="brute",

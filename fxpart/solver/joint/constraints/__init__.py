@@ -1,1 +1,1 @@
-"""What users ask of a plan, in their words: read, checked, and applied to a joint problem."""
+"""User constraints on a plan: parsed, checked, and applied to a joint problem."""

@@ -1,4 +1,4 @@
-"""Wishes as limits of a joint problem: options left out, cuts set, blocks pinned to stages."""
+"""Constraints applied to a joint problem: options removed, cuts set, blocks pinned to stages."""
 
 from __future__ import annotations
 
@@ -18,80 +18,80 @@ from fxpart.solver.joint.schedule_costs import has_pieces
 _DEGREES = ("dp", "tp", "ep", "zero", "recompute")  # in the order of objective.degrees
 
 
-def apply_constraints(problem: JointProblem, wishes: Iterable[PlanConstraint]) -> JointProblem:
-    """The problem with these wishes kept. Blocks, kinds and works stay.
+def apply_constraints(problem: JointProblem, constraints: Iterable[PlanConstraint]) -> JointProblem:
+    """Return the problem restricted by these constraints; blocks, kinds and works are unchanged.
 
-    Raises FXP109 for names that no block has, and FXP202 where a wish leaves nothing to choose.
+    Raises FXP109 for names that match no block, and FXP202 if a constraint leaves no choice.
     """
-    for wish in wishes:
-        if wish.kind == "layout":
-            problem = _layout(problem, wish)
-        elif wish.kind == "stage":
-            problem = _stage(problem, wish)
-        elif wish.key == "cut":
-            problem = _no_cut(problem, wish)
+    for constraint in constraints:
+        if constraint.kind == "layout":
+            problem = _layout(problem, constraint)
+        elif constraint.kind == "stage":
+            problem = _stage(problem, constraint)
+        elif constraint.key == "cut":
+            problem = _no_cut(problem, constraint)
         else:
-            problem = _decision(problem, wish)
+            problem = _decision(problem, constraint)
     return problem
 
 
-def _decision(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
-    """A degree, count or word fixed to some values, or some of its values forbidden."""
-    values = wish.values or tuple(
-        v for v in _values(problem, wish.key) if v != CONSTRAINTS[wish.key].plain
+def _decision(problem: JointProblem, constraint: PlanConstraint) -> JointProblem:
+    """Restrict a degree, count or name to some values, or exclude values."""
+    values = constraint.values or tuple(
+        v for v in _values(problem, constraint.key) if v != CONSTRAINTS[constraint.key].plain
     )
-    fixed = wish.kind == "fix"
+    fixed = constraint.kind == "fix"
 
     def keeps(value: object) -> bool:
         return (str(value) in values) == fixed
 
-    if wish.key in _DEGREES:
-        place = _DEGREES.index(wish.key)
+    if constraint.key in _DEGREES:
+        place = _DEGREES.index(constraint.key)
         kept = [
             option
             for index, option in enumerate(problem.options)
             if keeps(degrees(problem, index)[place])
         ]
         if not kept:
-            raise _nothing(problem, wish)
+            raise _nothing(problem, constraint)
         return with_options(problem, kept)
-    if wish.key == "pp":
-        return _stages(problem, wish, keeps)
-    if wish.key == "microbatches":
+    if constraint.key == "pp":
+        return _stages(problem, constraint, keeps)
+    if constraint.key == "microbatches":
         known = tuple(m for m in problem.microbatches if keeps(m))
         if not known:
-            raise _nothing(problem, wish)
+            raise _nothing(problem, constraint)
         return msgspec.structs.replace(problem, microbatches=known)
-    if wish.key == "virtual":
-        pieces = tuple(v for v in problem.virtual if keeps(v)) if not fixed else wish.numbers
+    if constraint.key == "virtual":
+        pieces = tuple(v for v in problem.virtual if keeps(v)) if not fixed else constraint.numbers
         return msgspec.structs.replace(problem, virtual=pieces)
     if fixed:
-        return msgspec.structs.replace(problem, schedules=tuple(dict.fromkeys(wish.values)))
+        return msgspec.structs.replace(problem, schedules=tuple(dict.fromkeys(constraint.values)))
     schedules = tuple(s for s in problem.schedules if keeps(s))
     if not schedules:
-        raise _nothing(problem, wish)
+        raise _nothing(problem, constraint)
     return msgspec.structs.replace(problem, schedules=schedules)
 
 
 def _stages(
-    problem: JointProblem, wish: PlanConstraint, keeps: Callable[[object], bool]
+    problem: JointProblem, constraint: PlanConstraint, keeps: Callable[[object], bool]
 ) -> JointProblem:
-    """Bounds on the number of stages; one in the middle of the range cannot be forbidden."""
+    """Restrict the number of stages; the allowed numbers must be contiguous."""
     allowed = [s for s in range(problem.min_stages, problem.max_stages + 1) if keeps(s)]
     if not allowed:
-        raise _nothing(problem, wish)
+        raise _nothing(problem, constraint)
     if allowed[-1] - allowed[0] + 1 != len(allowed):
         raise error(
             "FXP109",
-            where=str(wish),
-            why=f"the stages that are left ({allowed[0]} to {allowed[-1]}) have gaps",
-            fix="give one number of stages, or neighbouring ones",
+            where=str(constraint),
+            why=f"The allowed numbers of stages ({allowed[0]} to {allowed[-1]}) have gaps.",
+            fix="Specify one number of stages, or consecutive ones.",
         )
     return msgspec.structs.replace(problem, min_stages=allowed[0], max_stages=allowed[-1])
 
 
 def with_options(problem: JointProblem, kept: Sequence[ParallelOption]) -> JointProblem:
-    """The problem with these options alone, and without works and layouts nobody needs."""
+    """Return the problem with these options only, and without unused works and layouts."""
     needed = {(o.pool, o.layout, o.recompute) for o in kept}
     layouts = sorted({o.layout for o in kept})
     number = {old: new for new, old in enumerate(layouts)}
@@ -107,31 +107,33 @@ def with_options(problem: JointProblem, kept: Sequence[ParallelOption]) -> Joint
     )
 
 
-def _stage(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
-    found = match_blocks(problem.blocks, wish.key)
+def _stage(problem: JointProblem, constraint: PlanConstraint) -> JointProblem:
+    found = match_blocks(problem.blocks, constraint.key)
     runs = [b for b in found if b - 1 not in found], [b for b in found if b + 1 not in found]
-    pins = [StagePin(first=a, last=b, stage=wish.numbers[0]) for a, b in zip(*runs, strict=True)]
+    pins = [
+        StagePin(first=a, last=b, stage=constraint.numbers[0]) for a, b in zip(*runs, strict=True)
+    ]
     return msgspec.structs.replace(problem, pins=(*problem.pins, *pins))
 
 
-def _no_cut(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
-    """No stage ends inside the blocks that the pattern names, nor right after the last of them."""
+def _no_cut(problem: JointProblem, constraint: PlanConstraint) -> JointProblem:
+    """Forbid stage ends inside the named blocks, and directly after the last of them."""
     last = len(problem.blocks) - 1
-    found = {b for b in match_blocks(problem.blocks, wish.values[0]) if b < last}
+    found = {b for b in match_blocks(problem.blocks, constraint.values[0]) if b < last}
     cuts = tuple(sorted({*problem.no_cut_after, *found}))
     return msgspec.structs.replace(problem, no_cut_after=cuts)
 
 
-def _layout(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
-    starts = compute_layout_starts(wish.values[0], problem.blocks)
+def _layout(problem: JointProblem, constraint: PlanConstraint) -> JointProblem:
+    starts = compute_layout_starts(constraint.values[0], problem.blocks)
     ends = {start - 1 for start in starts[1:]}
     others = set(range(len(problem.blocks) - 1)) - ends
     if wrong := sorted(ends & set(problem.no_cut_after)):
         raise error(
             "FXP202",
-            where=str(wish),
-            why=f"a stage would end after {problem.blocks[wrong[0]]}, where the model has no cut",
-            fix="move this boundary",
+            where=str(constraint),
+            why=f"A stage would end after {problem.blocks[wrong[0]]}, which is not a cut.",
+            fix="Move this boundary.",
         )
     count = len(starts)
     interleaved = any(map(has_pieces, problem.schedules)) and problem.max_stages < count
@@ -145,7 +147,7 @@ def _layout(problem: JointProblem, wish: PlanConstraint) -> JointProblem:
 
 
 def _values(problem: JointProblem, key: str) -> tuple[str, ...]:
-    """The values that the problem has to choose from, as words."""
+    """Return the values that the problem can choose from, as text."""
     if key in _DEGREES:
         place = _DEGREES.index(key)
         found = {degrees(problem, index)[place] for index in range(len(problem.options))}
@@ -156,12 +158,12 @@ def _values(problem: JointProblem, key: str) -> tuple[str, ...]:
     return tuple(map(str, rows.get(key, problem.schedules)))
 
 
-def _nothing(problem: JointProblem, wish: PlanConstraint) -> FxpartError:
-    have = _values(problem, wish.key)
-    shown = f"{have[0]} to {have[-1]}" if wish.key == "pp" and have else ", ".join(have)
+def _nothing(problem: JointProblem, constraint: PlanConstraint) -> FxpartError:
+    have = _values(problem, constraint.key)
+    shown = f"{have[0]} to {have[-1]}" if constraint.key == "pp" and have else ", ".join(have)
     return error(
         "FXP202",
-        where=str(wish),
-        why="nothing is left to choose from",
-        fix=f"here {wish.key} can be {shown or 'nothing, given the other wishes'}",
+        where=str(constraint),
+        why="No choice is left.",
+        fix=f"Possible values of {constraint.key}: {shown or 'none, given the other constraints'}.",
     )

@@ -1,4 +1,4 @@
-"""Blocks by name, as people write them: ``layers.0-11``, ``lm_head``, ``#3-7``."""
+"""Block name patterns: ``layers.0-11``, ``lm_head``, ``#3-7``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
 def match_blocks(blocks: Sequence[str], pattern: str) -> tuple[int, ...]:
-    """Indices of the blocks that a pattern names, rising.
+    """Return the indices of the blocks that match a pattern, ascending.
 
-    ``#3-7`` are blocks by number. Otherwise the pattern's dotted parts stand one after another
-    somewhere in the block's name; a part ``0-11`` stands for each number in the range. Raises
-    FXP109 where nothing matches.
+    ``#3-7`` selects blocks by number. Otherwise the dotted parts of the pattern must occur
+    consecutively in the block's name; a part ``0-11`` matches each number in the range. Raises
+    FXP109 if nothing matches.
     """
     numbered = _RANGE.match(pattern[1:]) if pattern.startswith("#") else None
     if numbered:
@@ -28,8 +28,9 @@ def match_blocks(blocks: Sequence[str], pattern: str) -> tuple[int, ...]:
         raise error(
             "FXP109",
             where=f"blocks {pattern!r}",
-            why="no block has such a name",
-            fix=f"the blocks are {', '.join(blocks[:4])} ... {blocks[-1]}; #0-3 are the first four",
+            why="No block matches.",
+            fix=f"The blocks are {', '.join(blocks[:4])} ... {blocks[-1]}; "
+            "#0-3 are the first four.",
         )
     return found
 
@@ -53,10 +54,10 @@ def _within(number: str, bounds: re.Match[str]) -> bool:
 
 
 def find_layer_blocks(blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(first, last) block of each layer of the longest stack of numbered modules; () without one.
+    """Return (first, last) block of each layer of the longest stack of numbered modules, or ().
 
-    ``transformer.h.0.attn`` and ``transformer.h.0.mlp`` are layer 0 of the stack
-    ``transformer.h``. A stack's layers have to be contiguous.
+    ``transformer.h.0.attn`` and ``transformer.h.0.mlp`` are layer 0 of the stack ``transformer.h``.
+    The layers of a stack must be contiguous.
     """
     best: tuple[tuple[int, int], ...] = ()
     stacks = dict.fromkeys(stack for name in blocks for stack, _ in _numbered(name))
@@ -75,7 +76,7 @@ def find_layer_blocks(blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _numbered(name: str) -> list[tuple[str, int]]:
-    """Each (stack, number) in a block's name."""
+    """Yield each (stack, number) in a block's name."""
     parts = name.split(".")
     return [
         (".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdecimal() and i

@@ -1,4 +1,4 @@
-"""Wishes as text: what is fixed, forbidden, or put on a stage.
+"""Constraints as text: fixed values, forbidden values, or stages of blocks.
 
 fix     tp=2   dp=2,4   pp=4   microbatches=8   schedule=1f1b   zero=0,1   recompute=none
 forbid  recompute   tp   zero=3   schedule=gpipe   pp=1   cut=layers.5
@@ -17,13 +17,13 @@ from fxpart.plan.constraint_table import CONSTRAINTS, DECISIONS, get_decision, s
 
 Kind = Literal["fix", "forbid", "stage", "layout"]
 
-CUT = "cut"  # what can be forbidden beside decisions: a boundary between stages
-LIST = ";"  # between several wishes of a kind in one constraint
+CUT = "cut"  # can be forbidden like a decision: a boundary between stages
+LIST = ";"  # separates several entries in one constraint
 
 
 @dataclass(frozen=True)
 class PlanConstraint:
-    """One wish. key: what it is about, "cut", or a pattern of blocks; values: as words."""
+    """One constraint. key: a decision, "cut", or a pattern of blocks; values: as text."""
 
     kind: Kind
     key: str
@@ -36,45 +36,45 @@ class PlanConstraint:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The values as numbers."""
+        """Return the values as numbers."""
         return tuple(int(v) for v in self.values)
 
 
 def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
-    """One wish from its text; raises FXP109."""
+    """Return one constraint from its text; raise FXP109."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if kind == "layout":
         return PlanConstraint(kind, "", (text.strip(),))
     if kind == "stage":
         if not key or not _whole(value):
-            raise _wrong(kind, text, "blocks and a stage are needed", "layers.0-11=0")
+            raise _wrong(kind, text, "The constraint needs blocks and a stage.", "layers.0-11=0")
         return PlanConstraint(kind, key, (str(int(value)),))
     values = tuple(part.strip() for part in value.split(",")) if equals else ()
     if kind == "forbid" and key == CUT:
         if not value:
-            raise _wrong(kind, text, "which cut?", "cut=layers.5")
+            raise _wrong(kind, text, "The cut is missing.", "cut=layers.5")
         return PlanConstraint(kind, key, (value,))
     spec = get_decision(key)
     if spec is None:
         known = suggest_names(key, (*DECISIONS, *((CUT,) if kind == "forbid" else ())))
-        raise _wrong(kind, text, f"{key!r} is not a decision", known)
+        raise _wrong(kind, text, f"Unknown decision {key!r}.", known)
     key = spec.name
     if not equals and (kind == "fix" or not spec.plain):
-        raise _wrong(kind, text, "there is no value", f"{key}=...")
+        raise _wrong(kind, text, "The value is missing.", f"{key}=...")
     for one in values:
         if spec.kind == "words" and not spec.accepts(one):
             choices = ", ".join(map(str, spec.list_choices()))
-            raise _wrong(kind, text, f"{one!r} is not a choice", choices)
+            raise _wrong(kind, text, f"Unknown value {one!r}.", choices)
         if spec.kind == "numbers" and (not _whole(one) or int(one) < spec.least or len(one) > 9):
-            raise _wrong(kind, text, f"{one!r} is not a whole number", f"{key}=2")
+            raise _wrong(kind, text, f"{one!r} is not a whole number.", f"{key}=2")
     return PlanConstraint(kind, key, values)
 
 
 def parse_constraints(constraints: Mapping[str, object]) -> tuple[PlanConstraint, ...]:
-    """The wishes among a plan's constraints, in a fixed order; FXP109 with all faults.
+    """Return the solver constraints among a plan's constraints, in a fixed order; raise FXP109.
 
-    Decisions stand under their own names (``tp``: 2 or "2,4"); ``forbid``, ``stage`` and
-    ``layout`` hold texts, several with ";" between.
+    Decisions have their own names (``tp``: 2 or "2,4"); ``forbid``, ``stage`` and ``layout`` are
+    texts, with several entries separated by ";".
     """
     texts: list[tuple[Kind, str]] = []
     for key, value in sorted(constraints.items()):
@@ -96,7 +96,7 @@ def parse_constraints(constraints: Mapping[str, object]) -> tuple[PlanConstraint
 
 
 def find_constraint_problems(constraints: Mapping[str, object]) -> list[Problem]:
-    """What is wrong with the wishes among constraints."""
+    """Return the problems of the solver constraints among the constraints."""
     try:
         parse_constraints(constraints)
     except FxpartError as fault:
@@ -109,4 +109,4 @@ def _whole(text: str) -> bool:
 
 
 def _wrong(kind: str, text: str, why: str, fix: str) -> FxpartError:
-    return error("FXP109", where=f"{kind} {text[:80]!r}", why=why, fix=f"for example {fix}")
+    return error("FXP109", where=f"{kind} {text[:80]!r}", why=why, fix=f"Use {fix}.")
