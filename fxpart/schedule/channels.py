@@ -158,7 +158,7 @@ def list_operations(
             for tie in _find_ties(ties, action):
                 target = listers[schedule.stage_rank[tie.target]]
                 target.expect(_name_tied(tie, action.microbatch), source, TIED_DIRECTION)
-    return [lister.list() for lister in listers]
+    return [lister.list_operations() for lister in listers]
 
 
 def _describe(operation: Operation | None) -> str:
@@ -196,7 +196,7 @@ class _RankLister:
         self._sent: list[str] = []  # Tied gradients, in order.
         self._window = self._count_window() if ties else 0
 
-    def list(self) -> RankOperations:
+    def list_operations(self) -> RankOperations:
         """Return the operations."""
         for inbox in self._inboxes.values():
             self._post(inbox, self._ahead)

@@ -6,6 +6,7 @@ wait. A few cases use processes and gloo under the same rules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,16 @@ from nccl_rules import MODES, DeadlockError, SharedChannels, run_ranks
 from queued_programs import plan
 from ranks import Pool
 
+from fxpart.program.edges import find_stage_edges
 from fxpart.runtime import InProcess
+from fxpart.runtime.asynchronous.stage_channels import describe_transfers
+from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.runtime.engine import resolve_schedule
+from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, STATE, Route
+from fxpart.schedule.asynchronous_channels import count_microbatches, list_asynchronous_operations
+from fxpart.schedule.channels import Operation, Wait, list_operations
+from fxpart.schedule.dependence import Dependence
 from fxpart.schedule.weight_modes import MODES as WEIGHT_MODES
 
 TRAINING = [name for name, b in BUILDERS.items() if name != "forward" and b.flushes]
@@ -101,6 +111,48 @@ def test_a_group_for_each_direction_hangs(schedule: str, ranks: int, mode: str) 
             ranks, mode, lambda t: programs.train(t, schedule, ranks, 6),
             channels=SharedChannels, ahead=2,
         )  # fmt: skip
+
+
+DIRECTIONS = {"forward": FORWARD, "backward": BACKWARD, "tied": STATE}
+
+
+def routes(rank: int, operations: Sequence[Operation | Wait]) -> list[tuple[Route, bool]]:
+    found = []
+    for each in operations:
+        if isinstance(each, Operation):
+            source, target, direction = each.channel  # type: ignore[misc]
+            assert rank == (source if each.is_send else target)
+            found.append((Route(source, target, DIRECTIONS[direction]), each.is_send))
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_the_proof_is_about_what_the_runtime_does(schedule: str, ahead: int) -> None:
+    """The verifier's operations are those that each rank issues, in that order."""
+    found = run_ranks(4, "prepared", lambda t: programs.issue(t, schedule, 4), ahead=ahead)
+    seats = programs.placed(schedule, 4)
+    spec = programs.chain(len(seats), skips=False).spec()
+    made = resolve_schedule(schedule, spec, seats, 6)
+    listed = list_operations(
+        made, Dependence.of(made, find_stage_edges(spec)), tied=find_tied_transfers(spec),
+        ahead=ahead,
+    )  # fmt: skip
+    for rank, (issued, operations) in enumerate(zip(found, listed, strict=True)):
+        assert [(each.route, each.is_send) for each in issued] == routes(rank, operations)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_proof_is_about_what_asynchronous_stages_do(ahead: int) -> None:
+    layout = AsyncStageGraph.of(programs.chain(4, skips=False, tied=False).spec())
+    transfers = describe_transfers(layout, range(4), early=ahead > 0)
+    listed = list_asynchronous_operations(transfers)
+    count = count_microbatches(transfers)
+    found = run_ranks(
+        4, "prepared", lambda t: programs.issue_asynchronously(t, 4, count), ahead=ahead
+    )
+    for rank, (issued, operations) in enumerate(zip(found, listed, strict=True)):
+        assert [(each.route, each.is_send) for each in issued] == routes(rank, operations)
 
 
 # -- processes over gloo ------------------------------------------------------------------------

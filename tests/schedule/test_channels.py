@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pytest
 from built_schedules import BUILDERS
@@ -12,6 +14,7 @@ from random_schedules import Case, cases
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge, parse
+from fxpart.schedule.asynchronous_channels import AsyncTransfers, find_asynchronous_problems
 from fxpart.schedule.channels import (
     Operation,
     TiedTransfer,
@@ -175,3 +178,45 @@ def test_receives_are_issued_at_their_actions() -> None:
     )
     _, mine = list_operations(schedule, dependence, ahead=1)
     assert text(mine).startswith("receive:0SEND_F0 wait:0SEND_F0 receive:0SEND_F1")
+
+
+def streams(stages: int, posts: int | None, **changes: Any) -> AsyncTransfers:
+    """A chain with a skip connection, as the runtime runs it; posts: None: as far as its lead."""
+    ahead = tuple(range(stages, 0, -1))
+    edges = [*itertools.pairwise(range(stages)), *([(0, stages - 1)] if stages > 2 else [])]
+
+    def lead(receiver: int, sender: int, backward: bool) -> int:
+        return 2 if backward else 2 + ahead[sender] - ahead[receiver]
+
+    given = {
+        "stage_rank": tuple(range(stages)),
+        "forward": edges,
+        "backward": [(b, a) for a, b in edges],
+        "ahead": ahead,
+        "posts": lead if posts is None else lambda *_: posts,
+        "window": lead,
+    }
+    return AsyncTransfers(**{**given, **changes})
+
+
+@pytest.mark.parametrize("posts", [None, 1])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_asynchronous_pipelines(stages: int, posts: int | None) -> None:
+    assert not find_asynchronous_problems(streams(stages, posts))
+
+
+@pytest.mark.parametrize("posts", [None, 1])
+@pytest.mark.parametrize("assign", [per_pair, per_direction, one_for_all])
+def test_asynchronous_pipelines_on_shared_channels_are_found(
+    assign: Any, posts: int | None
+) -> None:
+    found = find_asynchronous_problems(streams(4, posts, assign=assign))
+    assert bool(found) == (assign is not per_pair)
+
+
+def test_too_few_forwards_before_the_first_backward_are_found() -> None:
+    """The first stage waits for a backward, the second for one more forward."""
+    found = find_asynchronous_problems(streams(2, 1, ahead=(1, 2)))
+    assert {problem.why for problem in found} == {
+        "The other rank does not reach its end of the transfer."
+    }

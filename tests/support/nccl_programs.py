@@ -9,6 +9,7 @@ from typing import Any
 import queued_programs
 import torch
 from hand_stages import ADAMW, Hand, HandStage
+from nccl_rules import EmulatedTransport, Issued
 from queued_batches import ROWS, batch
 from runtime_programs import Bits, bits
 from torch.nn import functional as F
@@ -27,18 +28,19 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Link(HandStage):
-    """A layer of the chain, which also reads the first layer's result: a skip connection."""
+    """A layer of the chain; skips: it also reads the first layer's result."""
 
-    def __init__(self, index: int, last: bool) -> None:
+    def __init__(self, index: int, last: bool, skips: bool, tied: bool) -> None:
         super().__init__()
         self.first = index == 0
         before = ("x",) if self.first else (f"h{index - 1}",)
-        skip = ("h0",) if index > 1 else ()
+        skip = ("h0",) if index > 1 and skips else ()
         self.takes = (*before, *skip, "y") if last else (*before, *skip)
         self.gives = ("loss",) if last else (f"h{index}",)
         self.last = last
         self.parameter("w", f"layers.{index}.weight", WIDTH, WIDTH)
-        if self.first or last:
+        self.shares = tied and (self.first or last)
+        if self.shares:
             self.parameter("tied", "tied.weight", WIDTH, WIDTH)
 
     def forward(self, key: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -47,17 +49,17 @@ class Link(HandStage):
         h = torch.tanh(F.linear(values[0], self.w))
         if len(values) > 1:
             h = h + 0.5 * values[1]
-        if self.first or self.last:
+        if self.shares:
             h = F.linear(h, self.tied)
         return (h,) if target is None else (((h - target) ** 2).mean(),)
 
 
-def chain(stages: int) -> Hand:
+def chain(stages: int, *, skips: bool = True, tied: bool = True) -> Hand:
     """Layers in a chain; each reads the first one's result, and the last shares its matrix."""
     hidden: tuple[str, tuple[Dim, ...], bool] = ("float32", ("b", WIDTH), True)
     values = {f"h{index}": hidden for index in range(stages - 1)}
     return Hand(
-        [Link(index, index == stages - 1) for index in range(stages)],
+        [Link(index, index == stages - 1, skips, tied) for index in range(stages)],
         {**values, "loss": ("float32", (), True)},
         tuple(
             InputSpec(name=name, path=(name,), dtype="float32", shape=("b", WIDTH), batch_dim=0)
@@ -127,6 +129,37 @@ def train_asynchronously(
     state = bits(trainer.state_dict())
     trainer.close()
     return [float(loss) for loss in found if loss is not None], state
+
+
+def issue(transport: EmulatedTransport, schedule: str, ranks: int) -> list[Issued]:
+    """The operations of a rank in its second step."""
+    seats = placed(schedule, ranks)
+    hand = chain(len(seats), skips=False)
+    local = {k: hand.stages[k] for k, rank in enumerate(seats) if rank in transport.local}
+    trainer = Trainer(
+        hand.spec(), local, ranks=seats, transport=transport, microbatches=6, schedule=schedule,
+    )  # fmt: skip
+    for step in range(2):
+        transport.issued.clear()
+        trainer.backward(rows(12, step))
+    return list(transport.issued)
+
+
+def issue_asynchronously(
+    transport: EmulatedTransport, stages: int, microbatches: int
+) -> list[Issued]:
+    """The operations of a rank from an empty pipeline to its flush, headers apart."""
+    hand = chain(stages, skips=False, tied=False)
+    modules = {k: stage for k, stage in enumerate(hand.stages) if k in transport.local}
+    trainer = AsyncTrainer(
+        hand.spec(), modules, ranks=range(stages), transport=transport, microbatches=2,
+        optimizer=SGD, weights="stash",
+    )  # fmt: skip
+    transport.issued.clear()
+    for step in range(microbatches // 2):
+        trainer.step(rows(4, step))
+    trainer.drain()
+    return [each for each in transport.issued if each.dtype != torch.int64]
 
 
 def train_replicas(

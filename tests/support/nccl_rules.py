@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -188,6 +188,14 @@ class SharedChannels(EmulatedChannels):
         """Leave the creation of communicators to the first call."""
 
 
+class Issued(NamedTuple):
+    """An operation that a rank has issued."""
+
+    route: Route
+    is_send: bool
+    dtype: torch.dtype
+
+
 class EmulatedTransport:
     """A rank's transport over an emulated world: the device side of ProcessGroupTransport."""
 
@@ -200,6 +208,7 @@ class EmulatedTransport:
     ) -> None:
         self.ranks, self.local, self.timeout = world.ranks, (rank,), 60.0
         self.receives_ahead = ahead
+        self.issued: list[Issued] = []
         self._rank, self._world = rank, world
         self._channels = channels(rank, world)
 
@@ -207,9 +216,11 @@ class EmulatedTransport:
         self._channels.open(routes)
 
     def send(self, source: int, target: int, channel: int, tensor: torch.Tensor) -> Any:
-        return (
-            self._channels.send(Route(source, target, channel), tensor) if tensor.numel() else None
-        )
+        if not tensor.numel():
+            return None
+        route = Route(source, target, channel)
+        self.issued.append(Issued(route, True, tensor.dtype))
+        return self._channels.send(route, tensor)
 
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
@@ -226,8 +237,11 @@ class EmulatedTransport:
         device: torch.device,
     ) -> tuple[Any, torch.Tensor]:
         tensor = torch.empty(tuple(shape), dtype=dtype)
+        if not tensor.numel():
+            return None, tensor
         route = Route(source, target, channel)
-        return (self._channels.receive(route, tensor) if tensor.numel() else None), tensor
+        self.issued.append(Issued(route, False, dtype))
+        return self._channels.receive(route, tensor), tensor
 
     def ready(self, handle: Any) -> bool:
         return True

@@ -19,6 +19,7 @@ from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph, Pair, Stage
 from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
+from fxpart.schedule.asynchronous_channels import AsyncTransfers
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
 
@@ -175,22 +176,54 @@ class StageChannels:
             spec, forward = specs[self._stage, peer], channel == FORWARD
             ends = (placement.rank, placement.ranks[peer], channel)
             form = self._make_form(spec, self._stage if forward else None)
-            window = max(1, self._count_lead(peer, self._stage, backward=not forward))
+            ahead, backward = self._layout.ahead, not forward
+            window = (
+                1 if placement.alone else _count_lead(ahead, peer, self._stage, backward=backward)
+            )
             found.append(
                 (peer, spec, SendChannel(placement.transport, ends, placement.device, form, window))
             )
         return found
 
     def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:
-        """Return the number of receives to post; on devices the next one only, as each occupies the
-        device until its message comes.
-        """
-        lead = self._count_lead(receiver, sender, backward=backward)
-        return lead if self._placement.transport.receives_ahead else min(lead, 1)
-
-    def _count_lead(self, receiver: int, sender: int, *, backward: bool) -> int:
-        """Return the messages that the sender may be ahead; none within one process."""
+        """Return the number of receives to post; none within one process."""
         if self._placement.alone:
             return 0
-        ahead = self._layout.ahead
-        return AHEAD if backward else AHEAD + ahead[sender] - ahead[receiver]
+        early = self._placement.transport.receives_ahead > 0
+        return _count_posts(self._layout.ahead, receiver, sender, backward=backward, early=early)
+
+
+def describe_transfers(
+    layout: AsyncStageGraph, stage_rank: Sequence[int], *, early: bool
+) -> AsyncTransfers:
+    """Return the transfers of all stages, for their proof.
+
+    stage_rank: the rank of each stage. early: whether receives are posted as far as the sender may
+    run ahead.
+    """
+    ahead = layout.ahead
+    return AsyncTransfers(
+        tuple(stage_rank),
+        tuple(layout.forward),
+        tuple(layout.backward),
+        ahead,
+        lambda receiver, sender, backward: _count_posts(
+            ahead, receiver, sender, backward=backward, early=early
+        ),
+        lambda receiver, sender, backward: _count_lead(ahead, receiver, sender, backward=backward),
+    )
+
+
+def _count_lead(ahead: Sequence[int], receiver: int, sender: int, *, backward: bool) -> int:
+    """Return the messages that a sender may be ahead of its receiver."""
+    return AHEAD if backward else AHEAD + ahead[sender] - ahead[receiver]
+
+
+def _count_posts(
+    ahead: Sequence[int], receiver: int, sender: int, *, backward: bool, early: bool
+) -> int:
+    """Return the receives to post beyond those taken.
+
+    On devices only the next one, as a posted receive occupies the device until its message comes.
+    """
+    return _count_lead(ahead, receiver, sender, backward=backward) if early else 1

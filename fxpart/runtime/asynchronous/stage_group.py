@@ -9,7 +9,7 @@ import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement
+from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.runtime.asynchronous.stage_runner import AsyncMinibatch, AsyncStageRunner
 from fxpart.runtime.asynchronous.stage_updater import StageUpdater
@@ -31,6 +31,7 @@ from fxpart.runtime.transport.interface import (
     Transport,
 )
 from fxpart.runtime.weights import StageWeights
+from fxpart.schedule.asynchronous_channels import find_asynchronous_problems
 from fxpart.schedule.versions import WeightVersionCounters
 
 Work = Callable[[AsyncStageRunner], Iterator[None]]
@@ -76,6 +77,8 @@ class AsyncStageGroup:
         self.broken: str | None = None
         self.runners: dict[Place, AsyncStageRunner] = {}
         alone = len(transport.local) == transport.ranks
+        if not alone:
+            self._verify_channels(layout, get_pipeline_ranks(ranks, 0))
         for mesh_rank in mesh_ranks:
             pipeline_ranks = get_pipeline_ranks(ranks, mesh_rank.index)
             for stage, module in sorted(mesh_rank.modules.items()):
@@ -98,6 +101,15 @@ class AsyncStageGroup:
                 self.runners[place] = AsyncStageRunner(
                     layout, table, placement, versions, weights[place], updates[place]
                 )
+
+    def _verify_channels(self, layout: AsyncStageGraph, stage_rank: Sequence[int]) -> None:
+        """Raise FXP901 if the transfers could deadlock; equal for the other mesh ranks."""
+        if len(set(stage_rank)) < len(stage_rank):
+            return  # Stages of one rank run as their messages arrive, in no fixed order.
+        early = self._transport.receives_ahead > 0
+        problems = find_asynchronous_problems(describe_transfers(layout, stage_rank, early=early))
+        if problems:
+            raise FxpartError(problems)
 
     def minibatch(
         self, cuts: Sequence[MicrobatchSplit], keys: Sequence[int], *, closing: bool

@@ -133,12 +133,10 @@ class ProcessGroupTransport:
             route, channels = Route(source, target, channel), self._channels
             if channels.carries(route, tensor.device):
                 return self._begin_on_device(lambda: channels.send(route, tensor), tensor, route)
-            tensor = tensor.cpu()
         if self._memory is not None and tensor.device.type == "cpu":
             return self._memory.send(target, channel, tensor)
-        return self._begin(
-            lambda: dist.isend(tensor, target, self._control, channel), tensor, target
-        )
+        there = tensor.cpu()
+        return self._begin(lambda: dist.isend(there, target, self._control, channel), there, target)
 
     def send_all(
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
@@ -255,7 +253,7 @@ class ProcessGroupTransport:
         """Run torch's broadcast, with a timeout on the CPU; the host never waits for a device."""
         if tensor.numel():
             work = dist.broadcast(tensor, root, async_op=True)
-            self._finish(work, limited=tensor.device.type == "cpu")
+            self._finish(work, limited=tensor.device.type == "cpu" or self._channels is None)
         return tensor
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
