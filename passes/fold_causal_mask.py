@@ -1,0 +1,240 @@
+"""Attention with a causal mask as a flag instead of a tensor, and grouped heads as such."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+
+from fxpart.compat import disable_guards, python_dispatcher
+from fxpart.compiler.effects import (
+    argument,
+    is_op,
+    is_random,
+    list_written_nodes,
+    packet_name,
+    remove_dead_nodes,
+)
+from fxpart.compiler.graph_edit import add_call, fake_mode, value
+from fxpart.compiler.node_annotation import Level
+from fxpart.compiler.tensor_sizes import expression
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_LENGTHS = (2, 3, 5, 8)  # for a length that is a symbol
+_OTHERS = (1, 3)  # for other symbols, such as the batch
+_LONGEST = 4096
+_MANY_NODES = 200
+_WIDEST_HEAD = 256
+Size = int | sympy.Expr
+
+
+@dataclass(frozen=True)
+class FoldCausalMaskPass:
+    """Replace masks that are causal by ``is_causal``, and repeated keys by ``enable_gqa``.
+
+    Tracing makes some models build the mask [batch, 1, length, length] that they leave out
+    otherwise. Without it, attention runs in a fused kernel, and no mask is computed per microbatch
+    or sent between stages. A mask is causal if it is computed from sizes alone and equals the
+    lower triangle for several lengths, longer than every constant in its computation. Repeated
+    keys and values are read in place where the mask is gone, as fused kernels can.
+    """
+
+    name: ClassVar[str] = "fold_causal_mask"
+    requires: ClassVar[Level] = Level.CAPTURED
+    ensures: ClassVar[Level] = Level.CAPTURED
+
+    def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Fold the masks of all attention ops."""
+        graph = graph_module.graph
+        known: dict[tuple[fx.Node, Size], bool] = {}
+        folded = False
+        for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+            mask = argument(node, "attn_mask")
+            length = _length(node)
+            if not isinstance(mask, fx.Node) or argument(node, "is_causal") or length is None:
+                continue
+            if (mask, length) not in known:
+                known[mask, length] = _is_causal(mask, length)
+            if known[mask, length]:
+                _use_flag(node, fake_mode(graph))
+                folded = True
+        if folded:
+            remove_dead_nodes(graph)
+        return graph_module
+
+
+def _length(node: fx.Node) -> Size | None:
+    """Return the number of queries if it is that of the keys."""
+    query, key = value(argument(node, "query")), value(argument(node, "key"))
+    rows, columns = expression(query.shape[-2]), expression(key.shape[-2])
+    return rows if rows == columns else None
+
+
+# -- is a mask causal? ----------------------------------------------------------------------------
+
+
+def _is_causal(mask: fx.Node, length: Size) -> bool:
+    """Return whether a mask is the lower triangle, whatever the sizes are."""
+    nodes = _computation(mask)
+    if nodes is None:
+        return False
+    sizes = [node for node in nodes if not _is_tensor(node)]
+    symbols: set[sympy.Symbol] = set().union(*(_symbols(value(n)) for n in sizes))
+    rows: set[sympy.Symbol] = set(length.free_symbols) if isinstance(length, sympy.Expr) else set()
+    longest = 2 * max(_constants(nodes), default=0) + 3 if rows else 0
+    if longest > _LONGEST:
+        return False
+    lengths = sorted({*_LENGTHS, longest}) if rows else [0]
+    for trial in lengths:
+        for other in _OTHERS if symbols - rows else (1,):
+            chosen = {s: trial if s in rows else other for s in symbols | rows}
+            found = _evaluate(nodes, chosen)
+            if found is None or not _is_triangle(found, _number(length, chosen)):
+                return False
+    return True
+
+
+def _computation(mask: fx.Node) -> list[fx.Node] | None:
+    """Return the nodes that compute a mask in order; None if it depends on more than sizes."""
+    found: set[fx.Node] = set()
+    todo = [mask]
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if not _is_tensor(node):
+            continue  # a size: its value is an expression
+        pure = node.op == "call_function" and (is_op(node.target) or "getitem" in str(node.target))
+        if not pure or is_random(node) or list_written_nodes(node) or len(found) > _MANY_NODES:
+            return None
+        todo += node.all_input_nodes
+    return [node for node in mask.graph.nodes if node in found]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return not isinstance(value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _symbols(size: Any) -> set[sympy.Symbol]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _constants(nodes: list[fx.Node]) -> Iterator[int]:
+    """Yield the integers in the arguments of the ops; such as the width of a window."""
+    for node in nodes:
+        todo = [*node.args, *node.kwargs.values()] if _is_tensor(node) else []
+        while todo:
+            item = todo.pop()
+            if isinstance(item, (list, tuple)):
+                todo += item
+            elif isinstance(item, int) and not isinstance(item, bool) and item != sys.maxsize:
+                yield abs(item)
+
+
+def _number(size: Any, chosen: Mapping[sympy.Symbol, int]) -> int:
+    """Return a size for chosen values of its symbols."""
+    known = expression(size) if isinstance(size, (int, torch.SymInt, sympy.Expr)) else size
+    return int(known.subs(chosen)) if isinstance(known, sympy.Expr) else int(known)
+
+
+def _evaluate(nodes: list[fx.Node], chosen: Mapping[sympy.Symbol, int]) -> torch.Tensor | None:
+    """Compute a mask on the CPU for chosen sizes; None if it cannot be computed."""
+    values: dict[fx.Node, Any] = {}
+    try:
+        with torch.no_grad():
+            for node in nodes:
+                if not _is_tensor(node):
+                    values[node] = _number(value(node), chosen)
+                    continue
+                args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+                if kwargs.get("device") is not None:
+                    kwargs = {**kwargs, "device": "cpu"}
+                target: Any = node.target
+                values[node] = target(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    found = values[nodes[-1]]
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _is_triangle(mask: torch.Tensor, length: int) -> bool:
+    """Return whether exactly the keys up to each query count, in all leading dims."""
+    if mask.shape[-2:] != (length, length):
+        return False
+    wanted = torch.ones(length, length, dtype=torch.bool).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == wanted).all())
+    if not mask.is_floating_point():
+        return False
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return bool(((mask == 0) == wanted).all() and (hidden != wanted).all())
+
+
+# -- attention without the mask -------------------------------------------------------------------
+
+
+def _use_flag(node: fx.Node, mode: Any) -> None:
+    """Replace the mask by ``is_causal``, and repeated keys and values by the original ones."""
+    query, key, values = (argument(node, name) for name in ("query", "key", "value"))
+    kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+    if not kwargs.get("enable_gqa") and _has_fused_kernel(key, values):
+        sources = _ungrouped(key), _ungrouped(values)
+        if sources[0] is not None and sources[1] is not None:
+            with node.graph.inserting_before(node):
+                key = _converted_like(sources[0], key, mode)
+                values = _converted_like(sources[1], values, mode)
+            kwargs["enable_gqa"] = True
+    node.args = (query, key, values, None, argument(node, "dropout_p"), True)
+    node.kwargs = kwargs
+    given = fx.node.map_arg((node.args, kwargs), value)
+    with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():
+        node.meta["val"] = _ATTENTION(*given[0], **given[1])
+
+
+def _has_fused_kernel(key: fx.Node, values: fx.Node) -> bool:
+    """Return whether fused kernels accept the sizes of heads with grouped keys."""
+    sizes = (_sizes(key)[-1], _sizes(values)[-1])
+    return sizes[0] == sizes[1] and isinstance(sizes[0], int) and sizes[0] <= _WIDEST_HEAD
+
+
+def _converted_like(source: fx.Node, before: fx.Node, mode: Any) -> fx.Node:
+    """Return the node in the dtype of what it replaces."""
+    dtype = value(before).dtype
+    if value(source).dtype == dtype:
+        return source
+    to = torch.ops.aten.to.dtype
+    return add_call(source.graph, to, (source, dtype), like=before, mode=mode)
+
+
+def _ungrouped(node: fx.Node) -> fx.Node | None:
+    """Return the keys [batch, groups, ...] that a node repeats to [batch, heads, ...].
+
+    A conversion after the repetition, as autocast adds it, is skipped.
+    """
+    if packet_name(node.target) == "aten.to":
+        node = node.args[0]  # type: ignore[assignment]
+    if packet_name(node.target) not in ("aten.reshape", "aten.view", "aten._unsafe_view"):
+        return None
+    expanded = node.args[0]
+    if not isinstance(expanded, fx.Node) or packet_name(expanded.target) != "aten.expand":
+        return None
+    source: Any = expanded.args[0]
+    wide, flat = _sizes(expanded), _sizes(node)
+    if len(wide) != 5 or len(flat) != 4 or flat != [wide[0], wide[1] * wide[2], *wide[3:]]:
+        return None
+    while packet_name(source.target) == "aten.slice" and _sizes(source) == _sizes(source.args[0]):
+        source = source.args[0]
+    if packet_name(source.target) != "aten.unsqueeze" or source.args[1] != 2:
+        return None
+    inner = source.args[0]
+    return inner if _sizes(inner) == [*wide[:2], *wide[3:]] else None
+
+
+def _sizes(node: fx.Node) -> list[Any]:
+    return [expression(size) for size in value(node).shape]

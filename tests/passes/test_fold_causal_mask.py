@@ -1,0 +1,118 @@
+"""Causal masks become a flag, and only those; repeated keys become grouped heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fxpart.passes import PREPARE, all_passes
+from torch import fx, nn
+from torch.nn import functional
+
+from fxpart.capture import capture
+from fxpart.compiler import PassManager
+from fxpart.compiler.effects import argument, packet_name
+
+Mask = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Attention of 4 heads over 2 groups, with a mask made inside."""
+
+    def __init__(self, mask: Mask, width: int = 8) -> None:
+        super().__init__()
+        self.mask = mask
+        self.embed = nn.Embedding(16, width)  # the length of tokens is a symbol
+        self.project = nn.Linear(width, 4 * width + 2 * 2 * width)
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.width = width
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        rows, length, width = x.shape
+        q, k, v = self.project(x).split([4 * width, 2 * width, 2 * width], -1)
+        q = q.view(rows, length, 4, width).transpose(1, 2)
+        k, v = (
+            t.view(rows, length, 2, width)
+            .transpose(1, 2)[:, :, None]
+            .expand(rows, 2, 2, length, width)
+            .reshape(rows, 4, length, width)
+            for t in (k, v)
+        )
+        made = functional.scaled_dot_product_attention(q, k, v, self.mask(x))
+        return made.square().mean() + 0 * self.bias.sum()
+
+
+def comparison(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1])
+    return (positions[None, :] <= positions[:, None]).expand(x.shape[0], 1, -1, -1)
+
+
+def triangle(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def additive(x: torch.Tensor) -> torch.Tensor:
+    return torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+
+
+def window(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1])
+    apart = positions[:, None] - positions[None, :]
+    return (apart >= 0) & (apart < 100)
+
+
+def strict(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return triangle(x) & (x[:, None, None, :, 0] > -1e9)
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+
+
+def prepared(model: nn.Module, precision: str = "fp32") -> tuple[fx.GraphModule, fx.Node]:
+    x = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
+    graph = PassManager(all_passes()).run(PREPARE, capture(model, (x,), precision=precision).graph)
+    (node,) = [n for n in graph.graph.nodes if "scaled_dot_product" in str(n.target)]
+    return graph, node
+
+
+@pytest.mark.parametrize("mask", [comparison, triangle, additive])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_causal_masks_become_a_flag(mask: Mask, precision: str) -> None:
+    graph, node = prepared(Attention(mask), precision)
+    assert argument(node, "attn_mask") is None and argument(node, "is_causal") is True
+    assert argument(node, "enable_gqa") is True
+    assert [argument(node, n).meta["val"].shape[1] for n in ("query", "key")] == [4, 2]
+    names = {packet_name(n.target) for n in graph.graph.nodes}
+    assert not names & {"aten.arange", "aten.tril", "aten.triu", "aten.expand", "aten.le"}
+    query = argument(node, "query").meta["val"]
+    assert query.dtype == argument(node, "key").meta["val"].dtype == node.meta["val"].dtype
+
+
+@pytest.mark.parametrize("mask", [window, strict, padded, whole])
+def test_other_masks_stay(mask: Mask) -> None:
+    _, node = prepared(Attention(mask))
+    assert argument(node, "attn_mask") is not None and not argument(node, "is_causal")
+    assert not argument(node, "enable_gqa")
+
+
+def test_the_window_is_beyond_the_example() -> None:
+    """The window of 100 equals a causal mask at the example's length of 6."""
+    x = torch.randn(4, 6, 8)
+    assert torch.equal(window(x), triangle(x))
+
+
+def test_trains_the_same_bits() -> None:
+    import fxpart
+
+    x = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
+    model = Attention(comparison)
+    program = fxpart.compile(model, "local:1", example_inputs=(x,), constraints={"stages": 1})
+    assert "None, 0.0, True" in program.sources[0]
+    assert program.verify().passed
