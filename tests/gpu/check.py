@@ -85,6 +85,7 @@ def command_rows(seconds: float) -> Rows:
         "torchrun own 1": [*launch, "1", str(HERE / "launched.py"), "own"],
         "torchrun gloo 2": [*launch, "2", str(HERE / "launched.py"), "gloo"],
         "torchrun own 2": [*launch, "2", str(HERE / "launched.py"), "own"],
+        "torchrun nccl 2": [*launch, "2", str(HERE / "nccl_ranks.py")],
     }.items():
         begin = time.perf_counter()
         try:
