@@ -110,7 +110,7 @@ class _StageLister:
         return self._found
 
     def _flush(self, count: int, backwards: int) -> None:
-        """Run the last backwards, and complete the receives that peers posted in vain."""
+        """Run the last backwards, and complete the receives that peers do not need."""
         for link in (*self._into, *self._back):
             self._post(link, count + 1)
             link.last = link.used
