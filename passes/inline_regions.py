@@ -57,41 +57,38 @@ class InlineRegionsPass:
         graph = graph_module.graph
         mode = fake_mode(graph)
         shared: Converted = {}
-        converted: set[fx.Node] = set()
         whole = bool(graph_module.meta.get(WHOLE_KEY))
         own, target = graph_module.meta.get(DEVICES_KEY, ("", ""))
         devices = {own: own if self.module_device else target}
+        changed: set[fx.Node] = set()
         for node in list(graph.nodes):
             if region_name(node):
                 with graph.inserting_before(node):
-                    inliner = _Inliner(graph_module, node, mode, shared if whole else {}, devices)
-                    inliner.inline()
-                    converted |= inliner.on_other_device
+                    _Inliner(
+                        graph_module, node, mode, shared if whole else {}, devices, changed
+                    ).inline()
+            elif changed:
+                _recompute_value(node, changed, mode)
         for node in reversed(graph.nodes):
             if node.op == "get_attr" and not node.users and _is_body(graph_module, node):
                 graph.erase_node(node)
         graph_module.delete_all_unused_submodules()
-        if converted:
-            _recompute_values(graph, converted, mode)
         return graph_module
 
 
-def _recompute_values(
-    graph: fx.Graph, changed: set[fx.Node], mode: AbstractContextManager[Any]
+def _recompute_value(
+    node: fx.Node, changed: set[fx.Node], mode: AbstractContextManager[Any], always: bool = False
 ) -> None:
-    """Compute again the values of these nodes, and of nodes whose operands' dtypes change."""
-    other: set[fx.Node] = set()
-    for node in graph.nodes:
-        stale = node in changed or any(source in other for source in node.all_input_nodes)
-        target: Any = node.target
-        if node.op != "call_function" or not stale:
-            continue
-        before = [t.dtype for t in tensors(value(node))]
-        given = fx.node.map_arg((node.args, dict(node.kwargs)), value)
-        with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():
-            node.meta["val"] = target(*given[0], **given[1])
-        if [t.dtype for t in tensors(value(node))] != before:
-            other.add(node)
+    """Compute the value of a node again if an operand's dtype has changed; record other dtypes."""
+    if node.op != "call_function" or not (always or changed.intersection(node.all_input_nodes)):
+        return
+    before, target = [t.dtype for t in tensors(value(node))], node.target
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+    assert callable(target), "an op is a callable"
+    with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():
+        node.meta["val"] = target(*args, **kwargs)
+    if [t.dtype for t in tensors(value(node))] != before:
+        changed.add(node)
 
 
 def _is_body(root: torch.nn.Module, node: fx.Node) -> bool:
@@ -112,10 +109,10 @@ class _Inliner:
     """Inlines one region call of the outer graph, at its insertion point.
 
     converted: (parameter, dtype) -> its shared conversion; the autocast cache, valid until the
-    outermost region ends. devices: device type at capture -> device type that runs it.
-    on_other_device: ops whose recorded values are those of another device's autocast. detached:
-    outer value -> its detached form. ungraded: outer nodes created without gradient, which need no
-    detach.
+    outermost region ends. devices: device type at capture -> device type that runs it. changed:
+    nodes whose dtypes are not those recorded at capture, because autocast of the other device
+    differs. detached: outer value -> its detached form. ungraded: outer nodes created without
+    gradient, which need no detach.
     """
 
     root: fx.GraphModule
@@ -123,7 +120,7 @@ class _Inliner:
     mode: AbstractContextManager[Any]
     converted: Converted
     devices: dict[str, str] = field(default_factory=dict)
-    on_other_device: set[fx.Node] = field(default_factory=set)
+    changed: set[fx.Node] = field(default_factory=set)
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
     ungraded: set[fx.Node] = field(default_factory=set)
 
@@ -197,10 +194,12 @@ class _Inliner:
         new = self.call.graph.node_copy(node, outer)
         if KEY not in new.meta:
             new.meta[KEY] = annotation(self.call)
-        if around.autocast is not None and is_op(new.target):
-            self._convert(new, around.autocast)
-            if around.autocast.device not in self.devices:
-                self.on_other_device.add(new)
+        region = around.autocast
+        if region is not None and is_op(new.target):
+            self._convert(new, region)
+        other = region is not None and region.device not in self.devices
+        if other or self.changed:
+            _recompute_value(new, self.changed, self.mode, always=other)
         if not around.grad:
             self.ungraded.add(new)
         return new

@@ -8,9 +8,11 @@ import pytest
 import torch
 from fxpart.passes import PREPARE, all_passes
 from torch import fx, nn
+from zoo import ZOO
 
 import fxpart.compiler.autocast_region as autocast_region
 from fxpart.capture import capture
+from fxpart.capture.flat_batch import flatten_batch
 from fxpart.compiler import PassManager
 
 BATCH = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
@@ -83,3 +85,30 @@ def test_an_op_that_needs_numbers_is_observed_with_those_of_the_example(
 
     monkeypatch.setattr(autocast_region, "_watch", refuse_symbols)
     assert graph(Normalized(), "cpu").code == wanted
+
+
+class Checked(fx.Interpreter):
+    """Runs a graph on real tensors and compares each dtype with the recorded one."""
+
+    def run_node(self, n: fx.Node) -> object:
+        found = super().run_node(n)
+        known = n.meta.get("val")
+        if isinstance(found, torch.Tensor) and isinstance(known, torch.Tensor):
+            assert found.dtype == known.dtype, n.format_node()
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "transformer"])
+def test_recorded_dtypes_are_those_of_a_run(name: str) -> None:
+    built = ZOO[name].build()
+    captured = capture(
+        built.model, built.batch, loss=built.loss, batch_dims=built.batch_dims,
+        precision="bf16", device_type="cuda",
+    )  # fmt: skip
+    made = PassManager(all_passes()).run(PREPARE, captured.graph)
+    given = flatten_batch(captured.example()).tensors
+    with torch.random.fork_rng():
+        loss = Checked(made, garbage_collect_values=False).run(17, *given)[0]
+    loss.backward()
+    assert torch.isfinite(loss)
