@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import sympy
 import torch
@@ -30,7 +30,7 @@ _OTHERS = (1, 3)  # for other symbols, such as the batch
 _LONGEST = 4096
 _MANY_NODES = 200
 _WIDEST_HEAD = 256
-Size = int | sympy.Expr
+Size: TypeAlias = "int | sympy.Expr"
 
 
 @dataclass(frozen=True)

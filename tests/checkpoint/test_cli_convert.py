@@ -45,7 +45,7 @@ def test_what_is_left_out_is_said(root: Path, capsys: pytest.CaptureFixture[str]
     assert run(["ckpt", "convert", str(root / "run"), str(root / "hf"), "--to", "hf"]) == 0
     found = capsys.readouterr()
     assert "5 tensors" in found.out
-    assert "no place for 6 tensors of buffer, model, optimizer, random" in found.err
+    assert "cannot represent 6 tensors of buffer, model, optimizer, random" in found.err
     _, only, _ = told(capsys, root / "run", root / "b", "--to", "whole", "--model-only")
     assert all(not key.startswith("model/") for key in only["left_out"]) and only["left_out"]
 
