@@ -22,6 +22,7 @@ import readme_asynchronous
 import readme_costs
 import readme_failures
 import readme_figures
+import readme_gpu
 import readme_heterogeneous
 import readme_planner
 import readme_runtime
@@ -134,6 +135,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "quotas": lambda: readme_heterogeneous.quotas(made_by(read(readme_heterogeneous.NAME))),
     "clusters": lambda: readme_heterogeneous.clusters(made_by(read(readme_heterogeneous.CLUSTERS))),
     "queued": lambda: readme_heterogeneous.queues(made_by(read("queued"))),
+    "gpu": readme_gpu.table,
+    "gpu_line": readme_gpu.line,
     "summary": readme_summary.summary,
 }
 
@@ -145,7 +148,8 @@ def tables() -> dict[str, str]:
         "zoo": {"compatibility"}, "figures": set(readme_figures.FIGURES),
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
         **{name: {name} for name in RUNTIME}, "quotas": {readme_heterogeneous.NAME},
-        "clusters": {readme_heterogeneous.CLUSTERS}, "queued": {"queued"},
+        "clusters": {readme_heterogeneous.CLUSTERS}, "queued": {"queued"}, "gpu": {"gpu"},
+        "gpu_line": {"gpu"},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}
 

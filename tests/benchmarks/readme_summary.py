@@ -22,7 +22,7 @@ def summary() -> str:
             machines.append(f"{machine['cores']} cores of {machine['cpu']}")
             lines.append(f"| {what} | {figure(result['figures'])} | `{name}.py` |")
     words = (
-        f"All on shared CPUs ({'; '.join(sorted(set(machines)))}); nothing was measured on a GPU."
+        f"All on shared CPUs ({'; '.join(sorted(set(machines)))}). One GPU: see below."
         f" Scripts are in `tests/benchmarks/`; more tables are in [benchmarks]({PAGE})."
     )
     return "\n".join([*lines, "", words])
