@@ -57,7 +57,7 @@ def test_no_torch_where_none_is_needed() -> None:
         if part_of(module_of(path)) in set(TORCH_FREE)
         for name in imports_of(path)
         # Detection asks torch for GPUs, and only when it is called.
-        if name.split(".")[0] == "torch" and path.name != "detect.py"
+        if name.split(".")[0] == "torch" and path.name != "gpu_detection.py"
     ]
     assert not wrong
 
