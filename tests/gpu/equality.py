@@ -35,7 +35,7 @@ from training import (
     zoo,
 )  # fmt: skip
 
-FLOAT32, BFLOAT16 = 2e-5, 3e-2
+FLOAT32, BFLOAT16 = 1e-4, 3e-2  # fused Adam rounds otherwise than the default
 Check = Callable[[], dict[str, Any]]
 
 
@@ -256,6 +256,7 @@ def run(name: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
     if sys.argv[1:] == ["--list"]:
         print(*CHECKS, sep="\n")
     for each in [a for a in sys.argv[1:] if a != "--list"]:
