@@ -1,4 +1,4 @@
-"""Check fxpart on one GPU: numbers, kernels, times, memory; one JSON with all results.
+"""Check fxpart on one GPU: numbers, kernels, times, memory; a JSON file of sessions.
 
     python tests/gpu/check.py [--output FILE] [--seconds N] [--only KIND[:NAME,...]]
 
@@ -127,6 +127,18 @@ def machine() -> dict[str, Any]:
     return found
 
 
+def append_session(path: Path, result: dict[str, Any]) -> None:
+    """Add the results to a file of sessions, without the longest lists of each row."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    sessions = known.get("sessions", [])
+    for kind in ("numbers", "times"):
+        for row in result.get(kind, ()):
+            for name in ("host", "ops", "longest", "trace"):
+                row.pop(name, None)
+    text = json.dumps({"sessions": [*sessions, result]}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Run everything within the time limit and write the results."""
     parser = argparse.ArgumentParser(
@@ -138,6 +150,9 @@ def main() -> int:
         "--only", default="", help="numbers, commands or times; names after a colon"
     )
     given = parser.parse_args()
+    if os.environ.get("FXPART_CHECK_DEVICE", "cuda") == "cuda" and "device" not in machine():
+        print("torch finds no GPU; FXPART_CHECK_DEVICE=cpu tries the checks on CPUs")
+        return 1
     end = time.monotonic() + given.seconds
     result: dict[str, Any] = {"machine": machine()}
     kind, _, chosen = given.only.partition(":")
@@ -161,7 +176,7 @@ def main() -> int:
         result["times"] = rows_of([sys.executable, str(HERE / "timings.py"), *names], left, 8)
     failed = [row["name"] for row in result.get("numbers", []) if not row.get("passed")]
     result["failed"] = failed
-    Path(given.output).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    append_session(Path(given.output), result)
     print(f"{len(result.get('numbers', []))} checks of numbers, {len(failed)} failed: {failed}")
     return bool(failed)
 
