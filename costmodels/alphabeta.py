@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf, log2
 from typing import TYPE_CHECKING
 
 from fxpart.costs import Cost
@@ -28,6 +29,8 @@ class AlphaCosts:
 
 
 RING = AlphaCosts()
+# NCCL 2.x src/graph/tuning.cc, protocol LL128 on Hopper and InfiniBand; up and down the tree.
+TREE = AlphaCosts(14e-6, 1.25e-6, 17e-6)
 
 
 def ring_all_reduce(
@@ -36,6 +39,14 @@ def ring_all_reduce(
     """Return the seconds of a ring all-reduce of ``size`` bytes."""
     steps = 2 * (n - m) * alpha.intra + 2 * (m - 1) * (alpha.inter + hops * alpha.switch)
     return alpha.base + steps + 2 * (n - 1) / n * size * beta
+
+
+def tree_all_reduce(
+    n: int, m: int, size: float, beta: float, alpha: AlphaCosts = TREE, hops: int = 0
+) -> float:
+    """Return the seconds of an all-reduce over a tree of hosts and chains within them."""
+    steps = 2 * (n / m - 1) * alpha.intra + log2(m) * (alpha.inter + hops * alpha.switch)
+    return alpha.base + steps + 2 * size * beta
 
 
 def all_gather(
@@ -110,17 +121,44 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
     if kind is None or n <= 1:
         return Cost(0.0, source="alpha-beta")
     m = machines(links)
-    beta = 1 / min(link.bandwidth for link in links)
+    beta = 1 / _ring_bandwidth(n, m, links)
     alpha = _latencies(links)
     share = (n - 1) / n * size
     if kind == "all_reduce":
-        return Cost(ring_all_reduce(n, m, size, beta, alpha), 2 * share, source="alpha-beta")
+        seconds = ring_all_reduce(n, m, size, beta, alpha)
+        if _has_device_links(links):  # NCCL chooses; gloo has no trees
+            seconds = min(seconds, tree_all_reduce(n, m, size, beta))
+        return Cost(seconds, 2 * share, source="alpha-beta")
     size *= _direct(n, m, links)
     if kind == "reduce_scatter":
         return Cost(reduce_scatter(n, m, size, beta, alpha), share, source="alpha-beta")
     if kind == "all_gather":
         return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
     return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
+
+
+def _has_device_links(links: tuple[Link, ...]) -> bool:
+    """Return whether the ring has links between devices of a host that are not CPUs."""
+    return any(link.kind != "net" for link in links) and not _on_cpus(links)
+
+
+def _on_cpus(links: tuple[Link, ...]) -> bool:
+    return any(link.kind == "shm" for link in links)
+
+
+def _ring_bandwidth(n: int, m: int, links: tuple[Link, ...]) -> float:
+    """Return the bytes/s of a ring: its slowest link, where hosts are connected by all their rails.
+
+    NCCL makes a ring for each network card. The k = n / m ranks of a host have a card each, so that
+    k rings cross hosts at once, up to the bandwidth within a host. Not on CPUs, nor where the ranks
+    of a host share a card.
+    """
+    near = [link.bandwidth for link in links if link.kind != "net"]
+    far = [link.bandwidth for link in links if link.kind == "net"]
+    shared = any(link.kind == "net" and link.shared is True for link in links)
+    if not far or shared or not _has_device_links(links):
+        return min(*near, *far, inf, inf)
+    return min(min(near), n / m * min(far))
 
 
 def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
@@ -130,7 +168,7 @@ def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:
     (:mod:`fxpart.collectives.group_communicator`): a host with k = n / m of n ranks sends k (n - k)
     pieces, in a ring n - 1. Where every rank has its own card it takes as long as the ring.
     """
-    if m == 1 or not any(link.kind == "shm" for link in links):
+    if m == 1 or not _on_cpus(links):
         return 1.0
     if not any(link.kind == "net" and link.shared is True for link in links):
         return 1.0

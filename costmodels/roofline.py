@@ -13,6 +13,7 @@ from msgspec import UNSET
 from fxpart.costs import Cost, CostModel
 
 from . import communication
+from .efficiency import Efficiency, find_efficiency
 from .op_work import flops, is_free, is_known, traffic
 from .tensor_sizes import is_floating
 
@@ -27,6 +28,9 @@ SOURCE = "roofline"
 @dataclass(frozen=True)
 class Roofline(CostModel):
     """max(FLOPs / rate(dtype), bytes / memory bandwidth) + launch for ops, α-β for links.
+
+    On a GPU with a data file an op takes as long as its kernels at the rates that its architecture
+    reaches (:mod:`fxpart.costmodels.efficiency`), and at least as long as its launch.
 
     curves: measured collectives of the cluster, which replace the formulas; so does a link's own
     curve, see :mod:`fxpart.costmodels.communication`. Rates measured on the device replace the
@@ -48,9 +52,13 @@ class Roofline(CostModel):
         if (backward and not op.gradients) or (is_free(op) and not moved):
             return Cost(0.0, source=SOURCE)
         work = float(flops(op, backward))
-        rate, note = _rate(op, device)
+        rate, note, dtype = _rate(op, device)
         launches = max(1, op.gradients) if backward and work else 1
-        seconds = max(work / rate, moved / _bandwidth(device)) + launches * device.launch
+        found = find_efficiency(device.model) if device.kind == "gpu" else None
+        if found is None:
+            seconds = max(work / rate, moved / _bandwidth(device)) + launches * device.launch
+        else:
+            seconds = _kernels(op, device, backward, (work, moved, rate), dtype, found, launches)
         if not is_known(op):
             note += f", only bytes for {op.name}" if not work else ""
         return Cost(seconds, moved, work, SOURCE + note)
@@ -64,8 +72,29 @@ class Roofline(CostModel):
         return communication.transfer(size, link)
 
 
-def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
-    """Return the FLOP/s for the op's dtype, and a note where the device has no rate for it.
+def _kernels(
+    op: OpSpec,
+    device: Device,
+    backward: bool,
+    amount: tuple[float, float, float],
+    dtype: str,
+    efficiency: Efficiency,
+    launches: int,
+) -> float:
+    """Return the seconds of an op's kernels on a GPU; at least those that the host needs.
+
+    amount: FLOPs, bytes, and FLOP/s. Rates that were measured on the device are achieved rates.
+    """
+    work, moved, rate = amount
+    measured = device.measured if isinstance(device.measured, dict) else {}
+    reached = rate * (1.0 if dtype in measured else efficiency.arithmetic(op, dtype, backward))
+    bandwidth = _bandwidth(device) * (1.0 if "bandwidth" in measured else efficiency.traffic(op))
+    each = efficiency.kernel(work / launches / reached, moved / launches / bandwidth)
+    return launches * max(device.launch, each)
+
+
+def _rate(op: OpSpec, device: Device) -> tuple[float, str, str]:
+    """Return the FLOP/s for the op's dtype, a note where the device has none for it, the dtype.
 
     Without one the float32 rate is used, or the lowest rate.
     """
@@ -74,9 +103,9 @@ def _rate(op: OpSpec, device: Device) -> tuple[float, str]:
     measured = device.measured if isinstance(device.measured, dict) else {}
     rates = device.flops | {name: rate for name, rate in measured.items() if name != "bandwidth"}
     if dtype in rates:
-        return rates[dtype], ""
+        return rates[dtype], "", dtype
     rate = rates.get("float32", min(rates.values()))
-    return rate, f", float32 rate for {dtype}"
+    return rate, f", float32 rate for {dtype}", "float32"
 
 
 def _bandwidth(device: Device) -> float:

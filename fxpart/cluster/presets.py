@@ -121,7 +121,7 @@ def _link(source: str, target: str, data: dict[str, Any]) -> Link:
         source=source,
         target=target,
         latency=data["latency"],
-        bandwidth=data["bandwidth"],
+        bandwidth=data["bandwidth"] * data.get("achieved", 1.0),
         kind=data["kind"],
         origin=data["source"],
     )
@@ -140,6 +140,19 @@ def device_data(model: str) -> dict[str, Any]:
 def add_estimate(data: dict[str, Any]) -> None:
     """Add estimated device data of a GPU of this host, under its name, in this process."""
     _estimates[data["name"]] = data
+
+
+def architecture_data(model: str) -> dict[str, Any] | None:
+    """Return what GPUs of a model's architecture reach; None for CPUs and unknown models."""
+    known = _estimates.get(model) or _all().get(model) or {}
+    return _architectures().get(known.get("architecture", ""))
+
+
+@cache
+def _architectures() -> dict[str, dict[str, Any]]:
+    """Return the data of all architectures by name."""
+    text = files("fxpart.costmodels").joinpath("architectures.toml").read_text(encoding="utf-8")
+    return {name: {"name": name} | data for name, data in tomllib.loads(text).items()}
 
 
 @cache

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fxpart.cluster.presets import architecture_data
+
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan, PlanInput
 
@@ -35,7 +37,8 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     length, for models whose first input is an integer tensor of shape [batch, sequence].
     model_flops: of one step. tflops_per_device: ``model_flops / step_time / ranks / 1e12``. mfu:
     model FLOPs utilization, ``model_flops / (step_time * sum of the devices' peak FLOP/s)``, with
-    the peaks of the plan's precision. notes: why a figure is not known, as sentences.
+    the peaks of the plan's precision. notes: why a figure is not known, and a warning
+    where the MFU is above all published ones of such devices, as sentences.
 
     Model FLOPs are those of the forward and twice as many for the backward; recomputation does not
     count. Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022),
@@ -67,13 +70,31 @@ def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
     if work is None:
         return msgspec.structs.replace(found, notes=(*notes, f"MFU is not known: {NO_FLOPS}."))
     peak = _peak(plan, notes)
+    mfu = None if peak is None else work.flops / (seconds * peak)
+    if mfu is not None:
+        notes += _warn_above_published(plan, mfu)
     return msgspec.structs.replace(
         found,
         model_flops=work.flops,
         tflops_per_device=work.flops / seconds / plan.world / 1e12,
-        mfu=None if peak is None else work.flops / (seconds * peak),
+        mfu=mfu,
         notes=tuple(notes),
     )
+
+
+def _warn_above_published(plan: Plan, mfu: float) -> list[str]:
+    """Return a warning if the MFU is above all published ones of the plan's devices."""
+    models = {plan.device(rank).model for rank in range(plan.world)}
+    known = [data for data in map(architecture_data, sorted(models)) if data is not None]
+    if not known or len(known) < len(models):
+        return []
+    best = max(known, key=lambda data: float(data["mfu"]))
+    if mfu <= best["mfu"]:
+        return []
+    return [
+        f"Warning: the predicted MFU of {mfu:.0%} is above the highest published for GPUs of the "
+        f"{best['name']} architecture, {best['mfu']:.0%}. Expect a longer step time."
+    ]
 
 
 def _sequence_length(plan: Plan, sizes: Mapping[str, int], notes: list[str]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from fxpart.costmodels import alphabeta as ab
 from hypothesis import given
@@ -172,8 +173,19 @@ def test_links_between_hosts_count_as_such() -> None:
         else x
         for i, x in enumerate(near)
     )
-    cost = ab.reshard("partial", "replicate", 4 * MIB, far)
+    one_card = tuple(msgspec.structs.replace(x, shared=True) if x.kind == "net" else x for x in far)
+    cost = ab.reshard("partial", "replicate", 4 * MIB, one_card)
     assert cost.seconds * 1e6 == pytest.approx(374.23, abs=0.005)
+    # a card for each of a host's 4 ranks: 4 rings at once, 96 of the 100 GB/s within a host; a tree
+    rails = ab.reshard("partial", "replicate", 4 * MIB, far)
+    assert rails.seconds == pytest.approx(ab.tree_all_reduce(8, 2, 4 * MIB, beta(96)))
+    large = ab.reshard("shard(0)", "replicate", 4e9, far)
+    assert large.seconds == pytest.approx(ab.all_gather(8, 2, 4e9, beta(96)))
+
+
+def test_small_all_reduce_of_two_hosts() -> None:
+    """16 ranks on 2 hosts took 47 us for 512 bytes (NCCL issue 1244, 16 H20 and 16 ConnectX-7)."""
+    assert ab.tree_all_reduce(16, 2, 512, beta(400)) == pytest.approx(47e-6, rel=0.05)
 
 
 def test_unknown_placement() -> None:

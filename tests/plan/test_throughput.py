@@ -42,6 +42,22 @@ def test_figures_by_hand() -> None:
     assert found.notes == ()
 
 
+def test_mfu_above_all_published_ones_is_a_warning() -> None:
+    plan = sample_plans.plan(4)
+    gpus = tuple(
+        msgspec.structs.replace(device, kind="gpu", model="h100-sxm")
+        for device in plan.cluster.devices
+    )
+    plan = msgspec.structs.replace(
+        plan, cluster=msgspec.structs.replace(plan.cluster, devices=gpus)
+    )
+    step = plan.prediction.simulated_seconds
+    peak = sum(plan.device(rank).flops["float32"] for rank in range(4))
+    low, high = (compute_throughput(plan, ModelWork(share * step * peak)) for share in (0.5, 0.7))
+    assert low.notes == ()
+    assert "70% is above the highest published for GPUs of the hopper" in high.notes[0]
+
+
 def test_a_plan_file_has_no_flops() -> None:
     found = compute_throughput(sample_plans.plan())
     assert found.mfu is None and found.tflops_per_device is None

@@ -53,7 +53,7 @@ def test_rows_travel_there_and_back_in_both_directions() -> None:
         if w.rows == rows and w.recompute == "none"
     }
     moved = rows * LENGTH * CHOSEN * WIDTH * 2 * 7 / 8
-    each = 8.4e-6 + 7 * 3.4e-6 + moved / 450e9
+    each = 8.4e-6 + 7 * 3.4e-6 + moved / (0.8 * 450e9)
     collective = sum(works[8].collective[k] for k in found.kinds)
     assert collective == pytest.approx(2 * 4 * each, rel=0.01)
     assert sum(works[1].collective) == 0

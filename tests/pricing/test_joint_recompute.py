@@ -86,10 +86,12 @@ def test_scores_and_activation_functions_are_made_again_products_are_not() -> No
     attention, feed = (found.kinds[found.blocks.index(n)] for n in ("layers.1", "layers.1#2"))
     assert none.activation[attention] - some.activation[attention] == scores
     assert none.activation[feed] - some.activation[feed] == 4 * value
-    for k, cost in ((attention, scores), (feed, 4 * value)):
+    # a softmax and an activation function: fractions of the bandwidth that Hopper reaches
+    for k, cost, reached in ((attention, scores, 0.65), (feed, 4 * value, 0.9)):
         again = some.backward[k] - none.backward[k]
-        assert 0 < again < 0.35 * none.forward[k]
-        assert again == pytest.approx(2 * cost / 3.35e12 + 5e-6, rel=0.01), "read and written"
+        assert 0 < again < 0.45 * none.forward[k]
+        expected = 2 * cost / (reached * 3.35e12) + 2e-6  # read and written
+        assert again == pytest.approx(expected, rel=0.01)
     full = works(found)["full"]
     assert sum(full.activation[k] for k in found.kinds) < sum(
         some.activation[k] for k in found.kinds

@@ -291,7 +291,7 @@ def test_limits_against_all_pairs() -> None:
             assert limit.latency == max((x.latency for x in into), default=0)
             worst = max((1 / x.bandwidth for x in into), default=0)
             assert limit.inverse_bandwidth == pytest.approx(worst)
-            assert limit.memory == int(80e9 * (1 - RESERVE))
+            assert limit.memory == int(85.097e9 * (1 - RESERVE))
 
 
 @pytest.mark.slow

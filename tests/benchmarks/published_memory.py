@@ -1,0 +1,84 @@
+"""Peak memory of a published run on the rank that needs the most."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from published_step import PublishedRun, block_parameters, block_shape, dtype_of
+
+# CUDA context, libraries and NCCL's buffers; allocator rounding and fragmentation.
+LOSSES = {"mosaic": 4, "nemo": 6}  # bytes for each logit, where the source's loss is one kernel
+CONTEXT, FRAGMENTATION = 1.3e9, 1.03
+
+
+def predict_bytes(run: PublishedRun) -> float:
+    """Return the predicted peak: states, activations of microbatches in flight, the loss."""
+    model = run.row["model"]
+    pp, tp = run.degree("pp"), run.degree("tp")
+    replicas = run.degree("dp") * run.degree("cp")
+    layers = ceil(model["layers"] / pp)
+    ends = model["vocab"] * model["hidden"] / tp
+    if model["kind"] == "llama" and pp == 1:
+        ends *= 2  # the embedding and the head are two matrices
+    block = block_parameters(run) / tp
+    states = _state_bytes(run, layers * block + ends, block, ends, replicas)
+    each = layers * _kept_bytes(run) + _working_bytes(run)
+    flight = min(pp, int(run.row["microbatches"]))
+    first = layers * _kept_bytes(run) * flight + _working_bytes(run)
+    last = each + _loss_bytes(run)
+    if "first rank" in run.row["measured"].get("peak_memory_kind", "") and pp > 1:
+        last = 0.0  # the printed rank has no loss
+    return CONTEXT + FRAGMENTATION * (states + max(first, last))
+
+
+def _state_bytes(
+    run: PublishedRun, weights: float, block: float, ends: float, replicas: int
+) -> float:
+    """Return the bytes of weights, gradients and Adam's state, in 16 bit with float32 masters."""
+    group = int(run.layout.get("zero_group") or replicas)
+    if dtype_of(run) == "float32":
+        return 16 * weights
+    if run.zero == 3:  # float32 shards; two gathered blocks, and a float32 gradient of one
+        return 16 * weights / group + 8 * block + 2 * ends + 4 * max(block, ends)
+    return weights * (6 + 12 / (group if run.zero else 1))
+
+
+def _kept_bytes(run: PublishedRun) -> float:
+    """Return the bytes that a block keeps of one microbatch until its backward."""
+    shape = block_shape(run)
+    if run.recompute == "full":
+        return 2.0 * shape.rows * shape.hidden / shape.shard
+    saved = _all_bytes(run)
+    if run.recompute == "attention" and not shape.fused_attention:
+        return saved - 5 * shape.rows * shape.keys * shape.heads
+    if run.recompute == "operations":  # the input, attention's result, half of the products
+        own = shape.hidden / shape.shard
+        products = 3 * own + 2 * shape.kv_heads * shape.head + 2 * shape.ffn
+        return 2.0 * shape.rows * (2 * own + products / 2)
+    return saved
+
+
+def _all_bytes(run: PublishedRun) -> float:
+    """Return the bytes of a block's activations without recomputation (Korthikanti et al.)."""
+    shape = block_shape(run)
+    masks = 2 if shape.dropout else 0
+    outside = (8 + masks) * shape.hidden / shape.shard
+    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head
+    item = 1 if shape.linear.startswith("float8") and shape.delayed_scaling else 2
+    inside = 2 * heads + (3 * 2 + item if shape.kind == "llama" else 4) * shape.ffn
+    scores = 0 if shape.fused_attention else (4 + masks / 2) * shape.keys * shape.heads
+    return float(shape.rows * (outside + inside + scores))
+
+
+def _working_bytes(run: PublishedRun) -> float:
+    """Return the bytes of one block's recomputed activations and of gradients in its backward."""
+    return (0.5 if run.recompute == "none" else 2.0) * _all_bytes(run)
+
+
+def _loss_bytes(run: PublishedRun) -> float:
+    """Return the bytes of logits in 16 bit, in float32, of their softmax and their gradient."""
+    if run.row["model"]["kind"] == "bert":
+        return 0.0
+    rows = block_shape(run).rows
+    item = LOSSES.get(run.row["source"], 12 if run.eager else 10)
+    return rows * run.row["model"]["vocab"] / run.degree("tp") * item

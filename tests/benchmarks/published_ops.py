@@ -1,0 +1,168 @@
+"""Operators of a transformer block and of a language model's ends, on the shards of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fxpart.costs import OpSpec, TensorSpec
+
+GATED = ("llama",)  # kinds of models whose MLP has three matrices
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Sizes of one rank's part of a block, for one microbatch.
+
+    rows: tokens. hidden: of the model. ffn, heads, kv_heads: of the rank. linear: dtype of the
+    matrix products, which is float8 where only they are quantized. shard: ranks that divide the
+    rows outside of attention and MLP (sequence parallelism).
+    """
+
+    samples: int
+    queries: int
+    keys: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head: int
+    dtype: str
+    linear: str
+    kind: str
+    fused_attention: bool
+    fused: bool
+    dropout: bool
+    causal: bool
+    shard: int
+    generation: int = 2
+    wide: bool = False
+    delayed_scaling: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Return the tokens of the microbatch on this rank."""
+        return self.samples * self.queries
+
+
+def op(
+    name: str, inputs: list[TensorSpec], output: TensorSpec, gradients: int = 1, **given: Any
+) -> OpSpec:
+    """Return an op whose first inputs need a gradient."""
+    return OpSpec(f"aten.{name}", tuple(inputs), (output,), tuple(given.items()), gradients)
+
+
+def linear(rows: int, width: int, out: int, dtype: str) -> OpSpec:
+    """Return a linear layer without bias."""
+    weight = TensorSpec((out, width), dtype)
+    x, y = TensorSpec((rows, width), dtype), TensorSpec((rows, out), dtype)
+    return op("linear.default", [x, weight], y, 2)
+
+
+def elementwise(rows: int, width: int, dtype: str, inputs: int, name: str = "mul.Tensor") -> OpSpec:
+    """Return an elementwise op of equal tensors."""
+    x = TensorSpec((rows, width), dtype)
+    return op(name, [x] * inputs, x, inputs)
+
+
+def norm(rows: int, width: int, dtype: str) -> OpSpec:
+    """Return a normalization of rows."""
+    x = TensorSpec((rows, width), dtype)
+    return op("layer_norm.default", [x], x)
+
+
+def attention(s: BlockShape) -> list[OpSpec]:
+    """Return fused attention, or its products with scale, mask, softmax and dropout between."""
+    q = TensorSpec((s.samples, s.heads, s.queries, s.head), s.dtype)
+    k = TensorSpec((s.samples, s.kv_heads, s.keys, s.head), s.dtype)
+    if s.fused_attention:
+        name = "scaled_dot_product_attention.default"
+        return [op(name, [q, k, k], q, 3, is_causal=s.causal, generation=s.generation)]
+    batch = s.samples * s.heads
+    flat = TensorSpec((batch, s.queries, s.head), s.dtype)
+    turned = TensorSpec((batch, s.head, s.keys), s.dtype)
+    scores = TensorSpec((batch, s.queries, s.keys), s.dtype)
+    high = TensorSpec(scores.shape, "float32" if s.wide else s.dtype)
+    values = TensorSpec((batch, s.keys, s.head), s.dtype)
+    found = [op("bmm.default", [flat, turned], scores, 2)]
+    if s.wide:  # autocast computes the softmax in float32 and converts its operand and result
+        found += [op("abs.default", [scores], high), op("abs.default", [high], scores)]
+    found += [op("_softmax.default", [high], high)]
+    if s.dropout:
+        found += [op("native_dropout.default", [scores], scores)]
+    return [*found, op("bmm.default", [scores, values], flat, 2)]
+
+
+def products(s: BlockShape) -> list[OpSpec]:
+    """Return the linear layers of a block."""
+    qkv = (s.heads + 2 * s.kv_heads) * s.head
+    gates = 2 if s.kind in GATED else 1
+    found = [
+        linear(s.rows, s.hidden, qkv, s.linear),
+        linear(s.rows, s.heads * s.head, s.hidden, s.linear),
+        linear(s.rows, s.ffn, s.hidden, s.linear),
+    ]
+    if s.fused:
+        return [*found, linear(s.rows, s.hidden, gates * s.ffn, s.linear)]
+    return found + [linear(s.rows, s.hidden, s.ffn, s.linear)] * gates
+
+
+def quantizations(s: BlockShape) -> list[OpSpec]:
+    """Return the conversions of the operands of float8 products; none in 16 bit.
+
+    Each operand is read for its maximum, read again and written in two layouts. With delayed
+    scaling the maximum is known, and weights stay converted.
+    """
+    if not s.linear.startswith("float8"):
+        return []
+    found = []
+    for product in products(s):
+        x, weight = (TensorSpec(t.shape, s.dtype) for t in product.inputs)
+        y, other = (TensorSpec(t.shape, s.linear) for t in product.inputs)
+        if s.delayed_scaling:
+            found.append(op("abs.default", [x], y))
+        else:
+            found.append(op("abs.default", [x, x, y], y))
+            found.append(op("abs.default", [weight, weight, other], other))
+    return found
+
+
+def accumulations(s: BlockShape) -> list[OpSpec]:
+    """Return what autograd adds to a block's backward: sums of the gradients of its two branches.
+
+    In eager execution also the concatenated gradients of queries, keys and values.
+    """
+    rows = -(-s.rows // s.shard)
+    found = [elementwise(rows, s.hidden, "float32" if s.wide else s.dtype, 2)] * 2
+    if not s.fused:
+        found += [elementwise(s.rows, (s.heads + 2 * s.kv_heads) * s.head, s.dtype, 1)]
+    return found
+
+
+def elements(s: BlockShape) -> list[OpSpec]:
+    """Return the norms, activations, residual additions and, in eager execution, their parts."""
+    rows = -(-s.rows // s.shard)
+    dtype = "float32" if s.wide else s.dtype
+    found = [norm(rows, s.hidden, dtype)] * 2
+    if s.wide:  # results of products in 16 bit are converted, and inputs of products back
+        narrow, high = (TensorSpec((rows, s.hidden), name) for name in (s.dtype, dtype))
+        found += [op("abs.default", [narrow], high), op("abs.default", [high], narrow)] * 2
+    heads = (s.heads + s.kv_heads) * s.head
+    if s.kind in GATED:
+        found += [elementwise(s.rows, s.ffn, s.dtype, 2)] * (1 if s.fused else 2)
+        found += [elementwise(s.rows, heads, s.dtype, 1)] * (1 if s.fused else 4)
+    else:
+        found += [elementwise(s.rows, s.ffn, s.dtype, 1, "gelu.default")]
+    found += [elementwise(rows, s.hidden, dtype, 2)] * 2
+    if s.dropout:
+        found += [elementwise(rows, s.hidden, dtype, 1, "native_dropout.default")] * 2
+    return found
+
+
+def head(rows: int, hidden: int, vocabulary: int, dtype: str, fused: bool) -> list[OpSpec]:
+    """Return the last norm, the product with the vocabulary, and the loss in float32."""
+    logits = TensorSpec((rows, vocabulary), dtype)
+    wide = TensorSpec((rows, vocabulary), "float32")
+    loss = op("cross_entropy_loss.default", [wide], TensorSpec((), "float32"))
+    found = [norm(rows, hidden, dtype), linear(rows, hidden, vocabulary, dtype), loss]
+    return found if fused else [*found, op("_to_copy.default", [logits], wide)]

@@ -1,0 +1,120 @@
+"""Step time of measured runs from their layers' profiles: the composition without the op model."""
+
+from __future__ import annotations
+
+from math import log2
+from typing import Any
+
+GRADIENT_BYTES = 4  # everything was float32
+
+
+class Network:
+    """Bandwidth of links as fitted by the source: a polynomial in log2(bytes / 1e6), in GB/s."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        """data: "network" of the file."""
+        self._data = data
+
+    def bandwidth(self, size: float, coefficients: list[Any]) -> float:
+        """Return bytes/s of a message of ``size`` bytes."""
+        (c2, c1, c0), most = coefficients
+        x = log2(max(size, 1.0) / 1e6)
+        # a parabola beyond its fitted range would turn: bounded by the largest measured value
+        return float(min(max((c2 * x * x + c1 * x + c0) * 1e9, 1e7), most))
+
+    def between(self, gpu: str, ranks: int) -> list[Any]:
+        """Return the coefficients of links between hosts of this kind, several ranks at once."""
+        table = self._data["all"]["inter"].get(gpu) or {}
+        fits = sorted(table, key=lambda n: (abs(int(n) - ranks), n))
+        return list(table[fits[0]])
+
+
+def reason_to_skip(run: dict[str, Any]) -> str:
+    """Return why a run cannot be predicted; "" if it can."""
+    kinds = {at["gpu"] for stage in run["stages"] for at in stage["replicas"]}
+    if run["model"] == "GPT-Neo-2.7" and "GH-96" in kinds:
+        return "its profile is a copy of another model's (anomaly a of the file)"
+    return ""
+
+
+def predict(run: dict[str, Any], data: dict[str, Any]) -> float:
+    """Return the predicted step time of a 1F1B pipeline of replicas, without ZeRO."""
+    network = Network(data["network"])
+    model, size = run["model"], run["microbatch"]
+    config = data["models"][model]
+    dp = run["stages"][0]["dp"]
+    microbatches = run["global_batch"] // (size * dp)
+    hidden = config["hidden_size"]
+    message = float(size * config["sequence_length"] * hidden * 4)
+    stages = len(run["stages"])
+    pipelines: list[float] = []
+    for replica in range(dp):
+        times = [
+            _stage(run, data, index, replica, index == 0, index == stages - 1)
+            for index in range(stages)
+        ]
+        moves = [  # each rank of a tensor group sends its part, all over the host's card
+            message / network.bandwidth(message, network.between(a["gpu"], a["tp"]))
+            for a in (stage["replicas"][replica] for stage in run["stages"][:-1])
+        ]
+        slowest = max(f + b for f, b in times)
+        fill = sum(f + b for f, b in times) + 2 * sum(moves)
+        waits = 2 * max(moves, default=0.0)
+        pipelines.append(fill + (microbatches - 1) * (slowest + waits))
+    last = max(_synchronize(run, data, index, network) for index in range(stages))
+    return max(pipelines) + last
+
+
+def _stage(
+    run: dict[str, Any], data: dict[str, Any], index: int, replica: int, first: bool, last: bool
+) -> tuple[float, float]:
+    """Return the forward and backward seconds of a stage's microbatch in one replica."""
+    stage = run["stages"][index]
+    at = stage["replicas"][replica]
+    found = _profile(run, data, at)
+    blocks = stage["layers"] - first - last
+    ahead, back, _ = (blocks * t for t in found["block_median"])
+    for part in ("embedding",) * first + ("head",) * last:
+        ahead, back = ahead + found[part][0], back + found[part][1]
+    return ahead, back
+
+
+def _profile(run: dict[str, Any], data: dict[str, Any], at: dict[str, Any]) -> dict[str, Any]:
+    """Return the profile at the run's microbatch; a larger microbatch bounds it from above.
+
+    A measurement of a small microbatch that took longer than a larger one is noise.
+    """
+    table = data["layers"][run["model"]][at["gpu"]]
+    larger = [
+        sizes[str(at["tp"])]
+        for size, sizes in table.items()
+        if int(size) >= run["microbatch"] and str(at["tp"]) in sizes
+    ]
+    parts = ("embedding", "block_median", "head")
+    return {
+        part: [min(times) for times in zip(*(p[part] for p in larger), strict=True)]
+        for part in parts
+    }
+
+
+def _synchronize(run: dict[str, Any], data: dict[str, Any], index: int, network: Network) -> float:
+    """Return the seconds of a stage's gradient all-reduce between hosts, and of its update."""
+    stage = run["stages"][index]
+    config = data["models"][run["model"]]
+    hidden = config["hidden_size"]
+    dp = stage["dp"]
+    update = max(
+        stage["layers"] * _profile(run, data, at)["block_median"][2] for at in stage["replicas"]
+    )
+    if dp == 1:
+        return update
+    ends = (index == 0) + (index == len(run["stages"]) - 1)
+    weights = (stage["layers"] - ends) * 12 * hidden * hidden
+    weights += min(1, ends) * config["vocab_size"] * hidden
+    took = []
+    for at in stage["replicas"]:
+        # the bandwidth is that of all ranks of the host together, each with its own part
+        piece = weights * GRADIENT_BYTES / at["tp"] / dp
+        rate = network.bandwidth(piece, network.between(at["gpu"], at["tp"])) / at["tp"]
+        took.append(2 * (dp - 1) * piece / rate)
+    return update + max(took)
