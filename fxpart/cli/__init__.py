@@ -45,7 +45,7 @@ _SUMMARIES = {
     "explain": "Explain a plan, an error code or a page of the documentation.",
     "validate": "Check plan files and list all problems.",
     "export": "Write each rank's program as readable Python.",
-    "train": "Train a target by a plan, in one process or several.",
+    "train": "Train a target with a plan, in one process or several.",
     "scale": "Change the number of ranks of a running job.",
     "emulate": "Emulate the effect of stale weights on a model's loss, in one process.",
     "ckpt": "Inspect, verify, convert and prune a run's checkpoints.",
@@ -98,7 +98,7 @@ class TopLevelCommands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of verbs without importing them."""
         installed = [name for name in VERBS if name not in VERBS.builtin]
-        with formatter.section("Verbs"):
+        with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARIES.items()))
         if installed:
             with formatter.section("Commands of installed packages"):

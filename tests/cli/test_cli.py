@@ -84,7 +84,7 @@ def test_names_of_commands_are_in_the_table_only() -> None:
 
 def test_bare_call_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = call(capsys, status=2)
-    assert "Verbs:" in out + err
+    assert "Commands:" in out + err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
