@@ -114,12 +114,12 @@ def throughput(raw: dict[str, Any], seconds: float) -> dict[str, Any]:
     rate = raw["batch_size"] / seconds
     first = raw["model"]["inputs"][0] if raw["model"]["inputs"] else None
     tokens = first is not None and first["dtype"] == "int64" and len(first["shape"]) == 2
-    missing = "MFU is not known: the plan file does not hold the model's FLOPs; `fxpart plan` and "
+    missing = "MFU is not known: the plan file has no model FLOPs; `fxpart plan` and "
     return {
         "samples_per_second": rate,
         "tokens_per_second": rate * first["shape"][1] if first and tokens else None,
         "model_flops": None, "tflops_per_device": None, "mfu": None,
-        "notes": [f"{missing}print(program) do."] if tokens else [],
+        "notes": [f"{missing}print(program) compute them."] if tokens else [],
     }  # fmt: skip
 
 
