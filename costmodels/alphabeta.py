@@ -127,7 +127,7 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
     if kind == "all_reduce":
         seconds = ring_all_reduce(n, m, size, beta, alpha)
         if _has_device_links(links):  # NCCL chooses; gloo has no trees
-            seconds = min(seconds, tree_all_reduce(n, m, size, beta))
+            seconds = min(seconds, tree_all_reduce(n, m, size, beta, _tree_latencies(alpha)))
         return Cost(seconds, 2 * share, source="alpha-beta")
     size *= _direct(n, m, links)
     if kind == "reduce_scatter":
@@ -135,6 +135,15 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
     if kind == "all_gather":
         return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
     return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
+
+
+def _tree_latencies(ring: AlphaCosts) -> AlphaCosts:
+    """Return the latencies of a tree over links that may be slower than NCCL assumes."""
+    return AlphaCosts(
+        TREE.base + max(ring.base - RING.base, 0.0),
+        TREE.intra + max(ring.intra - RING.intra, 0.0),
+        TREE.inter + max(ring.inter - RING.inter, 0.0),
+    )
 
 
 def _has_device_links(links: tuple[Link, ...]) -> bool:

@@ -200,3 +200,10 @@ def test_ring_moves_what_gather_and_scatter_move(n: int, m: int, size: float, ho
     halves = ab.reduce_scatter(n, m, size, b, hops=hops) + ab.all_gather(n, m, size, b, hops=hops)
     whole = ab.ring_all_reduce(n, m, size, b, hops=hops)
     assert whole == pytest.approx(halves - ab.RING.base)
+
+
+def test_a_tree_counts_the_latency_of_slow_links() -> None:
+    """No all-reduce is faster than a message over its links."""
+    links = tuple(Link(source="a", target="b", latency=30e-3, bandwidth=1e8) for _ in range(4))
+    found = ab.reshard("partial", "replicate", 1 << 10, links)
+    assert found.seconds > 30e-3
