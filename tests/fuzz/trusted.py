@@ -11,6 +11,7 @@ TRUSTED = {
     "cluster.host_detection": "the kernel's",
     "cluster.cpu_quota": "the kernel's",
     "cluster.presets._all": "a data file of the package",
+    "cluster.presets._architectures": "a data file of the package",
     "compat.gloo_threads": "the kernel's",
     "launch.process_status": "the kernel's",
     "profiling": "files of its own child processes, in a temporary folder",
