@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,23 +14,29 @@ import torch
 from torch import fx
 
 from fxpart.compat import disable_guards, python_dispatcher
-from fxpart.compiler.effects import (
-    argument,
-    is_op,
-    is_random,
-    list_written_nodes,
-    packet_name,
-    remove_dead_nodes,
-)
+from fxpart.compiler.effects import argument, packet_name, remove_dead_nodes
 from fxpart.compiler.graph_edit import add_call, fake_mode, value
 from fxpart.compiler.node_annotation import Level
 from fxpart.compiler.tensor_sizes import expression
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _LENGTHS = (2, 3, 5, 8)  # for a length that is a symbol
-_OTHERS = (1, 3)  # for other symbols, such as the batch
-_LONGEST = 4096
+_MOST_ELEMENTS = 1 << 24  # of a mask that is computed for comparison
 _MANY_NODES = 200
+# Ops that are linear in positions and constants, compare, or only move elements: where a mask of
+# them changes its form, a sum of its constants is reached. Products are only with booleans.
+_LINEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like",
+        "zeros_like", "full_like", "scalar_tensor", "lift_fresh_copy", "add", "sub", "rsub", "neg",
+        "diff", "cumsum", "eq", "ne", "lt", "le", "gt", "ge", "__and__", "__or__", "bitwise_and",
+        "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not", "where",
+        "masked_fill", "tril", "triu", "mul", "to", "_to_copy", "clone", "contiguous", "detach",
+        "alias", "expand", "repeat", "view", "reshape", "_unsafe_view", "unsqueeze", "squeeze",
+        "transpose", "t", "permute", "slice", "select", "index", "type_as",
+    )
+)  # fmt: skip
 _WIDEST_HEAD = 256
 Size: TypeAlias = "int | sympy.Expr"
 
@@ -39,9 +47,10 @@ class FoldCausalMaskPass:
 
     Tracing makes some models build the mask [batch, 1, length, length] that they leave out
     otherwise. Without it, attention runs in a fused kernel, and no mask is computed per microbatch
-    or sent between stages. A mask is causal if it is computed from sizes alone and equals the
-    lower triangle for several lengths, longer than every constant in its computation. Repeated
-    keys and values are read in place where the mask is gone, as fused kernels can.
+    or sent between stages. A mask is causal if it is computed from sizes alone by ops of
+    ``_LINEAR``, and equals the lower triangle for several sizes, up to more than the sum of all
+    constants in its computation, such as the width of a window. Repeated keys and values are read
+    in place where the mask is gone, as fused kernels can.
     """
 
     name: ClassVar[str] = "fold_causal_mask"
@@ -86,16 +95,17 @@ def _is_causal(mask: fx.Node, length: Size) -> bool:
     sizes = [node for node in nodes if not _is_tensor(node)]
     symbols: set[sympy.Symbol] = set().union(*(_symbols(value(n)) for n in sizes))
     rows: set[sympy.Symbol] = set(length.free_symbols) if isinstance(length, sympy.Expr) else set()
-    longest = 2 * max(_constants(nodes), default=0) + 3 if rows else 0
-    if longest > _LONGEST:
+    most = math.ceil(sum(c for c in _constants(nodes) if c != length)) + 3
+    lengths = (*_LENGTHS, most) if rows else (0,)
+    others = (1, most) if symbols - rows else (1,)
+    longest = _number(length, dict.fromkeys(rows, max(lengths)))
+    if longest * longest * max(others) > _MOST_ELEMENTS:
         return False
-    lengths = sorted({*_LENGTHS, longest}) if rows else [0]
-    for trial in lengths:
-        for other in _OTHERS if symbols - rows else (1,):
-            chosen = {s: trial if s in rows else other for s in symbols | rows}
-            found = _evaluate(nodes, chosen)
-            if found is None or not _is_triangle(found, _number(length, chosen)):
-                return False
+    for trial, other in itertools.product(lengths, others):
+        chosen = {s: trial if s in rows else other for s in symbols | rows}
+        found = _evaluate(nodes, chosen)
+        if found is None or not _is_triangle(found, _number(length, chosen)):
+            return False
     return True
 
 
@@ -110,8 +120,10 @@ def _computation(mask: fx.Node) -> list[fx.Node] | None:
         found.add(node)
         if not _is_tensor(node):
             continue  # a size: its value is an expression
-        pure = node.op == "call_function" and (is_op(node.target) or "getitem" in str(node.target))
-        if not pure or is_random(node) or list_written_nodes(node) or len(found) > _MANY_NODES:
+        if packet_name(node.target) not in _LINEAR or len(found) > _MANY_NODES:
+            return None
+        masks = any(getattr(value(n), "dtype", None) == torch.bool for n in node.all_input_nodes)
+        if packet_name(node.target) == "aten.mul" and not masks:
             return None
         todo += node.all_input_nodes
     return [node for node in mask.graph.nodes if node in found]
@@ -125,16 +137,26 @@ def _symbols(size: Any) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
-def _constants(nodes: list[fx.Node]) -> Iterator[int]:
-    """Yield the integers in the arguments of the ops; such as the width of a window."""
+def _constants(nodes: list[fx.Node]) -> Iterator[float]:
+    """Yield the sizes of all numbers in arguments of the ops and in expressions of sizes.
+
+    Without ends of slices and values that hide elements.
+    """
     for node in nodes:
-        todo = [*node.args, *node.kwargs.values()] if _is_tensor(node) else []
+        if not _is_tensor(node):
+            size = expression(value(node)) if isinstance(value(node), (int, torch.SymInt)) else 0
+            numbers = size.atoms(sympy.Rational) if isinstance(size, sympy.Expr) else {size}
+            yield from (float(max(abs(n.p), n.q)) for n in map(sympy.Rational, numbers))
+            continue
+        todo = [*node.args, *node.kwargs.values()]
         while todo:
             item = todo.pop()
             if isinstance(item, (list, tuple)):
                 todo += item
-            elif isinstance(item, int) and not isinstance(item, bool) and item != sys.maxsize:
-                yield abs(item)
+            elif isinstance(item, (int, float)) and not isinstance(item, bool):
+                hides = isinstance(item, float) and abs(item) > _MOST_ELEMENTS
+                if item != sys.maxsize and not hides:
+                    yield float(abs(item))
 
 
 def _number(size: Any, chosen: Mapping[sympy.Symbol, int]) -> int:

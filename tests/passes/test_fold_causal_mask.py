@@ -63,6 +63,39 @@ def window(x: torch.Tensor) -> torch.Tensor:
     return (apart >= 0) & (apart < 100)
 
 
+def sized_window(x: torch.Tensor) -> torch.Tensor:
+    """The constant is in a size: ``min(length, 100)``."""
+    positions = torch.arange(x.shape[1])
+    apart = positions[:, None] - positions[None, :]
+    return (apart >= 0) & (apart < torch.sym_min(x.shape[1], 100))
+
+
+def blocks(x: torch.Tensor) -> torch.Tensor:
+    """Blocks of 100: no constant is above 10."""
+    positions = torch.arange(x.shape[1])
+    same = positions[:, None] // 10 // 10 == positions[None, :] // 10 // 10
+    return triangle(x) & same
+
+
+def shifted_window(x: torch.Tensor) -> torch.Tensor:
+    """A window of 200 by four constants of 50."""
+    positions = torch.arange(x.shape[1])
+    apart = positions[:, None] - positions[None, :]
+    return (apart >= 0) & (apart - 50 - 50 - 50 < 50)
+
+
+def float_window(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1]).float()
+    apart = positions[:, None] - positions[None, :]
+    return (apart >= 0) & (apart < 99.5)
+
+
+def by_row(x: torch.Tensor) -> torch.Tensor:
+    """Rows of the batch from 64 on see everything."""
+    late = torch.arange(x.shape[0])[:, None, None, None] >= 64
+    return triangle(x) | late
+
+
 def strict(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril(1)
 
@@ -95,7 +128,12 @@ def test_causal_masks_become_a_flag(mask: Mask, precision: str) -> None:
     assert query.dtype == argument(node, "key").meta["val"].dtype == node.meta["val"].dtype
 
 
-@pytest.mark.parametrize("mask", [window, strict, padded, whole])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        window, sized_window, blocks, shifted_window, float_window, by_row, strict, padded, whole,
+    ],
+)  # fmt: skip
 def test_other_masks_stay(mask: Mask) -> None:
     _, node = prepared(Attention(mask))
     assert argument(node, "attn_mask") is not None and not argument(node, "is_causal")
