@@ -86,7 +86,7 @@ def _warn_above_published(plan: Plan, mfu: float) -> list[str]:
     """Return a warning if the MFU is above all published ones of the plan's devices."""
     models = {plan.device(rank).model for rank in range(plan.world)}
     known = [data for data in map(architecture_data, sorted(models)) if data is not None]
-    if not known or len(known) < len(models):
+    if len(known) < len(models) or not all("mfu" in data for data in known):
         return []
     best = max(known, key=lambda data: float(data["mfu"]))
     if mfu <= best["mfu"]:
