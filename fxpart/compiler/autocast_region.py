@@ -22,10 +22,10 @@ from fxpart.compiler.tensor_sizes import tensors
 
 # graph.meta: the whole graph is in one autocast context, so its regions share conversions.
 WHOLE_KEY = "fxpart_autocast"
-_NARROW = (torch.bfloat16, torch.float16)
-_ELIGIBLE = (torch.float32, *_NARROW)
 # graph.meta: the device types of the captured module and of the ranks, whose autocast applies.
 DEVICES_KEY = "fxpart_devices"
+_NARROW = (torch.bfloat16, torch.float16)
+_ELIGIBLE = (torch.float32, *_NARROW)  # autocast leaves float64 alone
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ import torch
 from random_models import EXACT, FLOATING, RandomModel, Step
 from ranks import python_path
 from stage_runs import Stages, assigned, captured_of, prepared, tensors
+from torch import nn
 
+import fxpart
 from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.codegen.stage_split import split
@@ -186,3 +188,19 @@ def test_devices_are_chosen_when_the_stage_is_made(built: Stages) -> None:
     # Everything is on meta: it runs only if new tensors are made there too.
     (loss,) = module(0, *inputs)
     assert loss.device.type == "meta"
+
+
+def test_views_do_not_depend_on_the_strides_of_a_device() -> None:
+    """Attention kernels of other devices return other strides; a view of them would fail."""
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).view(-1, 4).sum()
+
+    x = torch.ones(2, 8)
+    program = fxpart.compile(Viewed(), "local:1", example_inputs=(x,), constraints={"stages": 1})
+    assert "aten.reshape" in program.sources[0] and "aten.view" not in program.sources[0]

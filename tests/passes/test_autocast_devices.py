@@ -112,3 +112,22 @@ def test_recorded_dtypes_are_those_of_a_run(name: str) -> None:
         loss = Checked(made, garbage_collect_values=False).run(17, *given)[0]
     loss.backward()
     assert torch.isfinite(loss)
+
+
+class ReadsDtype(nn.Module):
+    """The code of the model reads a dtype, as normalization layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.layer_norm(x @ self.weight, (8,), self.scale)
+        return y.float().square().to(y.dtype).sum()
+
+
+def test_a_dtype_that_code_reads_is_that_of_the_captured_device() -> None:
+    """A limit that numerical_equivalence.md states: on a GPU it would be float32."""
+    made = graph(ReadsDtype(), "cuda")
+    (square,) = [n for n in made.graph.nodes if "aten.square" in str(n.target)]
+    assert [user.meta["val"].dtype for user in square.users] == [torch.bfloat16]

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpart.errors import FxpartError
-from fxpart.runtime.optimizer.factory import make_optimizer
+from fxpart.runtime.optimizer.factory import make_optimizer, use_fused_kernels
 
 
 def parameters() -> list[nn.Parameter]:
@@ -69,3 +70,23 @@ def test_an_instance_with_several_groups_is_refused() -> None:
     given = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 1.0}], lr=0.1)
     with pytest.raises(FxpartError, match="2 parameter groups"):
         make_optimizer(given, parameters())
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "options", "fused"),
+    [
+        ("cuda", torch.optim.AdamW, {}, True),
+        ("cuda", torch.optim.Adam, {}, True),
+        ("cuda", torch.optim.AdamW, {"foreach": False}, None),
+        ("cuda", torch.optim.AdamW, {"differentiable": True}, None),
+        ("cuda", torch.optim.SGD, {}, None),
+        ("cpu", torch.optim.AdamW, {}, None),
+    ],
+)
+def test_adam_is_fused_on_gpus_if_nothing_was_selected(
+    device: str, kind: Any, options: dict[str, Any], fused: bool | None
+) -> None:
+    with FakeTensorMode():
+        optimizer = kind([nn.Parameter(torch.empty(3, device=device))], lr=0.1, **options)
+        use_fused_kernels(optimizer)
+    assert optimizer.param_groups[0]["fused"] is fused
