@@ -2,10 +2,10 @@
 
     python tests/benchmarks/simulation_speed.py
 
-A chain of stages with unequal costs and transfers, lowered before. ``alone``: nobody shares a host
-(what ``simulate`` does without a crowd); ``quick``: the same without a timeline; ``one_host`` and
-``hosts``: all ranks on one host, or four to a host, with the runtime's windows, a step's updates
-and transfers that count as half a rank. CPU seconds, medians over the rounds; ``times`` is
+A chain of stages with unequal costs and transfers, lowered before. ``alone``: no rank shares a host
+(what ``simulate`` does without contention); ``quick``: the same without a timeline; ``one_host``
+and ``hosts``: all ranks on one host, or four to a host, with the runtime's windows, a step's
+updates and transfers that count as half a rank. CPU seconds, medians over the rounds; ``times`` is
 one_host over alone.
 """
 
@@ -43,10 +43,10 @@ def measure(stages: int, microbatches: int, rounds: int) -> dict[str, float]:
     def transfer(_stage: int, _peer: int, _kind: ActionKind) -> float:
         return 0.1
 
-    def crowded(crowd: HostContention) -> Callable[[], object]:
+    def crowded(contention: HostContention) -> Callable[[], object]:
         return lambda: simulate(
             schedule, edges, forward, backward, transfer,
-            sends="runtime", contention=crowd, once=once, join=True,
+            sends="runtime", contention=contention, once=once, join=True,
         )  # fmt: skip
 
     ways: dict[str, Callable[[], object]] = {

@@ -329,9 +329,9 @@ def test_the_simulation_is_that_of_the_schedule(tmp_path: Path) -> None:
     forward = [row.forward_seconds for row in plan.prediction.ranks]
     backward = [row.backward_seconds for row in plan.prediction.ranks]
     alone = simulate(schedule, find_stage_edges(program.spec), forward, backward).step_seconds
-    crowd = HostContention((0, 0), ((1.0, 2.0),))
+    contention = HostContention((0, 0), ((1.0, 2.0),))
     crowded = simulate(
-        schedule, find_stage_edges(program.spec), forward, backward, contention=crowd
+        schedule, find_stage_edges(program.spec), forward, backward, contention=contention
     ).step_seconds
     assert crowded <= alone * (1 + 1e-9)  # seconds are for both busy: alone they take half
     assert not path.exists()

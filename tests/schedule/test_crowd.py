@@ -77,15 +77,15 @@ def crowd_for(case: crowd_oracle.Case) -> HostContention:
 
 def found_by_simulation(case: crowd_oracle.Case) -> Timeline:
     """The package's simulation of it; it takes seconds of a full host."""
-    crowd = crowd_for(case)
-    full = [crowd.full(rank) for rank in case.schedule.stage_rank]
+    contention = crowd_for(case)
+    full = [contention.full(rank) for rank in case.schedule.stage_rank]
     sends: Sends = "shared" if case.shared else "runtime" if case.windows else "overlapped"
     return simulate(
         case.schedule, case.edges,
         [f * x for f, x in zip(case.forward, full, strict=True)],
         [b * x for b, x in zip(case.backward, full, strict=True)],
         lambda stage, peer, _: case.transfer[stage, peer],
-        contention=crowd, sends=sends,
+        contention=contention, sends=sends,
         segment=lambda stage, peer, _: case.segments.get((stage, peer)),
     )  # fmt: skip
 
@@ -164,13 +164,13 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
     sends = data.draw(st.sampled_from(get_args(Sends)))
     bare = simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends)
     ranks = len(schedule.ranks)
-    for crowd in (
+    for contention in (
         HostContention((0,) * ranks, ((),)),
         HostContention((0,) * ranks, ((1.0,) * ranks,), (0.0,)),
         HostContention(tuple(range(ranks)), ((1.0, 5.0),) * ranks),
     ):
         assert (
-            simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends, contention=crowd)
+            simulate(schedule, case.edges, f, b, lambda *_: tau, sends=sends, contention=contention)
             == bare
         )
 
@@ -179,11 +179,16 @@ def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.D
 @pytest.mark.parametrize(("stages", "m"), [(1, 1), (2, 2), (3, 8), (4, 3), (6, 12)])
 def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -> None:
     schedule = lower(BUILDERS[name](stages, m), chain(stages))
-    crowd = HostContention((0,) * stages, ((1.0,) * stages,))
+    contention = HostContention((0,) * stages, ((1.0,) * stages,))
     ways: tuple[Sends, ...] = ("overlapped", "runtime", "shared")
     for sends in ways:
         found = simulate(
-            schedule, chain(stages), [3.0] * stages, [5.0] * stages, sends=sends, contention=crowd
+            schedule,
+            chain(stages),
+            [3.0] * stages,
+            [5.0] * stages,
+            sends=sends,
+            contention=contention,
         )
         assert found.step_seconds == (m + stages - 1) * 8
         assert found.bubble == pytest.approx((stages - 1) / (m + stages - 1))
@@ -193,11 +198,11 @@ def test_balanced_stages_on_cores_of_their_own(name: str, stages: int, m: int) -
 def test_one_core_does_all_the_work(ranks: int) -> None:
     """k ranks on one core take the sum of their seconds alone, however they wait; others wait."""
     curve = tuple(float(k) for k in range(1, ranks + 1))
-    crowd = HostContention((0,) * ranks, (curve,))
+    contention = HostContention((0,) * ranks, (curve,))
     for name, m in (("gpipe", 7), ("1f1b", 7), ("forward", 4)):
         schedule = lower(BUILDERS[name](ranks, m), chain(ranks))
         f, b = [2.0 * ranks] * ranks, [4.0 * ranks] * ranks  # of all ranks at once
-        found = simulate(schedule, chain(ranks), f, b, contention=crowd)
+        found = simulate(schedule, chain(ranks), f, b, contention=contention)
         each = 2.0 if name == "forward" else 6.0
         assert found.step_seconds == pytest.approx(ranks * m * each)
 
@@ -205,11 +210,11 @@ def test_one_core_does_all_the_work(ranks: int) -> None:
 def test_two_that_are_always_busy_take_twice_as_long() -> None:
     """Two ranks without an edge on one core: a second alone each, two beside each other."""
     schedule = forward_only(2, 5)
-    crowd = HostContention((0, 0), ((1.0, 2.0),))
-    found = simulate(schedule, (), [2.0, 2.0], [0.0, 0.0], contention=crowd)
+    contention = HostContention((0, 0), ((1.0, 2.0),))
+    found = simulate(schedule, (), [2.0, 2.0], [0.0, 0.0], contention=contention)
     assert found.step_seconds == 10.0 and found.busy == (10.0, 10.0)
     # The second has half the work: 2 seconds together, then the other's half alone.
-    uneven = simulate(schedule, (), [2.0, 1.0], [0.0, 0.0], contention=crowd)
+    uneven = simulate(schedule, (), [2.0, 1.0], [0.0, 0.0], contention=contention)
     assert uneven.busy == (7.5, 5.0)
 
 
@@ -221,8 +226,8 @@ def test_a_core_is_lost_until_the_system_looks() -> None:
 
     def busy(cores: int, lasts: float, fallen: float) -> tuple[float, ...]:
         uneven = CpuLoadImbalance(cores=cores, seconds=lasts, fallen=fallen, risen=1.0)
-        crowd = replace(given, uneven=(uneven,))
-        return simulate(schedule, (), seconds, [0.0] * 3, contention=crowd).busy
+        contention = replace(given, uneven=(uneven,))
+        return simulate(schedule, (), seconds, [0.0] * 3, contention=contention).busy
 
     # One core and a half for two: as 8/3 ranks on two would be slowed down, 4/3 times.
     assert busy(2, 1.0, 0.5) == pytest.approx((3.0, 5.25, 5.25))
@@ -236,10 +241,10 @@ def test_a_core_is_lost_until_the_system_looks() -> None:
 def test_seconds_may_be_for_more_ranks_than_there_are() -> None:
     """Two ranks of a cluster of four: at their best a computation takes 1/2 of its seconds."""
     (host,) = (HostLoad(ranks=(0, 1), slowdown=(1.0, 1.0, 1.5, 2.0), full=4),)
-    crowd = build_host_contention([host], 2)
-    assert crowd.full(0) == crowd.full(1) == 2.0
+    contention = build_host_contention([host], 2)
+    assert contention.full(0) == contention.full(1) == 2.0
     schedule = lower(gpipe(2, 3), chain(2))
-    whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], contention=crowd)
+    whole = simulate(schedule, chain(2), [4.0, 4.0], [8.0, 8.0], contention=contention)
     assert whole.step_seconds == simulate(schedule, chain(2), [2.0] * 2, [4.0] * 2).step_seconds
 
 
@@ -259,10 +264,10 @@ def test_a_rank_that_talks_leaves_the_core_to_others(talk: float) -> None:
 
 def test_lanes_count_by_themselves() -> None:
     """A stage of two ranks on one host is slowed down by itself, and by both ranks of the other."""
-    crowd = HostContention((0, 0, 0, 0), ((1.0, 2.0, 3.0, 4.0),))
+    contention = HostContention((0, 0, 0, 0), ((1.0, 2.0, 3.0, 4.0),))
     schedule = lower(forward_only(2, 1), chain(2))
     found = simulate(
-        schedule, chain(2), [4.0, 4.0], [0.0, 0.0], contention=crowd, places=[(0, 1), (2, 3)]
+        schedule, chain(2), [4.0, 4.0], [0.0, 0.0], contention=contention, places=[(0, 1), (2, 3)]
     )
     assert [s.end - s.start for s in found.spans] == [2.0, 2.0]
     apart = HostContention(
@@ -292,9 +297,9 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
     edges = chain(3)[:1]
     schedule = lower(forward_only(3, 1), edges)
     for weight, taken in ((0.0, 2.0), (0.5, 3.0), (1.0, 4.0)):
-        crowd = HostContention((0, 1, 0), ((1.0, 2.0), ()), (weight, 0.0))
+        contention = HostContention((0, 1, 0), ((1.0, 2.0), ()), (weight, 0.0))
         found = simulate(
-            schedule, edges, [0.0, 0.0, 4.0], [0.0] * 3, lambda *_: 4.0, contention=crowd
+            schedule, edges, [0.0, 0.0, 4.0], [0.0] * 3, lambda *_: 4.0, contention=contention
         )
         assert found.busy[2] == taken
 
@@ -337,7 +342,7 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
     """Rank 0 copies for 4 seconds beside rank 2, which has 2 seconds to compute, on one core."""
     edges = chain(3)[:1]
     schedule = lower(forward_only(3, 1), edges)
-    crowd = HostContention((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
+    contention = HostContention((0, 0, 0), ((1.0, 2.0, 3.0),), (0.5,), wake=((0.0, 0.25, 0.5),))
     found = simulate(
         schedule,
         edges,
@@ -345,7 +350,7 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
         [0.0] * 3,
         lambda *_: 4.0,
         sends="shared",
-        contention=crowd,
+        contention=contention,
     )
     assert found.busy[2] == 4.0  # 2 seconds of work at half the pace
     (copied,) = (span for span in found.spans if span.track == "send")
@@ -355,16 +360,16 @@ def test_a_copy_goes_as_slowly_as_what_computes_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "crowd",
+    "contention",
     [
         HostContention((0,), ((1.0, 2.0),)),
         HostContention((0, 0), ((1.0, 0.0),)),
         HostContention((0, 0), ((-1.0,),)),
     ],
 )
-def test_no_such_crowd(crowd: HostContention) -> None:
+def test_no_such_crowd(contention: HostContention) -> None:
     with pytest.raises(FxpartError, match="FXP109"):
-        simulate(gpipe(2, 1), chain(2), [1.0, 1.0], [1.0, 1.0], contention=crowd)
+        simulate(gpipe(2, 1), chain(2), [1.0, 1.0], [1.0, 1.0], contention=contention)
 
 
 def test_a_schedule_that_cannot_run() -> None:

@@ -81,15 +81,15 @@ def test_steps_with_a_flush(case: Case, data: st.DataObject) -> None:
 def test_updates_crowd_each_other_too() -> None:
     """Two ranks on one core; after they have met both update at once, for twice as long."""
     schedule = lower(gpipe(2, 2), chain(2))
-    crowd = HostContention((0, 0), ((1.0, 2.0),))
+    contention = HostContention((0, 0), ((1.0, 2.0),))
     f, b, once = [2.0, 2.0], [4.0, 4.0], [6.0, 6.0]  # half of that alone
-    joined = simulate(schedule, chain(2), f, b, once=once, join=True, contention=crowd)
+    joined = simulate(schedule, chain(2), f, b, once=once, join=True, contention=contention)
     assert [u.end - u.start for u in joined.updates] == [6.0, 6.0]
     assert joined.step_seconds == 2 * 2 * (1 + 2) + 6
-    uneven = simulate(schedule, chain(2), f, b, once=[6.0, 2.0], join=True, contention=crowd)
+    uneven = simulate(schedule, chain(2), f, b, once=[6.0, 2.0], join=True, contention=contention)
     assert [u.end - u.start for u in uneven.updates] == [4.0, 2.0]
     # Without meeting, rank 1 is done while rank 0 still goes back.
-    apart = simulate(schedule, chain(2), f, b, once=once, contention=crowd)
+    apart = simulate(schedule, chain(2), f, b, once=once, contention=contention)
     assert apart.step_seconds == 2 * 2 * (1 + 2) + 6 and apart.updates[1].start < 12
 
 
