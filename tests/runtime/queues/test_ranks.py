@@ -196,4 +196,4 @@ def test_what_a_run_from_queues_does_not_have(
 ) -> None:
     _, _, _, *arguments = command_line(tmp_path, "--run", str(tmp_path / "run"), *given)
     assert run(arguments) == 2
-    assert "a run from queues keeps its plan" in capsys.readouterr().out
+    assert "a run with queue routing cannot change its plan or ranks" in capsys.readouterr().out
