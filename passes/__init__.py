@@ -20,7 +20,7 @@ from fxpart.errors import error
 from .annotate import AnnotatePass
 from .assign import AssignPass
 from .drop_asserts import DropAssertsPass
-from .fold_causal_mask import FoldCausalMaskPass
+from .fold_attention_mask import FoldAttentionMaskPass
 from .group_blocks import GroupBlocksPass
 from .group_experts import GroupExpertsPass
 from .inline_regions import InlineRegionsPass
@@ -36,7 +36,7 @@ PASSES: dict[str, type[Any]] = {
     "annotate": AnnotatePass,
     "assign": AssignPass,
     "drop_asserts": DropAssertsPass,
-    "fold_causal_mask": FoldCausalMaskPass,
+    "fold_attention_mask": FoldAttentionMaskPass,
     "group_blocks": GroupBlocksPass,
     "group_experts": GroupExpertsPass,
     "inline_regions": InlineRegionsPass,
@@ -50,7 +50,7 @@ PASSES: dict[str, type[Any]] = {
 }
 
 PREPARE = (
-    "drop_asserts,inline_regions,remove_inplace,simplify,fold_causal_mask,group_experts,key_random,"
+    "drop_asserts,inline_regions,remove_inplace,simplify,fold_attention_mask,group_experts,key_random,"
     "mark_gradients,group_blocks"
 )
 

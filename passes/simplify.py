@@ -18,9 +18,9 @@ from fxpart.compiler.node_annotation import Level
 class SimplifyPass:
     """Remove dead ops without side effects, and ops that return their input.
 
-    Removed: conversions to the current dtype and device, disabled dropout, ``alias``, expansion and
-    view to the same shape, contiguous of a contiguous tensor. Every bit, stride and gradient is
-    preserved.
+    Removed: conversions to the current dtype and device, disabled dropout, ``alias``, expansion,
+    view and slice to the same shape, contiguous of a contiguous tensor. Every bit, stride and
+    gradient is preserved.
     """
 
     name: ClassVar[str] = "simplify"
@@ -83,6 +83,7 @@ _IDENTITIES: dict[str, Callable[[fx.Node], bool]] = {
     "aten.alias": _always,
     "aten.expand": _always,
     "aten.expand_as": _always,
+    "aten.slice": _always,
     "aten.view": _always,
     "aten.reshape": _always,
     "aten.view_as": _always,

@@ -195,7 +195,7 @@ def experts(
     ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
     out = apply_experts(rows, ids, ends, layers) * weighed.unsqueeze(-1)
     place = torch.arange(order.size(0), device=order.device)
-    back = torch.empty_like(order).index_put((order,), place)
+    back = torch.empty_like(order).index_put_((order,), place)
     return out[back].view(hidden.size(0), chosen, hidden.size(1)).sum(dim=1)
 
 

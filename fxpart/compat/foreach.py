@@ -53,6 +53,17 @@ def foreach_divide_(to: Tensors, divisors: Sequence[float]) -> None:
         torch._foreach_div_(list(to), list(divisors))
 
 
+def foreach_multiply_(to: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor in place by one tensor of no dims (torch._foreach_mul_)."""
+    if to:
+        torch._foreach_mul_(list(to), factor)
+
+
+def foreach_norm(of: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the 2-norm of each tensor (torch._foreach_norm)."""
+    return list(torch._foreach_norm(list(of), 2.0)) if of else []
+
+
 def foreach_sqrt(of: Tensors) -> list[torch.Tensor]:
     """Return new tensors of square roots."""
     return list(torch._foreach_sqrt(list(of))) if of else []

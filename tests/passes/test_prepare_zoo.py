@@ -42,7 +42,7 @@ def test_every_bit(name: str) -> None:
     assert not any(is_random(n) for m in inner for n in m.graph.nodes), "compare regions elsewhere"
     graph = prepared(name)
     if any(_has_flag(node) for node in graph.graph.nodes):  # grouped gradients add in another order
-        passes = PREPARE.replace("fold_causal_mask,", "")
+        passes = PREPARE.replace("fold_attention_mask,", "")
         graph = PassManager(all_passes()).run(passes, whole.graph)
     given = [17, *inputs(name)]
     expected = run(reference, whole.state, given)

@@ -12,7 +12,7 @@ from zoo_entry import Built, Entry, ids
 ROWS = 4
 
 
-def _model(name: str, config: str, **options: Any) -> torch.nn.Module:
+def make_model(name: str, config: str, **options: Any) -> torch.nn.Module:
     """A transformers model in training mode, built without its advice on token ids and losses."""
     import transformers
 
@@ -31,7 +31,7 @@ def _model(name: str, config: str, **options: Any) -> torch.nn.Module:
 def _causal(name: str, config: str, length: int = 12, **options: Any) -> Callable[[], Built]:
     def make() -> Built:
         tokens = ids(ROWS, length, 97)
-        model = _model(
+        model = make_model(
             name, config, vocab_size=97, bos_token_id=1, eos_token_id=2, pad_token_id=0, **options
         )
         return Built(model, {"input_ids": tokens, "labels": tokens.clone()}, None, ROWS)
@@ -51,7 +51,7 @@ _LLAMA = {
 
 
 def _bert() -> Built:
-    model = _model(
+    model = make_model(
         "BertForMaskedLM",
         "BertConfig",
         vocab_size=97,
@@ -69,7 +69,7 @@ def _bert() -> Built:
 
 
 def _t5() -> Built:
-    model = _model(
+    model = make_model(
         "T5ForConditionalGeneration",
         "T5Config",
         vocab_size=97,
@@ -84,7 +84,7 @@ def _t5() -> Built:
 
 
 def _bart() -> Built:
-    model = _model(
+    model = make_model(
         "BartForConditionalGeneration",
         "BartConfig",
         vocab_size=97,
@@ -106,7 +106,7 @@ def _bart() -> Built:
 
 
 def _vit() -> Built:
-    model = _model(
+    model = make_model(
         "ViTForImageClassification",
         "ViTConfig",
         hidden_size=32,
@@ -122,7 +122,7 @@ def _vit() -> Built:
 
 
 def _whisper() -> Built:
-    model = _model(
+    model = make_model(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         vocab_size=97,
@@ -148,7 +148,7 @@ def _whisper() -> Built:
 
 
 def _distilbert() -> Built:
-    model = _model(
+    model = make_model(
         "DistilBertForSequenceClassification",
         "DistilBertConfig",
         vocab_size=97,
@@ -188,7 +188,7 @@ def _clip() -> Built:
         "image_size": 32,
         "patch_size": 16,
     }
-    model = _model(
+    model = make_model(
         "CLIPModel", "CLIPConfig", text_config=text, vision_config=vision, projection_dim=16
     )
     tokens = ids(ROWS, 8, 97)

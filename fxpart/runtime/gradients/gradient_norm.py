@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fxpart.compat import foreach_multiply_, foreach_norm
 from fxpart.runtime.embedding_tables import get_gradient_values
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.state.model_state import ModelState
@@ -41,8 +42,7 @@ def compute_gradient_norms(state: ModelState, shards: OptimizerShards) -> Gradie
     names = [name for name, entry in state.entries.items() if entry.trainable]
     # Sums with zeros are exact, and float64 represents every smaller dtype exactly.
     table = torch.zeros(2, len(names), dtype=torch.float64)
-    for index, name in enumerate(names):
-        _add_norms(table, index, state, shards, name)
+    _add_norms(table, state, shards, names)
     state.transport.total(table)
     cut = torch.tensor([len(shards.pieces(name).sources) > 1 for name in names], dtype=torch.bool)
     norms = torch.where(cut, table[0].sqrt(), table[0])
@@ -50,7 +50,7 @@ def compute_gradient_norms(state: ModelState, shards: OptimizerShards) -> Gradie
     present = norms[there].to(_norm_dtype(state, names))
     parameters = [shards.of(parameter) for _, parameter in state.parameters()]
     device = parameters[0].device if parameters else torch.device("cpu")
-    total = torch.linalg.vector_norm(present.to(device), 2.0)
+    total = torch.linalg.vector_norm(present.to(device, non_blocking=True), 2.0)
     assert isinstance(total, torch.Tensor)
     return GradientNorms(tuple(names), norms, there, total)
 
@@ -60,10 +60,9 @@ def clip_gradient_norm(
 ) -> None:
     """Scale all gradients so that their global norm, given as ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    for _, parameter in state.parameters():
-        gradient = get_gradient_values(shards.of(parameter))
-        if gradient is not None:
-            gradient.mul_(factor.to(gradient.device))
+    held = (get_gradient_values(shards.of(parameter)) for _, parameter in state.parameters())
+    for gradients in _group(gradient for gradient in held if gradient is not None):
+        foreach_multiply_(gradients, factor.to(gradients[0].device, non_blocking=True))
 
 
 def clip_gradient_value(state: ModelState, shards: OptimizerShards, largest: float) -> None:
@@ -83,17 +82,47 @@ def divide_gradients(state: ModelState, shards: OptimizerShards, divisor: float)
 
 
 def _add_norms(
-    table: torch.Tensor, index: int, state: ModelState, shards: OptimizerShards, name: str
+    table: torch.Tensor, state: ModelState, shards: OptimizerShards, names: Sequence[str]
 ) -> None:
-    """Add a parameter's norm to the table; squared if several mesh ranks own shards of it."""
-    entry, sources = state.entries[name], shards.pieces(name).sources
-    for mesh_rank, parameter in entry.owned().items():
-        gradient = get_gradient_values(shards.of(parameter))
-        if gradient is None or mesh_rank not in sources:
-            continue
-        norm = torch.linalg.vector_norm(gradient, 2.0).double().cpu()
-        table[0, index] += norm if len(sources) == 1 else norm**2
-        table[1, index] = 1.0
+    """Add all norms to the table; squared where several mesh ranks own shards of the parameter."""
+    columns, squared, gradients = [], [], []
+    for column, name in enumerate(names):
+        sources = shards.pieces(name).sources
+        for mesh_rank, parameter in state.entries[name].owned().items():
+            gradient = get_gradient_values(shards.of(parameter))
+            if gradient is not None and mesh_rank in sources:
+                columns.append(column)
+                squared.append(len(sources) > 1)
+                gradients.append(gradient)
+    if not gradients:
+        return
+    norms = _compute_norms(gradients)
+    at = torch.tensor(columns)
+    table[0].index_add_(0, at, torch.where(torch.tensor(squared), norms.square(), norms))
+    table[1].index_fill_(0, at, 1.0)
+
+
+def _compute_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each gradient in float64 on the CPU: one host wait per device."""
+    found = torch.empty(len(gradients), dtype=torch.float64)
+    positions = {id(gradient): index for index, gradient in enumerate(gradients)}
+    by_device: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+    for group in _group(gradients):
+        norms = torch.stack(foreach_norm(group)).double()
+        indices = [positions[id(gradient)] for gradient in group]
+        by_device.setdefault(norms.device, []).append((indices, norms))
+    for parts in by_device.values():
+        indices = [index for part, _ in parts for index in part]
+        found[indices] = torch.cat([norms for _, norms in parts]).cpu()
+    return found
+
+
+def _group(gradients: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Return the gradients of each dtype and device, for one kernel over all of them."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    return groups.values()
 
 
 def _norm_dtype(state: ModelState, names: list[str]) -> torch.dtype:

@@ -187,7 +187,8 @@ class StageGradientReducer:
             there = [0.0 if id(term) in absent else 1.0 for term in bucket.flags]
             # Keep the dtype of the bucket: torch.cat would convert all gradients to a wider one.
             like = (bucket.terms or bucket.flags)[0].parameter
-            lines = [*lines, torch.tensor(there, dtype=like.dtype, device=like.device)]
+            flags = torch.tensor(there, dtype=like.dtype)
+            lines = [*lines, flags.to(like.device, non_blocking=True)]
         flat = lines[0] if len(lines) == 1 else torch.cat(lines)
         del lines  # The bucket has copied them; the received data needs the memory.
         for term in bucket.terms:

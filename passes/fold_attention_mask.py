@@ -1,4 +1,4 @@
-"""Attention with a causal mask as a flag instead of a tensor, and grouped heads as such."""
+"""Attention masks that sizes decide: a flag or none instead of a tensor, and grouped heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import sympy
 import torch
@@ -20,6 +20,7 @@ from fxpart.compiler.node_annotation import Level
 from fxpart.compiler.tensor_sizes import expression
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_CHOICES = (torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther)
 _LENGTHS = (2, 3, 5, 8)  # for a length that is a symbol
 _MOST_ELEMENTS = 1 << 24  # of a mask that is computed for comparison
 _MANY_NODES = 200
@@ -39,74 +40,81 @@ _LINEAR = frozenset(
 )  # fmt: skip
 _WIDEST_HEAD = 256
 Size: TypeAlias = "int | sympy.Expr"
+Form: TypeAlias = "Literal['causal', 'open', '']"  # '': any other
 
 
 @dataclass(frozen=True)
-class FoldCausalMaskPass:
-    """Replace masks that are causal by ``is_causal``, and repeated keys by ``enable_gqa``.
+class FoldAttentionMaskPass:
+    """Replace causal masks by ``is_causal``, leave out open masks, and do not repeat keys.
 
     Tracing makes some models build the mask [batch, 1, length, length] that they leave out
     otherwise. Without it, attention runs in a fused kernel, and no mask is computed per microbatch
-    or sent between stages. A mask is causal if it is computed from sizes alone by ops of
-    ``_LINEAR``, and equals the lower triangle for several sizes, up to more than the sum of all
-    constants in its computation, such as the width of a window. Repeated keys and values are read
-    in place where the mask is gone, as fused kernels can.
+    or sent between stages. A mask is decided if it is computed from sizes alone by ops of
+    ``_LINEAR``. It is causal if it equals the lower triangle, and open if it hides nothing, for
+    several sizes up to more than the sum of all constants in its computation, such as the width of
+    a window. A bias that an open mask would hide is used as it is. Repeated keys and values are
+    read in place where the mask is gone, as fused kernels can.
     """
 
-    name: ClassVar[str] = "fold_causal_mask"
+    name: ClassVar[str] = "fold_attention_mask"
     requires: ClassVar[Level] = Level.CAPTURED
     ensures: ClassVar[Level] = Level.CAPTURED
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """Fold the masks of all attention ops."""
         graph = graph_module.graph
-        known: dict[tuple[fx.Node, Size], bool] = {}
+        known: dict[tuple[fx.Node, Size, Size], Form] = {}
+
+        def form(mask: fx.Node, rows: Any, columns: Any) -> Form:
+            key = (mask, expression(rows), expression(columns))
+            if key not in known:
+                known[key] = _find_form(*key)
+            return known[key]
+
         folded = False
         for node in graph.find_nodes(op="call_function", target=_ATTENTION):
             mask = argument(node, "attn_mask")
-            length = _length(node)
-            if not isinstance(mask, fx.Node) or argument(node, "is_causal") or length is None:
+            if not isinstance(mask, fx.Node) or argument(node, "is_causal"):
                 continue
-            if (mask, length) not in known:
-                known[mask, length] = _is_causal(mask, length)
-            if known[mask, length]:
-                _use_flag(node, fake_mode(graph))
+            rows, columns = (value(argument(node, n)).shape[-2] for n in ("query", "key"))
+            found = form(mask, rows, columns)
+            if found:
+                _drop_mask(node, fake_mode(graph), is_causal=found == "causal")
                 folded = True
+            elif (choice := _find_choice(mask)) is not None:
+                if form(choice.args[0], rows, columns) == "open":  # type: ignore[arg-type]
+                    folded = _use_bias(node, mask, choice, fake_mode(graph)) or folded
         if folded:
             remove_dead_nodes(graph)
         return graph_module
 
 
-def _length(node: fx.Node) -> Size | None:
-    """Return the number of queries if it is that of the keys."""
-    query, key = value(argument(node, "query")), value(argument(node, "key"))
-    rows, columns = expression(query.shape[-2]), expression(key.shape[-2])
-    return rows if rows == columns else None
+# -- which keys does a mask hide? -----------------------------------------------------------------
 
 
-# -- is a mask causal? ----------------------------------------------------------------------------
-
-
-def _is_causal(mask: fx.Node, length: Size) -> bool:
-    """Return whether a mask is the lower triangle, whatever the sizes are."""
+def _find_form(mask: fx.Node, rows: Size, columns: Size) -> Form:
+    """Return whether a mask is the lower triangle, or hides nothing, whatever the sizes are."""
     nodes = _computation(mask)
     if nodes is None:
-        return False
+        return ""
     sizes = [node for node in nodes if not _is_tensor(node)]
     symbols: set[sympy.Symbol] = set().union(*(_symbols(value(n)) for n in sizes))
-    rows: set[sympy.Symbol] = set(length.free_symbols) if isinstance(length, sympy.Expr) else set()
-    most = math.ceil(sum(c for c in _constants(nodes) if c != length)) + 3
-    lengths = (*_LENGTHS, most) if rows else (0,)
-    others = (1, most) if symbols - rows else (1,)
-    longest = _number(length, dict.fromkeys(rows, max(lengths)))
-    if longest * longest * max(others) > _MOST_ELEMENTS:
-        return False
-    for trial, other in itertools.product(lengths, others):
-        chosen = {s: trial if s in rows else other for s in symbols | rows}
-        found = _evaluate(nodes, chosen)
-        if found is None or not _is_triangle(found, _number(length, chosen)):
-            return False
-    return True
+    lengths: list[sympy.Symbol] = sorted(_free_symbols(rows) | _free_symbols(columns), key=str)
+    others = symbols - set(lengths)
+    most = math.ceil(sum(c for c in _constants(nodes) if c not in (rows, columns))) + 3
+    largest = dict.fromkeys(lengths, max(most, *_LENGTHS))
+    area = _number(rows, largest) * _number(columns, largest)
+    if len(lengths) > 2 or area * (most if others else 1) > _MOST_ELEMENTS:
+        return ""
+    forms: set[Form] = {"open", "causal"} if rows == columns else {"open"}
+    for trial in itertools.product((*_LENGTHS, most), repeat=len(lengths)):
+        for other in (1, most) if others else (1,):
+            chosen = dict(zip(lengths, trial, strict=True)) | dict.fromkeys(others, other)
+            found = _evaluate(nodes, chosen)
+            forms &= _describe(found, _number(rows, chosen)) if found is not None else set()
+            if not forms:
+                return ""
+    return "open" if "open" in forms else "causal"
 
 
 def _computation(mask: fx.Node) -> list[fx.Node] | None:
@@ -135,6 +143,10 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _symbols(size: Any) -> set[sympy.Symbol]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _free_symbols(size: Size) -> set[sympy.Symbol]:
+    return set(size.free_symbols) if isinstance(size, sympy.Expr) else set()
 
 
 def _constants(nodes: list[fx.Node]) -> Iterator[float]:
@@ -185,23 +197,51 @@ def _evaluate(nodes: list[fx.Node], chosen: Mapping[sympy.Symbol, int]) -> torch
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _is_triangle(mask: torch.Tensor, length: int) -> bool:
-    """Return whether exactly the keys up to each query count, in all leading dims."""
-    if mask.shape[-2:] != (length, length):
-        return False
-    wanted = torch.ones(length, length, dtype=torch.bool).tril()
+def _describe(mask: torch.Tensor, length: int) -> set[Form]:
+    """Return all forms of a mask; exactly the keys up to each query count in a causal one."""
     if mask.dtype == torch.bool:
-        return bool((mask == wanted).all())
-    if not mask.is_floating_point():
-        return False
-    hidden = mask <= torch.finfo(mask.dtype).min
-    return bool(((mask == 0) == wanted).all() and (hidden != wanted).all())
+        seen = mask
+    elif mask.is_floating_point():
+        seen = mask == 0
+        if not bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return set()
+    else:
+        return set()
+    forms: set[Form] = {"open"} if bool(seen.all()) else set()
+    if mask.shape[-2:] == (length, length):
+        wanted = torch.ones(length, length, dtype=torch.bool).tril()
+        forms |= {"causal"} if bool((seen == wanted).all()) else set()
+    return forms
 
 
 # -- attention without the mask -------------------------------------------------------------------
 
 
-def _use_flag(node: fx.Node, mode: Any) -> None:
+def _find_choice(mask: fx.Node) -> fx.Node | None:
+    """Return the ``where`` that hides elements of a mask with values, such as position biases."""
+    node: Any = mask
+    if packet_name(node.target) == "aten.contiguous":
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and node.target in _CHOICES else None
+
+
+def _use_bias(node: fx.Node, mask: fx.Node, choice: fx.Node, mode: Any) -> bool:
+    """Use the values of a mask that hides none of them; return whether this is possible.
+
+    A mask may have fewer rows of the batch than the attention, so they are not repeated.
+    """
+    bias: Any = choice.args[1]
+    x = value(bias) if isinstance(bias, fx.Node) else None
+    if not isinstance(x, torch.Tensor) or x.dtype != value(choice).dtype or x.dim() < 2:
+        return False
+    if mask is not choice:
+        with node.graph.inserting_before(node):
+            bias = add_call(node.graph, mask.target, (bias,), like=mask, mode=mode)
+    node.replace_input_with(mask, bias)
+    return True
+
+
+def _drop_mask(node: fx.Node, mode: Any, *, is_causal: bool) -> None:
     """Replace the mask by ``is_causal``, and repeated keys and values by the original ones."""
     query, key, values = (argument(node, name) for name in ("query", "key", "value"))
     kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -212,7 +252,7 @@ def _use_flag(node: fx.Node, mode: Any) -> None:
                 key = _converted_like(sources[0], key, mode)
                 values = _converted_like(sources[1], values, mode)
             kwargs["enable_gqa"] = True
-    node.args = (query, key, values, None, argument(node, "dropout_p"), True)
+    node.args = (query, key, values, None, argument(node, "dropout_p"), is_causal)
     node.kwargs = kwargs
     given = fx.node.map_arg((node.args, kwargs), value)
     with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():

@@ -1,12 +1,14 @@
-"""Causal masks become a flag, and only those; repeated keys become grouped heads."""
+"""Causal masks become a flag, open ones vanish, and only those; repeated keys are grouped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from fxpart.passes import PREPARE, all_passes
+from stage_runs import assigned, check_equal
 from torch import fx, nn
 from torch.nn import functional
 
@@ -108,6 +110,20 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
 
 
+def positive(x: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(x.shape[1]) + 0
+    return (positions[None, None, :, None] >= 0).expand(x.shape[0], -1, x.shape[1], x.shape[1])
+
+
+def zero(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(x.shape[0], 1, 1, x.shape[1])
+
+
+def late(x: torch.Tensor) -> torch.Tensor:
+    """Hides the keys from position 100 on."""
+    return (torch.arange(x.shape[1]) < 100).expand(x.shape[1], -1)
+
+
 def prepared(model: nn.Module, precision: str = "fp32") -> tuple[fx.GraphModule, fx.Node]:
     x = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(1))
     graph = PassManager(all_passes()).run(PREPARE, capture(model, (x,), precision=precision).graph)
@@ -128,10 +144,62 @@ def test_causal_masks_become_a_flag(mask: Mask, precision: str) -> None:
     assert query.dtype == argument(node, "key").meta["val"].dtype == node.meta["val"].dtype
 
 
+@pytest.mark.parametrize("mask", [whole, positive, zero])
+def test_masks_that_hide_nothing_vanish(mask: Mask) -> None:
+    graph, node = prepared(Attention(mask))
+    assert argument(node, "attn_mask") is None and not argument(node, "is_causal")
+    assert argument(node, "enable_gqa") is True
+    names = {packet_name(n.target) for n in graph.graph.nodes}
+    assert not names & {"aten.arange", "aten.ones", "aten.zeros", "aten.ge", "aten.expand"}
+
+
+class Biased(nn.Module):
+    """Cross attention of 2 heads with a learned bias, hidden where a mask says so."""
+
+    def __init__(self, mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mask = mask
+        self.table, self.embed = nn.Embedding(64, 2), nn.Embedding(16, 8)
+
+    def forward(self, ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        q, k = (
+            self.embed(x).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2) for x in (ids, others)
+        )
+        apart = torch.arange(ids.shape[1])[:, None] - torch.arange(others.shape[1])[None, :]
+        bias = self.table(apart.clamp(-31, 31) + 31).permute(2, 0, 1)[None]
+        hidden = torch.where(self.mask(ids, others), bias, torch.finfo(torch.float32).min)
+        made = functional.scaled_dot_product_attention(q, k, k, hidden.contiguous())
+        return made.square().mean()
+
+
+def shown(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    seen = torch.arange(others.shape[1])[None, None, None, :] >= 0
+    return seen.expand(ids.shape[0], 1, ids.shape[1], -1)
+
+
+def partly_shown(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    seen = torch.arange(others.shape[1])[None, None, None, :] < 77
+    return seen.expand(ids.shape[0], 1, ids.shape[1], -1)
+
+
+@pytest.mark.parametrize(("mask", "kept"), [(shown, 0), (partly_shown, 1)])
+def test_a_bias_is_hidden_only_where_a_key_is(mask: Any, kept: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    ids, others = (torch.randint(16, (4, n), generator=draw) for n in (6, 9))
+    torch.manual_seed(0)
+    model = Biased(mask)
+    captured = capture(model, (ids, others))
+    graph = PassManager(all_passes()).run(PREPARE, captured.graph)
+    assert len([n for n in graph.graph.nodes if packet_name(n.target) == "aten.where"]) == kept
+    stages = check_equal(captured, assigned(graph, (0,)), [ids, others])
+    loss = stages.run([ids, others], 0)[stages.spec.loss]
+    assert torch.equal(loss, model(ids, others))
+
+
 @pytest.mark.parametrize(
     "mask",
     [
-        window, sized_window, blocks, shifted_window, float_window, by_row, strict, padded, whole,
+        window, sized_window, blocks, shifted_window, float_window, by_row, strict, padded, late,
     ],
 )  # fmt: skip
 def test_other_masks_stay(mask: Mask) -> None:
