@@ -132,6 +132,16 @@ class Communicator(ABC):
         fresh = tensor.contiguous()
         return self._reduce(fresh, mesh_ranks, op, reuse or fresh is not tensor)
 
+    def start_pair_sum(
+        self, tensors: Sequence[torch.Tensor], axis: Axis
+    ) -> CollectiveHandle | None:
+        """Start adding the other rank's flat tensors in place, if this is faster than a sum of one.
+
+        None if it is not, as the axis has more than two ranks or they share no memory. The tensors
+        have one dtype, and must not change before ``wait`` returns.
+        """
+        return None
+
     def start_all_gather(
         self, tensor: torch.Tensor, axis: Axis, counts: Sequence[Size] | None = None
     ) -> CollectiveHandle:

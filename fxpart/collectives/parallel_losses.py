@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fxpart.collectives.communicator import Axis, Communicator, Size
+from fxpart.collectives.communicator import Axis, CollectiveHandle, Communicator, Size
 from fxpart.collectives.factor_shares import MEAN, SUM, Axes, make_unsupported_form_error, span
 
 _ATEN = torch.ops.aten
@@ -34,13 +34,15 @@ def cross_entropy_rows(
     if reduction != MEAN:
         found: torch.Tensor = op(logits, target, weight, reduction, ignore_index, label_smoothing)
         return found
+    if not target.is_floating_point():
+        counted = _start_count(mesh, axes, target, weight, ignore_index, logits.dtype)
     total: torch.Tensor = op(logits, target, weight, SUM, ignore_index, label_smoothing)
     if target.is_floating_point():  # class probabilities: every row counts
         rows: Size = size
         for length in logits.shape[2:]:
             rows = rows * length
         return total / rows
-    return total / _counted(mesh, axes, target, weight, ignore_index, total.dtype)
+    return total / counted.wait()
 
 
 def nll_loss_rows(
@@ -225,9 +227,21 @@ def _counted(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return the number of counted targets on all ranks, weighted by class."""
+    return _start_count(mesh, axes, target, weight, ignore_index, dtype).wait()
+
+
+def _start_count(
+    mesh: Communicator,
+    axes: Axes,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> CollectiveHandle:
+    """Start counting, while the ranks compute their losses."""
     counts = target != ignore_index
     if weight is None:
         own = counts.sum().to(torch.float32 if dtype.itemsize < 4 else dtype)
     else:
         own = weight[target.masked_fill(~counts, 0)].masked_fill(~counts, 0).sum()
-    return mesh.all_reduce(own.detach(), axes)
+    return mesh.start_all_reduce(own.detach(), axes)

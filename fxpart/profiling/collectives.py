@@ -23,7 +23,7 @@ from fxpart.cluster.latency_bandwidth_fit import (
     compute_holdout_errors,
     fit,
 )
-from fxpart.collectives.group_communicator import GroupCommunicator
+from fxpart.collectives.group_communicator import GroupCommunicator, PeerMemory
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
 from fxpart.runtime.host.gpus import local_device
@@ -127,7 +127,11 @@ def measure(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
         [route for a, b in pairs for route in (Route(a, b, FORWARD), Route(b, a, BACKWARD))],
         device,
     )
-    communicators = {tuple(group): _communicator(group, world) for group in payload["groups"]}
+    groups = [tuple(group) for group in payload["groups"]]
+    memory = transport.connect_memory(len(groups)) if device.type == "cpu" else None
+    communicators = {
+        group: _communicator(group, world, memory, channel) for channel, group in enumerate(groups)
+    }
     bench = _CommunicationBenchmark(rank, device, transport, communicators)
     samples: list[list[float]] = [[] for _ in todo]
     start = time.monotonic()
@@ -212,12 +216,17 @@ def _rounds(
         yield number
 
 
-def _communicator(group: Sequence[int], world: int) -> GroupCommunicator:
+def _communicator(
+    group: Sequence[int], world: int, memory: PeerMemory | None, channel: int
+) -> GroupCommunicator:
     """Return the runtime's communicator of a group; the other ranks form groups of equal size."""
     others = [rank for rank in range(world) if rank not in group]
     count = len(group)
     rows = [list(group), *(others[at : at + count] for at in range(0, len(others), count))]
-    return GroupCommunicator(Mesh(((_AXIS, count),)), len(rows), ranks=rows)
+    return GroupCommunicator(
+        Mesh(((_AXIS, count),)), len(rows), ranks=rows,
+        memory=memory, channels={tuple(range(count)): channel},
+    )  # fmt: skip
 
 
 @dataclass

@@ -114,6 +114,7 @@ def costs(name: str) -> str:
 # Tables of the results of their names.
 RUNTIME = {
     "pipelining": readme_runtime.pipelining,
+    "data_parallel": readme_runtime.data_parallel,
     "gloo_threads": readme_runtime.gloo_threads,
     "asynchronous": readme_asynchronous.asynchronous,
     "slow_links": readme_asynchronous.slow_links,

@@ -51,6 +51,32 @@ def pipelining(made: str) -> str:
     return "\n".join([*lines, "", f"{text} {made}"])
 
 
+def data_parallel(made: str) -> str:
+    """Data parallelism and ZeRO-3 beside torch's, a row for each pair."""
+    result = read("data_parallel")
+    figures, options = result["figures"], result["options"]
+    lines = [
+        "| fxpart | torch | ms per step | throughput over torch, median | quartiles of rounds |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for name, ours, theirs, key, other in (
+        ("data_parallel", "`dp=2`", "`DistributedDataParallel`", "dp", "ddp"),
+        ("zero3", "`dp=2`, ZeRO 3", "`fully_shard`", "zero3", "fully_shard"),
+    ):
+        found, ms = figures[name], figures["ms"]
+        low, high = found["quartiles"]
+        lines.append(
+            f"| {ours} | {theirs} | {ms[key]:.0f} and {ms[other]:.0f}"
+            f" | **{found['throughput_over_torch']:.2f}** | {low:.2f} to {high:.2f} |"
+        )
+    text = (
+        f"{options['rounds']} rounds of {options['steps']} steps each; a GPT of"
+        f" {options['layers']} blocks of width {options['width']}, {options['rows']} rows of"
+        f" {options['length']} tokens, AdamW."
+    )
+    return "\n".join([*lines, "", f"{text} {made}"])
+
+
 def _again(worlds: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the cases that were measured more than once."""
     for world in worlds.values():

@@ -52,6 +52,11 @@ def _pipelining(figures: Mapping[str, Any]) -> str:
     return text
 
 
+def _data_parallel(figures: Mapping[str, Any]) -> str:
+    first, second = (figures[n]["throughput_over_torch"] for n in ("data_parallel", "zero3"))
+    return f"**{first:.2f}** and **{second:.2f}** times as high"
+
+
 def _tensor(figures: Mapping[str, Any]) -> str:
     return f"**{figures['wall']['ratio']:.2f}** of DTensor's time"
 
@@ -121,6 +126,8 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "equality": ("six models, every schedule, data x pipeline parallelism over gloo", _equality),
     "pipelining": ("throughput compared with `torch.distributed.pipelining`, same stages",
                    _pipelining),
+    "data_parallel": ("throughput of data parallelism compared with `DistributedDataParallel`, of"
+                      " ZeRO-3 with `fully_shard`, 2 processes", _data_parallel),
     "tensor_overhead": ("a tensor-parallel step compared with DTensor, same blocks", _tensor),
     "slow_links": ("asynchronous pipeline compared with `DistributedDataParallel`, shaped links",
                    _slow_links),

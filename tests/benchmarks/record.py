@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 
 
 # Options of the run that say nothing of its results; where it keeps what it has is one.
-_UNSAID = ("date", "dry", "keep")
+_UNSAID = ("date", "dry", "json", "keep")
 
 
 def parser(documentation: str | None) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Communicators over gloo: every primitive and op, direct and by torch's own, uneven pieces."""
+"""Communicators of processes: every primitive and op in each way of transfer, uneven pieces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch.distributed as dist
 from ranks import Pool
 
 from fxpart import collectives as C
+from fxpart.collectives.group_communicator import list_groups
 from fxpart.collectives.shard_buffer import lengths
 from fxpart.errors import FxpartError
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.sharding import Mesh, chunk
 
 
@@ -21,15 +23,45 @@ def drawn(seed: int, mesh_rank: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def primitives(text: str, stages: int, direct: bool) -> dict[tuple[str, str], int]:
+WAYS = ("torch", "direct", "memory")
+
+
+def communicator(mesh: Mesh, stages: int, way: str, timeout: float = 20.0) -> C.GroupCommunicator:
+    """One that uses torch's collectives, exchanges pieces over gloo, or through shared memory."""
+    memory, channels = None, {}
+    if way == "memory":
+        transport = ProcessGroupTransport(timeout=timeout, one_machine=True)
+        channels = {group: index for index, group in enumerate(list_groups(mesh))}
+        memory = transport.connect_memory(len(channels))
+        assert memory is not None
+    return C.GroupCommunicator(
+        mesh, stages, timeout=timeout, direct=way != "torch", memory=memory, channels=channels
+    )
+
+
+def pair_sums(comm: C.Communicator, axis: str | tuple[str, ...]) -> bool:
+    """Compare sums in place; return whether there are such."""
+    sizes, group = (3, 1, 70_000), comm.group(axis)[2]
+    mine = [drawn(7, comm.mesh_rank, (n,)) for n in sizes]
+    pending = comm.start_pair_sum(mine, axis)
+    if pending is None:
+        return False
+    pending.wait()
+    for found, size in zip(mine, sizes, strict=True):
+        assert torch.equal(found, sum(drawn(7, mesh_rank, (size,)) for mesh_rank in group))
+    return True
+
+
+def primitives(text: str, stages: int, way: str) -> dict[tuple[str, str], int]:
     """Compare every primitive on every axis with what all mesh ranks' inputs say; returns the
     bytes."""
     mesh = Mesh.parse(text)
-    comm = C.GroupCommunicator(mesh, stages, timeout=20.0, direct=direct)
+    comm = communicator(mesh, stages, way)
     axes: list[str | tuple[str, ...]] = [*mesh.names, mesh.names]
     for seed, axis in enumerate(axes):
         group = comm.group(axis)[2]
         place, parts = comm.place(axis), comm.size(axis)
+        assert pair_sums(comm, axis) == (way == "memory" and parts == 2)
         for size in (1, 5, 40_000):
             whole = [drawn(seed + 10 * comm.stage, mesh_rank, (size, 3)) for mesh_rank in group]
             for op, want in (("sum", sum(whole)), ("max", torch.stack(whole).amax(0))):
@@ -53,16 +85,16 @@ def primitives(text: str, stages: int, direct: bool) -> dict[tuple[str, str], in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-def test_primitives(pool: Pool, direct: bool) -> None:
-    pool.run(primitives, "a=2", 1, direct, ranks=2)
-    pool.run(primitives, "a=3", 1, direct, ranks=3)
-    pool.run(primitives, "a=2", 2, direct, ranks=4)
-    seen = pool.run(primitives, "a=2,b=2", 1, direct, ranks=4)
+@pytest.mark.parametrize("way", WAYS)
+def test_primitives(pool: Pool, way: str) -> None:
+    pool.run(primitives, "a=2", 1, way, ranks=2)
+    pool.run(primitives, "a=3", 1, way, ranks=3)
+    pool.run(primitives, "a=2", 2, way, ranks=4)
+    seen = pool.run(primitives, "a=2,b=2", 1, way, ranks=4)
     assert seen[0] == seen[3] and ("all_reduce", "a,b") in seen[0]
 
 
-def differentiable(direct: bool) -> None:
+def differentiable(way: str) -> None:
     """A chain of every op, forward and gradient, against threads in this process."""
     mesh = Mesh.parse("a=2,b=2")
 
@@ -77,16 +109,16 @@ def differentiable(direct: bool) -> None:
         assert x.grad is not None
         return [y.detach(), x.grad]
 
-    comm = C.GroupCommunicator(mesh, timeout=20.0, direct=direct)
+    comm = communicator(mesh, 1, way)
     theirs = C.InProcessHub(mesh, timeout=20.0).run(chain)[comm.mesh_rank]
     for found, want in zip(chain(comm), theirs, strict=True):
         torch.testing.assert_close(found, want)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-def test_ops(pool: Pool, direct: bool) -> None:
-    pool.run(differentiable, direct, ranks=4)
+@pytest.mark.parametrize("way", WAYS)
+def test_ops(pool: Pool, way: str) -> None:
+    pool.run(differentiable, way, ranks=4)
 
 
 def buckets(comm: C.Communicator, bucket: int) -> None:
@@ -133,9 +165,9 @@ def buckets(comm: C.Communicator, bucket: int) -> None:
         assert torch.equal(whole, sum(tensors(mesh_rank, 50)[i] for mesh_rank in group))
 
 
-def grouped_buckets(direct: bool) -> None:
+def grouped_buckets(way: str) -> None:
     """Run on four ranks."""
-    comm = C.GroupCommunicator(Mesh.parse("a=2,b=2"), timeout=20.0, direct=direct)
+    comm = communicator(Mesh.parse("a=2,b=2"), 1, way)
     for bucket in (1, 100, C.BUCKET):
         buckets(comm, bucket)
 
@@ -147,14 +179,14 @@ def test_buckets_over_threads(mesh: str, bucket: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-def test_buckets_over_gloo(pool: Pool, direct: bool) -> None:
-    pool.run(grouped_buckets, direct, ranks=4)
+@pytest.mark.parametrize("way", WAYS)
+def test_buckets_over_gloo(pool: Pool, way: str) -> None:
+    pool.run(grouped_buckets, way, ranks=4)
 
 
-def left_alone(direct: bool, size: int) -> str:
+def left_alone(way: str, size: int) -> str:
     """Rank 1 comes late; rank 0 must not wait longer than its limit."""
-    comm = C.GroupCommunicator(Mesh.parse("a=2"), timeout=1.0, direct=direct)
+    comm = communicator(Mesh.parse("a=2"), 1, way, timeout=1.0)
     if dist.get_rank() == 1:
         time.sleep(2.5)
         return "late"
@@ -168,9 +200,9 @@ def left_alone(direct: bool, size: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_wait_is_bounded(pool: Pool, direct: bool) -> None:
-    assert pool.run(left_alone, direct, 4, ranks=2) == ["TransferTimeoutError", "late"]
+@pytest.mark.parametrize("way", WAYS)
+def test_a_wait_is_bounded(pool: Pool, way: str) -> None:
+    assert pool.run(left_alone, way, 4, ranks=2) == ["TransferTimeoutError", "late"]
 
 
 def misfit() -> str:

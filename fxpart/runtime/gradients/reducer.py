@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpart.collectives import Communicator, start_reduce_scatter
+from fxpart.collectives.communicator import CollectiveHandle
 from fxpart.errors import error
 from fxpart.runtime.gradients.buckets import GradientBucket, PartialGradient
 from fxpart.runtime.gradients.reduce_scatter import get_dense_gradient
@@ -189,6 +190,9 @@ class StageGradientReducer:
             like = (bucket.terms or bucket.flags)[0].parameter
             flags = torch.tensor(there, dtype=like.dtype)
             lines = [*lines, flags.to(like.device, non_blocking=True)]
+        pending = self._mesh.start_pair_sum(lines, bucket.axes)
+        if pending is not None:
+            return self._end_pair_sum(bucket, layouts, lines, pending)
         flat = lines[0] if len(lines) == 1 else torch.cat(lines)
         del lines  # The bucket has copied them; the received data needs the memory.
         for term in bucket.terms:
@@ -204,6 +208,32 @@ class StageGradientReducer:
                 at += count
             if bucket.flags and self._missing:
                 self._remove_absent(bucket.flags, found[at:])
+
+        return end
+
+    def _end_pair_sum(
+        self,
+        bucket: GradientBucket,
+        layouts: list[tuple[int, ...] | None],
+        lines: list[torch.Tensor],
+        pending: CollectiveHandle,
+    ) -> Callable[[], None]:
+        """Return the end of a sum in place: most lines are views of the gradients."""
+        gradients = [term.parameter.grad for term in bucket.terms]
+        for term in bucket.terms:
+            term.parameter.grad = None
+
+        def end() -> None:
+            pending.wait()
+            for term, layout, line, own in zip(
+                bucket.terms, layouts, lines, gradients, strict=False
+            ):
+                if own is None or own.is_sparse or layout is not None:
+                    total = line.view(term.parameter.shape)
+                    own = total if layout is None else _apply_strides(total, layout)
+                term.parameter.grad = own
+            if bucket.flags and self._missing:
+                self._remove_absent(bucket.flags, lines[-1])
 
         return end
 

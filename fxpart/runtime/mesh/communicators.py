@@ -9,11 +9,13 @@ from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
 from fxpart.collectives.communicator import Start
-from fxpart.collectives.group_communicator import connect_groups, make_groups
+from fxpart.collectives.group_communicator import connect_groups, list_groups, make_groups
 from fxpart.errors import error
 from fxpart.program.spec import ShardingSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
 from fxpart.runtime.transport.interface import Transport
+from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
+from fxpart.runtime.transport.shared_memory import SharedMemory
 from fxpart.sharding import Mesh
 
 
@@ -47,6 +49,7 @@ class MeshCommunicators:
         self.mesh = mesh
         self._ranks = ranks
         self.threads = len(transport.local) == transport.ranks
+        self._memory: SharedMemory | None = None
         self._hubs: list[InProcessHub] = []
         self._reduction_hubs: list[InProcessHub] = []
         self._communicators: dict[tuple[int, int], Communicator] = {}
@@ -57,11 +60,17 @@ class MeshCommunicators:
                 self._reduction_hubs, self._reduction_communicators = _hubs(mesh, len(ranks))
         else:
             device = torch.device("cpu") if device is None else device
-            self._communicators = _make_group_communicators(mesh, ranks, transport, device)
-            if sums:
-                self._reduction_communicators = _make_group_communicators(
-                    mesh, ranks, transport, device, sums
+            sets: list[Collection[tuple[str, ...]] | None] = [None, *([sums] if sums else [])]
+            memory, channels = _connect_memory(mesh, ranks, transport, device, sets)
+            made = [
+                _make_group_communicators(
+                    mesh, ranks, transport, device, axes, memory=memory, channels=numbers
                 )
+                for axes, numbers in zip(sets, channels, strict=True)
+            ]
+            self._memory = memory
+            self._communicators = made[0]
+            self._reduction_communicators = made[-1] if sums else {}
         for place, end in self._reduction_communicators.items():
             end.counts = self._communicators[place].counts
         for mesh_rank in mesh_ranks:
@@ -110,6 +119,8 @@ class MeshCommunicators:
         }.values():
             if isinstance(end, GroupCommunicator):
                 end.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
@@ -131,12 +142,41 @@ def _hubs(mesh: Mesh, stages: int) -> tuple[list[InProcessHub], CommunicatorTabl
     }
 
 
+def _connect_memory(
+    mesh: Mesh,
+    ranks: Ranks,
+    transport: Transport,
+    device: torch.device,
+    sets: Sequence[Collection[tuple[str, ...]] | None],
+) -> tuple[SharedMemory | None, list[dict[tuple[int, tuple[int, ...]], int]]]:
+    """Connect the ranks of one host by shared memory, with a channel for each group.
+
+    Returns the channels by stage and mesh ranks, for each of the sets of axes.
+    """
+    channels: list[dict[tuple[int, tuple[int, ...]], int]] = []
+    count = 0
+    for axes in sets:
+        groups = [
+            (stage, group)
+            for stage in range(len(dict.fromkeys(ranks)))
+            for group in list_groups(mesh, axes)
+        ]
+        channels.append({group: count + at for at, group in enumerate(groups)})
+        count += len(groups)
+    if device.type != "cpu" or not isinstance(transport, ProcessGroupTransport):
+        return None, channels
+    return transport.connect_memory(count), channels
+
+
 def _make_group_communicators(
     mesh: Mesh,
     ranks: Ranks,
     transport: Transport,
     device: torch.device,
     axes: Collection[tuple[str, ...]] | None = None,
+    *,
+    memory: SharedMemory | None,
+    channels: Mapping[tuple[int, tuple[int, ...]], int],
 ) -> CommunicatorTable:
     """Create communicators of this process's rank; stages on the same ranks share one."""
     rows = list(dict.fromkeys(ranks))
@@ -145,7 +185,14 @@ def _make_group_communicators(
     (here,) = transport.local
     ends = {
         row: GroupCommunicator(
-            mesh, len(rows), ranks=rows, timeout=transport.timeout, stage=at, groups=made
+            mesh,
+            len(rows),
+            ranks=rows,
+            timeout=transport.timeout,
+            stage=at,
+            groups=made,
+            memory=memory,
+            channels={group: n for (where, group), n in channels.items() if where == at},
         )
         for at, row in enumerate(rows)
         if here in row

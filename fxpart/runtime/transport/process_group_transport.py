@@ -23,6 +23,7 @@ from fxpart.runtime.transport.interface import (
     TransferTimeoutError,
 )
 from fxpart.runtime.transport.shared_memory import (
+    MOST_CHANNELS,
     SharedMemory,
     SharedMemoryReceive,
     SharedMemorySend,
@@ -103,6 +104,7 @@ class ProcessGroupTransport:
         share_cores()
         self._control_channel: ControlChannel | None = None
         self._memory: SharedMemory | None = None
+        self._collectives: tuple[SharedMemory, ...] = ()
         if one_machine and self.ranks > 1:
             self._control_channel = connect_control_channel(
                 self.local[0], self.ranks, self.exchange_bytes, timeout
@@ -114,6 +116,20 @@ class ProcessGroupTransport:
     def shares_memory(self) -> bool:
         """Whether transfers between CPUs use shared memory."""
         return self._memory is not None
+
+    def connect_memory(self, channels: int) -> SharedMemory | None:
+        """Connect the ranks of one host once more, for collectives; None if this is impossible.
+
+        Every rank must call it. The connection belongs to the caller.
+        """
+        if self._memory is None or channels > MOST_CHANNELS:
+            return None
+        ranks, spread = self.ranks, self.exchange_bytes
+        made = connect_memory(
+            self.local[0], ranks, spread, self.timeout, channels=channels, copied=()
+        )
+        self._collectives += () if made is None else (made,)
+        return made
 
     def open(self, routes: Iterable[Route], device: torch.device) -> None:
         """Create the communicators of the routes that are not open yet; on devices only."""
@@ -194,6 +210,8 @@ class ProcessGroupTransport:
             self._set_limit(self._deadline.seconds)
         if self._memory is not None:
             self._memory.tidy()
+            for each in self._collectives:
+                each.tidy()
         if self._control_channel is not None:
             return self._control_channel.begin(row)
         mine = torch.tensor(row, dtype=torch.int64)
@@ -265,8 +283,9 @@ class ProcessGroupTransport:
         """End current and later waits of own connections after a rank was lost; any thread."""
         if self._control_channel is not None:
             self._control_channel.wake()
-        if self._memory is not None:
-            self._memory.wake()
+        for memory in (self._memory, *self._collectives):
+            if memory is not None:
+                memory.wake()
         self._abort_device_transfers()
 
     def close(self) -> None:

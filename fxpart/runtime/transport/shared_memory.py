@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,7 @@ from fxpart.runtime.transport.interface import STATE, PeerLostError, TransferTim
 from fxpart.runtime.transport.shared_memory_arena import (
     HEAD,
     Arena,
+    ArenaSlot,
     MappedRegion,
     create_region,
     map_region,
@@ -49,6 +50,7 @@ AHEAD = 4
 _RECORD = struct.Struct("<BBxxIQQ")  # Kind, channel or none, region, two numbers.
 _MESSAGE, _REGION, _GONE = 1, 2, 3
 _CHANNELS = STATE + 1
+MOST_CHANNELS = 256  # A record has a byte for the channel.
 _READ = 1 << 14
 _ANNOUNCED = 1 << 20  # Bytes of announcements in flight, if the system allows so many.
 _DESCRIPTORS = socket.CMSG_SPACE(64 * 4) if hasattr(socket, "CMSG_SPACE") else 0
@@ -100,14 +102,16 @@ class SharedMemorySend:
 class _SharedMemoryPeer:
     """Both directions between this process and another."""
 
-    def __init__(self, rank: int, peer: socket.socket, out: mmap.mmap, back: mmap.mmap) -> None:
+    def __init__(
+        self, rank: int, peer: socket.socket, out: mmap.mmap, back: mmap.mmap, channels: int
+    ) -> None:
         """out: counters of own sends, written by the peer; back: counters of own receives."""
         self.rank = rank
         self.peer = peer
         self.wanted = memoryview(out).cast("Q")  # By channel, receives posted by the peer.
-        self.sent = [0] * _CHANNELS
-        self.arrived: list[deque[memoryview]] = [deque() for _ in range(_CHANNELS)]
-        self.posted: list[deque[SharedMemoryReceive]] = [deque() for _ in range(_CHANNELS)]
+        self.sent = [0] * channels
+        self.arrived: list[deque[memoryview]] = [deque() for _ in range(channels)]
+        self.posted: list[deque[SharedMemoryReceive]] = [deque() for _ in range(channels)]
         self.arena = Arena(self._announce)
         self.lost = ""
         self.write: Callable[[bytes, list[int]], None]
@@ -191,12 +195,16 @@ class SharedMemory:
     the other ranks notice at once.
     """
 
-    def __init__(self, links: Sequence[_SharedMemoryPeer], timeout: float) -> None:
+    def __init__(
+        self, links: Sequence[_SharedMemoryPeer], timeout: float, copied: Collection[int] = ()
+    ) -> None:
         """links: to all other ranks. timeout: maximum seconds of a wait.
 
+        copied: channels whose received tensors get memory of their own.
         Create it with :func:`connect_shared_memory`.
         """
         self.timeout = timeout
+        self._copied = frozenset(copied)
         self._links = {link.rank: link for link in links}
         self._at = {link.peer.fileno(): link for link in links}
         self._poll = select.poll()
@@ -217,29 +225,37 @@ class SharedMemory:
         link, sent, records = self._links[target], self._links[target].sent, b""
         handles = []
         for tensor in tensors:
-            records += self._copy_to_slot(link, channel, tensor)
+            size = tensor.numel() * tensor.itemsize
+            slot = self._take_slot(link, size)
+            slot.fill(tensor)
+            records += _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
             sent[channel] += 1
             handles.append(SharedMemorySend(link, channel, sent[channel]))
         link.write(records, [])
         return handles
 
-    def _copy_to_slot(self, link: _SharedMemoryPeer, channel: int, tensor: torch.Tensor) -> bytes:
-        """Copy a tensor into a slot; return its announcement."""
-        size = tensor.numel() * tensor.itemsize
+    def send_parts(self, target: int, channel: int, parts: Sequence[torch.Tensor]) -> None:
+        """Send flat tensors of one dtype as one message, without a copy between."""
+        link = self._links[target]
+        size = sum(part.numel() for part in parts) * parts[0].itemsize
+        slot = self._take_slot(link, size)
+        slot.fill_with_parts(parts)
+        link.sent[channel] += 1
+        link.write(_RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size), [])
+
+    def _take_slot(self, link: _SharedMemoryPeer, size: int) -> ArenaSlot:
         try:
-            slot = link.arena.take(size)
+            return link.arena.take(size)
         except OSError as cause:
             why = f"{size} bytes of shared memory cannot be allocated: {cause}"
             raise self._close_after(PeerLostError(why)) from cause
-        slot.fill(tensor)
-        return _RECORD.pack(_MESSAGE, channel, slot.region, slot.index, size)
 
     def post(
         self, source: int, channel: int, shape: Sequence[int], dtype: torch.dtype
     ) -> SharedMemoryReceive:
         """Announce a receive of the channel's next tensor from ``source``."""
         link = self._links[source]
-        receive = SharedMemoryReceive(link, tuple(shape), dtype, channel == STATE)
+        receive = SharedMemoryReceive(link, tuple(shape), dtype, channel in self._copied)
         link.post(channel, receive)
         return receive
 
@@ -357,30 +373,39 @@ class SharedMemory:
 
 
 def connect_shared_memory(
-    rank: int, ranks: int, spread: Spread, timeout: float
+    rank: int,
+    ranks: int,
+    spread: Spread,
+    timeout: float,
+    *,
+    channels: int = _CHANNELS,
+    copied: Collection[int] = (STATE,),
 ) -> SharedMemory | None:
     """Connect all ranks by shared memory; return None on every rank if any pair cannot.
 
     It fails if the ranks are not on one host, or the system is not Linux. spread: see
-    :func:`fxpart.runtime.transport.handshake.connect_all_pairs`.
+    :func:`fxpart.runtime.transport.handshake.connect_all_pairs`. channels: at most MOST_CHANNELS.
+    copied: see :class:`SharedMemory`.
     """
     peers = connect_all_pairs(rank, ranks, spread, AbstractUnixSockets())
     if peers is None:
         return None
     links: list[_SharedMemoryPeer] = []
     try:
-        links = _exchange_counters(peers)
+        links = _exchange_counters(peers, channels)
     except OSError:
         for peer in peers.values():  # Release waiting peers; all ranks are informed below.
             peer.close()
     if all(spread(b"\1" if len(links) == ranks - 1 else b"")):
-        return SharedMemory(links, timeout)
+        return SharedMemory(links, timeout, copied)
     for peer in peers.values():
         peer.close()
     return None
 
 
-def _exchange_counters(peers: Mapping[int, socket.socket]) -> list[_SharedMemoryPeer]:
+def _exchange_counters(
+    peers: Mapping[int, socket.socket], channels: int
+) -> list[_SharedMemoryPeer]:
     """Create the links, each with counters in both directions; verifies that memory is shared."""
     limit = time.monotonic() + _HELLO_SECONDS
     mine: dict[int, mmap.mmap] = {}
@@ -405,7 +430,7 @@ def _exchange_counters(peers: Mapping[int, socket.socket]) -> list[_SharedMemory
         if back[-1] != 1:
             raise ConnectionError("the received memory is not the peer's")
         back[-1] = 2
-        links.append(_SharedMemoryPeer(rank, peer, mine[rank], back))
+        links.append(_SharedMemoryPeer(rank, peer, mine[rank], back, channels))
     for link in links:  # All have mapped the memory and see the peers' writes.
         link.peer.settimeout(max(limit - time.monotonic(), 1e-3))
         link.peer.sendall(b"\2")

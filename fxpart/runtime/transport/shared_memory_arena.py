@@ -13,7 +13,8 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -76,15 +77,25 @@ class ArenaSlot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copy a tensor in; the slot belongs to the receiver from then on."""
-        key = (tensor.dtype, tensor.shape)
-        if key != self._key:
-            self._room = torch.frombuffer(
-                self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._offset
-            ).view(tensor.shape)
-            self._key = key
-        assert self._room is not None
-        self._room.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        room = self._get_room(tensor.dtype, tuple(tensor.shape))
+        room.copy_(tensor.detach() if tensor.requires_grad else tensor)
         self.flags[self.index] = 1
+
+    def fill_with_parts(self, parts: Sequence[torch.Tensor]) -> None:
+        """Copy flat tensors of one dtype in, one after the other."""
+        room = self._get_room(parts[0].dtype, (sum(part.numel() for part in parts),))
+        torch.cat([part.detach() for part in parts], out=room)
+        self.flags[self.index] = 1
+
+    def _get_room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the slot's memory as a tensor."""
+        if (dtype, shape) != self._key or self._room is None:
+            count = prod(shape)
+            self._room = torch.frombuffer(
+                self._memory, dtype=dtype, count=count, offset=self._offset
+            ).view(shape)
+            self._key = (dtype, shape)
+        return self._room
 
 
 class Arena:
