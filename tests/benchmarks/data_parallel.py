@@ -3,7 +3,7 @@
     python tests/benchmarks/data_parallel.py [--json]
 
 Two processes of one thread over gloo train a small GPT with AdamW, each on half of the batch. All
-four trainers take turns in each round, in an order that changes with the round, so that a busy
+four trainers step in each round, in an order that changes with the round, so that a busy
 machine disturbs all alike. A ratio is torch's step time over fxpart's: the median over the rounds.
 fully_shard shards each block and the rest of the model.
 """

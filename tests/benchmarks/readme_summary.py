@@ -106,10 +106,6 @@ def _choice(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _profiling(figures: Mapping[str, Any]) -> str:
-    return f"{figures['first']['seconds']:.0f} s, {figures['again']['seconds']:.0f} s when repeated"
-
-
 def _kills(figures: Mapping[str, Any]) -> str:
     different = len(figures["faults"]) or "none"
     return f"**{figures['kills']}** kills, runs with different results: {different}"
@@ -137,6 +133,5 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "choice": ("the selected plan compared with all plans that were run", _choice),
     "accuracy": ("step times of 1 to 4 ranks, predicted without a trial run", _accuracy),
     "memory": ("peak memory of rank processes, predicted", _memory),
-    "profiling": ("profiling GPT-2 small for two ranks", _profiling),
     "kills": ("random `kill -9` of ranks", _kills),
 }  # fmt: skip
