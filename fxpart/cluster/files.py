@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import msgspec
 from fxpart.cluster.devices import CollectiveCurve, Device, Host, Link
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, read_bytes, toml
+from fxpart.units import parse_bandwidth, parse_rate, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
@@ -54,7 +56,7 @@ def decode(kind: type[Cluster], data: bytes, suffix: str, where: str = "cluster"
 def from_builtins(kind: type[Cluster], raw: Any, where: str = "cluster") -> Cluster:
     """Convert and validate the result of a JSON or TOML parser; FXP401 or FXP402."""
     try:
-        cluster = msgspec.convert(_separate_unknown_keys(raw, kind), kind)
+        cluster = msgspec.convert(_with_plain_numbers(_separate_unknown_keys(raw, kind)), kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as why:
         raise _unreadable(where, str(why) or type(why).__name__) from why
     return cluster.validate()
@@ -110,6 +112,50 @@ def digest(cluster: Cluster) -> str:
 def _list_fields() -> dict[str, type[msgspec.Struct]]:
     """Return the list fields of a cluster in file order, with the types of their items."""
     return {"hosts": Host, "devices": Device, "links": Link, "collectives": CollectiveCurve}
+
+
+# By list and field, how a text with a unit is read.
+_UNITS: dict[str, dict[str, Callable[[str], float | None]]] = {
+    "devices": {
+        "memory": parse_size, "bandwidth": parse_bandwidth, "flops": parse_rate,
+        "launch": parse_seconds,
+    },
+    "links": {"latency": parse_seconds, "bandwidth": parse_bandwidth},
+}  # fmt: skip
+
+
+def _with_plain_numbers(raw: Any) -> Any:
+    """Replace quantities with units ("80GB", "400Gbit/s", "5us") by numbers in bytes and seconds.
+
+    A number of bytes may be written as 80e9. What cannot be read stays as it is, so that the
+    conversion reports it.
+    """
+    if not isinstance(raw, dict):
+        return raw
+    made = dict(raw)
+    for name, readers in _UNITS.items():
+        if isinstance(raw.get(name), list):
+            made[name] = [_read_units(item, readers) for item in raw[name]]
+    return made
+
+
+def _read_units(item: Any, readers: dict[str, Callable[[str], float | None]]) -> Any:
+    """Return a device or link with its quantities as numbers."""
+    if not isinstance(item, dict):
+        return item
+    made = {key: _number(item[key], readers[key]) for key in readers.keys() & item.keys()}
+    memory = made.get("memory")
+    if isinstance(memory, float) and memory.is_integer():
+        made["memory"] = int(memory)
+    return {key: made.get(key, value) for key, value in item.items()}
+
+
+def _number(value: Any, read: Callable[[str], float | None]) -> Any:
+    """Return the number of a text with a unit; for a table, of each of its entries."""
+    if isinstance(value, dict):
+        return {key: _number(entry, read) for key, entry in value.items()}
+    found = read(value) if isinstance(value, str) else None
+    return value if found is None else found
 
 
 def _separate_unknown_keys(raw: Any, kind: type[msgspec.Struct]) -> Any:

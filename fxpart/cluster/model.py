@@ -25,7 +25,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     name: str
     devices: tuple[Device, ...]
-    links: tuple[Link, ...]
+    links: tuple[Link, ...] = ()
     hosts: tuple[Host, ...] | msgspec.UnsetType = msgspec.UNSET
     collectives: tuple[CollectiveCurve, ...] | msgspec.UnsetType = msgspec.UNSET
     extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

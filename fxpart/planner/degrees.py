@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.progress import Progress
 
-_GROUPS = 24  # up to so many degrees, each is solved separately, so that each has its best answer
+_MESHES = 64  # up to so many meshes, each is solved separately, so that each has its best answer
+_STAGE_COUNTS = 24  # most problems when each number of stages is solved separately too
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def choose_degrees(
     """
     constraints = parse_constraints(request.constraints)
     constrained = apply_constraints(problem, constraints)
-    problems = list(_split(constrained, request.ranks, stages=pace is not None))
+    problems = list(_split(constrained, request.ranks, levels=levels, stages=pace is not None))
     if not problems:
         raise error(
             "FXP202",
@@ -220,18 +221,22 @@ def _solve_each(
         yield solve(one, time_limit=left, seed=request.seed, progress=progress)
 
 
-def _split(problem: JointProblem, world: int | None, *, stages: bool) -> Iterable[JointProblem]:
-    """Split the problem by degrees where these are few, or by stage width where ranks are fixed.
+def _split(
+    problem: JointProblem, world: int | None, *, levels: bool, stages: bool
+) -> Iterable[JointProblem]:
+    """Split the problem by mesh where these are few, or by stage width where ranks are fixed.
 
-    stages: also split by the number of stages, where the product is small.
+    levels: separate meshes with and without ZeRO. stages: also split by the number of stages,
+    where the product is small.
     """
     groups: dict[object, list[ParallelOption]] = {}
     for index, option in enumerate(problem.options):
-        groups.setdefault(degrees(problem, index), []).append(option)
-    if world is None and len(groups) > _GROUPS:
+        data, tensor, *_ = degrees(problem, index)
+        groups.setdefault((data, tensor, levels and option.zero > 0), []).append(option)
+    if world is None and len(groups) > _MESHES:
         yield problem
         return
-    if len(groups) > _GROUPS:
+    if len(groups) > _MESHES:
         widths: dict[int, list[ParallelOption]] = {
             width: [] for width in range(1, (world or 0) + 1)
         }
@@ -242,9 +247,8 @@ def _split(problem: JointProblem, world: int | None, *, stages: bool) -> Iterabl
         width = count_option_devices(problem, kept[0])
         limited = with_options(problem, kept)
         if world is None:
-            yield from _split_by_stage_count(
-                limited, width, _GROUPS // len(groups) if stages else 1
-            )
+            most = _STAGE_COUNTS // len(groups) if stages else 1
+            yield from _split_by_stage_count(limited, width, most)
         elif world % width == 0 and problem.min_stages <= world // width <= len(problem.blocks):
             count = world // width
             yield msgspec.structs.replace(limited, min_stages=count, max_stages=count)

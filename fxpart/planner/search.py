@@ -33,15 +33,21 @@ from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.refinement import find_contention, is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
+from fxpart.pricing.joint_space import microbatch_counts
 from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.weights import trained_names
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
-_TRIES = 6  # number of proposed meshes that are lowered and priced exactly, best first
+_TRIES = 8  # number of proposed meshes that are lowered and priced exactly, best first
+_TIGHT = 0.6  # fraction of a device's memory above which placements with less memory may be faster
+_OUT_OF_MEMORY = {"FXP204", "FXP205"}
 _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
-_NEAR = 1.5  # with a measured model, proposals up to this factor of the best plan are tried
+# Proposals are tried up to this factor of the best plan's step time: estimates by single blocks are
+# up to a third above exact prices, as they replicate the values between blocks.
+_REACH = 1.4
+_MEASURED_REACH = 1.5  # with a measured model, whose contention is not in the estimates
 
 _Tried = tuple[Plan, GeneratedProgram, MeshProposal]
 
@@ -86,13 +92,11 @@ def _find_equal_stages(
 ) -> PlanSearchResult:
     """Return the best plan whose stages have equal degrees."""
     request, captured, graph = front.request, front.captured, front.graph
-    info, annotations = front.info, front.annotations
     if not request.open:
-        assignment = _fixed_cuts(front, microbatches, progress)
-        plan, parts = solve_exactly(
-            request, captured, graph, info, microbatches, annotations, assignment, on_candidate
+        assignment = _fixed_cuts(front, microbatches, progress) or StageAssignment()
+        return PlanSearchResult(
+            *_price_mesh(front, request, assignment, microbatches, on_candidate)
         )
-        return PlanSearchResult(plan, parts)
     degrees = replace(request, constraints=with_cut_schedules(request.constraints))
     with log_phase("price the blocks", logging.DEBUG):
         problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
@@ -103,9 +107,9 @@ def _find_equal_stages(
         )
     found: list[_Tried] = []
     problems: list[Problem] = []
-    tries = _TRIES * (1 + levels) if info.nodes <= _LARGE else 1
+    tries = _TRIES * (1 + levels) if front.info.nodes <= _LARGE else 1
     measured = is_measured(request.cost_model, request.cluster)
-    step_time, reach = (_simulated, _NEAR) if measured else (_closed, 1.0)
+    step_time, reach = (_simulated, _MEASURED_REACH) if measured else (_closed, _REACH)
     for number, one in enumerate(chosen.proposals):
         if found and (
             number == tries or min(map(step_time, found)) * reach <= one.expected_seconds
@@ -115,16 +119,7 @@ def _find_equal_stages(
         assignment = assign_proposal_devices(chosen, one, request)
         try:
             with log_phase(f"lower and price {_describe(one)}", logging.DEBUG):
-                priced = solve_exactly(
-                    fixed,
-                    captured,
-                    graph,
-                    info,
-                    microbatches,
-                    annotations,
-                    assignment,
-                    on_candidate,
-                )
+                priced = _price_mesh(front, fixed, assignment, microbatches, on_candidate)
             found.append((*priced, one))
         except FxpartError as fault:
             problems += fault.problems
@@ -132,6 +127,71 @@ def _find_equal_stages(
         raise FxpartError(problems)
     plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
     return PlanSearchResult(with_proof(plan, chosen, one), parts, problem)
+
+
+def _price_mesh(
+    front: PreparedModel,
+    request: PlanRequest,
+    assignment: StageAssignment,
+    microbatches: int | None,
+    on_candidate: CandidateCallback | None,
+) -> tuple[Plan, GeneratedProgram]:
+    """Return the best plan on the request's mesh.
+
+    Placements are selected for an assumed number of microbatches. Where they do not fit, or fill
+    most of a device's memory, they are selected for more microbatches too, which need less memory
+    at once, as long as that helps. Raises FXP2xx where nothing fits.
+    """
+    best: tuple[Plan, GeneratedProgram] | None = None
+    for assumed in _assumed_counts(front, request, assignment, microbatches):
+        placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
+        try:
+            made = solve_exactly(
+                request, front.captured, front.graph, front.info, microbatches,
+                front.annotations, placed, on_candidate,
+            )  # fmt: skip
+        except FxpartError as fault:
+            if best is not None:
+                break
+            if not {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY:
+                raise
+            last = fault
+            continue
+        model = request.cost_model
+        if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
+            break
+        best = made
+        if _memory_use(made[0]) < _TIGHT:
+            break
+    if best is None:
+        raise last
+    return best
+
+
+def _assumed_counts(
+    front: PreparedModel,
+    request: PlanRequest,
+    assignment: StageAssignment,
+    microbatches: int | None,
+) -> list[int | None]:
+    """Return the numbers of microbatches for which placements may be selected, ascending.
+
+    The first is the expected number; None leaves it open. Only that one where a stage is one rank,
+    so that nothing is placed, or the number is fixed.
+    """
+    fixed = microbatches is not None or "microbatches" in request.constraints
+    if fixed or not request.sharded or not front.captured.symbolic:
+        return [None]
+    counts = microbatch_counts(front.captured.batch_size, request.stages[1])
+    return [None, *(count for count in counts if count > (assignment.microbatches or 1))]
+
+
+def _memory_use(plan: Plan) -> float:
+    """Return the largest fraction of a memory limit that a rank's tensors need."""
+    return max(
+        (rank.tensors / rank.memory_limit if rank.memory_limit else 1.0)
+        for rank in plan.prediction.ranks
+    )
 
 
 def _fixed_cuts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -20,8 +21,9 @@ def group_devices(cluster: Cluster, group_size: int) -> Cluster:
     """Return the cluster with one device per group of ``group_size`` consecutive devices.
 
     A group computes like its slowest member and has the smallest memory among them; two groups are
-    linked like the worst pair of their devices. Devices that fill no group are left out. With
-    groups of one the cluster is returned unchanged. Raises FXP403 where two devices have no link.
+    linked like the worst pair of their devices, while all ranks of the group send. Devices that
+    fill no group are left out. With groups of one the cluster is returned unchanged. Raises FXP403
+    where two devices have no link.
     """
     if group_size == 1:
         return cluster
@@ -29,7 +31,8 @@ def group_devices(cluster: Cluster, group_size: int) -> Cluster:
     groups = _groups(cluster, group_size)
     devices = tuple(map(_slowest, groups))
     kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
-    if all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
+    alone = not any(link.shared or link.segment for link in cluster.links)
+    if alone and all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
         # Each group is on one host and no link names a device, so all pairs are equal.
         return msgspec.structs.replace(cluster, devices=devices)
     known: dict[tuple[frozenset[str], frozenset[str]], Link] = {}
@@ -52,16 +55,19 @@ class Rings:
         self._links = LinkIndex(cluster)
         self._mesh = mesh
         self._groups = _groups(cluster, mesh.size)
+        self._alone = not any(link.shared or link.segment for link in cluster.links)
         self._known: dict[tuple[str, ...], tuple[Link, ...]] = {}
 
     def __call__(self, *axes: str) -> tuple[Link, ...]:
         """Return the slowest ring over these axes together, of all groups and mesh coordinates.
 
         A ring goes from each rank to the next and from the last to the first, so it has as many
-        links as ranks; a single rank has none.
+        links as ranks; a single rank has none. All rings of a group are used at once: links of one
+        segment, or of a host's shared network card, have their part of its bandwidth.
         """
         if axes not in self._known:
-            self._known[axes] = max(self._rings(axes), key=_slowness, default=())
+            found = self._rings(axes) if self._alone else self._contended_rings(axes)
+            self._known[axes] = max(found, key=_slowness, default=())
         return self._known[axes]
 
     def _rings(self, axes: tuple[str, ...]) -> Iterator[tuple[Link, ...]]:
@@ -74,6 +80,26 @@ class Rings:
                 if ends not in seen:
                     seen.add(ends)
                     yield tuple(self._links(group[a].name, group[b].name) for a, b in pairs)
+
+    def _contended_rings(self, axes: tuple[str, ...]) -> Iterator[tuple[Link, ...]]:
+        """Yield every ring, with the bandwidths while all rings of its group are used."""
+        rings = sorted({self._ring(mesh_rank, axes) for mesh_rank in range(self._mesh.size)})
+        for group in self._groups:
+            used = [
+                [
+                    self._use(group[a], group[b])
+                    for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+                ]
+                for ring in (rings if len(rings[0]) > 1 else ())
+            ]
+            counts = Counter(resource for ring in used for _, resource in ring if resource)
+            for ring in used:
+                yield tuple(_divided(link, counts.get(resource, 1)) for link, resource in ring)
+
+    def _use(self, source: Device, target: Device) -> tuple[Link, tuple[str, ...]]:
+        """Return the link between two devices, and what it shares with others."""
+        link = self._links(source.name, target.name)
+        return link, shared_resource(link, source)
 
     def _ring(self, mesh_rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the mesh ranks that differ from this one on the axes only, ascending."""
@@ -113,9 +139,33 @@ def _least(rates: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: min(each[name] for each in rates) for name in names}
 
 
+def shared_resource(link: Link, source: Device) -> tuple[str, ...]:
+    """Return the name of the bandwidth that a link shares with others; empty where it has its own.
+
+    Links of one segment share it in both directions. A shared link between hosts has its part of
+    what the host's network card sends.
+    """
+    if link.segment:
+        return ("segment", str(link.segment))
+    return ("card", source.host) if link.shared and link.kind == "net" else ()
+
+
+def _divided(link: Link, count: int) -> Link:
+    """Return the link with its part of a bandwidth that ``count`` transfers share."""
+    if count == 1:
+        return link
+    curve = link.curve and tuple((size, seconds * count) for size, seconds in link.curve)
+    return msgspec.structs.replace(link, bandwidth=link.bandwidth / count, curve=curve)
+
+
 def _worst(links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device]) -> Link:
-    """Return a link with the worst latency and bandwidth of any pair."""
-    found = [links(a.name, b.name) for a, b in product(sources, targets)]
+    """Return a link with the worst latency and bandwidth of any pair, while all ranks send."""
+    pairs = list(product(sources, targets))
+    found = [links(a.name, b.name) for a, b in pairs]
+    resources = [shared_resource(link, a) for link, (a, _) in zip(found, pairs, strict=True)]
+    # Each rank of the source sends to one of the target, so one in len(targets) pairs is in use.
+    uses = {each: -(-count // len(targets)) for each, count in Counter(resources).items() if each}
+    found = [_divided(link, uses.get(r, 1)) for link, r in zip(found, resources, strict=True)]
     slowest = max(found, key=lambda link: _slowness((link,)))
     return msgspec.structs.replace(
         slowest,

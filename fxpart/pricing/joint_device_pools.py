@@ -99,21 +99,35 @@ def device_pools(cluster: Cluster, model: CostModel) -> tuple[DevicePool, ...]:
     for index, devices in enumerate(members.values()):
         own = Cluster(name="", devices=tuple(devices), links=())
         line = _transfer(model, found.into[index])
+        near, far = _slowest(found.near[index]), _slowest(found.far[index])
         result.append(
             DevicePool(
                 Pool(
                     name=_name(keys, index, samples),
                     devices=len(devices),
                     memory=min(get_usable_bytes(device, model) for device in devices),
-                    host=host_size(own),
+                    host=_count_equal_links(own, near, far),
                     transfer=line,
                 ),
                 devices[0],
-                _slowest(found.near[index]),
-                _slowest(found.far[index]),
+                near,
+                far,
             )
         )
     return tuple(result)
+
+
+def _count_equal_links(pool: Cluster, near: Link | None, far: Link | None) -> int:
+    """Return how many of the pool's devices are joined by equal links.
+
+    That is the number of devices of a host, or all where links between hosts are as fast as those
+    within one, or where each host has one device.
+    """
+    links = [link for link in (near, far) if link is not None]
+    speeds = {(link.latency, link.bandwidth, link.curve) for link in links}
+    if len(speeds) == 1 and not any(link.shared or link.segment for link in links):
+        return len(pool.devices)
+    return host_size(pool)
 
 
 @dataclass

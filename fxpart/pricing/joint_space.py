@@ -58,8 +58,8 @@ class SearchSpace:
 
 
 def tensor_degrees(host: int) -> tuple[int, ...]:
-    """Return the divisors of the number of devices on a host."""
-    return tuple(t for t in range(1, host + 1) if host % t == 0)
+    """Return all degrees up to ``SMALL`` devices with equal links; beyond, the divisors."""
+    return tuple(t for t in range(1, host + 1) if host <= SMALL or host % t == 0)
 
 
 def data_degrees(devices: int) -> tuple[int, ...]:

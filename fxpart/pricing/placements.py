@@ -37,6 +37,7 @@ from fxpart.solver.placement.portfolio import (
     solve_placement,
     status_of,
 )
+from fxpart.units import plural
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -120,7 +121,7 @@ def choose_placements(
     solution = solve_placement(built.problem, time_limit=time_limit, solver=solver)
     solved = time.process_time()
     if solution.choice is None:
-        raise _nothing(solution, budget_, time_limit)
+        raise _nothing(solution, budget_, stages, time_limit)
     choice = built.shard_inputs(solution.choice)
     evaluation = evaluate(built.problem, choice)
     certificate = PlacementCertificate(
@@ -246,15 +247,19 @@ def state_costs(
     return found
 
 
-def _nothing(solution: PlacementSolution, budget: float, time_limit: float) -> Exception:
-    """Return the error for a problem without a solution."""
+def _nothing(
+    solution: PlacementSolution, budget: float, stages: int, time_limit: float
+) -> Exception:
+    """Return the error for a problem without a solution. budget: of all stages together."""
     if solution.status == "infeasible":
         gib = 2.0**30
+        each = f"{solution.least / stages / gib:.2f} GiB on a device"
+        average = f", as the average of {plural(stages, 'stage')}" if stages > 1 else ""
         return error(
             "FXP204",
             where="placements over the mesh",
-            why=f"the smallest placement needs {solution.least / gib:.2f} GiB on a device, but "
-            f"{budget / gib:.2f} GiB are available",
+            why=f"the smallest placement needs {each}{average}, but there are "
+            f"{budget / stages / gib:.2f} GiB on a device",
             fix="use a larger mesh, more stages, more microbatches or fewer annotations",
         )
     return error(

@@ -56,7 +56,7 @@ class StageParallelism:
         cut = {name for name, placed in graph.state().items() if graph.is_over_zero(placed)}
         return cls(
             graph.mesh,
-            rows=graph.degrees()[0],
+            rows=graph.count_batch_parts(),
             multiple=graph.multiple(),
             parts={
                 symbol: count_dim_parts(graph.mesh, placements[name], dim)

@@ -84,20 +84,41 @@ class ShardedGraph:
         return _values(self.whole, "get_attr")
 
     def degrees(self) -> tuple[int, int]:
-        """Return the number of batch parts, and the number of ranks that share each part.
+        """Return the data-parallel degree, and the number of ranks that share each part.
 
-        An axis counts as a batch axis if it shards the rows of every input that has rows.
+        An axis is data-parallel if it shards the rows of every input that has rows, and no
+        parameter except by ZeRO-3: an axis that shards parameters is tensor-parallel, also where
+        some ops split the batch over it.
         """
-        held = self.inputs()
-        cut = [
-            [isinstance(p, Shard) and p.dim == i.batch_dim for p in held[i.name]]
-            for i in self.captured.inputs
-            if i.batch_dim is not None and i.name in held
-        ]
         rows = prod(
-            size for axis, size in enumerate(self.mesh.shape) if cut and all(c[axis] for c in cut)
+            self.mesh.shape[axis] for axis in self._batch_axes() if not self._shards_weights(axis)
         )
         return rows, self.mesh.size // rows
+
+    def count_batch_parts(self) -> int:
+        """Return the number of parts into which the rows of every input are sharded."""
+        return prod(self.mesh.shape[axis] for axis in self._batch_axes())
+
+    def _batch_axes(self) -> list[int]:
+        """Return the axes that shard the rows of every input that has rows."""
+        found = self.inputs()
+        cut = [
+            [isinstance(p, Shard) and p.dim == i.batch_dim for p in found[i.name]]
+            for i in self.captured.inputs
+            if i.batch_dim is not None and i.name in found
+        ]
+        return [k for k in range(len(self.mesh.shape)) if cut and all(c[k] for c in cut)]
+
+    def _shards_weights(self, axis: int) -> bool:
+        """Return whether the axis shards a parameter, other than by ZeRO-3."""
+        if self.zero == 3 and self.mesh.names[axis] == self.zero_axis:
+            return False
+        state = self.state()
+        return any(
+            isinstance(state[name][axis], Shard)
+            for name in self.captured.parameters
+            if name in state
+        )
 
     def multiple(self) -> int:
         """Return the number that must divide the rows of every microbatch."""
