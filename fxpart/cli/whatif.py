@@ -123,17 +123,30 @@ def _lines(found: WhatIfResult, step_time: float) -> list[str]:
 
 
 def _data(found: WhatIfResult, step_time: float) -> dict[str, Any]:
+    """Return the result as data.
+
+    ``seconds`` are on the scale of the plan's own step time: closed-form estimates, times the ratio
+    of the plan's step time to its estimate.
+    """
     kept, after = found.kept, found.after
+    scale = step_time / found.before.seconds if found.before.seconds > 0 else 1.0
+    fits = kept is not None and kept.feasible
     return {
         "change": str(found.change),
         "step_time": step_time,
-        "before": {"closed_form_seconds": found.before.seconds, "decisions": found.was},
+        "before": {
+            "seconds": step_time,
+            "closed_form_seconds": found.before.seconds,
+            "decisions": found.was,
+        },
         "kept": {
-            "closed_form_seconds": kept.seconds if kept is not None and kept.feasible else None,
+            "seconds": kept.seconds * scale if kept is not None and fits else None,
+            "closed_form_seconds": kept.seconds if kept is not None and fits else None,
             "faults": kept.faults if kept is not None else (_NO_DEGREES,),
         },
         "again": {
             "status": found.solution.status,
+            "seconds": after.seconds * scale if after is not None else None,
             "closed_form_seconds": after.seconds if after is not None else None,
             "lower_bound": found.solution.bound if after is not None else None,
             "decisions": found.now,

@@ -93,6 +93,13 @@ def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int
             why, fix = "the plan has no such rank", f"use 0 to {last}"
             raise error("FXP109", where=f"without rank {rank}", why=why, fix=fix)
         counts[problem.options[chosen.options[stage]].pool] -= 1
+    if sum(pool.devices for pool in problem.pools) == 1 < sum(counts):
+        raise error(
+            "FXP109",
+            where=f"devices {change.devices}",
+            why="the plan was priced on one device, so that the costs of communication are unknown",
+            fix="plan again for a cluster with links: fxpart plan MODEL --cluster FILE",
+        )
     return counts
 
 

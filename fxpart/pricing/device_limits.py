@@ -11,7 +11,7 @@ from fxpart.cluster.link_index import LinkIndex
 from fxpart.solver.problem import DeviceLimit
 
 if TYPE_CHECKING:
-    from fxpart.cluster.devices import Device
+    from fxpart.cluster.devices import Device, Link
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
@@ -97,7 +97,20 @@ def get_usable_bytes(device: Device, model: CostModel, reserve: float = RESERVE)
 
 
 def line(model: CostModel, links: LinkIndex, source: str, target: str) -> tuple[float, float]:
-    """Return (latency, seconds per byte) of the model's transfer over the link."""
-    link = links(source, target)
+    """Return (latency, seconds per byte) of a transfer between two devices, there or back.
+
+    Where the two directions differ it is their mean: a hidden state goes one way and a gradient of
+    the same size returns, so that both together take twice this time.
+    """
+    there, back = links(source, target), links(target, source)
+    one = transfer_line(model, there)
+    if there == back:
+        return one
+    other = transfer_line(model, back)
+    return (one[0] + other[0]) / 2, (one[1] + other[1]) / 2
+
+
+def transfer_line(model: CostModel, link: Link) -> tuple[float, float]:
+    """Return (latency, seconds per byte) of the model's transfers over a link."""
     start = model.transfer(0.0, link).seconds
     return start, (model.transfer(_LARGE, link).seconds - start) / _LARGE

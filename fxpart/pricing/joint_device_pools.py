@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fxpart.cluster.link_index import ANY, LinkIndex
 from fxpart.cluster.model import Cluster
-from fxpart.pricing.device_limits import get_usable_bytes, group_by_kind
+from fxpart.pricing.device_limits import get_usable_bytes, group_by_kind, transfer_line
 from fxpart.pricing.joint_space import host_size
 from fxpart.pricing.stage_parallelism import packing
 from fxpart.solver.joint.problem import LinearCost, Pool
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from fxpart.costs import CostModel
 
 BUCKET = 25 << 20  # bytes of a bucket of a collective over data replicas
-_LARGE = float(1 << 30)
 
 
 @dataclass(frozen=True)
@@ -132,9 +131,9 @@ def _count_equal_links(pool: Cluster, near: Link | None, far: Link | None) -> in
 
 @dataclass
 class _DevicePoolLinks:
-    """By pool the links into it, those within one of its hosts, and those between its hosts."""
+    """By pool the links into it and back, those within one of its hosts, and between its hosts."""
 
-    into: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
+    into: dict[int, list[tuple[Link, Link]]] = field(default_factory=lambda: defaultdict(list))
     near: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
     far: dict[int, list[Link]] = field(default_factory=lambda: defaultdict(list))
 
@@ -153,7 +152,7 @@ def _collect_links(
         if source is target:
             continue
         link, index = links(source.name, target.name), pool_of[target.name]
-        found.into[index].append(link)
+        found.into[index].append((link, links(target.name, source.name)))
         if pool_of[source.name] == index:
             (found.near if source.host == target.host else found.far)[index].append(link)
     return found
@@ -209,13 +208,17 @@ def _name(keys: list[tuple[int, int]], index: int, samples: Sequence[Device]) ->
     return name if sizes.count((names[index], memory)) == 1 else f"{name} #{kind}"
 
 
-def _transfer(model: CostModel, links: Iterable[Link]) -> LinearCost:
-    """Return the worst latency and the worst time per byte; zero where there are no links."""
+def _transfer(model: CostModel, pairs: Iterable[tuple[Link, Link]]) -> LinearCost:
+    """Return the worst latency and the worst time per byte; zero where there are no links.
+
+    pairs: the links there and back, of which the mean counts (as in
+    :func:`fxpart.pricing.device_limits.line`).
+    """
     latency = inverse = 0.0
-    for link in dict.fromkeys(links):
-        start = model.transfer(0.0, link).seconds
-        latency = max(latency, start)
-        inverse = max(inverse, (model.transfer(_LARGE, link).seconds - start) / _LARGE)
+    for pair in dict.fromkeys(pairs):
+        one, other = (transfer_line(model, link) for link in pair)
+        latency = max(latency, (one[0] + other[0]) / 2)
+        inverse = max(inverse, (one[1] + other[1]) / 2)
     return LinearCost(latency=latency, inverse=inverse)
 
 

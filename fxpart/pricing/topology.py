@@ -278,5 +278,9 @@ class _Classes:
         return self._links(devices[a].name, devices[b].name)
 
     def _line(self, a: int, b: int) -> LinearCost:
-        link = self._link(a, b)
-        return LinearCost(latency=link.latency, inverse=1 / link.bandwidth)
+        """Return the mean of both directions: hidden states go one way, gradients return."""
+        links = (self._link(a, b), self._link(b, a))
+        return LinearCost(
+            latency=sum(link.latency for link in links) / 2,
+            inverse=sum(1 / link.bandwidth for link in links) / 2,
+        )

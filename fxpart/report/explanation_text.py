@@ -61,7 +61,7 @@ def _summary(plan: Plan, found: Explanation) -> list[str]:
         ("inputs", shortened(", ".join(map(_input, model.inputs)), 160) or "none"),
         ("batch", f"{plan.batch_size} samples in {units.plural(plan.microbatches, 'microbatch')}, "
          f"optimizer {plan.optimizer}, seed {plan.seed}"),
-        ("step time", f"{units.seconds(step.step_time)} predicted ({step.source}), pipeline bubble "
+        ("step", f"{units.seconds(step.step_time)} predicted ({step.source}), pipeline bubble "
          f"{units.percent(step.bubble)}"),
         *throughput_rows(step.throughput),
         *([("verified", shortened(describe_check(plan.check), 240))] if plan.check else []),

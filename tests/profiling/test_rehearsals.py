@@ -162,7 +162,7 @@ def test_what_was_run_stands_for_what_was_simulated() -> None:
     text = with_trial_run(plan, model).dumps()
     assert fxpart.Plan.loads(text).prediction.rehearsed_seconds == 0.125
     told = explain(with_trial_run(plan, model))
-    words = "step time  125 ms predicted (measured in a trial run)"
+    words = "step       125 ms predicted (measured in a trial run)"
     assert words in told and "trial run)" not in explain(plan)
     assert f"{plan.batch_size / 0.125:,.3g} samples/s" in told
     assert "<dt>step time</dt><dd>125 ms</dd>" in report_html(with_trial_run(plan, model))

@@ -189,7 +189,7 @@ def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
     """The summary, what the step consists of, and the sentences."""
     step, pace, full = wanted["step"], wanted["bottleneck"], wanted["fullest"]
     match = re.search(
-        r"(?m)^  step time +(.+?) predicted \((.+)\), pipeline bubble (.+)\n"
+        r"(?m)^  step +(.+?) predicted \((.+)\), pipeline bubble (.+)\n"
         r"  throughput (\S+) samples/s(?:, (\S+) tokens/s)?$", text,
     )  # fmt: skip
     assert match

@@ -27,7 +27,7 @@ COMMANDS = ("explain", "simulate", "report", "diff", "whatif")
 
 def shown(text: str) -> Iterator[str]:
     """Each time that a text calls the step time, both of a comparison."""
-    for match in re.finditer(rf"step time\s+({TIME})(?: -> ({TIME}))?", text):
+    for match in re.finditer(rf"(?:step time|\n  step)\s+({TIME})(?: -> ({TIME}))?", text):
         yield from filter(None, match.groups())
 
 
