@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from math import comb, inf
 
@@ -20,16 +20,19 @@ LIMIT = 2_000_000  # choices that may be enumerated
 
 
 def choices(
-    problem: JointProblem, schedules: tuple[str, ...] | None = None
+    problem: JointProblem,
+    schedules: tuple[str, ...] | None = None,
+    usable: Sequence[int] | None = None,
 ) -> Iterator[JointChoice]:
     """Yield all choices whose cuts are allowed and whose devices suffice, in a fixed order.
 
-    schedules: only these, by default all of the problem.
+    schedules, usable: only these schedules and options, by default all of the problem.
     """
+    kept = range(len(problem.options)) if usable is None else usable
     n, fused = len(problem.blocks), set(problem.no_cut_after)
     cuts = [b + 1 for b in range(n - 1) if b not in fused]
     for stages in range(problem.min_stages, min(problem.max_stages, n) + 1):
-        given = list(_options(problem, stages))
+        given = list(_options(problem, stages, kept))
         for schedule in problem.schedules:
             if schedules is not None and schedule not in schedules:
                 continue
@@ -45,8 +48,13 @@ def choices(
                         )
 
 
-def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> int:
+def count(
+    problem: JointProblem,
+    schedules: tuple[str, ...] | None = None,
+    usable: Sequence[int] | None = None,
+) -> int:
     """Return an upper bound on the number of choices that :func:`choices` yields."""
+    options = len(problem.options) if usable is None else len(usable)
     cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
     pieces = [
         v
@@ -56,7 +64,7 @@ def count(problem: JointProblem, schedules: tuple[str, ...] | None = None) -> in
     ]
     stages = range(problem.min_stages, min(problem.max_stages, cuts + 1) + 1)
     total: int = len(problem.microbatches) * sum(
-        comb(cuts, s * v - 1) * len(problem.options) ** s for v in pieces for s in stages
+        comb(cuts, s * v - 1) * options**s for v in pieces for s in stages
     )
     return total
 
@@ -88,7 +96,9 @@ def solve_joint_brute(problem: JointProblem) -> JointSolution:
     )
 
 
-def _options(problem: JointProblem, stages: int) -> Iterator[tuple[int, ...]]:
+def _options(
+    problem: JointProblem, stages: int, usable: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
     """Return options by stage that use no more devices than there are."""
     taken = [count_option_devices(problem, o) for o in problem.options]
     left = [pool.devices for pool in problem.pools]
@@ -97,7 +107,8 @@ def _options(problem: JointProblem, stages: int) -> Iterator[tuple[int, ...]]:
         if len(chosen) == stages:
             yield chosen
             return
-        for index, option in enumerate(problem.options):
+        for index in usable:
+            option = problem.options[index]
             if taken[index] <= left[option.pool]:
                 left[option.pool] -= taken[index]
                 yield from rest((*chosen, index))

@@ -11,6 +11,8 @@ import heapq
 import time
 from math import inf
 
+import numpy as np
+
 from fxpart.schedule.spec import INTERLEAVED
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
@@ -46,15 +48,28 @@ class InterleavedSearch:
         )
 
     def enumerate(self) -> None:
-        """Enumerate all choices if they are few and one may still be the best."""
-        problem = self.stacked.problem
-        if self.bound >= self.record.seconds or count(problem, (INTERLEAVED,)) > _FEW:
+        """Enumerate all choices if they are few and one may still be the best.
+
+        Where no plan is known yet, also many, until one is found or the time is over.
+        """
+        problem, usable = self.stacked.problem, self._usable()
+        few = count(problem, (INTERLEAVED,), usable) <= _FEW
+        if self.bound >= self.record.seconds or not (few or self.record.choice is None):
             return
-        for choice in choices(problem, (INTERLEAVED,)):
+        for choice in choices(problem, (INTERLEAVED,), usable):
             if time.monotonic() > self.deadline:
                 return
             self.record.add(choice)
+            if not few and self.record.choice is not None:
+                self._shift(self.record.choice, self.record.seconds)
+                return
         self.bound = self.record.seconds
+
+    def _usable(self) -> list[int]:
+        """Return the options that have work and memory for some block."""
+        microbatches = self.stacked.problem.microbatches
+        works = [np.isfinite(self.bounds.costs(m)[0]).any(axis=1) for m in microbatches]
+        return [int(option) for option in np.flatnonzero(np.any(works, axis=0))]
 
     def attempt(self) -> None:
         """Record balanced choices with one option for all stages, and shift the best one's cuts."""
