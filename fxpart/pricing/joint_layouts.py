@@ -105,7 +105,11 @@ class ModelLayouts:
         degrees = {
             t
             for place in self.pools
-            for t in (tensor_degrees(place.pool.host) if requested is None else requested)
+            for t in (
+                tensor_degrees(place.pool.host, place.pool.devices)
+                if requested is None
+                else requested
+            )
             if 1 < t <= place.pool.devices
         }
         return sorted(degrees)

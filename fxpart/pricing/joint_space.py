@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.solver.joint.problem import Recompute
 
-SMALL = 16  # number of devices up to which every data degree is tried
+SMALL = 16  # number of devices up to which every degree is tried
+MOST_TENSOR = 64  # largest tensor degree that is tried on more devices
 MOST_COUNTS = 32  # most microbatch counts of a large batch
 ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -57,9 +58,17 @@ class SearchSpace:
             )
 
 
-def tensor_degrees(host: int) -> tuple[int, ...]:
-    """Return all degrees up to ``SMALL`` devices with equal links; beyond, the divisors."""
-    return tuple(t for t in range(1, host + 1) if host <= SMALL or host % t == 0)
+def tensor_degrees(host: int, devices: int) -> tuple[int, ...]:
+    """Return the tensor degrees to try.
+
+    host: number of devices that equal links join; devices: of the pool. All up to ``SMALL``
+    devices; beyond, the divisors of a host and the powers of two, up to ``MOST_TENSOR``.
+    """
+    if devices <= SMALL:
+        return tuple(range(1, host + 1))
+    most = min(host, MOST_TENSOR)
+    powers = {1 << k for k in range(most.bit_length())}
+    return tuple(t for t in range(1, most + 1) if host % t == 0 or t in powers)
 
 
 def data_degrees(devices: int) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ def test_a_slow_device_gets_less_and_the_numbers_stay() -> None:
     assert made.verify(steps=2).passed
 
 
-@pytest.mark.parametrize("wish", ["tp=3", "dp=5"])
+@pytest.mark.parametrize("wish", ["tp=5", "dp=5"])
 def test_what_cannot_be_is_one_clear_error(wish: str) -> None:
     key, _, value = wish.partition("=")
     with pytest.raises(FxpartError, match="FXP202") as caught:
