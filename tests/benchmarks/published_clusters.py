@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from published_facts import BEYOND, HOST_COPIES, NETWORKS, WITHOUT_PEERS, correct
 from published_step import PublishedRun
 
 from fxpart.cluster.model import Cluster
@@ -21,28 +22,22 @@ DEVICES = {
     "QuadroRTX8000-48GB": "quadro-rtx-8000", "H100-PCIe-80GB": "h100-pcie",
     "RTX6000Ada-48GB": "rtx-6000-ada",
 }  # fmt: skip
-# Bytes/s between hosts for each GPU, where the source's network is not that of the device's preset.
-# bigscience: V100 as its own all-reduces of 4 GB (7 to 11 GB/s for a host of 4, kernels.json); A100
-# with four adapters of 100 Gbit/s a host, of which a fifth: their first test reached a tenth.
-NETWORKS = {
-    ("bigscience", "A100-SXM4-80GB"): 1.25e9,
-    ("bigscience", "V100-SXM2-32GB"): 8.5e9 / 4,
-    ("bigscience", "V100-SXM2-16GB"): 8.5e9 / 4,
-    ("neox20b", "A100-SXM4-40GB"): 1.25e10 * 0.9,
-}
-
 
 def describe(row: dict[str, Any]) -> PublishedRun:
     """Return the run with its device and its links within and between hosts."""
+    row = correct(row)
     model = DEVICES[row["gpu"]]
     cluster = grid(Cluster, 2, 2, model)
     near = cluster.link("host0/gpu:0", "host0/gpu:1")
     far = cluster.link("host0/gpu:0", "host1/gpu:0")
-    known = NETWORKS.get((row["source"], row["gpu"]))
-    if known is not None:
-        far = msgspec.structs.replace(far, bandwidth=known)
+    key = row["source"], row["gpu"]
+    if key in WITHOUT_PEERS:
+        near = msgspec.structs.replace(near, bandwidth=min(near.bandwidth, HOST_COPIES))
+    if key in NETWORKS:
+        far = msgspec.structs.replace(far, bandwidth=NETWORKS[key])
     several = row["gpus"] > row["gpus_per_host"]
-    return PublishedRun(row, cluster.devices[0], near, far if several else None)
+    peers = key not in WITHOUT_PEERS
+    return PublishedRun(row, cluster.devices[0], near, far if several else None, peers)
 
 
 def reason_to_skip(row: dict[str, Any]) -> str:
@@ -62,4 +57,4 @@ def reason_to_skip(row: dict[str, Any]) -> str:
         return "no step time is printed"
     if row["use"] == "absolute" and row.get("anomaly"):
         return "anomaly of the source"
-    return ""
+    return BEYOND.get(row["id"], "")

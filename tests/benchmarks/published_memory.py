@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import ceil
 
+from published_facts import LOSSES
 from published_step import PublishedRun, block_parameters, block_shape, dtype_of
 
-# CUDA context, libraries and NCCL's buffers; allocator rounding and fragmentation.
-LOSSES = {"mosaic": 4, "nemo": 6}  # bytes for each logit, where the source's loss is one kernel
-CONTEXT, FRAGMENTATION = 1.3e9, 1.03
+# CUDA context and libraries; NCCL's buffers; allocator rounding and fragmentation.
+CONTEXT, BUFFERS, FRAGMENTATION = 0.8e9, 0.5e9, 1.03
 
 
 def predict_bytes(run: PublishedRun) -> float:
@@ -21,14 +21,20 @@ def predict_bytes(run: PublishedRun) -> float:
     if model["kind"] == "llama" and pp == 1:
         ends *= 2  # the embedding and the head are two matrices
     block = block_parameters(run) / tp
-    states = _state_bytes(run, layers * block + ends, block, ends, replicas)
+    weights = layers * block + ends
+    states = _state_bytes(run, weights, block, ends, replicas)
     each = layers * _kept_bytes(run) + _working_bytes(run)
-    flight = min(pp, int(run.row["microbatches"]))
-    first = layers * _kept_bytes(run) * flight + _working_bytes(run)
+    if _frees_gradients(run):  # they grow while activations are freed
+        gradients = weights * run.gradient_bytes
+        states -= gradients
+        each = max(each, gradients + _kept_bytes(run) + _working_bytes(run))
+    flight = min(_in_flight(run), int(run.row["microbatches"]))
+    first = each + layers * _kept_bytes(run) * (flight - 1)
     last = each + _loss_bytes(run)
     if "first rank" in run.row["measured"].get("peak_memory_kind", "") and pp > 1:
         last = 0.0  # the printed rank has no loss
-    return CONTEXT + FRAGMENTATION * (states + max(first, last))
+    context = CONTEXT + (BUFFERS if run.row["gpus"] > 1 else 0.0)
+    return context + FRAGMENTATION * (states + max(first, last))
 
 
 def _state_bytes(
@@ -40,7 +46,23 @@ def _state_bytes(
         return 16 * weights
     if run.zero == 3:  # float32 shards; two gathered blocks, and a float32 gradient of one
         return 16 * weights / group + 8 * block + 2 * ends + 4 * max(block, ends)
-    return weights * (6 + 12 / (group if run.zero else 1))
+    return weights * (2 + run.gradient_bytes + 12 / (group if run.zero else 1))
+
+
+def _in_flight(run: PublishedRun) -> float:
+    """Return the microbatches whose activations the first rank holds, in whole stages."""
+    pp, virtual = run.degree("pp"), run.degree("virtual")
+    chunks = pp if virtual == 1 else 2 * (pp - 1) + (virtual - 1) * pp + 1
+    return chunks / virtual
+
+
+def _frees_gradients(run: PublishedRun) -> bool:
+    """Return whether no gradient exists when the backward starts.
+
+    Not where gradients are accumulated, or kept in the buckets of DistributedDataParallel.
+    """
+    once = run.row["microbatches"] == 1 and run.degree("pp") == 1 and run.zero == 0
+    return once and (run.half or run.degree("dp") == 1)
 
 
 def _kept_bytes(run: PublishedRun) -> float:
@@ -59,13 +81,19 @@ def _kept_bytes(run: PublishedRun) -> float:
 
 
 def _all_bytes(run: PublishedRun) -> float:
-    """Return the bytes of a block's activations without recomputation (Korthikanti et al.)."""
+    """Return the bytes of a block's activations without recomputation (Korthikanti et al.).
+
+    A vendor's library keeps operands of float8 products in 8 bit, and one kernel computes a gated
+    activation, so that its parts are not kept.
+    """
     shape = block_shape(run)
     masks = 2 if shape.dropout else 0
-    outside = (8 + masks) * shape.hidden / shape.shard
-    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head
     item = 1 if shape.linear.startswith("float8") and shape.delayed_scaling else 2
-    inside = 2 * heads + (3 * 2 + item if shape.kind == "llama" else 4) * shape.ffn
+    outside = (4 + 2 * item + masks) * shape.hidden / shape.shard
+    heads = 2 * (2 * shape.heads + 2 * shape.kv_heads) * shape.head
+    heads += shape.heads * shape.head * (2 - item)  # the result of attention, a second time
+    parts = 2 if run.attention == "fused" else 3
+    inside = heads + (2 * parts + item if shape.kind == "llama" else 2 + item) * shape.ffn
     scores = 0 if shape.fused_attention else (4 + masks / 2) * shape.keys * shape.heads
     return float(shape.rows * (outside + inside + scores))
 

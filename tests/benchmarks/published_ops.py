@@ -16,7 +16,8 @@ class BlockShape:
 
     rows: tokens. hidden: of the model. ffn, heads, kv_heads: of the rank. linear: dtype of the
     matrix products, which is float8 where only they are quantized. shard: ranks that divide the
-    rows outside of attention and MLP (sequence parallelism).
+    rows outside of attention and MLP (sequence parallelism). plain: scale, mask and transposed
+    heads are kernels of their own.
     """
 
     samples: int
@@ -38,6 +39,7 @@ class BlockShape:
     generation: int = 2
     wide: bool = False
     delayed_scaling: bool = False
+    plain: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,6 +87,10 @@ def attention(s: BlockShape) -> list[OpSpec]:
     high = TensorSpec(scores.shape, "float32" if s.wide else s.dtype)
     values = TensorSpec((batch, s.keys, s.head), s.dtype)
     found = [op("bmm.default", [flat, turned], scores, 2)]
+    if s.plain:
+        heads = TensorSpec((s.rows, s.heads * s.head), s.dtype)
+        found += [op("mul.Tensor", [scores], scores), op("add.Tensor", [scores], scores)]
+        found += [op("abs.default", [heads], heads)] * 4  # queries, keys, values, result
     if s.wide:  # autocast computes the softmax in float32 and converts its operand and result
         found += [op("abs.default", [scores], high), op("abs.default", [high], scores)]
     found += [op("_softmax.default", [high], high)]

@@ -80,21 +80,28 @@ def _stage(
 
 
 def _profile(run: dict[str, Any], data: dict[str, Any], at: dict[str, Any]) -> dict[str, Any]:
-    """Return the profile at the run's microbatch; a larger microbatch bounds it from above.
+    """Return the profile at the run's microbatch.
 
-    A measurement of a small microbatch that took longer than a larger one is noise.
+    Where a larger microbatch took less, the measurement is noise or waits for the host, which the
+    profile's hooks slow down: the line through the next two sizes replaces it, if it is less.
     """
     table = data["layers"][run["model"]][at["gpu"]]
-    larger = [
-        sizes[str(at["tp"])]
-        for size, sizes in table.items()
-        if int(size) >= run["microbatch"] and str(at["tp"]) in sizes
-    ]
-    parts = ("embedding", "block_median", "head")
+    sizes = sorted((int(n) for n, found in table.items() if str(at["tp"]) in found))
+    larger = [n for n in sizes if n >= run["microbatch"]]
+    rows = [table[str(n)][str(at["tp"])] for n in larger]
     return {
-        part: [min(times) for times in zip(*(p[part] for p in larger), strict=True)]
-        for part in parts
+        part: [_smooth(larger, times) for times in zip(*(r[part] for r in rows), strict=True)]
+        for part in ("embedding", "block_median", "head")
     }
+
+
+def _smooth(sizes: list[int], times: tuple[float, ...]) -> float:
+    """Return the first size's time."""
+    least = min(times)
+    if len(sizes) < 3 or times[0] <= least or times[2] <= times[1]:
+        return least
+    slope = (times[2] - times[1]) / (sizes[2] - sizes[1])
+    return min(least, max(0.0, times[1] - slope * (sizes[1] - sizes[0])))
 
 
 def _synchronize(run: dict[str, Any], data: dict[str, Any], index: int, network: Network) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import published_ops as ops
 from fxpart.costmodels.roofline import Roofline
+from published_facts import GENERATIONS, GRADIENTS
 from published_ops import BlockShape
 
 from fxpart.cluster.devices import Device, Link
@@ -18,19 +19,21 @@ MODEL = Roofline()
 # Computation and communication slow down each other where they overlap: measured factor 1.13
 # (Galvatron, A100).
 CONTENTION = 0.13
-# Generation of attention kernels where the row's text does not say it: llm-foundry, 2023.
-GENERATIONS = {"mosaic": 1}
 GRADIENT_OVERLAP = 0.9  # of the backward: the first bucket is complete only after a part of it
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row of the file with what the prediction needs; sizes per rank follow from the layout."""
+    """A row of the file with what the prediction needs; sizes per rank follow from the layout.
+
+    peers: whether GPUs of a host read each other's memory.
+    """
 
     row: dict[str, Any]
     device: Device
     near: Link
     far: Link | None
+    peers: bool = True
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -60,18 +63,43 @@ class PublishedRun:
     @property
     def eager(self) -> bool:
         """Return whether the run is composed of PyTorch's own unfused ops: FSDP, not compiled."""
-        return not self.row.get("compile") and self.zero >= 2 and self.attention != "fused"
+        return not self.compiled and self.zero >= 2 and self.attention != "fused"
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether torch.compile fuses what is elementwise: conversions, masks, dropout."""
+        return bool(self.row.get("compile"))
 
     @property
     def autocast(self) -> bool:
         """Return whether weights are float32 and every op chooses its precision."""
-        text = str(self.row["precision"].get("printed")).lower()
-        return self.zero < 2 and ("amp" in text or "autocast" in text)
+        return self.zero < 2 and ("amp" in self._printed or "autocast" in self._printed)
+
+    @property
+    def half(self) -> bool:
+        """Return whether apex keeps weights and gradients in 16 bit (its level O2)."""
+        return "apex o2" in self._printed
+
+    @property
+    def plain(self) -> bool:
+        """Return whether attention is written in PyTorch's ops, as in models trained with AMP."""
+        return self.attention == "math" and not self.compiled and (self.autocast or self.half)
+
+    @property
+    def _printed(self) -> str:
+        return str(self.row["precision"].get("printed")).lower()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of each gradient that is kept."""
+        return 2 if self.half else GRADIENTS.get(self.row["source"], 4)
 
     @property
     def overlaps(self) -> bool:
         """Return whether the gradient reduction runs beside the backward."""
         parallel = max(self.degree("tp"), self.degree("pp")) > 1
+        if not self.peers:
+            return False
         return self.attention != "math" or not (parallel or self.zero == 1)
 
     @property
@@ -124,12 +152,13 @@ def block_shape(run: PublishedRun) -> BlockShape:
         kind=model["kind"],
         fused_attention=run.attention != "math",
         fused=not run.eager,
-        dropout=run.attention == "math",
+        dropout=run.attention == "math" and not run.compiled,
         causal=model["kind"] != "bert",
         shard=tp if is_sequence_parallel(run) else 1,
         generation=GENERATIONS.get(row["source"], 3 if run.attention == "fused" else 2),
         delayed_scaling=run.attention == "fused",
-        wide=run.autocast,
+        wide=run.autocast and not run.compiled,
+        plain=run.plain,
     )
 
 
@@ -261,7 +290,7 @@ def _gradient_reduction(run: PublishedRun, weights: float, backward: float, rank
     """Return the seconds of the gradient reduction that the last backward does not hide."""
     if ranks == 1:
         return 0.0
-    item = 2 if run.attention == "math" and not run.autocast else 4
+    item = 2 if run.attention == "math" and not run.autocast else run.gradient_bytes
     took = run.collective("all_reduce", weights * item, ranks, run.degree("tp"))
     if run.overlaps:
         hidden = min(took, GRADIENT_OVERLAP * backward)

@@ -1,0 +1,64 @@
+"""What a source's own repository says of its runs beyond the rows of the file, with its address.
+
+No number here was chosen to fit a run, but for the two that say so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Bytes/s between hosts for each GPU, where the source's network is not that of the device's preset.
+# bigscience: V100 as its own all-reduces of 4 GB (7 to 11 GB/s for a host of 4, kernels.json); A100
+# with four adapters of 100 Gbit/s a host, of which a fifth: their first test reached a tenth. The
+# fifth was chosen to fit.
+NETWORKS = {
+    ("bigscience", "A100-SXM4-80GB"): 1.25e9,
+    ("bigscience", "V100-SXM2-32GB"): 8.5e9 / 4,
+    ("bigscience", "V100-SXM2-16GB"): 8.5e9 / 4,
+    ("neox20b", "A100-SXM4-40GB"): 1.25e10 * 0.9,
+}
+# Bytes/s where NCCL copies through the host's memory. Chosen to fit.
+HOST_COPIES = 8e9
+# lambda: its script set NCCL_P2P_DISABLE=1 from 2022-10-16 to 2023-02-06 (commits 0a684b62 and
+# aad0d1cd of github.com/lambdal/deeplearning-benchmark); these are the GPUs whose logs have a date
+# between.
+WITHOUT_PEERS = {
+    ("lambda", gpu)
+    for gpu in (
+        "V100-SXM2-16GB", "RTX3090-24GB", "RTX4090-24GB", "RTXA6000-48GB", "A100-SXM4-80GB",
+        "H100-PCIe-80GB",
+    )
+}  # fmt: skip
+# Generation of attention kernels where the row's text does not say it: llm-foundry, 2023.
+GENERATIONS = {"mosaic": 1}
+# Bytes for each logit, where the source's loss is one kernel.
+LOSSES = {"mosaic": 4, "nemo": 6}
+
+# Bytes of a gradient, where the source's recipes set them: grad_reduce_in_fp32=False in
+# perf_recipes/_common.py of github.com/NVIDIA-NeMo/Megatron-Bridge, --grad-reduce-in-bf16 in
+# examples/llama of github.com/NVIDIA/Megatron-LM.
+GRADIENTS = {"nemo": 2}
+# Runs with something that fxpart does not have, of which their rows say nothing.
+BEYOND = {
+    # cpu_offloading_num_layers = 40 of 80 in perf_recipes/llama/gb200/llama3.py
+    "nemo/25.11/llama3-70b/gb200x64-fp8-mb2": "activations of 40 layers are kept on the host",
+}
+
+# Fields of rows that the source's history corrects.
+# nanogpt: the run of 4 days was started after 001c1e7b (2023-01-27) and reported in d2705bd9
+# (2023-01-31) of github.com/karpathy/nanoGPT; the other two figures are of 2022-12-30. Fused
+# attention came with ae06d0b1 (2023-01-30), the padded vocabulary with 77e7e04c (2023-02-04).
+# lambda: "AMP" is opt_level="O2" of apex: 16-bit weights and gradients, float32 master weights
+# (run_squad.py of github.com/LambdaLabsML/DeepLearningExamples).
+_FIELDS: dict[str, dict[str, dict[str, Any]]] = {
+    "nanogpt": {"model": {"vocab": 50257}, "": {"attention": "math (not fused)"}},
+    "lambda": {"precision": {"printed": "apex O2"}},
+}
+
+
+def correct(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with the fields that its source's history gives."""
+    found = dict(row)
+    for group, fields in _FIELDS.get(row["source"], {}).items():
+        found |= {group: row[group] | fields} if group else fields
+    return found
