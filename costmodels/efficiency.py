@@ -17,6 +17,7 @@ from fxpart.cluster.presets import architecture_data
 from .op_classes import op_class
 
 if TYPE_CHECKING:
+    from fxpart.cluster.devices import Device
     from fxpart.costs import OpSpec
 
 START = 2e-6  # seconds between two kernels while the host is ahead
@@ -38,6 +39,7 @@ class Efficiency:
     unaligned: float
     memory: float
     normalization: float
+    update: float
 
     def arithmetic(self, op: OpSpec, dtype: str, backward: bool) -> float:
         """Return the fraction of the peak FLOP/s that the op reaches where arithmetic limits it.
@@ -78,3 +80,21 @@ def find_efficiency(model: str) -> Efficiency | None:
     if data is None:
         return None
     return Efficiency(**{name: data[name] for name in Efficiency.__dataclass_fields__})
+
+
+def copy_bandwidth(device: Device) -> float:
+    """Return the bytes/s that copies and elementwise operations reach in the device's memory.
+
+    On a GPU as measured, else by its architecture. Elsewhere the nominal value.
+    """
+    found = find_efficiency(device.model) if device.kind == "gpu" else None
+    if found is None:
+        return device.bandwidth
+    measured = device.measured if isinstance(device.measured, dict) else {}
+    return measured.get("bandwidth", found.memory * device.bandwidth)
+
+
+def update_bandwidth(device: Device) -> float:
+    """Return the bytes/s that a fused optimizer step reaches in the device's memory."""
+    found = find_efficiency(device.model) if device.kind == "gpu" else None
+    return copy_bandwidth(device) * (found.update / found.memory if found is not None else 1.0)

@@ -1,7 +1,7 @@
 """Calibrated costs besides ops: optimizer step, gradient accumulation, runtime overhead.
 
 Each is counted in bytes and calls, at one rate for every device; measurements of whole stages
-provide the factor of a class. Without calibration the device's bandwidth is used.
+provide the factor of a class. Without calibration the bandwidth is used that the device reaches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpart.costmodels.efficiency import copy_bandwidth
 from fxpart.pricing.optimizer_step import (
     RATE,
     ROWS,
@@ -93,20 +94,20 @@ class NonOpCosts:
         tables = [weight for weight in weights if weight.sparse and weight.gradient]
         seconds = merge_seconds(sum(weight.rows for weight in tables), microbatches)
         if ROWS not in self.factors:
-            return seconds * RATE / self.device.bandwidth
+            return seconds * RATE / copy_bandwidth(self.device)
         return self._seconds_of({ROWS: seconds, TABLES: join_seconds(len(tables))})
 
     @property
     def copying(self) -> float:
         """Return the seconds per byte that a copy reads or writes."""
         if UPDATE not in self.factors:
-            return 1 / self.device.bandwidth
+            return 1 / copy_bandwidth(self.device)
         return self._seconds_of({UPDATE: 1 / RATE})
 
     def gradient(self, later: bool) -> float:
         """Return the seconds of a backward per byte of a gradient. later: it is accumulated."""
         if ADDED not in self.factors:
-            return 3 / self.device.bandwidth if later else 0.0
+            return 3 / copy_bandwidth(self.device) if later else 0.0
         return self._seconds_of({ADDED: 3 / RATE} if later else {FRESH: 1 / RATE})
 
     def accumulation(

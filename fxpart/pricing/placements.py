@@ -17,6 +17,7 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose, state_bytes
 from fxpart.compiler import MESH_KEY
+from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.errors import error
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE
@@ -189,7 +190,7 @@ def build(
         sizes=sizes,
         state=state_costs(captured, trained, optimizer, microbatches, graph.graph),
         microbatches=microbatches,
-        bandwidth=device.bandwidth,
+        bandwidth=update_bandwidth(device),
         launch=device.launch,
         only=only or {},
     )

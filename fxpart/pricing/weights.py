@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxpart.compat.optimizer_choice import OptimizerChoice, state_bytes
+from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.pricing.optimizer_step import compute_update_bytes
 from fxpart.pricing.optimizer_temporaries import UNKNOWN, temporaries
 from fxpart.pricing.sparse_gradients import touched_bytes
@@ -103,10 +104,9 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
 
     A tied weight counts for the first block that uses it.
     """
-    seconds = [0.0] * blocks
+    seconds, bandwidth = [0.0] * blocks, update_bandwidth(device)
     for weight in weights:
         if weight.gradient:
-            seconds[weight.blocks[0]] += (
-                compute_update_bytes(weight) / device.bandwidth + device.launch
-            )
+            moved = compute_update_bytes(weight)
+            seconds[weight.blocks[0]] += moved / bandwidth + device.launch
     return tuple(seconds)

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/published.py                       (the files of ../shared/bench/gpu)
     python tests/benchmarks/published.py --runs FILE ... --json
+    python tests/benchmarks/published.py --leave-one-out       (fits without each source; minutes)
 
 Each run's operators are priced by fxpart's cost model from data sheets and the efficiencies of the
 device's architecture, and composed by the run's layout: nothing is fitted per run. Files of layer
@@ -24,6 +25,7 @@ from record import ROOT
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import published_profiles as profiles  # noqa: E402
+import published_fit as fits  # noqa: E402
 from published_clusters import describe, reason_to_skip  # noqa: E402
 from published_memory import predict_bytes  # noqa: E402
 from published_step import model_flops, predict_seconds  # noqa: E402
@@ -141,6 +143,22 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def left_out_lines(rows: Sequence[dict[str, Any]], as_json: bool) -> list[str]:
+    """Return a table of the fits that leave out one source, or one line of JSON."""
+    usable = [row for row in rows if row["use"] == "absolute" and not reason_to_skip(row)]
+    found = fits.leave_one_out(usable)
+    if as_json:
+        return [json.dumps(found)]
+    lines = [
+        "| left out of the fit | median of \\|ratio - 1\\|, all runs | its own median error |",
+        "| --- | ---: | ---: |",
+    ]
+    for one in found:
+        own = "" if one["own_median"] is None else f"{one['own_median']:+.2f}"
+        lines.append(f"| {one['left_out'] or 'none'} | {one['median_error']:.3f} | {own} |")
+    return [*lines, json.dumps(found[0]["values"])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, or one line of JSON."""
     parser = argparse.ArgumentParser(
@@ -149,6 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", nargs="+", type=Path, help="files of published runs or profiles")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--rows", action="store_true", help="print every run")
+    parser.add_argument(
+        "--leave-one-out", action="store_true", help="fit the efficiencies without each source"
+    )
     options = parser.parse_args(arguments)
     files = options.runs or default_files()
     missing = [str(path) for path in files if not path.is_file()]
@@ -157,6 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     rows = [row for document in documents for row in document.get("rows", ())]
+    if options.leave_one_out:
+        sys.stdout.write("\n".join(left_out_lines(rows, options.json)) + "\n")
+        return 0
     found, skipped = predict_rows(rows)
     profiled = [row for document in documents if "runs" in document
                 for row in predict_profiles(document)]  # fmt: skip

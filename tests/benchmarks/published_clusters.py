@@ -23,6 +23,7 @@ DEVICES = {
     "RTX6000Ada-48GB": "rtx-6000-ada",
 }  # fmt: skip
 
+
 def describe(row: dict[str, Any]) -> PublishedRun:
     """Return the run with its device and its links within and between hosts."""
     row = correct(row)

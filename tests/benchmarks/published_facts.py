@@ -1,6 +1,6 @@
 """What a source's own repository says of its runs beyond the rows of the file, with its address.
 
-No number here was chosen to fit a run, but for the two that say so.
+No number here was chosen to fit a run, but for the one that says so.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 # Bytes/s between hosts for each GPU, where the source's network is not that of the device's preset.
-# bigscience: V100 as its own all-reduces of 4 GB (7 to 11 GB/s for a host of 4, kernels.json); A100
-# with four adapters of 100 Gbit/s a host, of which a fifth: their first test reached a tenth. The
-# fifth was chosen to fit.
+# bigscience: as its own all-reduces of 4 GB, 7 to 11 GB/s for a host of 4 V100 and 5.06 GB/s for a
+# host of 8 A100 (kernels.json).
 NETWORKS = {
-    ("bigscience", "A100-SXM4-80GB"): 1.25e9,
+    ("bigscience", "A100-SXM4-80GB"): 5.06e9 / 8,
     ("bigscience", "V100-SXM2-32GB"): 8.5e9 / 4,
     ("bigscience", "V100-SXM2-16GB"): 8.5e9 / 4,
     ("neox20b", "A100-SXM4-40GB"): 1.25e10 * 0.9,

@@ -12,29 +12,42 @@ CONTEXT, BUFFERS, FRAGMENTATION = 0.8e9, 0.5e9, 1.03
 
 
 def predict_bytes(run: PublishedRun) -> float:
-    """Return the predicted peak: states, activations of microbatches in flight, the loss."""
-    model = run.row["model"]
-    pp, tp = run.degree("pp"), run.degree("tp")
-    replicas = run.degree("dp") * run.degree("cp")
+    """Return the predicted peak: states, activations of microbatches in flight, the loss.
+
+    The greatest of the first, the second and the last stage; where layers do not divide evenly,
+    the stages at the ends have one less.
+    """
+    model, pp = run.row["model"], run.degree("pp")
     layers = ceil(model["layers"] / pp)
-    ends = model["vocab"] * model["hidden"] / tp
-    if model["kind"] == "llama" and pp == 1:
-        ends *= 2  # the embedding and the head are two matrices
-    block = block_parameters(run) / tp
+    ends = model["vocab"] * model["hidden"] / run.degree("tp")
+    if pp == 1:  # a gated model's embedding and head are two matrices
+        return _stage_bytes(run, layers, ends * (2 if model["kind"] == "llama" else 1), 1, True)
+    spare, held = layers * pp - model["layers"], _in_flight(run)
+    found = [_stage_bytes(run, layers - (spare > 0), ends, held, False)]
+    if "first rank" not in run.row["measured"].get("peak_memory_kind", ""):
+        found += [_stage_bytes(run, layers - (spare > 1), ends, 1, True)]
+        if pp > 2:
+            found += [_stage_bytes(run, layers, 0.0, _in_flight(run, 1), False)]
+    return max(found)
+
+
+def _stage_bytes(run: PublishedRun, layers: int, ends: float, held: float, loss: bool) -> float:
+    """Return the peak of a stage that holds ``held`` microbatches.
+
+    ends: parameters of embedding and head.
+    """
+    block = block_parameters(run) / run.degree("tp")
     weights = layers * block + ends
-    states = _state_bytes(run, weights, block, ends, replicas)
-    each = layers * _kept_bytes(run) + _working_bytes(run)
+    states = _state_bytes(run, weights, block, ends, run.degree("dp") * run.degree("cp"))
+    kept, working = _kept_bytes(run), _working_bytes(run)
+    held = min(held, int(run.row["microbatches"]))
+    used = layers * kept * held + working + (_loss_bytes(run) if loss else 0.0)
     if _frees_gradients(run):  # they grow while activations are freed
         gradients = weights * run.gradient_bytes
         states -= gradients
-        each = max(each, gradients + _kept_bytes(run) + _working_bytes(run))
-    flight = min(_in_flight(run), int(run.row["microbatches"]))
-    first = each + layers * _kept_bytes(run) * (flight - 1)
-    last = each + _loss_bytes(run)
-    if "first rank" in run.row["measured"].get("peak_memory_kind", "") and pp > 1:
-        last = 0.0  # the printed rank has no loss
+        used = max(used, gradients + kept + working)
     context = CONTEXT + (BUFFERS if run.row["gpus"] > 1 else 0.0)
-    return context + FRAGMENTATION * (states + max(first, last))
+    return context + FRAGMENTATION * (states + used)
 
 
 def _state_bytes(
@@ -49,11 +62,12 @@ def _state_bytes(
     return weights * (2 + run.gradient_bytes + 12 / (group if run.zero else 1))
 
 
-def _in_flight(run: PublishedRun) -> float:
-    """Return the microbatches whose activations the first rank holds, in whole stages."""
+def _in_flight(run: PublishedRun, stage: int = 0) -> float:
+    """Return the microbatches whose activations a stage holds at once, of all its layers."""
     pp, virtual = run.degree("pp"), run.degree("virtual")
-    chunks = pp if virtual == 1 else 2 * (pp - 1) + (virtual - 1) * pp + 1
-    return chunks / virtual
+    if virtual == 1:
+        return pp - stage
+    return (2 * (pp - 1 - stage) + (virtual - 1) * pp + 1) / virtual
 
 
 def _frees_gradients(run: PublishedRun) -> bool:

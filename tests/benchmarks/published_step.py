@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 import published_ops as ops
+from fxpart.costmodels.efficiency import copy_bandwidth, update_bandwidth
 from fxpart.costmodels.roofline import Roofline
 from published_facts import GENERATIONS, GRADIENTS
 from published_ops import BlockShape
@@ -317,7 +318,7 @@ def _sharded_step(
     ahead = overlapped(times.forward, gather)
     again = gather if run.zero == 3 else 0.0
     # gradients are converted to float32 and copied into the buffer of their reduction
-    copied = 14 * weights / (run.device.bandwidth * 0.85)
+    copied = 14 * weights / copy_bandwidth(run.device)
     back = overlapped(times.backward + copied, again + scatter)
     last = times.head_forward + times.head_backward
     edges = run.collective("all_gather", 2 * ends, group, tp) + run.collective(
@@ -328,10 +329,13 @@ def _sharded_step(
 
 
 def optimizer_seconds(run: PublishedRun, weights: float, replicas: int) -> float:
-    """Return the seconds of Adam on this rank's shard: 28 bytes per fp32 parameter and state."""
+    """Return the seconds of Adam on this rank's shard: 28 bytes for each parameter, if fused."""
     group = int(run.layout.get("zero_group") or replicas)
     owned = weights / (group if run.zero >= 1 else 1)
-    found = owned * (92 if run.eager else 32) / (run.device.bandwidth * 0.85)
+    if run.eager:
+        found = owned * 92 / copy_bandwidth(run.device)
+    else:
+        found = owned * 28 / update_bandwidth(run.device)
     if run.zero in (1, 2):
         found += run.collective("all_gather", 2 * weights, replicas, run.degree("tp"))
     return found
