@@ -24,8 +24,8 @@ from record import ROOT
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import published_profiles as profiles  # noqa: E402
 import published_fit as fits  # noqa: E402
+import published_profiles as profiles  # noqa: E402
 from published_clusters import describe, reason_to_skip  # noqa: E402
 from published_memory import predict_bytes  # noqa: E402
 from published_step import model_flops, predict_seconds  # noqa: E402

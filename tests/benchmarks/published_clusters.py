@@ -8,6 +8,7 @@ import msgspec
 from published_facts import BEYOND, HOST_COPIES, NETWORKS, WITHOUT_PEERS, correct
 from published_step import PublishedRun
 
+from fxpart.cluster.gpu_detection import match_model
 from fxpart.cluster.model import Cluster
 from fxpart.cluster.presets import grid
 
@@ -24,11 +25,15 @@ DEVICES = {
 }  # fmt: skip
 
 
+def find_device(gpu: str) -> str | None:
+    """Return fxpart's device model of a GPU of the file; None if there is none."""
+    return DEVICES.get(gpu) or match_model(gpu)
+
+
 def describe(row: dict[str, Any]) -> PublishedRun:
     """Return the run with its device and its links within and between hosts."""
     row = correct(row)
-    model = DEVICES[row["gpu"]]
-    cluster = grid(Cluster, 2, 2, model)
+    cluster = grid(Cluster, 2, 2, str(find_device(row["gpu"])))
     near = cluster.link("host0/gpu:0", "host0/gpu:1")
     far = cluster.link("host0/gpu:0", "host1/gpu:0")
     key = row["source"], row["gpu"]
@@ -44,7 +49,7 @@ def describe(row: dict[str, Any]) -> PublishedRun:
 def reason_to_skip(row: dict[str, Any]) -> str:
     """Return why a row cannot be predicted; "" if it can."""
     model = row["model"]
-    if row["gpu"] not in DEVICES:
+    if find_device(row["gpu"]) is None:
         return f"no device data for {row['gpu']}"
     if model["kind"] not in ("gpt", "llama", "bert"):
         return f"this benchmark composes no model of kind {model['kind']}"

@@ -16,11 +16,11 @@ from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
+from fxpart.costmodels import efficiency
 from published_clusters import describe
 from published_step import PublishedRun, predict_seconds
 
 from fxpart.cluster.presets import device_data
-from fxpart.costmodels import efficiency
 
 # Least and greatest fractions: matmul and float8 between a half and the best products
 # (mamf-finder, kernels.json); attention as far as measured kernels differ.
@@ -61,7 +61,9 @@ def fit(runs: Sequence[PublishedRun], name: str) -> Values:
     def error(key: str, value: float) -> float:
         return _error(runs, {name: values | {key: value}})
 
-    spans = {key: span for key, span in RANGES.items() if error(key, span[0]) != error(key, span[1])}
+    spans = {
+        key: span for key, span in RANGES.items() if error(key, span[0]) != error(key, span[1])
+    }
     for sweep in range(SWEEPS):
         for key, (low, high) in spans.items():
             if sweep:  # closer to the value found
