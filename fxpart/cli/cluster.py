@@ -76,8 +76,9 @@ def fact_options(made: Command) -> Command:
 def detect(out: str | None, as_json: bool, **given: Any) -> int:
     """Describe this host, and the hosts of the job that torchrun or SLURM started.
 
-    GPUs and how they are connected come from nvidia-smi, cores and memory from the system, hosts
-    from WORLD_SIZE or SLURM_JOB_NODELIST. Unknown facts are listed and omitted.
+    GPUs come from nvidia-smi, NVML, rocm-smi or torch, and how they are connected from nvidia-smi.
+    Cores and memory come from the system, hosts from WORLD_SIZE or SLURM_JOB_NODELIST. Unknown
+    facts are listed and omitted.
     """
     from fxpart.cluster.job_detection import detect as found_here
 

@@ -1,13 +1,17 @@
-"""The GPUs of this host that this process may use, by nvidia-smi; unknown models are estimated."""
+"""The GPUs of this host that this process may use; MIG slices and unknown models are estimated."""
 
 from __future__ import annotations
 
-import csv
 import re
-import shutil
-import subprocess
+from pathlib import Path
 from typing import Any
 
+from fxpart.cluster.gpu_sources import (
+    ListedGpu,
+    list_amd,
+    list_nvidia,
+    list_slices,
+)
 from fxpart.cluster.presets import add_estimate, device_data, models
 from fxpart.environment import get_variables
 from fxpart.errors import FxpartError, error
@@ -21,50 +25,110 @@ _PER_CYCLE = {
 }  # fmt: skip
 _ARCHITECTURES = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 12: "ada"}
 _NO_BFLOAT16 = ((7, 0), (7, 5))
+# Files of the drivers; torch is imported for a list only where one exists.
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd")
+# "NVIDIA A100-SXM4-40GB MIG 1g.5gb"; a compute instance of 1 in a slice of 3: "1c.3g.20gb"
+_PROFILE = re.compile(
+    r"(?P<gpu>.+) MIG (?P<profile>(?=(?:\d+c\.)?\d+g\.)(?P<units>\d+)[cg]\.(?:\d+g\.)?"
+    r"(?P<memory>\d+)gb\S*)"
+)
 
 
-def nvidia_models() -> list[str]:
-    """Return the models of the NVIDIA GPUs that this process may use; [] without nvidia-smi.
+def find_gpus() -> list[str]:
+    """Return the models of the GPUs that this process may use; [] without GPUs.
 
-    CUDA_VISIBLE_DEVICES selects them by index or UUID. A model without a data file is estimated
-    from what torch reports of it. Raises FXP404 where torch cannot, and for a MIG slice.
+    They are those of nvidia-smi, else of NVML (package nvidia-ml-py), rocm-smi or torch.
+    CUDA_VISIBLE_DEVICES selects them by index or UUID, for AMD also ROCR_VISIBLE_DEVICES and
+    HIP_VISIBLE_DEVICES. A MIG slice has its part of a GPU's rates. A model without a data file is
+    estimated from what torch reports of it. Raises FXP404 where torch cannot.
     """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, "--query-gpu=name,uuid", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]
-    gpus = [(row[0].strip(), row[1].strip() if len(row) > 1 else "") for row in rows]
-    return [match_model(name) or _estimate_model(name) for name in _select_visible(gpus)]
+    variables = get_variables()
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    found = list_nvidia()
+    if found and visible is not None and visible.lstrip().startswith("MIG-"):
+        return [_find_model(_select_slice(visible).name)]
+    if found:
+        return [_find_model(gpu.name) for gpu in _select(found, visible)]
+    found = list_amd()
+    if found:
+        inner = variables.get("HIP_VISIBLE_DEVICES", visible)
+        kept = _select(_select(found, variables.get("ROCR_VISIBLE_DEVICES")), inner)
+        return [_find_model(gpu.name) for gpu in kept]
+    return [_find_model(gpu.name) for gpu in _list_by_torch()]  # torch has applied the variables
 
 
-def _select_visible(gpus: list[tuple[str, str]]) -> list[str]:
-    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES lists, in its order.
+def _list_by_torch() -> list[ListedGpu]:
+    """Return the GPUs that torch can use; [] where no driver has its file in /dev."""
+    if not any(Path(name).exists() for name in DRIVER_FILES):
+        return []
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [ListedGpu(torch.cuda.get_device_properties(i).name) for i in range(count)]
+
+
+def _select(gpus: list[ListedGpu], value: str | None) -> list[ListedGpu]:
+    """Return the GPUs that a list of visible devices has, in its order.
 
     As in CUDA, the list ends at its first invalid entry.
     """
-    value = get_variables().get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return [name for name, _ in gpus]
+        return gpus
     found: list[int] = []
     for entry in (word.strip() for word in value.split(",")):
-        if entry.startswith("MIG-"):
-            raise _unknown_gpu(
-                f"CUDA_VISIBLE_DEVICES={value[:80]}", "A MIG slice has a part of the rates of a GPU"
-            )
         if entry.isdecimal() and entry.isascii():
             fits = [int(entry)] if len(entry) < 9 and int(entry) < len(gpus) else []
         else:
             named = entry.startswith("GPU-")
-            fits = [i for i, (_, uuid) in enumerate(gpus) if named and uuid.startswith(entry)]
+            fits = [i for i, gpu in enumerate(gpus) if named and gpu.uuid.startswith(entry)]
         if len(fits) != 1 or fits[0] in found:
             break
         found += fits
-    return [gpus[index][0] for index in found]
+    return [gpus[index] for index in found]
+
+
+def _select_slice(value: str) -> ListedGpu:
+    """Return the first MIG slice of the list: a process can use one. Raises FXP404 without it."""
+    wanted = value.split(",")[0].strip()
+    fits = [part for part in list_slices() if part.uuid.startswith(wanted)]
+    if len(fits) != 1:
+        raise _unknown_gpu(
+            f"CUDA_VISIBLE_DEVICES={value[:80]}", "The driver lists no MIG slice with this UUID"
+        )
+    return fits[0]
+
+
+def _find_model(product: str) -> str:
+    """Return the device model of a product name; adds the data of slices and unknown models."""
+    part = _PROFILE.fullmatch(product)
+    if part is None:
+        return match_model(product) or _estimate_model(product)
+    gpu = match_model(part["gpu"])
+    if gpu is None:
+        raise _unknown_gpu(f"GPU {product!r}", "There is no data file for the GPU of this slice")
+    data = divide(device_data(gpu), part["profile"], int(part["units"]), int(part["memory"]))
+    add_estimate(data)
+    return str(data["name"])
+
+
+def divide(data: dict[str, Any], profile: str, units: int, size: int) -> dict[str, Any]:
+    """Return the device data of a MIG slice.
+
+    units: slices of the multiprocessors, of 7. size: of its memory in GiB, in eighths of the GPU's.
+    """
+    eighths = min(8, max(1, round(8 * size * 2**30 / data["memory"])))
+    return data | {
+        "name": f"{data['name']}-mig-{re.sub(r'[^a-z0-9]+', '-', profile.lower())}",
+        "aliases": [],
+        "products": [],
+        "memory": data["memory"] * eighths // 8,
+        "bandwidth": data["bandwidth"] * eighths / 8,
+        "flops": {name: rate * units / 7 for name, rate in data["flops"].items()},
+        "source": f"MIG slice {profile}: {units}/7 of the rates and {eighths}/8 of the memory of "
+        f"{data['name']} (NVIDIA Multi-Instance GPU User Guide); {data['source']}",
+    }
 
 
 def match_model(product: str) -> str | None:
@@ -97,6 +161,8 @@ def estimate(product: str, properties: Any) -> dict[str, Any] | None:
     Rates: multiprocessors x clock x FLOP per cycle of the compute capability. Links and launch
     costs are those of the RTX 4090, a card without NVLink.
     """
+    if hasattr(properties, "gcnArchName"):  # an AMD GPU counts its generations otherwise
+        return None
     capability = (getattr(properties, "major", 0), getattr(properties, "minor", 0))
     clock, width = (getattr(properties, n, 0) for n in ("clock_rate", "memory_bus_width"))
     memory_clock = getattr(properties, "memory_clock_rate", 0)

@@ -1,4 +1,4 @@
-"""Describe this host as a cluster: torchrun's ranks, GPUs from nvidia-smi, or CPU ranks."""
+"""Describe this host as a cluster: torchrun's ranks, GPUs from their driver, or CPU ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import UNSET
 from fxpart import environment
 from fxpart.cluster.cpu_quota import quota
 from fxpart.cluster.devices import Device, Host, Link
-from fxpart.cluster.gpu_detection import nvidia_models
+from fxpart.cluster.gpu_detection import find_gpus
 from fxpart.cluster.presets import device_data, host_of_models, unknown
 from fxpart.cluster.validation import MAX_DEVICES
 from fxpart.errors import error
@@ -30,7 +30,7 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def detect(kind: type[Cluster]) -> Cluster:
     """Return torchrun's ranks if it started this process, else this host's GPUs, else its cores."""
     launch = environment.read_launch()
-    gpus = nvidia_models()
+    gpus = find_gpus()
     if launch is None:
         return host_of_models(kind, gpus) if gpus else local(kind, cores())
     world, here = launch.world, launch.local_world

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
 import msgspec
 from msgspec import UNSET
 
 from fxpart import environment
 from fxpart.cluster.devices import Host
-from fxpart.cluster.gpu_detection import nvidia_models
+from fxpart.cluster.gpu_detection import find_gpus
+from fxpart.cluster.gpu_sources import run
 from fxpart.cluster.host_detection import check_ranks, cores, local
 from fxpart.cluster.importers import nvidia_topology, slurm
 from fxpart.cluster.importers.source_facts import (
@@ -75,7 +73,7 @@ def _per_host(launch: environment.Launch | None, job: environment.Slurm | None) 
 
 def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[str, ...]]:
     """Return this host as a cluster of ``each`` devices, by default all, and notes."""
-    gpus = nvidia_models()
+    gpus = find_gpus()
     if not gpus:
         return local(Cluster, each or cores()), ()
     check_ranks(each or 0, gpus)
@@ -85,7 +83,7 @@ def _this_host(each: int | None, facts: ImportOptions) -> tuple[Cluster, tuple[s
     base = msgspec.structs.replace(base, hosts=(here,))
     if len(base.devices) < len(gpus) or len(gpus) == 1:
         return base, ()
-    table = _run_nvidia_smi("topo", "-m")
+    table = run("nvidia-smi", "topo", "-m")
     try:
         found = nvidia_topology.read(table, _topology_options(facts, base))
     except FxpartError as why:
@@ -101,8 +99,10 @@ def _topology_options(facts: ImportOptions, base: Cluster) -> ImportOptions:
 
 def _pcie_bandwidth() -> float | None:
     """Return bytes/s of this host's slowest GPU slot in one direction; None if unknown."""
-    text = _run_nvidia_smi(
-        "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits"
+    text = run(
+        "nvidia-smi",
+        "--query-gpu=pcie.link.gen.max,pcie.link.width.max",
+        "--format=csv,noheader,nounits",
     )
     rates = []
     for line in text.splitlines():
@@ -111,19 +111,6 @@ def _pcie_bandwidth() -> float | None:
             return None
         rates.append(_PCIE.get(int(words[0]), 0.0) * int(words[1]))
     return min(rates, default=0.0) or None
-
-
-def _run_nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; "" if it cannot be run."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    command = [program, *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
 
 
 def _without_addresses(cluster: Cluster) -> Cluster:

@@ -158,11 +158,11 @@ def test_local_shares_the_host() -> None:
 def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host_detection, "nvidia_models", lambda: [])
+    monkeypatch.setattr(host_detection, "find_gpus", lambda: [])
     assert Cluster.auto() == Cluster.local(host_detection.cores())
-    monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"] * 2)
+    monkeypatch.setattr(host_detection, "find_gpus", lambda: ["h100-sxm"] * 2)
     assert Cluster.auto() == Cluster.parse("2xh100")
-    monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm", "t4"])
+    monkeypatch.setattr(host_detection, "find_gpus", lambda: ["h100-sxm", "t4"])
     mixed = Cluster.auto().validate()
     assert [(d.name, d.model) for d in mixed.devices] == [
         ("host0/gpu:0", "h100-sxm"),
@@ -173,9 +173,9 @@ def test_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (launched | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
     assert [d.model for d in Cluster.auto().devices] == ["h100-sxm", "t4"] * 2
-    monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"] * 2)
+    monkeypatch.setattr(host_detection, "find_gpus", lambda: ["h100-sxm"] * 2)
     assert Cluster.auto() == Cluster.parse("2x2xh100")
-    monkeypatch.setattr(host_detection, "nvidia_models", lambda: ["h100-sxm"])
+    monkeypatch.setattr(host_detection, "find_gpus", lambda: ["h100-sxm"])
     with pytest.raises(FxpartError, match="FXP602"):
         Cluster.auto()
 

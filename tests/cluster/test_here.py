@@ -24,7 +24,7 @@ ELSEWHERE = (
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ELSEWHERE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job_detection, "nvidia_models", lambda: [])
+    monkeypatch.setattr(job_detection, "find_gpus", lambda: [])
 
 
 def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, product: str, topo: str) -> None:
@@ -38,7 +38,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, product: str, topo: 
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(job_detection, "nvidia_models", gpu_detection.nvidia_models)
+    monkeypatch.setattr(job_detection, "find_gpus", gpu_detection.find_gpus)
 
 
 def test_this_host() -> None:

@@ -62,7 +62,7 @@ def printed(command: str) -> str:
         mock.patch.object(job_detection, "cores", lambda: 2),
         mock.patch.object(host_detection, "memory", lambda: 16 << 30),
         mock.patch.object(host_detection, "flop_per_cycle", lambda: 32),
-        mock.patch.object(job_detection, "nvidia_models", list),
+        mock.patch.object(job_detection, "find_gpus", list),
         redirect_stdout(answer),
         redirect_stderr(notes),
     ):
