@@ -109,7 +109,7 @@ def test_wishes_are_options(
         (("--layout", "tt|tt"), 2, "the model has 8"),
         (("--fix", "schedule=async", "--mode", "sync"), 2, "contradict each other"),
         (("--weights", "stash"), 2, "a synchronous plan has no weight mode"),
-        (("--fix", "tp=3"), 3, "values of tp"),
+        (("--fix", "tp=5"), 3, "values of tp"),
         (("--fix", "ranks=64"), 3, "ranks"),
         (("--space", "all", "--dump-annotations", "a.toml"), 2, "omit one"),
     ],
@@ -145,7 +145,9 @@ def test_what_if(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert "without rank 3" in text and "infeasible after the change" in text and "new plan" in text
     same = json.loads(call(capsys, "whatif", path, "--fix", "dp=1", "--fix", "tp=1", "--fix",
                            "stages=4", "--json"))  # fmt: skip
+    assert same["before"]["seconds"] == same["step_time"]
     assert same["kept"] == {
+        "seconds": pytest.approx(same["step_time"]),
         "closed_form_seconds": same["before"]["closed_form_seconds"],
         "faults": [],
     }

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import msgspec
 
@@ -66,8 +67,8 @@ def beside(
 
     def read(data: bytes) -> object:
         if not made:
-            folder = scratch() / f"folder-{len(list(scratch().iterdir()))}" / "step-0000000001"
-            folder.mkdir(parents=True)
+            folder = Path(mkdtemp(prefix="folder-", dir=scratch())) / "step-0000000001"
+            folder.mkdir()
             for other, held in files().items():
                 (folder / other).write_bytes(held)
             made.append(folder)
